@@ -1,0 +1,54 @@
+"""Trains Keras models on many devices and machines with the same numbers as on one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfmulti.cluster import Cluster, Task
+    from tfmulti.config import FitConfig
+    from tfmulti.errors import TfmultiError, UserError
+    from tfmulti.loop import fit
+    from tfmulti.report import FitReport
+    from tfmulti.strategies import make_strategy
+    from tfmulti.trainer import prepare
+
+__version__ = "0.1.0"
+
+_PLACES = {
+    "Cluster": "tfmulti.cluster",
+    "Task": "tfmulti.cluster",
+    "FitConfig": "tfmulti.config",
+    "FitReport": "tfmulti.report",
+    "TfmultiError": "tfmulti.errors",
+    "UserError": "tfmulti.errors",
+    "fit": "tfmulti.loop",
+    "make_strategy": "tfmulti.strategies",
+    "prepare": "tfmulti.trainer",
+}
+
+__all__ = [
+    "Cluster",
+    "FitConfig",
+    "FitReport",
+    "Task",
+    "TfmultiError",
+    "UserError",
+    "fit",
+    "make_strategy",
+    "prepare",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that `import tfmulti` costs nothing."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'tfmulti' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PLACES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

@@ -1,0 +1,195 @@
+"""What a run is: `FitConfig`, as flags, as a JSON file and as arguments in Python.
+
+A `FitConfig` that exists is valid in itself. What also needs the cluster or the devices
+(which strategy, how many replicas, so which batch) is decided in `selection` and `loop`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tfmulti import registry
+from tfmulti.errors import ConfigError, did_you_mean
+
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+DECAYS = ("constant", "cosine")
+VERBOSITIES = ("auto", "0", "1", "2")
+
+
+def _flag(default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None,
+          above: float | None = None, below: float | None = None, path: bool = False) -> Any:
+    """Returns a field with what its flag needs: help text, choices and bounds."""
+    limits = {"low": low, "above": above, "below": below}
+    return field(
+        default=default, metadata={"help": help, "choices": choices, "path": path, **limits}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """Everything that `python -m tfmulti.fit` takes; each field is a flag of the same name.
+
+    Raises:
+        ConfigError: a value breaks its field's rule, or two fields contradict each other.
+
+    >>> FitConfig(dataset="digits", epochs=3).epochs
+    3
+    """
+
+    strategy: str = _flag(
+        "auto", "How the work is spread. auto: a cluster in the environment means several "
+        "workers, several GPUs mean mirrored, else one device.", choices=STRATEGIES)
+    replicas: int | None = _flag(
+        None, "Local devices to use. Without GPUs: that many logical CPU devices. "
+        "Default: all GPUs, or one CPU device.", low=1)
+    ignore_cluster: bool = _flag(
+        False, "Train on this machine alone although TF_CONFIG describes a cluster.")
+    dataset: str = _flag(
+        "digits", "Data: digits, regression, mnist, fashion_mnist, cifar10, cifar100, "
+        "synthetic[:shape=28x28x1,classes=10,examples=1024], npz:PATH, or your own "
+        "package.module:function.")
+    model: str | None = _flag(
+        None, f"Model: {', '.join(registry.MODELS)}, or your own package.module:function. "
+        "Default: what suits the data.")
+    global_batch_size: int | None = _flag(
+        None, "Examples of one optimizer step over all replicas of all workers.", low=1)
+    per_replica_batch_size: int | None = _flag(
+        None, "Examples of one step on each replica; the global batch is that times the "
+        "replicas. Give one of the two.", low=1)
+    epochs: int | None = _flag(None, "Epochs to train. Default: what suits the data.", low=1)
+    steps_per_epoch: int | None = _flag(
+        None, "Steps of one epoch. Default: each example once.", low=1)
+    validation_fraction: float = _flag(
+        0.1, "Part of the training data set aside for validation where the data has no "
+        "validation part of its own; 0: none.", low=0, below=1)
+    optimizer: str | None = _flag(
+        None, f"Optimizer: {', '.join(registry.OPTIMIZERS)}. Default: what suits the data.")
+    learning_rate: float | None = _flag(
+        None, "Learning rate after warm-up. Default: what suits the data.", above=0)
+    momentum: float = _flag(0.9, "Momentum of sgd.", low=0, below=1)
+    weight_decay: float | None = _flag(
+        None, "Decoupled weight decay of the optimizer.", low=0)
+    warmup_steps: int = _flag(
+        0, "Steps over which the learning rate rises linearly from 0.", low=0)
+    learning_rate_decay: str = _flag(
+        "constant", "What follows the warm-up: constant, or cosine down to 0 at the last step.",
+        choices=DECAYS)
+    scale_learning_rate: int | None = _flag(
+        None, "Base batch of the linear scaling rule: the learning rate is multiplied by "
+        "global batch / base batch.", low=1)
+    precision: str = _flag("float32", "Keras dtype policy.", choices=PRECISIONS)
+    seed: int = _flag(0, "Seed of weights, data order and dropout.", low=0)
+    steps_per_execution: int = _flag(
+        1, "Optimizer steps of one call into TensorFlow; more hides the cost of a call.", low=1)
+    run_dir: str | None = _flag(
+        None, "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME.", path=True)
+    export_dir: str | None = _flag(
+        None, "Also write a SavedModel for serving to this folder.", path=True)
+    verbose: str = _flag(
+        "auto", "0: silent, 1: progress bar, 2: a line an epoch, auto: 1.", choices=VERBOSITIES)
+    dry_run: bool = _flag(
+        False, "Build all, run two training steps and one validation step, write nothing, "
+        "and say what the full run would take.")
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            _check_value(item, getattr(self, item.name))
+        registry.recipe_of(self.dataset)
+        if self.model is not None:
+            registry.model_place(self.model)
+        if self.optimizer is not None:
+            registry.optimizer_place(self.optimizer)
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if self.global_batch_size is not None and self.per_replica_batch_size is not None:
+            raise ConfigError(
+                f"both --global_batch_size {self.global_batch_size} and "
+                f"--per_replica_batch_size {self.per_replica_batch_size} were given, but one "
+                "follows from the other and the number of replicas. Give one of them."
+            )
+        given = self.global_batch_size or self.per_replica_batch_size
+        if given is None and registry.recipe_of(self.dataset).global_batch_size is None:
+            raise ConfigError(
+                f"--dataset {self.dataset} has no batch size of its own. "
+                "Give --global_batch_size or --per_replica_batch_size."
+            )
+
+    def resolved(self) -> FitConfig:
+        """Returns the same configuration with the data set's defaults written out."""
+        recipe = registry.recipe_of(self.dataset)
+        changes: dict[str, Any] = {}
+        if self.global_batch_size is None and self.per_replica_batch_size is None:
+            changes["global_batch_size"] = recipe.global_batch_size
+        for name in ("model", "epochs", "steps_per_epoch", "optimizer", "learning_rate"):
+            if getattr(self, name) is None:
+                changes[name] = getattr(recipe, name)
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        """Returns the configuration as JSON, without this run's own paths and `dry_run`."""
+        left_out = {"run_dir", "export_dir", "dry_run"}
+        values = {k: v for k, v in dataclasses.asdict(self).items() if k not in left_out}
+        return json.dumps(values, indent=2) + "\n"
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Returns the values that a JSON file of `FitConfig`'s fields gives.
+
+    Raises:
+        ConfigError: the file is missing, no JSON object, or names an unknown field.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--config {path}: {reason}. Give a readable JSON file.") from None
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"--config {path} is no JSON: {error.msg} in line {error.lineno}. Fix the file."
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--config {path} must hold a JSON object, but holds a {type(values).__name__}."
+        )
+    known = {item.name for item in dataclasses.fields(FitConfig)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"--config {path}: no field {name!r}; {did_you_mean(name, known)}")
+    return values
+
+
+def base_type(item: dataclasses.Field[Any]) -> type:
+    """Returns the type of a field's values, without `None`."""
+    name = str(item.type).removesuffix(" | None")
+    return {"str": str, "int": int, "float": float, "bool": bool}[name]
+
+
+def _check_value(item: dataclasses.Field[Any], value: Any) -> None:
+    if value is None and "None" in str(item.type):
+        return
+    kind = base_type(item)
+    accepted = (int, float) if kind is float else (kind,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(
+            f"--{item.name} is {value!r}, but it must be of type {kind.__name__}."
+        )
+    rule = item.metadata
+    if rule["choices"] and value not in rule["choices"]:
+        raise ConfigError(
+            f"no {item.name} {value!r} for --{item.name}; " + did_you_mean(value, rule["choices"])
+        )
+    for broken, words in (
+        (rule["low"] is not None and not value >= rule["low"], f"at least {rule['low']}"),
+        (rule["above"] is not None and not value > rule["above"], f"above {rule['above']}"),
+        (rule["below"] is not None and not value < rule["below"], f"below {rule['below']}"),
+    ):
+        if broken:
+            raise ConfigError(f"--{item.name} is {value!r}, but it must be {words}.")

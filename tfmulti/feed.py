@@ -1,0 +1,222 @@
+"""What `fit`, `evaluate` and `predict` are given, as batches of this worker's shares."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat, pipeline
+from tfmulti.errors import DataError, ModelError
+from tfmulti.sources.arrays import ArraySource, map_arrays
+from tfmulti.strategies import Placement
+
+DEFAULT_BATCH_SIZE = 32  # Keras' own
+
+
+class Feed(Protocol):
+    """One part of the data, ready for `make_execution`.
+
+    `steps` is the number of global batches of one pass, or None where only reading tells.
+    `specs` has the form of one global batch: leaves with `shape` and `dtype`.
+    """
+
+    @property
+    def steps(self) -> int | None: ...
+
+    @property
+    def specs(self) -> Any: ...
+
+    @property
+    def endless(self) -> bool:
+        """Whether one iterator goes on over all epochs."""
+
+    def iterate(self, first_step: int) -> Any:
+        """Returns an iterator of `Shards`.
+
+        An endless feed starts at that step, counted over all epochs; another one starts
+        a pass of its data.
+        """
+
+    def end_epoch(self) -> None:
+        """Is called when an epoch's last step is done."""
+
+
+class SourceFeed:
+    """A source with random access under a plan."""
+
+    endless = True
+
+    def __init__(self, source: ArraySource, plan: pipeline.Plan, placement: Placement) -> None:
+        self._source, self._plan, self._placement = source, plan, placement
+        self._dataset: tf.data.Dataset | None = None
+
+    @property
+    def steps(self) -> int:
+        return self._plan.steps_per_epoch
+
+    @property
+    def specs(self) -> Any:
+        rows = self._plan.global_batch_size
+        return map_arrays(
+            lambda a: tf.TensorSpec([rows, *a.shape[1:]], a.dtype), self._source.data
+        )
+
+    def iterate(self, first_step: int) -> Any:
+        if first_step:
+            return iter(self._from(first_step))
+        if self._dataset is None:
+            self._dataset = self._from(0)  # kept: validation starts there every epoch
+        return iter(self._dataset)
+
+    def _from(self, step: int) -> tf.data.Dataset:
+        return pipeline.from_source(self._source, self._plan, self._placement, step)
+
+    def end_epoch(self) -> None:
+        pass
+
+
+class DatasetFeed:
+    """A `tf.data.Dataset`, PyDataset, generator or DataLoader of global batches."""
+
+    endless = False
+
+    def __init__(self, x: Any, class_weight: Any, shuffle: bool, placement: Placement) -> None:
+        try:
+            self._adapter = keras_compat.batches_of(x, class_weight, shuffle)
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        self._dataset = self._adapter.get_tf_dataset()
+        self._shards = pipeline.from_dataset(self._dataset, placement)
+
+    @property
+    def steps(self) -> int | None:
+        count = self._adapter.num_batches
+        return None if count is None else int(count)
+
+    @property
+    def specs(self) -> Any:
+        return self._dataset.element_spec
+
+    def iterate(self, first_step: int) -> Any:
+        self._adapter.on_epoch_begin()
+        return iter(self._shards)
+
+    def end_epoch(self) -> None:
+        self._adapter.on_epoch_end()
+
+
+class _SeededOrder(keras.utils.PyDataset):
+    """A PyDataset whose batches come in an order that all workers draw alike."""
+
+    def __init__(self, inner: keras.utils.PyDataset, seed: int) -> None:
+        super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
+        self._inner, self._random = inner, random.Random(seed)
+        self._order = list(range(len(inner)))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._inner[self._order[index]]
+
+    def on_epoch_begin(self) -> None:
+        self._random.shuffle(self._order)
+        self._inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._inner.on_epoch_end()
+
+
+def make_feed(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    placement: Placement,
+    batch_size: int | None = None,
+    class_weight: Mapping[int, float] | None = None,
+    seed: int | None = None,
+    steps_per_epoch: int | None = None,
+) -> Feed:
+    """Returns the feed of what Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
+
+    Args:
+        batch_size: the global batch; for arrays alone.
+        seed: shuffles anew each epoch; None keeps the order. A `tf.data.Dataset` or a
+            generator has its own order.
+
+    Raises:
+        DataError: the arrays differ in length, or an argument does not go with the data.
+    """
+    if isinstance(x, (SourceFeed, DatasetFeed)):
+        return x
+    if isinstance(x, tf.distribute.DistributedDataset):
+        raise ModelError(
+            "a DistributedDataset was given, which hides how many rows each replica gets. Give "
+            "the tf.data.Dataset of global batches itself; tfmulti shares out its rows."
+        )
+    if _is_batched(x):
+        if y is not None or sample_weight is not None or batch_size is not None:
+            raise DataError(
+                f"y, sample_weight and batch_size do not go with a {type(x).__name__}: its batches "
+                "hold targets and weights, and have their size already."
+            )
+        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+            if seed is not None:
+                x = _SeededOrder(x, seed)
+            seed = None
+        return DatasetFeed(x, class_weight, False, placement)
+    if class_weight is not None:
+        if sample_weight is not None:
+            raise DataError("class_weight and sample_weight were both given. Give one of them.")
+        sample_weight = _weights_of_classes(y, class_weight)
+    parts = tuple(part for part in (x, y, sample_weight) if part is not None)
+    source = ArraySource(parts)
+    if batch_size is None:
+        batch_size = -(-len(source) // steps_per_epoch) if steps_per_epoch else DEFAULT_BATCH_SIZE
+    return SourceFeed(source, pipeline.Plan(len(source), batch_size, seed), placement)
+
+
+def _is_batched(x: Any) -> bool:
+    if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset, Iterator)):
+        return True
+    return type(x).__module__.partition(".")[0] in ("torch", "grain") and hasattr(x, "__iter__")
+
+
+def _weights_of_classes(y: Any, class_weight: Mapping[int, float]) -> np.ndarray:
+    labels = np.asarray(y)
+    if labels.ndim > 1 and labels.shape[-1] > 1:
+        labels = labels.argmax(-1)
+    labels = labels.reshape(len(labels)).round().astype(np.int64)
+    weights = np.ones(len(labels), np.float32)
+    for label, weight in class_weight.items():
+        weights[labels == label] = weight
+    return weights
+
+
+def split_off_validation(parts: tuple[Any, ...], fraction: float) -> tuple[Any, Any]:
+    """Returns arrays without their last rows, and those rows: Keras' `validation_split`.
+
+    Raises:
+        DataError: the data is no arrays, or one of the parts would be empty.
+    """
+    if _is_batched(parts[0]):
+        raise DataError(
+            "validation_split needs arrays: a Dataset is split by its take() and skip()."
+        )
+    source = ArraySource(tuple(part for part in parts if part is not None))
+    at = int(len(source) * (1 - fraction))
+    if not 0 < at < len(source):
+        raise DataError(
+            f"validation_split {fraction} of {len(source)} rows leaves one part empty."
+        )
+    first = iter(map_arrays(lambda a: a[:at], source.data))
+    last = iter(map_arrays(lambda a: a[at:], source.data))
+    return tuple(
+        tuple(None if part is None else next(rows) for part in parts) for rows in (first, last)
+    )  # type: ignore[return-value]

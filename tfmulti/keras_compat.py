@@ -1,0 +1,154 @@
+"""Every touch of a private name of Keras, each with the reason and when it can go.
+
+Written against Keras 3.12 to 3.16. `tests/mirrored/test_keras_compat.py` holds a test for
+each function here that fails when Keras no longer needs it, or no longer has the name.
+
+| function | private name | upstream | can go when |
+|---|---|---|---|
+| `build_from_specs` | `Trainer._symbolic_build` | keras#20585 | `fit` builds on MultiWorkerMirroredStrategy |
+| `losses_of_one_device` | `losses.loss.scale_loss_for_distribution`, `unscale_…` | keras#20585 | losses say by which rows they are averaged |
+| `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients` | keras#20585 | optimizers take global gradients |
+| `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
+| `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.losses import loss as loss_module
+from keras.src.trainers import data_adapters
+
+Gradients = Sequence[Any]
+
+
+def build_from_specs(model: keras.Model, specs: Any) -> None:
+    """Builds layers, losses, metrics and optimizer from the form of one batch.
+
+    Keras does this in `fit` from a real batch, which fails on a tuple of PerReplica values
+    (`_maybe_symbolic_build`). `specs` is one batch's `(x, y, sample_weight)`, each leaf with
+    `shape` and `dtype`. Call it inside the strategy's scope, on every worker.
+    """
+    model._symbolic_build(data_batch=specs)
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def losses_of_one_device() -> Iterator[None]:
+    """Inside, in this thread, Keras computes losses as if there were one device.
+
+    Keras divides each loss by the number of replicas and the optimizer then sums the
+    gradients: right only where all replicas have the same number of rows and the loss passes
+    through Keras' own reduction. Here each replica's loss stays its own mean, and the
+    gradients are averaged by rows where they meet.
+    """
+    _install_loss_scaling()
+    before = getattr(_thread, "one_device", False)
+    _thread.one_device = True
+    try:
+        yield
+    finally:
+        _thread.one_device = before
+
+
+def _install_loss_scaling() -> None:
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        original = getattr(loss_module, name)
+        if not hasattr(original, "_tfmulti"):
+            setattr(loss_module, name, _unless_one_device(original))
+
+
+def _unless_one_device(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def scale(value: Any) -> Any:
+        return value if getattr(_thread, "one_device", False) else original(value)
+
+    scale._tfmulti = True  # type: ignore[attr-defined]
+    return scale
+
+
+class _TakesReducedGradients:
+    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        return list(grads_and_vars)
+
+
+class _ReducesFirst(_TakesReducedGradients):
+    _tfmulti_reduce: Callable[[Gradients], list[Any]]
+
+    def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
+        if tf.distribute.get_replica_context() is not None:
+            grads = self._tfmulti_reduce(grads)
+        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+
+def take_reduced_gradients(
+    optimizer: keras.optimizers.Optimizer, reduce: Callable[[Gradients], list[Any]]
+) -> None:
+    """Makes `optimizer.apply` reduce the gradients by `reduce` first, and never again.
+
+    Clipping, finite checks and loss scaling inside the optimizer then see the gradient of
+    the global batch; Keras reduces after them. The optimizer keeps its class' name and
+    module, so that it is saved as before.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        _mix_in(inner, _TakesReducedGradients)
+    _mix_in(optimizer, _ReducesFirst)
+    vars(optimizer)["_tfmulti_reduce"] = reduce
+
+
+def _mix_in(thing: Any, mixin: type) -> None:
+    if not isinstance(thing, mixin):
+        object.__setattr__(thing, "__class__", derived_class(type(thing), (mixin, type(thing))))
+
+
+_derived: dict[tuple[type, ...], type] = {}
+_original: dict[type, type] = {}
+
+
+def derived_class(original: type, bases: tuple[type, ...]) -> type:
+    """Returns a class over `bases` that bears the name and module of `original`."""
+    if bases not in _derived:
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+        _derived[bases] = type(original.__name__, bases, names | {"__doc__": original.__doc__})
+        _original[_derived[bases]] = original
+    return _derived[bases]
+
+
+@contextlib.contextmanager
+def original_classes(*things: Any) -> Iterator[None]:
+    """Inside, the objects have the classes that they had before tfmulti derived from them.
+
+    Keras writes public classes by identity; what is saved inside is as plain Keras saves it.
+    """
+    changed: list[tuple[Any, type]] = []
+    for thing in things:
+        while (original := _original.get(type(thing))) is not None:
+            changed.append((thing, type(thing)))
+            object.__setattr__(thing, "__class__", original)
+    try:
+        yield
+    finally:
+        for thing, derived in reversed(changed):
+            object.__setattr__(thing, "__class__", derived)
+
+
+def batches_of(x: Any, class_weight: Any = None, shuffle: bool = False) -> Any:
+    """Returns Keras' own adapter of a Dataset, PyDataset, generator or DataLoader.
+
+    It has `get_tf_dataset()`, `num_batches`, `on_epoch_begin()` and `on_epoch_end()`.
+    """
+    return data_adapters.get_data_adapter(x=x, class_weight=class_weight, shuffle=shuffle)
+
+
+def initial_epoch_of(model: keras.Model, initial_epoch: int) -> int:
+    """Returns the epoch that a BackupAndRestore callback wants to start from, or the given one."""
+    return int(getattr(model, "_initial_epoch", None) or initial_epoch)

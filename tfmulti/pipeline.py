@@ -1,0 +1,172 @@
+"""Turns data into this worker's part of each global batch.
+
+Two ways in, one form out (`Shards`):
+
+- a source with random access: the plan says which examples global batch `k` holds, and a
+  worker reads its own rows alone. The position is one number, the count of steps so far.
+- a `tf.data.Dataset` of global batches: every worker reads it and keeps its own rows.
+
+Nothing here is tuned while it runs: tf.data's autotuner makes the end of a run wait for up
+to as long as the run took (its period doubles up to 60 s), so it is switched off and
+parallelism is set by number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfmulti import sharding
+from tfmulti.sources.arrays import ArraySource
+from tfmulti.steps import Shards
+from tfmulti.strategies import Placement
+
+PREFETCH_STEPS = 2  # one being read while the other waits; more only holds memory
+
+_MIXING_ROUNDS = 24  # with 4, the op's default, positions fail a chi-square test
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which examples the global batches hold.
+
+    `seed` None keeps the order of the data; else each epoch has a permutation of its own.
+    """
+
+    examples: int
+    global_batch_size: int
+    seed: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return sharding.steps_per_epoch(self.examples, self.global_batch_size)
+
+    def indices(self, step: tf.Tensor, replica: int, replicas: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns one replica's example indices of a step, and the global batch's rows.
+
+        Args:
+            step: int64 scalar, counted from the start of the run over all epochs.
+            replica, replicas: the replica's number, and how many, over all workers.
+        """
+        epoch, step = step // self.steps_per_epoch, step % self.steps_per_epoch
+        first, last = sharding.batch_bounds(
+            step, self.examples, self.global_batch_size, tf.minimum
+        )
+        rows = last - first
+        start, stop = sharding.share_bounds(
+            rows, replicas, tf.constant(replica, tf.int64), tf.minimum
+        )
+        positions = tf.range(first + start, first + stop, dtype=tf.int64)
+        return self._shuffled(positions, epoch), rows
+
+    def _shuffled(self, positions: tf.Tensor, epoch: tf.Tensor) -> tf.Tensor:
+        if self.seed is None:
+            return positions
+        # Neighbouring seeds give correlated permutations (chi-square 12 a degree of freedom
+        # over epochs 0, 1, 2, …), so (seed, epoch) goes through a random generator first.
+        key = tf.random.stateless_uniform(
+            [3], seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
+            minval=None, maxval=None, dtype=tf.uint32,
+        )
+        return tf.raw_ops.RandomIndexShuffle(
+            index=positions, seed=key, max_index=tf.constant(self.examples - 1, tf.int64),
+            rounds=_MIXING_ROUNDS,
+        )
+
+    @property
+    def share_is_constant(self) -> bool:
+        return self.examples % self.global_batch_size == 0
+
+
+def from_source(
+    source: ArraySource, plan: Plan, placement: Placement, first_step: int = 0
+) -> tf.data.Dataset:
+    """Returns an endless dataset of this worker's `Shards`, from a step on."""
+    tensors = tf.nest.map_structure(tf.constant, source.data)
+    even = plan.share_is_constant and plan.global_batch_size % placement.replicas == 0
+    share_rows = plan.global_batch_size // placement.replicas if even else None
+
+    def shards(step: tf.Tensor) -> Shards:
+        data, weights = [], []
+        for local in range(placement.local_replicas):
+            indices, rows = plan.indices(
+                step, placement.first_replica + local, placement.replicas
+            )
+            indices = tf.ensure_shape(indices, [share_rows])
+            data.append(tf.nest.map_structure(lambda t, i=indices: tf.gather(t, i), tensors))
+            weights.append(_weight(tf.size(indices, tf.int64), rows))
+        return Shards(tuple(data), tuple(weights), tf.constant(-1))
+
+    dataset = tf.data.Dataset.counter(first_step, dtype=tf.int64).map(shards)
+    return _untuned(dataset.prefetch(PREFETCH_STEPS))
+
+
+def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
+    """Returns this worker's `Shards` of a dataset of global batches, with the same length."""
+    several_workers = placement.workers > 1
+
+    def shards(*batch: Any) -> Shards:
+        batch = batch if len(batch) > 1 else batch[0]
+        rows = _rows(batch)
+        data, weights = [], []
+        for local in range(placement.local_replicas):
+            replica = tf.constant(placement.first_replica + local, tf.int64)
+            start, stop = sharding.share_bounds(rows, placement.replicas, replica, tf.minimum)
+            data.append(_map_leaves(lambda t, a=start, b=stop: _slice(t, a, b), batch))
+            weights.append(_weight(stop - start, rows))
+        digest = _digest(batch) if several_workers else tf.constant(-1)
+        return Shards(tuple(data), tuple(weights), digest)
+
+    dataset = dataset.map(shards, num_parallel_calls=1).prefetch(PREFETCH_STEPS)
+    return _untuned(dataset)
+
+
+def _weight(own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    return tf.cast(own / rows, tf.float32)  # int64 / int64 is float64, rounded once
+
+
+def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    if dataset.options().autotune.enabled is None:  # a user who set it keeps it
+        options.autotune.enabled = False
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return dataset.with_options(options)
+
+
+def _map_leaves(function: Any, batch: Any) -> Any:
+    return tf.nest.map_structure(function, batch, expand_composites=False)
+
+
+def _rows(batch: Any) -> tf.Tensor:
+    leaf = next(t for t in tf.nest.flatten(batch) if t is not None)
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, tf.int64)[0]
+
+
+def _slice(value: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    if isinstance(value, tf.SparseTensor):
+        rest = value.dense_shape[1:]
+        begin = tf.concat([[start], tf.zeros_like(rest)], 0)
+        return tf.sparse.slice(value, begin, tf.concat([[stop - start], rest], 0))
+    return value[start:stop]
+
+
+def _digest(batch: Any) -> tf.Tensor:
+    """Returns a number in 0..255 by which workers notice that they read different batches.
+
+    It is made of the first and the last row: cheap, and a shuffle without a seed changes it.
+    """
+    words = []
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string:
+            ends = tf.concat([leaf[:1], leaf[-1:]], 0)
+            words.append(tf.reduce_sum(tf.cast(ends, tf.float64)))
+        elif isinstance(leaf, tf.Tensor):
+            words.append(tf.reduce_sum(tf.cast(tf.strings.length(leaf), tf.float64)))
+    text = tf.strings.as_string(tf.stack([tf.cast(_rows(batch), tf.float64), *words]))
+    return tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), 256)

@@ -1,0 +1,176 @@
+"""The names that flags take, and where each one's code is.
+
+One line here and one file add a model, a data set or an optimizer. The places are text
+(`package.module:function`), so that a mistyped name is answered without importing
+TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfmulti.errors import ConfigError, UserError, did_you_mean
+
+MODELS: dict[str, str] = {
+    "linear": "tfmulti.models.dense:linear",
+    "mlp": "tfmulti.models.dense:mlp",
+    "lenet": "tfmulti.models.convolutional:lenet",
+    "cnn": "tfmulti.models.convolutional:cnn",
+    "resnet20": "tfmulti.models.resnet:resnet20",
+    "resnet50": "tfmulti.models.resnet:resnet50",
+    "vit": "tfmulti.models.transformer:vit",
+    "transformer": "tfmulti.models.transformer:text_classifier",
+}
+
+OPTIMIZERS: dict[str, str] = {
+    "sgd": "tfmulti.optimizers:sgd",
+    "adam": "tfmulti.optimizers:adam",
+    "adamw": "tfmulti.optimizers:adamw",
+    "lamb": "tfmulti.optimizers:lamb",
+}
+
+LOSSES: dict[str, str] = {
+    "classification": "sparse_categorical_crossentropy",
+    "regression": "mse",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A data set's place, and what a run on it uses where no flag says otherwise."""
+
+    place: str
+    model: str
+    global_batch_size: int | None = None  # None: the user must give one
+    epochs: int = 10
+    steps_per_epoch: int | None = None  # None: each example once an epoch
+    optimizer: str = "adam"
+    learning_rate: float = 0.001
+    takes_options: bool = False
+
+
+DATASETS: dict[str, Recipe] = {
+    "digits": Recipe("tfmulti.sources.digits:load", "cnn", 64, epochs=15, learning_rate=0.003),
+    "synthetic": Recipe("tfmulti.sources.synthetic:load", "cnn", 64, takes_options=True),
+    "regression": Recipe(
+        "tfmulti.sources.regression:load", "mlp", 16, steps_per_epoch=10, learning_rate=0.01
+    ),
+    "mnist": Recipe("tfmulti.sources.keras_datasets:mnist", "cnn", 128),
+    "fashion_mnist": Recipe("tfmulti.sources.keras_datasets:fashion_mnist", "cnn", 128),
+    "cifar10": Recipe("tfmulti.sources.keras_datasets:cifar10", "cnn", 128),
+    "cifar100": Recipe("tfmulti.sources.keras_datasets:cifar100", "resnet20", 128),
+    "npz": Recipe("tfmulti.sources.npz:load", "cnn", takes_options=True),
+}
+
+_USER_DATASET = Recipe("", "mlp")
+
+
+def recipe_of(dataset: str) -> Recipe:
+    """Returns the recipe of a `--dataset` value, such as `digits` or `npz:PATH`.
+
+    Raises:
+        ConfigError: no such data set, or options given to one that takes none.
+    """
+    name, _, options = dataset.partition(":")
+    recipe = DATASETS.get(name)
+    if recipe is None:
+        if _is_place(dataset):
+            return _USER_DATASET
+        raise ConfigError(
+            f"no data set {name!r} for --dataset; {did_you_mean(name, DATASETS)} "
+            "Your own: package.module:function."
+        )
+    if options and not recipe.takes_options:
+        raise ConfigError(
+            f"--dataset {dataset}: data set {name!r} takes no options. Write --dataset {name}."
+        )
+    return recipe
+
+
+def dataset_place(dataset: str) -> tuple[str, str | None]:
+    """Returns where the loader of a `--dataset` value is, and the text after the name.
+
+    The text is None for a user's own `package.module:function`.
+    """
+    recipe = recipe_of(dataset)
+    if recipe is _USER_DATASET:
+        return dataset, None
+    return recipe.place, dataset.partition(":")[2]
+
+
+def model_place(model: str) -> str:
+    """Returns where the builder of a `--model` value is."""
+    return _place("model", model, MODELS, own=True)
+
+
+def optimizer_place(optimizer: str) -> str:
+    """Returns where the maker of an `--optimizer` value is."""
+    return _place("optimizer", optimizer, OPTIMIZERS, own=False)
+
+
+def _place(kind: str, name: str, table: Mapping[str, str], *, own: bool) -> str:
+    if name in table:
+        return table[name]
+    if own and _is_place(name):
+        return name
+    tail = " Your own: package.module:function." if own else ""
+    raise ConfigError(f"no {kind} {name!r} for --{kind}; {did_you_mean(name, table)}{tail}")
+
+
+def _is_place(name: str) -> bool:
+    module, colon, function = name.partition(":")
+    parts = module.split(".")
+    return bool(colon) and function.isidentifier() and all(p.isidentifier() for p in parts)
+
+
+def check_place(flag: str, place: str) -> None:
+    """Checks that the module of `package.module:function` can be found, without running it.
+
+    Raises:
+        ConfigError: there is no such module.
+    """
+    module = place.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise ConfigError(
+            f"--{flag} {place}: no module {module!r}. It must be importable from this folder "
+            "or from PYTHONPATH."
+        )
+
+
+def load_place(flag: str, place: str) -> Callable[..., Any]:
+    """Returns the function at `package.module:function`.
+
+    Raises:
+        ConfigError: the module or the function is not there, or is no function.
+    """
+    check_place(flag, place)
+    module_name, _, name = place.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"--{flag} {place}: importing {module_name!r} failed with "
+            f"{type(error).__name__}: {error}. Fix that module."
+        ) from error
+    function = getattr(module, name, None)
+    if function is None:
+        public = [n for n in vars(module) if not n.startswith("_") and callable(vars(module)[n])]
+        raise ConfigError(
+            f"--{flag} {place}: no function {name!r} in {module_name!r}; "
+            + did_you_mean(name, public)
+        )
+    if not callable(function):
+        raise ConfigError(
+            f"--{flag} {place}: {name!r} is a {type(function).__name__}, not a function."
+        )
+    return function  # type: ignore[no-any-return]

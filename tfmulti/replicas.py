@@ -1,0 +1,122 @@
+"""What happens between replicas in one step: weighing, reducing and gathering.
+
+All functions here run in replica context, on every replica of every worker.
+
+The rule of a step: each replica computes the loss of its own rows as one device would, and
+gradients meet as the mean over the global batch. Replica `r` with `n_r` of `G` rows has
+weight `n_r / G`; the global gradient is the sum of weight times gradient, which is exact
+for uneven and empty shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+SUM = tf.distribute.ReduceOp.SUM
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def weighing(weight: tf.Tensor) -> Iterator[None]:
+    """Inside, this replica's gradients count by `weight`, its part of the global batch."""
+    _thread.weight = weight
+    try:
+        yield
+    finally:
+        _thread.weight = None
+
+
+def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of the global batch, the same on every replica.
+
+    `None` stays `None`. Outside `weighing` (a training loop of the user's own, which scales
+    its losses as tf.distribute's guide says) the gradients are summed.
+    """
+    context = tf.distribute.get_replica_context()
+    weight = getattr(_thread, "weight", None)
+    if context.num_replicas_in_sync == 1:
+        return list(gradients)
+    present = [g for g in gradients if g is not None]
+    if weight is not None:
+        present = [_times(g, weight) for g in present]
+    reduced = iter(context.all_reduce(SUM, present) if present else [])
+    return [None if g is None else next(reduced) for g in gradients]
+
+
+def _times(gradient: Any, weight: tf.Tensor) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(weight, gradient.values.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(weight, gradient.dtype)
+
+
+def local_index(local_replicas: int) -> int:
+    """Returns this replica's number among the replicas of its worker."""
+    context = tf.distribute.get_replica_context()
+    replica = tf.get_static_value(context.replica_id_in_sync_group)
+    assert replica is not None, "the replica's number must be known when a step is traced"
+    return int(replica) % local_replicas
+
+
+def gather_rows(value: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of `value` of all replicas, the first replica's first.
+
+    The replicas may have different numbers of rows. Their numbers are gathered with the rows,
+    since `all_gather` promises no order over several workers with several replicas each.
+    """
+    context = tf.distribute.get_replica_context()
+    number = tf.cast(context.replica_id_in_sync_group, tf.int32)
+    numbers = context.all_gather(tf.fill([tf.shape(value)[0]], number), axis=0)
+    return tf.gather(context.all_gather(value, axis=0), tf.argsort(numbers, stable=True))
+
+
+def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns each value summed over all replicas, with one collective a dtype."""
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return list(values)
+    totals: dict[int, tf.Tensor] = {}
+    for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
+        places = [i for i, v in enumerate(values) if v.dtype == dtype]
+        packed = tf.concat([tf.reshape(values[i], [-1]) for i in places], axis=0)
+        total = context.all_reduce(SUM, packed)
+        parts = tf.split(total, [values[i].shape.num_elements() for i in places])
+        for i, part in zip(places, parts, strict=True):
+            totals[i] = tf.reshape(part, values[i].shape)
+    return [totals[i] for i in range(len(values))]
+
+
+def global_metrics(
+    variables: Sequence[Any],
+    results: Callable[[], dict[str, Any]],
+    extra: Sequence[tf.Tensor],
+) -> tuple[dict[str, Any], list[tf.Tensor]]:
+    """Returns the metrics of all replicas' data so far, and `extra` summed over replicas.
+
+    Each replica holds its own part of a metric's state. The states are added up (or
+    averaged, as the variable's aggregation says) and the results computed from the totals;
+    the states themselves stay as they are.
+
+    Args:
+        variables: the metrics' Keras variables.
+        results: computes the results from those variables, by name.
+        extra: more scalars to add up in the same collective.
+    """
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    local = [tf.convert_to_tensor(v.value) for v in variables]
+    totals = sum_together([*local, *extra])
+    states = [
+        total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
+        for v, total in zip(variables, totals, strict=False)
+    ]
+    if replicas == 1:
+        return results(), totals[len(local) :]
+    with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
+        return results(), totals[len(local) :]

@@ -1,0 +1,41 @@
+"""What a run did, as a value: returned by `fit` and written as report.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitReport:
+    """The result of `fit`.
+
+    `history` holds one list per metric, an entry an epoch. `metrics` are the final ones:
+    the last epoch's, and `test_…` where the data has a test part. `examples` counts each
+    training example that an optimizer step saw. `seconds` is the time of the training loop,
+    validation included, without start-up. On workers other than the chief `run_dir` is None.
+    """
+
+    strategy: str
+    why: str
+    devices: tuple[str, ...]
+    workers: int
+    replicas: int
+    global_batch_size: int
+    per_replica_batch_size: int
+    epochs: int
+    steps: int
+    examples: int
+    parameters: int
+    metrics: dict[str, float]
+    history: dict[str, list[float]] = field(repr=False)
+    seconds: float
+    examples_per_second: float
+    weights_sha256: str
+    stopped_by: str | None = None
+    run_dir: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

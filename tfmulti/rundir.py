@@ -1,0 +1,128 @@
+"""Every file that a run leaves, its place and its form; each is whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from tfmulti.errors import RunDirError
+
+
+class RunDir:
+    """The folder of one run. Only the chief writes to it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def history(self) -> Path:
+        return self.path / "history.csv"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def curves(self) -> Path:
+        return self.path / "curves.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.keras"
+
+    def check_unused(self) -> None:
+        """Checks that a new run can be written here, without writing.
+
+        Raises:
+            RunDirError: the folder holds a run, is a file, or cannot be written.
+        """
+        try:
+            if self.path.exists() and not self.path.is_dir():
+                raise RunDirError(f"--run_dir {self.path} is a file. Give a folder.")
+            for artifact in (self.config, self.history, self.report, self.model):
+                if artifact.exists():
+                    raise RunDirError(
+                        f"--run_dir {self.path} holds another run ({artifact.name} is there). "
+                        "Give a new --run_dir, or remove that folder."
+                    )
+            check_writable("run_dir", self.path)
+        except PermissionError as error:
+            raise RunDirError(f"--run_dir {self.path}: {error.strerror}.") from None
+
+    def create(self) -> None:
+        """Makes the folder.
+
+        Raises:
+            RunDirError: it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirError(
+                f"--run_dir {self.path} cannot be made: {error.strerror}. Give another folder."
+            ) from None
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Checks that a folder can be made and written, without writing.
+
+    Raises:
+        RunDirError: its nearest existing parent is no folder or not writable.
+    """
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        what = "not writable" if parent.is_dir() else "a file"
+        raise RunDirError(f"--{flag} {path}: {parent} is {what}. Give another folder.")
+
+
+def default_run_dir(dataset: str, model: str, now: datetime, root: str = "runs") -> RunDir:
+    """Returns a folder of its own for a run that was given none."""
+    words = [dataset.partition(":")[0], model.rpartition(":")[2], now.strftime("%Y%m%d-%H%M%S")]
+    name = "-".join(word.rpartition(".")[2] for word in words)
+    path, count = Path(root) / name, 1
+    while path.exists():
+        count += 1
+        path = Path(root) / f"{name}-{count}"
+    return RunDir(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path beside `path` to write to, and puts it in its place when all went well.
+
+    The ending is kept, since Keras and matplotlib choose the format by it.
+    """
+    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
+    try:
+        yield partial
+        if partial.is_file():
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+        elif path.is_dir():
+            shutil.rmtree(path)
+        os.replace(partial, path)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file: whole, or as it was."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -1,0 +1,161 @@
+"""Compiles what `fit`, `evaluate` and `predict` call for each execution.
+
+An execution takes one or several steps from an iterator and returns what all replicas
+found, with one collective for all metrics together. The iterator yields `Shards`: this
+worker's part of a global batch, one share a local replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfmulti import replicas
+from tfmulti.keras_compat import losses_of_one_device
+from tfmulti.strategies import Placement
+
+Logs = dict[str, tf.Tensor]
+
+
+class Shards(NamedTuple):
+    """This worker's part of one global batch.
+
+    `data[i]` are the rows of local replica `i`, `weights[i]` their part of the global batch
+    (float32), and `digest` a small whole number that is the same on all workers if they
+    read the same global batch (-1: not computed).
+    """
+
+    data: tuple[Any, ...]
+    weights: tuple[tf.Tensor, ...]
+    digest: tf.Tensor
+
+
+class Outcome(NamedTuple):
+    """What an execution returns, the same on every worker.
+
+    `logs` are the step's logs over the global data. `stop_votes` counts the replicas whose
+    worker wants to stop, `digest_spread` is above 0 where workers read different batches.
+    """
+
+    logs: Logs
+    stop_votes: tf.Tensor
+    digest_spread: tf.Tensor
+
+
+Execution = Callable[[Any, int, bool], Outcome]
+
+
+def make_execution(model: keras.Model, placement: Placement, *, training: bool) -> Execution:
+    """Returns `execute(iterator, steps, stop)` for training or for evaluation.
+
+    `execute` runs `steps` steps and returns their `Outcome`; `stop` is this worker's vote.
+    It raises `tf.errors.OutOfRangeError` where the iterator has no more data.
+    """
+    strategy = model.distribute_strategy
+
+    def replica_step(shards: Shards) -> Any:
+        index = replicas.local_index(placement.local_replicas)
+        with losses_of_one_device(), replicas.weighing(shards.weights[index]):
+            step = model.train_step if training else model.test_step
+            return step(shards.data[index])
+
+    def one_step(shards: Shards) -> Any:
+        return strategy.run(lambda: replica_step(shards))
+
+    if not model.run_eagerly:
+        one_step = tf.function(one_step, reduce_retracing=True)
+
+    def outcome(shards: Shards, local_logs: Any, stop: tf.Tensor) -> Outcome:
+        def on_replica(logs: Any) -> Outcome:
+            weight = shards.weights[replicas.local_index(placement.local_replicas)]
+            return _outcome(model, logs, weight, shards.digest, stop)
+
+        return _first_local(strategy, strategy.run(on_replica, args=(local_logs,)))
+
+    def one(iterator: Any, stop: tf.Tensor) -> Outcome:
+        shards = next(iterator)
+        return outcome(shards, one_step(shards), stop)
+
+    def several(iterator: Any, steps: tf.Tensor, stop: tf.Tensor) -> Outcome:
+        for _ in tf.range(steps - 1):
+            one_step(next(iterator))
+        return one(iterator, stop)
+
+    if model.run_eagerly:
+        one_compiled, several_compiled = one, several
+    else:
+        one_compiled = tf.function(one, reduce_retracing=True)
+        several_compiled = tf.function(several, reduce_retracing=True)
+
+    def execute(iterator: Any, steps: int, stop: bool) -> Outcome:
+        vote = tf.constant(1.0 if stop else 0.0)
+        if steps == 1:
+            return one_compiled(iterator, vote)
+        return several_compiled(iterator, tf.constant(steps), vote)
+
+    return execute
+
+
+def _outcome(
+    model: keras.Model, logs: Any, weight: tf.Tensor, digest: tf.Tensor, stop: tf.Tensor
+) -> Outcome:
+    variables = [v for metric in model.metrics for v in metric.variables]
+    names = sorted(logs) if isinstance(logs, dict) else []
+    own = [tf.cast(tf.reduce_mean(logs[n]), tf.float32) * weight for n in names]
+    digest = tf.cast(digest, tf.float32)
+    results, sums = replicas.global_metrics(
+        variables, model.get_metrics_result, [*own, stop, digest, digest * digest]
+    )
+    *own_sums, votes, digests, squares = sums
+    if set(names) != set(results):  # a train_step of the user's own returned something else
+        results = dict(zip(names, own_sums, strict=True))
+    count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
+    spread = squares / count - tf.square(digests / count)
+    return Outcome(results, votes, spread)
+
+
+def _first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:
+    return tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)
+
+
+def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Any]:
+    """Returns `predict(iterator)`: the outputs of the next global batch, rows in order.
+
+    Every worker gets all rows. It raises `tf.errors.OutOfRangeError` at the end of the data.
+    """
+    strategy = model.distribute_strategy
+
+    def predict(iterator: Any) -> Any:
+        shards = next(iterator)
+
+        def replica_step() -> Any:
+            index = replicas.local_index(placement.local_replicas)
+            outputs = model.predict_step(shards.data[index])
+            if placement.workers == 1:
+                return outputs
+            return tf.nest.map_structure(replicas.gather_rows, outputs)
+
+        outputs = strategy.run(replica_step)
+        if placement.workers > 1:
+            return _first_local(strategy, outputs)
+        return tf.nest.map_structure(
+            lambda v: tf.concat(strategy.experimental_local_results(v), axis=0), outputs
+        )
+
+    return predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
+
+
+def make_vote(strategy: tf.distribute.Strategy) -> Callable[[float], float]:
+    """Returns `vote(value)`: the sum of each replica's value over all workers.
+
+    Every worker must call it: it is a collective.
+    """
+
+    @tf.function(reduce_retracing=True)
+    def total(value: tf.Tensor) -> tf.Tensor:
+        return _first_local(strategy, strategy.run(lambda: replicas.sum_together([value])[0]))
+
+    return lambda value: float(total(tf.constant(value, tf.float32)))

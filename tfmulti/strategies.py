@@ -1,0 +1,182 @@
+"""Makes the `tf.distribute` strategy of a run, and says where this process stands in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfmulti.cluster import Cluster
+from tfmulti.environments import find_cluster
+from tfmulti.errors import DeviceError
+from tfmulti.selection import Selection, select
+
+
+def make_strategy(
+    name: str = "auto",
+    *,
+    replicas: int | None = None,
+    cluster: Cluster | None = None,
+    ignore_cluster: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> tf.distribute.Strategy:
+    """Returns a strategy over the devices of this machine or the workers of the cluster.
+
+    Args:
+        name: `auto`, `one_device`, `mirrored` or `multi_worker_mirrored`.
+        replicas: local devices. Without GPUs, that many logical CPU devices are made.
+        cluster: the workers; None reads them from the environment (TF_CONFIG).
+        ignore_cluster: train on this machine alone although there is a cluster.
+        env: the environment to read; None means `os.environ`.
+
+    Raises:
+        ClusterError: TF_CONFIG is wrong.
+        ConfigError: the strategy does not fit the cluster.
+        DeviceError: the machine lacks the devices, or TensorFlow has started already.
+
+    Call it before any other TensorFlow operation: devices cannot change after that
+    (https://www.tensorflow.org/api_docs/python/tf/config/set_logical_device_configuration).
+    """
+    if cluster is None:
+        cluster, _ = find_cluster(os.environ if env is None else env)
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    selection = select(
+        name, replicas=replicas, cluster=cluster, gpus=gpus, ignore_cluster=ignore_cluster
+    )
+    return build_strategy(selection, cluster)
+
+
+def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribute.Strategy:
+    """Returns the strategy that was selected. Every worker calls it: it waits for the others.
+
+    Raises:
+        DeviceError: TensorFlow has started already, with other devices.
+    """
+    _use_gpus_without_taking_all_memory()
+    if selection.strategy == "multi_worker_mirrored":
+        assert cluster is not None
+        return _multi_worker(cluster, selection.local_replicas)
+    devices = _local_devices(selection.device_type, selection.local_replicas)
+    if selection.strategy == "one_device":
+        return tf.distribute.OneDeviceStrategy(devices[0])
+    return _mirrored(devices)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process stands: its rank among the workers, and its replicas."""
+
+    rank: int
+    workers: int
+    local_replicas: int
+
+    @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def replicas(self) -> int:
+        return self.workers * self.local_replicas
+
+    @property
+    def first_replica(self) -> int:
+        """The number of this worker's first replica among those of all workers."""
+        return self.rank * self.local_replicas
+
+
+def placement_of(strategy: tf.distribute.Strategy) -> Placement:
+    """Returns this process' place in a strategy, whoever made it."""
+    total = strategy.num_replicas_in_sync
+    resolver = strategy.cluster_resolver
+    if resolver is None or not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return Placement(0, 1, total)
+    jobs = resolver.cluster_spec().as_dict()
+    chiefs = len(jobs.get("chief", ()))
+    workers = chiefs + len(jobs.get("worker", ()))
+    if workers == 0:
+        return Placement(0, 1, total)
+    rank = resolver.task_id + (chiefs if resolver.task_type == "worker" else 0)
+    return Placement(rank, workers, total // workers)
+
+
+def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns this process' devices in short form, such as `GPU:0`."""
+    return tuple(
+        f"{spec.device_type}:{spec.device_index}"
+        for spec in map(tf.DeviceSpec.from_string, strategy.extended.worker_devices)
+    )
+
+
+def _use_gpus_without_taking_all_memory() -> None:
+    for gpu in tf.config.list_physical_devices("GPU"):
+        try:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        except RuntimeError:
+            return  # TensorFlow has started; its memory is as the user set it
+
+
+def _local_devices(device_type: str, count: int) -> list[str]:
+    if device_type == "CPU" and count > 1:
+        _split_cpu(count)
+    return [f"{device_type}:{index}" for index in range(count)]
+
+
+def _split_cpu(count: int) -> None:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * count
+        )
+    except RuntimeError:
+        have = len(tf.config.list_logical_devices("CPU"))
+        if have < count:
+            raise DeviceError(
+                f"{count} logical CPU devices are needed, but TensorFlow has started with {have}. "
+                "Call make_strategy before any other TensorFlow operation (in a notebook: "
+                "restart the kernel first)."
+            ) from None
+
+
+_sizes_made: set[int] = set()
+
+
+def _mirrored(devices: list[str]) -> tf.distribute.Strategy:
+    # TensorFlow keeps one collective group of a device type a process: a second one of
+    # another size fails in its first all-reduce, with no hint of the reason.
+    _sizes_made.add(len(devices))
+    if len(_sizes_made) > 1:
+        first = (_sizes_made - {len(devices)}).pop()
+        _sizes_made.discard(len(devices))
+        raise DeviceError(
+            f"a mirrored strategy over {len(devices)} devices was asked for, but this process "
+            f"made one over {first}, and TensorFlow supports one size a process. "
+            "Start a new process (in a notebook: restart the kernel)."
+        )
+    return tf.distribute.MirroredStrategy(devices)
+
+
+def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strategy:
+    jobs: dict[str, list[str]] = {"worker": list(cluster.workers)}
+    if cluster.chief:
+        jobs["chief"] = [cluster.chief]
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if gpus > local_replicas:
+        tf.config.set_visible_devices(
+            tf.config.list_physical_devices("GPU")[:local_replicas], "GPU"
+        )
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({name: hosts for name, hosts in jobs.items() if hosts}),
+        task_type=cluster.task.type,
+        task_id=cluster.task.index,
+        num_accelerators={"GPU": local_replicas} if gpus else {},
+        rpc_layer="grpc",
+    )
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"multi_worker_mirrored cannot start: {error} Call make_strategy before any other "
+            "TensorFlow operation (in a notebook: restart the kernel first)."
+        ) from error
