@@ -101,7 +101,7 @@ class FitConfig:
             _check_value(item, getattr(self, item.name))
         registry.recipe_of(self.dataset)
         if self.model is not None:
-            registry.model_place(self.model)
+            registry.model_entry(self.model)
         if self.optimizer is not None:
             registry.optimizer_place(self.optimizer)
         self._check_batch()
@@ -120,15 +120,21 @@ class FitConfig:
                 "Give --global_batch_size or --per_replica_batch_size."
             )
 
-    def resolved(self) -> FitConfig:
-        """Returns the same configuration with the data set's defaults written out."""
+    def resolved(self, kind: str | None = None) -> FitConfig:
+        """Returns the same configuration with the data set's defaults written out.
+
+        `kind` is that of the data (`DataSpec.kind`), once it is known: the default model
+        must take it.
+        """
         recipe = registry.recipe_of(self.dataset)
         changes: dict[str, Any] = {}
         if self.global_batch_size is None and self.per_replica_batch_size is None:
             changes["global_batch_size"] = recipe.global_batch_size
-        for name in ("model", "epochs", "steps_per_epoch", "optimizer", "learning_rate"):
+        for name in ("epochs", "steps_per_epoch", "optimizer", "learning_rate"):
             if getattr(self, name) is None:
                 changes[name] = getattr(recipe, name)
+        if self.model is None:
+            changes["model"] = registry.default_model(recipe.model, kind)
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:

@@ -155,6 +155,9 @@ def make_feed(
     """
     if isinstance(x, (SourceFeed, DatasetFeed)):
         return x
+    if isinstance(x, ArraySource):
+        size = batch_size or DEFAULT_BATCH_SIZE
+        return SourceFeed(x, pipeline.Plan(len(x), size, seed), placement)
     if isinstance(x, tf.distribute.DistributedDataset):
         raise ModelError(
             "a DistributedDataset was given, which hides how many rows each replica gets. Give "
@@ -177,9 +180,9 @@ def make_feed(
         sample_weight = _weights_of_classes(y, class_weight)
     parts = tuple(part for part in (x, y, sample_weight) if part is not None)
     source = ArraySource(parts)
-    if batch_size is None:
-        batch_size = -(-len(source) // steps_per_epoch) if steps_per_epoch else DEFAULT_BATCH_SIZE
-    return SourceFeed(source, pipeline.Plan(len(source), batch_size, seed), placement)
+    if batch_size is None and steps_per_epoch:
+        batch_size = -(-len(source) // steps_per_epoch)
+    return make_feed(source, placement=placement, batch_size=batch_size, seed=seed)
 
 
 def _is_batched(x: Any) -> bool:

@@ -97,7 +97,7 @@ def from_source(
             indices = tf.ensure_shape(indices, [share_rows])
             data.append(tf.nest.map_structure(lambda t, i=indices: tf.gather(t, i), tensors))
             weights.append(_weight(tf.size(indices, tf.int64), rows))
-        return Shards(tuple(data), tuple(weights), tf.constant(-1))
+        return Shards(tuple(data), tuple(weights), rows, tf.constant(-1))
 
     dataset = tf.data.Dataset.counter(first_step, dtype=tf.int64).map(shards)
     return _untuned(dataset.prefetch(PREFETCH_STEPS))
@@ -117,7 +117,7 @@ def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Data
             data.append(_map_leaves(lambda t, a=start, b=stop: _slice(t, a, b), batch))
             weights.append(_weight(stop - start, rows))
         digest = _digest(batch) if several_workers else tf.constant(-1)
-        return Shards(tuple(data), tuple(weights), digest)
+        return Shards(tuple(data), tuple(weights), rows, digest)
 
     dataset = dataset.map(shards, num_parallel_calls=1).prefetch(PREFETCH_STEPS)
     return _untuned(dataset)
@@ -169,4 +169,4 @@ def _digest(batch: Any) -> tf.Tensor:
         elif isinstance(leaf, tf.Tensor):
             words.append(tf.reduce_sum(tf.cast(tf.strings.length(leaf), tf.float64)))
     text = tf.strings.as_string(tf.stack([tf.cast(_rows(batch), tf.float64), *words]))
-    return tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), 256)
+    return tf.cast(tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), 256), tf.int32)

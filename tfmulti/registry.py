@@ -15,15 +15,24 @@ from typing import Any
 
 from tfmulti.errors import ConfigError, UserError, did_you_mean
 
-MODELS: dict[str, str] = {
-    "linear": "tfmulti.models.dense:linear",
-    "mlp": "tfmulti.models.dense:mlp",
-    "lenet": "tfmulti.models.convolutional:lenet",
-    "cnn": "tfmulti.models.convolutional:cnn",
-    "resnet20": "tfmulti.models.resnet:resnet20",
-    "resnet50": "tfmulti.models.resnet:resnet50",
-    "vit": "tfmulti.models.transformer:vit",
-    "transformer": "tfmulti.models.transformer:text_classifier",
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model's place, and the kinds of data that it takes (`DataSpec.kind`; empty: any)."""
+
+    place: str
+    takes: tuple[str, ...] = ()
+
+
+MODELS: dict[str, ModelEntry] = {
+    "linear": ModelEntry("tfmulti.models.dense:linear", ("image", "vector")),
+    "mlp": ModelEntry("tfmulti.models.dense:mlp", ("image", "vector")),
+    "lenet": ModelEntry("tfmulti.models.convolutional:lenet", ("image",)),
+    "cnn": ModelEntry("tfmulti.models.convolutional:cnn", ("image",)),
+    "resnet20": ModelEntry("tfmulti.models.resnet:resnet20", ("image",)),
+    "resnet50": ModelEntry("tfmulti.models.resnet:resnet50", ("image",)),
+    "vit": ModelEntry("tfmulti.models.transformer:vit", ("image",)),
+    "transformer": ModelEntry("tfmulti.models.transformer:text_classifier", ("tokens",)),
 }
 
 OPTIMIZERS: dict[str, str] = {
@@ -31,11 +40,6 @@ OPTIMIZERS: dict[str, str] = {
     "adam": "tfmulti.optimizers:adam",
     "adamw": "tfmulti.optimizers:adamw",
     "lamb": "tfmulti.optimizers:lamb",
-}
-
-LOSSES: dict[str, str] = {
-    "classification": "sparse_categorical_crossentropy",
-    "regression": "mse",
 }
 
 
@@ -102,9 +106,18 @@ def dataset_place(dataset: str) -> tuple[str, str | None]:
     return recipe.place, dataset.partition(":")[2]
 
 
-def model_place(model: str) -> str:
-    """Returns where the builder of a `--model` value is."""
-    return _place("model", model, MODELS, own=True)
+def model_entry(model: str) -> ModelEntry:
+    """Returns where the builder of a `--model` value is, and what data it takes."""
+    places = {name: entry.place for name, entry in MODELS.items()}
+    place = _place("model", model, places, own=True)
+    return MODELS.get(model, ModelEntry(place))
+
+
+def default_model(wanted: str, kind: str | None) -> str:
+    """Returns the wanted model, or a plain one where that does not take this kind of data."""
+    if kind is None or not MODELS[wanted].takes or kind in MODELS[wanted].takes:
+        return wanted
+    return {"image": "cnn", "tokens": "transformer"}.get(kind, "mlp")
 
 
 def optimizer_place(optimizer: str) -> str:

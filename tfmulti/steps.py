@@ -7,7 +7,7 @@ worker's part of a global batch, one share a local replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -24,34 +24,38 @@ class Shards(NamedTuple):
     """This worker's part of one global batch.
 
     `data[i]` are the rows of local replica `i`, `weights[i]` their part of the global batch
-    (float32), and `digest` a small whole number that is the same on all workers if they
-    read the same global batch (-1: not computed).
+    (float32), `rows` the number of rows of the global batch (int64), and `digest` a small
+    whole number that is the same on all workers if they read the same global batch (-1: not
+    computed).
     """
 
     data: tuple[Any, ...]
     weights: tuple[tf.Tensor, ...]
+    rows: tf.Tensor
     digest: tf.Tensor
 
 
 class Outcome(NamedTuple):
     """What an execution returns, the same on every worker.
 
-    `logs` are the step's logs over the global data. `stop_votes` counts the replicas whose
-    worker wants to stop, `digest_spread` is above 0 where workers read different batches.
+    `logs` are the last step's logs over the global data. `votes` counts, for each reason to
+    stop, the replicas whose worker has it; `digest_spread` is above 0 where workers read
+    different batches; `rows` are the examples of all steps of the execution.
     """
 
     logs: Logs
-    stop_votes: tf.Tensor
+    votes: tf.Tensor
     digest_spread: tf.Tensor
+    rows: tf.Tensor
 
 
-Execution = Callable[[Any, int, bool], Outcome]
+Execution = Callable[[Any, int, Sequence[float]], Outcome]
 
 
 def make_execution(model: keras.Model, placement: Placement, *, training: bool) -> Execution:
-    """Returns `execute(iterator, steps, stop)` for training or for evaluation.
+    """Returns `execute(iterator, steps, votes)` for training or for evaluation.
 
-    `execute` runs `steps` steps and returns their `Outcome`; `stop` is this worker's vote.
+    `execute` runs `steps` steps and returns their `Outcome`; `votes` are this worker's.
     It raises `tf.errors.OutOfRangeError` where the iterator has no more data.
     """
     strategy = model.distribute_strategy
@@ -68,21 +72,25 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     if not model.run_eagerly:
         one_step = tf.function(one_step, reduce_retracing=True)
 
-    def outcome(shards: Shards, local_logs: Any, stop: tf.Tensor) -> Outcome:
+    def outcome(shards: Shards, local_logs: Any, votes: tf.Tensor) -> Outcome:
         def on_replica(logs: Any) -> Outcome:
             weight = shards.weights[replicas.local_index(placement.local_replicas)]
-            return _outcome(model, logs, weight, shards.digest, stop)
+            return _outcome(model, logs, weight, shards, votes)
 
         return _first_local(strategy, strategy.run(on_replica, args=(local_logs,)))
 
-    def one(iterator: Any, stop: tf.Tensor) -> Outcome:
+    def one(iterator: Any, votes: tf.Tensor) -> Outcome:
         shards = next(iterator)
-        return outcome(shards, one_step(shards), stop)
+        return outcome(shards, one_step(shards), votes)
 
-    def several(iterator: Any, steps: tf.Tensor, stop: tf.Tensor) -> Outcome:
+    def several(iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> Outcome:
+        rows = tf.constant(0, tf.int64)
         for _ in tf.range(steps - 1):
-            one_step(next(iterator))
-        return one(iterator, stop)
+            shards = next(iterator)
+            one_step(shards)
+            rows += shards.rows
+        last = one(iterator, votes)
+        return last._replace(rows=last.rows + rows)
 
     if model.run_eagerly:
         one_compiled, several_compiled = one, several
@@ -90,8 +98,8 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         one_compiled = tf.function(one, reduce_retracing=True)
         several_compiled = tf.function(several, reduce_retracing=True)
 
-    def execute(iterator: Any, steps: int, stop: bool) -> Outcome:
-        vote = tf.constant(1.0 if stop else 0.0)
+    def execute(iterator: Any, steps: int, votes: Sequence[float]) -> Outcome:
+        vote = tf.constant(votes, tf.float32)
         if steps == 1:
             return one_compiled(iterator, vote)
         return several_compiled(iterator, tf.constant(steps), vote)
@@ -100,21 +108,21 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
 
 def _outcome(
-    model: keras.Model, logs: Any, weight: tf.Tensor, digest: tf.Tensor, stop: tf.Tensor
+    model: keras.Model, logs: Any, weight: tf.Tensor, shards: Shards, votes: tf.Tensor
 ) -> Outcome:
     variables = [v for metric in model.metrics for v in metric.variables]
     names = sorted(logs) if isinstance(logs, dict) else []
     own = [tf.cast(tf.reduce_mean(logs[n]), tf.float32) * weight for n in names]
-    digest = tf.cast(digest, tf.float32)
+    digest = tf.cast(shards.digest, tf.float32)
     results, sums = replicas.global_metrics(
-        variables, model.get_metrics_result, [*own, stop, digest, digest * digest]
+        variables, model.get_metrics_result, [*own, votes, digest, digest * digest]
     )
-    *own_sums, votes, digests, squares = sums
+    *own_sums, counted, digests, squares = sums
     if set(names) != set(results):  # a train_step of the user's own returned something else
         results = dict(zip(names, own_sums, strict=True))
     count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
     spread = squares / count - tf.square(digests / count)
-    return Outcome(results, votes, spread)
+    return Outcome(results, counted, spread, shards.rows)
 
 
 def _first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:
@@ -148,14 +156,14 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     return predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
 
 
-def make_vote(strategy: tf.distribute.Strategy) -> Callable[[float], float]:
-    """Returns `vote(value)`: the sum of each replica's value over all workers.
+def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], list[float]]:
+    """Returns `vote(values)`: each value summed over the replicas of all workers.
 
     Every worker must call it: it is a collective.
     """
 
     @tf.function(reduce_retracing=True)
-    def total(value: tf.Tensor) -> tf.Tensor:
-        return _first_local(strategy, strategy.run(lambda: replicas.sum_together([value])[0]))
+    def total(values: tf.Tensor) -> tf.Tensor:
+        return _first_local(strategy, strategy.run(lambda: replicas.sum_together([values])[0]))
 
-    return lambda value: float(total(tf.constant(value, tf.float32)))
+    return lambda values: total(tf.constant(values, tf.float32)).numpy().tolist()

@@ -17,11 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, steps
+from tfmulti import keras_compat, steps, stopping
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.errors import DataError, ModelError
 from tfmulti.feed import Feed, make_feed, split_off_validation
 from tfmulti.replicas import reduce_gradients
+from tfmulti.stopping import TrainerState
 from tfmulti.strategies import Placement, placement_of
 
 Model = TypeVar("Model", bound=keras.Model)
@@ -52,8 +53,15 @@ def prepare(model: Model, *, seed: int | None = None) -> Model:
         object.__setattr__(model, "__class__", derived)
         for name in ("train_function", "test_function", "predict_function"):
             setattr(model, name, None)
-    vars(model)["_tfmulti_seed"] = seed
+    vars(model)["_tfmulti"] = TrainerState(seed=seed)
     return model
+
+
+def state_of(model: keras.Model) -> TrainerState:
+    """Returns what a prepared model remembers: counts, and why it stopped."""
+    state = vars(model)["_tfmulti"]
+    assert isinstance(state, TrainerState)
+    return state
 
 
 class DistributedModel(keras.Model):
@@ -107,6 +115,8 @@ class DistributedModel(keras.Model):
         per_epoch = steps_per_epoch or feed.steps
         tools = _callback_list(self, callbacks, verbose, epochs, per_epoch)
         self.stop_training = False
+        state = state_of(self)
+        state.steps, state.examples, state.stopped_by = 0, 0, None
         self.make_train_function()
         tools.on_train_begin()
         logs = _train(
@@ -141,15 +151,16 @@ class DistributedModel(keras.Model):
         iterator = feed.iterate(0)
         for first, last in _executions(count, self.steps_per_execution):
             tools.on_test_batch_begin(first)
-            outcome = _run(self.test_function, iterator, last - first + 1, _wants_stop(self))
+            wish = bool(self.stop_evaluating)
+            outcome = _run(self, self.test_function, iterator, last - first + 1, wish)
             if outcome is None:
                 break
             logs = outcome.logs
             tools.on_test_batch_end(last, logs)
-            if _all_stop(self, outcome):
+            if _stops(self, bool(self.stop_evaluating), outcome.votes):
                 break
         feed.end_epoch()
-        logs = {name: float(np.asarray(value)) for name, value in logs.items()}
+        logs = _as_floats(logs)
         tools.on_test_end(logs)
         values = list(logs.values())
         return logs if return_dict else values[0] if len(values) == 1 else values
@@ -217,8 +228,8 @@ def _train(
             )
             logs |= {f"val_{name}": value for name, value in found.items()}
         tools.on_epoch_end(epoch, logs)
-        wants = float(_wants_stop(model))
-        if (vote(wants) if vote else wants) > 0:
+        wish = bool(model.stop_training)
+        if _stops(model, wish, vote(_votes(model, wish)) if vote else None):
             break
     return logs
 
@@ -229,18 +240,26 @@ def _epoch(
 ) -> tuple[dict[str, Any], bool]:
     """Trains one epoch and returns its last logs, and whether the data came to its end."""
     logs: dict[str, Any] = {}
+    state = state_of(model)
     for first, last in _executions(per_epoch, model.steps_per_execution):
         tools.on_train_batch_begin(first)
-        outcome = _run(model.train_function, iterator, last - first + 1, _wants_stop(model))
+        wish = bool(model.stop_training)
+        outcome = _run(model, model.train_function, iterator, last - first + 1, wish)
         if outcome is None:
             _check_data_was_enough(per_epoch, first)
-            return logs, True
+            return _as_floats(logs), True
         logs = outcome.logs
+        state.steps += last - first + 1
+        state.examples += int(outcome.rows)
         tools.on_train_batch_end(last, logs)
-        if _all_stop(model, outcome):
+        if _stops(model, bool(model.stop_training), outcome.votes):
             model.stop_training = True
             break
-    return {name: float(np.asarray(value)) for name, value in logs.items()}, False
+    return _as_floats(logs), False
+
+
+def _as_floats(logs: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(np.asarray(value)) for name, value in logs.items()}
 
 
 def _executions(steps: int | None, steps_per_execution: int) -> Iterator[tuple[int, int]]:
@@ -256,40 +275,45 @@ def _executions(steps: int | None, steps_per_execution: int) -> Iterator[tuple[i
 
 
 def _run(
-    execute: steps.Execution, iterator: Any, count: int, stop: bool
+    model: DistributedModel, execute: steps.Execution, iterator: Any, count: int, wish: bool
 ) -> steps.Outcome | None:
     """Returns what an execution gave, or None where the data has come to its end."""
     try:
-        outcome = execute(iterator, count, stop)
+        outcome = execute(iterator, count, _votes(model, wish))
     except tf.errors.OutOfRangeError:
         return None
-    return outcome
-
-
-def _all_stop(model: DistributedModel, outcome: steps.Outcome) -> bool:
-    """Returns whether to stop here: the same answer on all workers at the same step."""
-    if model._placement.workers == 1:
-        return _wants_stop(model)
-    if float(outcome.digest_spread) > 0.1:
+    if model._placement.workers > 1 and float(outcome.digest_spread) > 0.1:
         raise DataError(
             "the workers read different batches: the data is shuffled without a seed, or is not "
             "the same on all workers. Give shuffle(seed=...), or pass arrays, which tfmulti "
             "shuffles alike everywhere."
         )
-    return float(outcome.stop_votes) > 0
+    return outcome
 
 
-def _wants_stop(model: DistributedModel) -> bool:
-    evaluating = getattr(model, "stop_evaluating", False)
-    return bool(model.stop_training or evaluating or vars(model).get("_tfmulti_interrupted"))
+def _votes(model: DistributedModel, wish: bool) -> list[float]:
+    return stopping.votes(wish, state_of(model).interrupted)
 
 
-def interrupt(model: DistributedModel) -> None:
+def _stops(model: DistributedModel, wish: bool, counted: Any) -> bool:
+    """Returns whether to stop here: the same answer on all workers at the same step.
+
+    With one worker a wish counts at once; with several, when the others know of it.
+    """
+    alone = model._placement.workers == 1
+    reason = stopping.verdict(_votes(model, wish) if alone else np.asarray(counted).tolist())
+    if reason in ("SIGINT", "SIGTERM"):
+        state_of(model).stopped_by = reason
+        model.stop_training = True
+    return reason is not None
+
+
+def interrupt(model: keras.Model, reason: str) -> None:
     """Makes a running `fit` or `evaluate` end after the next execution, on all workers.
 
-    Safe to call from a signal handler or another thread.
+    Safe to call from a signal handler or another thread. `reason` is SIGINT or SIGTERM.
     """
-    vars(model)["_tfmulti_interrupted"] = True
+    state_of(model).interrupted = reason
 
 
 def _check_data_was_enough(steps: int | None, seen: int) -> None:
@@ -326,15 +350,15 @@ def _callback_list(
 
 def _draw_seed(model: DistributedModel) -> int:
     """Returns the seed of the data order, the same on all workers."""
-    seed = vars(model)["_tfmulti_seed"]
+    seed = state_of(model).seed
     if seed is not None:
-        return int(seed)
+        return seed
     drawn = int(np.random.randint(2**20))  # float32 carries it exactly, times 16 replicas
     place = model._placement
     if place.workers == 1:
         return drawn
     vote = steps.make_vote(model.distribute_strategy)
-    return round(vote(drawn if place.is_chief else 0) / place.local_replicas)
+    return round(vote([drawn if place.is_chief else 0])[0] / place.local_replicas)
 
 
 def _optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -1,0 +1,72 @@
+"""Writes what a run leaves behind: the model, the curves, the report. Runs on the chief."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import keras
+
+from tfmulti.errors import RunDirError
+from tfmulti.report import FitReport
+from tfmulti.rundir import RunDir, replacing, write_text
+
+
+def weights_sha256(model: keras.Model) -> str:
+    """Returns the SHA-256 of all weights: of each one's type, shape and bytes, in order."""
+    digest = hashlib.sha256()
+    for weight in model.get_weights():
+        digest.update(f"{weight.dtype} {weight.shape};".encode())
+        digest.update(weight.tobytes())
+    return digest.hexdigest()
+
+
+def save_model(model: keras.Model, path: Path) -> None:
+    """Writes a .keras file that plain Keras loads on one device."""
+    with replacing(path) as partial:
+        model.save(partial)
+
+
+def export_model(saved: Path, folder: Path) -> None:
+    """Writes a SavedModel for serving from a saved .keras file.
+
+    Keras cannot export a model whose variables are mirrored, so the file is loaded again
+    outside the strategy.
+
+    Raises:
+        RunDirError: the folder was taken meanwhile.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise RunDirError(f"--export_dir {folder} is not empty. Give a new folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    model = keras.saving.load_model(saved)
+    with replacing(folder) as partial:
+        model.export(partial, verbose=False)
+
+
+def write_report(run_dir: RunDir, report: FitReport) -> None:
+    write_text(run_dir.report, report.to_json())
+
+
+def draw_curves(path: Path, history: dict[str, list[float]], title: str) -> None:
+    """Draws each metric over the epochs, training and validation together, as a picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second: only if drawn
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    names = [name for name in history if not name.startswith("val_")]
+    figure = Figure(figsize=(5.0 * len(names), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, name in enumerate(names, start=1):
+        axes = figure.add_subplot(1, len(names), place)
+        for key, label in ((name, "training"), (f"val_{name}", "validation")):
+            values = history.get(key, [])
+            if values:
+                axes.plot(range(1, len(values) + 1), values, marker=".", label=label)
+        axes.set(xlabel="epoch", title=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=110)

@@ -1,0 +1,143 @@
+"""Finds users' mistakes before TensorFlow is imported, and what a run needs to start."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfmulti import registry
+from tfmulti.cluster import Cluster
+from tfmulti.config import FitConfig
+from tfmulti.environments import find_cluster
+from tfmulti.errors import ConfigError, ModelError, RunDirError
+from tfmulti.rundir import RunDir, check_writable
+from tfmulti.selection import batch_sizes, select
+from tfmulti.sources.data import Data, size_of, with_validation
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked configuration with what it names: the cluster, and the data.
+
+    `data` is None for a user's own function, which may only run when the devices are set up.
+    """
+
+    config: FitConfig
+    cluster: Cluster | None
+    data: Data | None
+
+
+def check(
+    config: FitConfig, cluster: Cluster | None = None, env: Mapping[str, str] | None = None
+) -> Job:
+    """Returns the job that a configuration describes. Writes nothing; every worker calls it.
+
+    Raises:
+        UserError: whatever can be known to be wrong before the devices are set up.
+    """
+    env = os.environ if env is None else env
+    if cluster is None:
+        cluster, _ = find_cluster(env)
+    gpus = visible_gpus(env)
+    selection = select(
+        config.strategy, replicas=config.replicas, cluster=cluster, gpus=gpus,
+        ignore_cluster=config.ignore_cluster,
+    )
+    if config.run_dir is not None:
+        RunDir(config.run_dir).check_unused()
+    elif not config.dry_run:
+        check_writable("run_dir", Path("runs"))
+    if config.export_dir is not None:
+        _check_export_dir(Path(config.export_dir))
+    _check_places(config)
+    data = load_data(config)
+    resolved = config.resolved(data.spec.kind if data and data.spec else None)
+    if data is not None:
+        workers = cluster.size if cluster and selection.strategy == "multi_worker_mirrored" else 1
+        check_model_takes(resolved, data)
+        check_batch(resolved, data, workers * selection.local_replicas)
+    return Job(resolved, None if config.ignore_cluster else cluster, data)
+
+
+def load_data(config: FitConfig) -> Data | None:
+    """Returns the data of a built-in `--dataset`, or None for a user's own function."""
+    place, options = registry.dataset_place(config.dataset)
+    if options is None:
+        return None
+    data = registry.load_place("dataset", place)(options, config.seed)
+    assert isinstance(data, Data)
+    return with_validation(data, config.validation_fraction, config.seed)
+
+
+def check_model_takes(config: FitConfig, data: Data) -> None:
+    """Checks that a built-in model takes data of this form.
+
+    Raises:
+        ModelError: it does not.
+    """
+    assert config.model is not None
+    takes = registry.model_entry(config.model).takes
+    if not takes:
+        return
+    if data.spec is None:
+        raise ModelError(
+            f"--model {config.model} is built to the data's form, but --dataset {config.dataset} "
+            "gives no plain arrays (x, y). Give your own --model package.module:function."
+        )
+    if data.spec.kind not in takes:
+        fitting = [name for name, entry in registry.MODELS.items() if data.spec.kind in entry.takes]
+        raise ModelError(
+            f"--model {config.model} takes {' or '.join(takes)} data, but --dataset "
+            f"{config.dataset} has {data.spec.kind} examples ({data.spec.describe()}). "
+            f"Use --model {' or '.join(fitting)}."
+        )
+
+
+def check_batch(config: FitConfig, data: Data, replicas: int) -> None:
+    """Checks the batch against the training data.
+
+    Raises:
+        ConfigError: the batch is larger than the data.
+    """
+    sizes = batch_sizes(config.global_batch_size, config.per_replica_batch_size, replicas)
+    rows = size_of(data.train)
+    if rows is not None and sizes.global_batch_size > rows:
+        given = (
+            f"--global_batch_size {config.global_batch_size}"
+            if config.global_batch_size is not None
+            else f"--per_replica_batch_size {config.per_replica_batch_size} on {replicas} replicas "
+            f"({sizes.global_batch_size} in all)"
+        )
+        raise ConfigError(
+            f"{given} is larger than the training data, which has {rows} examples. "
+            f"Use at most {rows} in all."
+        )
+
+
+def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Returns how many GPUs a program would see, without asking CUDA or TensorFlow."""
+    present = sum(bool(re.fullmatch(r"nvidia\d+", entry.name)) for entry in devices.iterdir())
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return present
+    chosen = [name for name in listed.split(",") if name.strip() not in ("", "-1")]
+    return min(present, len(chosen))
+
+
+def _check_places(config: FitConfig) -> None:
+    if config.model is not None and config.model not in registry.MODELS:
+        registry.check_place("model", config.model)
+    place, options = registry.dataset_place(config.dataset)
+    if options is None:
+        registry.check_place("dataset", place)
+
+
+def _check_export_dir(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunDirError(
+            f"--export_dir {path} exists and is not an empty folder. Give a new folder."
+        )
+    check_writable("export_dir", path)

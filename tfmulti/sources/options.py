@@ -1,0 +1,35 @@
+"""Options after a data set's name: `synthetic:shape=28x28x1,classes=10`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfmulti.errors import ConfigError, did_you_mean
+
+
+def parse_options(dataset: str, text: str, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Returns the defaults with the options of `key=value,…` put in.
+
+    A default that is a tuple takes whole numbers joined by `x`; one that is None or a
+    number takes a whole number from 1.
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong form.
+    """
+    options = dict(defaults)
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if key not in defaults or not equals:
+            raise ConfigError(
+                f"--dataset {dataset}:{text}: no option {key!r}; {did_you_mean(key, defaults)} "
+                "Write options as key=value,key=value."
+            )
+        numbers = value.split("x") if isinstance(defaults[key], tuple) else [value]
+        if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+            form = "numbers such as 28x28x1" if isinstance(defaults[key], tuple) else "a number"
+            raise ConfigError(
+                f"--dataset {dataset}:{text}: {key} is {value!r}, but it must be {form}, from 1."
+            )
+        parsed = tuple(int(number) for number in numbers)
+        options[key] = parsed if isinstance(defaults[key], tuple) else parsed[0]
+    return options

@@ -1,0 +1,72 @@
+"""Data that a user's own function returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tfmulti.errors import DataError
+from tfmulti.sources.arrays import ArraySource
+from tfmulti.sources.data import CLASSIFICATION, REGRESSION, Data, DataSpec
+
+
+def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Data:
+    """Returns the data of `package.module:function`.
+
+    The function returns `train`, `(train, validation)` or `(train, validation, test)`, or a
+    dict with those names. A part is `(x, y)` or `(x, y, sample_weight)` of arrays, a
+    `tf.data.Dataset` of global batches or a PyDataset. If the function has a parameter
+    `global_batch_size`, it is given.
+
+    Raises:
+        DataError: it returned something else.
+    """
+    takes_batch = "global_batch_size" in inspect.signature(function).parameters
+    made = function(global_batch_size=global_batch_size) if takes_batch else function()
+    parts = _parts(place, made)
+    sources = {name: _source(part) for name, part in parts.items() if part is not None}
+    return Data(spec=_spec(sources["train"]), **sources)
+
+
+def _parts(place: str, made: Any) -> dict[str, Any]:
+    names = ("train", "validation", "test")
+    if isinstance(made, dict) and set(made) <= set(names) and "train" in made:
+        return made
+    if not isinstance(made, (tuple, list)):
+        return {"train": made}
+    if 1 <= len(made) <= 3 and not any(_is_array(item) for item in made):
+        return dict(zip(names, made, strict=False))
+    if 2 <= len(made) <= 3:
+        return {"train": tuple(made)}
+    raise DataError(
+        f"--dataset {place} returned {len(made)} items. Return (x, y), or (train, validation, "
+        "test) of which each is (x, y) or a Dataset."
+    )
+
+
+def _is_array(item: Any) -> bool:
+    return hasattr(item, "shape") and hasattr(item, "dtype")
+
+
+def _source(part: Any) -> Any:
+    if isinstance(part, (tuple, list)):
+        return ArraySource(tuple(part))
+    return part
+
+
+def _spec(train: Any) -> DataSpec | None:
+    """Returns the form of arrays that a built-in model can take, else None."""
+    if not isinstance(train, ArraySource) or not isinstance(train.data, tuple):
+        return None
+    x, y, *_ = (*train.data, None)
+    if not isinstance(x, np.ndarray) or not isinstance(y, np.ndarray):
+        return None
+    scale = 1 / 255 if x.dtype == np.uint8 else 1.0
+    if y.dtype.kind in "biu" and y.ndim == 1:
+        outputs = max(int(y.max()) + 1, 2)
+        return DataSpec(x.shape[1:], x.dtype.name, CLASSIFICATION, outputs, scale)
+    outputs = int(np.prod(y.shape[1:], dtype=int))
+    return DataSpec(x.shape[1:], x.dtype.name, REGRESSION, outputs, scale)

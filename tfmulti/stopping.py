@@ -1,0 +1,44 @@
+"""Why a run stops before its end, and how all workers come to stop at the same step.
+
+Each worker votes with every execution; the votes travel with the metrics, in the same
+collective. What the sum says holds for all workers, so none is left waiting for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
+
+
+@dataclass
+class TrainerState:
+    """What a prepared model remembers beside its variables.
+
+    `seed` is that of the data order (None: drawn at each fit). `interrupted` is set by a
+    signal of this process; `stopped_by` by the vote, alike on all workers. `steps` and
+    `examples` count since the last `fit` began.
+    """
+
+    seed: int | None = None
+    interrupted: str | None = None
+    stopped_by: str | None = None
+    steps: int = 0
+    examples: int = 0
+
+
+def votes(wants_stop: bool, interrupted: str | None) -> list[float]:
+    """Returns this worker's vote for each reason."""
+    asked = {"requested"} if wants_stop else set()
+    return [float(reason in asked or reason == interrupted) for reason in REASONS]
+
+
+def verdict(counted: Sequence[float]) -> str | None:
+    """Returns the weightiest reason that has a vote, or None to go on.
+
+    >>> verdict([1, 0, 2])
+    'SIGTERM'
+    """
+    given = [reason for reason, count in zip(REASONS, counted, strict=True) if count > 0]
+    return given[-1] if given else None
