@@ -1,0 +1,161 @@
+"""Real processes for tests: ports without a race, time limits, logs on failure, no survivors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def reserved_addresses(count: int) -> Iterator[list[str]]:
+    """Gives loopback addresses that nobody else gets while the context lasts.
+
+    The ports stay bound here, but do not listen: the kernel gives them to no one who asks
+    for any free port, while a server that names one (with SO_REUSEADDR, as gRPC does) may
+    listen on it.
+    """
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for held in sockets:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+        yield [f"127.0.0.1:{held.getsockname()[1]}" for held in sockets]
+
+
+def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns this environment without what describes a cluster, with `extra` put in."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES")}
+    env.update({"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"})
+    env.update(extra or {})
+    return env
+
+
+def tf_config(addresses: Sequence[str], index: int) -> str:
+    task = {"type": "worker", "index": index}
+    return json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
+
+
+@dataclass
+class Finished:
+    """A process that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def lines(self) -> list[str]:
+        return self.stderr.strip().splitlines()
+
+
+class Processes:
+    """A group of processes that end together, by their ids, whatever happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[tuple[subprocess.Popen[bytes], float]] = []
+
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    ) -> subprocess.Popen[bytes]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        number = len(self._started)
+        with open(self._log(number, "stdout"), "wb") as out, open(
+            self._log(number, "stderr"), "wb"
+        ) as err:
+            process = subprocess.Popen(
+                [sys.executable, *argv], stdout=out, stderr=err, cwd=cwd,
+                env=clean_env(env), stdin=subprocess.DEVNULL, start_new_session=True,
+            )
+        self._started.append((process, time.monotonic()))
+        return process
+
+    def wait(self, limit_s: float) -> list[Finished]:
+        """Waits for all; one that outlasts the limit fails the test with everybody's log."""
+        deadline = time.monotonic() + limit_s
+        finished = []
+        for number, (process, started) in enumerate(self._started):
+            try:
+                process.wait(max(0.01, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(
+                    f"process {number} was still running after {limit_s} s\n{self.logs()}"
+                ) from None
+            finished.append(
+                Finished(process.returncode, self._read(number, "stdout"),
+                         self._read(number, "stderr"), time.monotonic() - started)
+            )
+        return finished
+
+    def logs(self) -> str:
+        """Returns the ends of all logs, headed by process."""
+        parts = []
+        for number, (process, _) in enumerate(self._started):
+            for kind in ("stdout", "stderr"):
+                text = self._read(number, kind)[-6000:]
+                parts.append(f"--- process {number} ({process.poll()}) {kind} ---\n{text}")
+        return "\n".join(parts)
+
+    def output(self, number: int) -> str:
+        return self._read(number, "stdout")
+
+    def end(self) -> None:
+        for process, _ in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _log(self, number: int, kind: str) -> Path:
+        return self._folder / f"process_{number}.{kind}.log"
+
+    def _read(self, number: int, kind: str) -> str:
+        return self._log(number, kind).read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def processes(folder: Path) -> Iterator[Processes]:
+    """Gives a group that is killed at the end of the context."""
+    group = Processes(folder)
+    try:
+        yield group
+    finally:
+        group.end()
+
+
+def run_workers(
+    argv: Sequence[str], count: int, folder: Path, *, limit_s: float,
+    env: Mapping[str, str] | None = None, cwd: Path = ROOT,
+) -> list[Finished]:
+    """Runs the same command as `count` workers with TF_CONFIG on loopback.
+
+    Raises:
+        AssertionError: one of them failed or hung; the message holds every worker's log.
+    """
+    with reserved_addresses(count) as addresses, processes(folder) as group:
+        for index in range(count):
+            group.start(argv, {**(env or {}), "TF_CONFIG": tf_config(addresses, index)}, cwd)
+        finished = group.wait(limit_s)
+        failed = [n for n, done in enumerate(finished) if done.returncode]
+        assert not failed, f"workers {failed} failed\n{group.logs()}"
+        return finished
+
+
+def run(
+    argv: Sequence[str], folder: Path, *, limit_s: float, env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> Finished:
+    """Runs one command to its end, within a limit."""
+    with processes(folder) as group:
+        group.start(argv, env, cwd)
+        return group.wait(limit_s)[0]
