@@ -130,11 +130,15 @@ class FitConfig:
         changes: dict[str, Any] = {}
         if self.global_batch_size is None and self.per_replica_batch_size is None:
             changes["global_batch_size"] = recipe.global_batch_size
-        for name in ("epochs", "steps_per_epoch", "optimizer", "learning_rate"):
-            if getattr(self, name) is None:
-                changes[name] = getattr(recipe, name)
-        if self.model is None:
-            changes["model"] = registry.default_model(recipe.model, kind)
+        model = self.model or registry.default_model(recipe.model, kind)
+        wanted = {
+            "model": model,
+            "epochs": recipe.epochs,
+            "steps_per_epoch": recipe.steps_per_epoch,
+            "optimizer": recipe.optimizer,
+            "learning_rate": registry.model_entry(model).learning_rate or recipe.learning_rate,
+        }
+        changes |= {name: v for name, v in wanted.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:

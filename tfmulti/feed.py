@@ -177,7 +177,7 @@ def make_feed(
     if class_weight is not None:
         if sample_weight is not None:
             raise DataError("class_weight and sample_weight were both given. Give one of them.")
-        sample_weight = _weights_of_classes(y, class_weight)
+        sample_weight = weights_of_classes(y, class_weight)
     parts = tuple(part for part in (x, y, sample_weight) if part is not None)
     source = ArraySource(parts)
     if batch_size is None and steps_per_epoch:
@@ -191,7 +191,8 @@ def _is_batched(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] in ("torch", "grain") and hasattr(x, "__iter__")
 
 
-def _weights_of_classes(y: Any, class_weight: Mapping[int, float]) -> np.ndarray:
+def weights_of_classes(y: Any, class_weight: Mapping[int, float]) -> np.ndarray:
+    """Returns each row's weight by its label (whole numbers, or one-hot), float32 [rows]."""
     labels = np.asarray(y)
     if labels.ndim > 1 and labels.shape[-1] > 1:
         labels = labels.argmax(-1)

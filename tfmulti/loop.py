@@ -205,7 +205,8 @@ def describe(setup: Setup, model: keras.Model) -> None:
     uneven = "" if batch.divides else " at most"
     steps = f"{setup.steps_per_epoch} steps" if setup.steps_per_epoch else "all batches"
     say("batch", f"{batch.global_batch_size} global ={uneven} {batch.per_replica_batch_size} per "
-        f"replica × {place.replicas}; {setup.epochs} epochs of {steps}")
+        f"replica × {place.replicas}; {setup.epochs} epoch{'s' if setup.epochs > 1 else ''} of "
+        f"{steps}")
 
 
 def optimizer_words(setup: Setup, model: keras.Model) -> str:

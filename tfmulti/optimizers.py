@@ -18,6 +18,9 @@ def make_optimizer(
     rate = make_learning_rate(config, global_batch_size, total_steps)
     optimizer = make(config, rate)
     assert isinstance(optimizer, keras.optimizers.Optimizer)
+    if config.precision == "mixed_float16":
+        # compile() would wrap it too, but save the inner one, whose slots then do not load.
+        return keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer
 
 

@@ -105,22 +105,24 @@ def from_source(
 
 def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
     """Returns this worker's `Shards` of a dataset of global batches, with the same length."""
-    several_workers = placement.workers > 1
 
     def shards(*batch: Any) -> Shards:
-        batch = batch if len(batch) > 1 else batch[0]
-        rows = _rows(batch)
-        data, weights = [], []
-        for local in range(placement.local_replicas):
-            replica = tf.constant(placement.first_replica + local, tf.int64)
-            start, stop = sharding.share_bounds(rows, placement.replicas, replica, tf.minimum)
-            data.append(_map_leaves(lambda t, a=start, b=stop: _slice(t, a, b), batch))
-            weights.append(_weight(stop - start, rows))
-        digest = _digest(batch) if several_workers else tf.constant(-1)
-        return Shards(tuple(data), tuple(weights), rows, digest)
+        return from_batch(batch if len(batch) > 1 else batch[0], placement)
 
-    dataset = dataset.map(shards, num_parallel_calls=1).prefetch(PREFETCH_STEPS)
-    return _untuned(dataset)
+    return _untuned(dataset.map(shards, num_parallel_calls=1).prefetch(PREFETCH_STEPS))
+
+
+def from_batch(batch: Any, placement: Placement) -> Shards:
+    """Returns this worker's `Shards` of one global batch of tensors."""
+    rows = _rows(batch)
+    data, weights = [], []
+    for local in range(placement.local_replicas):
+        replica = tf.constant(placement.first_replica + local, tf.int64)
+        start, stop = sharding.share_bounds(rows, placement.replicas, replica, tf.minimum)
+        data.append(_map_leaves(lambda t, a=start, b=stop: _slice(t, a, b), batch))
+        weights.append(_weight(stop - start, rows))
+    digest = _digest(batch) if placement.workers > 1 else tf.constant(-1)
+    return Shards(tuple(data), tuple(weights), rows, digest)
 
 
 def _weight(own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:

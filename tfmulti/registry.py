@@ -18,10 +18,14 @@ from tfmulti.errors import ConfigError, UserError, did_you_mean
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model's place, and the kinds of data that it takes (`DataSpec.kind`; empty: any)."""
+    """A model's place, and the kinds of data that it takes (`DataSpec.kind`; empty: any).
+
+    `learning_rate` is its default where the data set's would not train it.
+    """
 
     place: str
     takes: tuple[str, ...] = ()
+    learning_rate: float | None = None
 
 
 MODELS: dict[str, ModelEntry] = {
@@ -31,8 +35,10 @@ MODELS: dict[str, ModelEntry] = {
     "cnn": ModelEntry("tfmulti.models.convolutional:cnn", ("image",)),
     "resnet20": ModelEntry("tfmulti.models.resnet:resnet20", ("image",)),
     "resnet50": ModelEntry("tfmulti.models.resnet:resnet50", ("image",)),
-    "vit": ModelEntry("tfmulti.models.transformer:vit", ("image",)),
-    "transformer": ModelEntry("tfmulti.models.transformer:text_classifier", ("tokens",)),
+    "vit": ModelEntry("tfmulti.models.transformer:vit", ("image",), 0.0005),
+    "transformer": ModelEntry(
+        "tfmulti.models.transformer:text_classifier", ("tokens",), 0.0005
+    ),
 }
 
 OPTIMIZERS: dict[str, str] = {

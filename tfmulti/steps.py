@@ -7,6 +7,7 @@ worker's part of a global batch, one share a local replica.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,9 +54,10 @@ Execution = Callable[[Any, int, Sequence[float]], Outcome]
 
 
 def make_execution(model: keras.Model, placement: Placement, *, training: bool) -> Execution:
-    """Returns `execute(iterator, steps, votes)` for training or for evaluation.
+    """Returns `execute(source, steps, votes)` for training or for evaluation.
 
-    `execute` runs `steps` steps and returns their `Outcome`; `votes` are this worker's.
+    `execute` runs `steps` steps from an iterator of `Shards`, or one step on the `Shards`
+    themselves, and returns their `Outcome`; `votes` are this worker's.
     It raises `tf.errors.OutOfRangeError` where the iterator has no more data.
     """
     strategy = model.distribute_strategy
@@ -79,8 +81,8 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
         return _first_local(strategy, strategy.run(on_replica, args=(local_logs,)))
 
-    def one(iterator: Any, votes: tf.Tensor) -> Outcome:
-        shards = next(iterator)
+    def one(source: Any, votes: tf.Tensor) -> Outcome:
+        shards = source if isinstance(source, Shards) else next(source)
         return outcome(shards, one_step(shards), votes)
 
     def several(iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> Outcome:
@@ -98,11 +100,11 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         one_compiled = tf.function(one, reduce_retracing=True)
         several_compiled = tf.function(several, reduce_retracing=True)
 
-    def execute(iterator: Any, steps: int, votes: Sequence[float]) -> Outcome:
+    def execute(source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
         if steps == 1:
-            return one_compiled(iterator, vote)
-        return several_compiled(iterator, tf.constant(steps), vote)
+            return one_compiled(source, vote)
+        return several_compiled(source, tf.constant(steps), vote)
 
     return execute
 
@@ -130,14 +132,14 @@ def _first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:
 
 
 def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Any]:
-    """Returns `predict(iterator)`: the outputs of the next global batch, rows in order.
+    """Returns `predict(source)`: the outputs of a global batch, rows in order.
 
-    Every worker gets all rows. It raises `tf.errors.OutOfRangeError` at the end of the data.
+    The source is an iterator of `Shards`, or `Shards`. Every worker gets all rows. It raises `tf.errors.OutOfRangeError` at the end of the data.
     """
     strategy = model.distribute_strategy
 
-    def predict(iterator: Any) -> Any:
-        shards = next(iterator)
+    def predict(source: Any) -> Any:
+        shards = source if isinstance(source, Shards) else next(source)
 
         def replica_step() -> Any:
             index = replicas.local_index(placement.local_replicas)
@@ -156,13 +158,14 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     return predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
 
 
+@functools.lru_cache(maxsize=4)  # strategies: a process has one, seldom two
 def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], list[float]]:
     """Returns `vote(values)`: each value summed over the replicas of all workers.
 
     Every worker must call it: it is a collective.
     """
 
-    @tf.function(reduce_retracing=True)
+    @tf.function
     def total(values: tf.Tensor) -> tf.Tensor:
         return _first_local(strategy, strategy.run(lambda: replicas.sum_together([values])[0]))
 

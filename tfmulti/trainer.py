@@ -20,8 +20,10 @@ import tensorflow as tf
 from tfmulti import keras_compat, steps, stopping
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.errors import DataError, ModelError
-from tfmulti.feed import Feed, make_feed, split_off_validation
+from tfmulti.feed import Feed, make_feed, split_off_validation, weights_of_classes
+from tfmulti.pipeline import from_batch
 from tfmulti.replicas import reduce_gradients
+from tfmulti.sources.arrays import ArraySource
 from tfmulti.stopping import TrainerState
 from tfmulti.strategies import Placement, placement_of
 
@@ -85,6 +87,14 @@ class DistributedModel(keras.Model):
     def _placement(self) -> Placement:
         return placement_of(self.distribute_strategy)
 
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Returns Keras' loss; that of no rows, which Keras leaves empty when run eagerly, is 0."""
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return tf.reduce_sum(loss) if tuple(loss.shape) == (0,) else loss
+
     def fit(  # Keras' own signature
         self, x: Any = None, y: Any = None, batch_size: int | None = None, epochs: int = 1,
         verbose: Any = "auto", callbacks: Any = None, validation_split: float = 0.0,
@@ -111,7 +121,7 @@ class DistributedModel(keras.Model):
                 xv, yv, wv, placement=place, batch_size=validation_batch_size or batch_size,
                 steps_per_epoch=validation_steps,
             )
-        _build(self, feed)
+        _build(self, feed.specs)
         per_epoch = steps_per_epoch or feed.steps
         tools = _callback_list(self, callbacks, verbose, epochs, per_epoch)
         self.stop_training = False
@@ -140,7 +150,7 @@ class DistributedModel(keras.Model):
             x, y, sample_weight, placement=self._placement, batch_size=batch_size,
             steps_per_epoch=steps,
         )
-        _build(self, feed)
+        _build(self, feed.specs)
         count = steps or feed.steps
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
@@ -160,10 +170,8 @@ class DistributedModel(keras.Model):
             if _stops(self, bool(self.stop_evaluating), outcome.votes):
                 break
         feed.end_epoch()
-        logs = _as_floats(logs)
-        tools.on_test_end(logs)
-        values = list(logs.values())
-        return logs if return_dict else values[0] if len(values) == 1 else values
+        tools.on_test_end(_as_floats(logs))
+        return _results(logs, return_dict)
 
     def predict(
         self, x: Any, batch_size: int | None = None, verbose: Any = "auto",
@@ -196,6 +204,35 @@ class DistributedModel(keras.Model):
             raise DataError("predict was given no rows.")
         return tf.nest.map_structure(_concatenated, *batches)
 
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Takes one step on one global batch of arrays; see Keras. Every worker calls it."""
+        _check_compiled(self)
+        if class_weight is not None:
+            sample_weight = weights_of_classes(y, class_weight)
+        batch = _one_batch(x, y, sample_weight)
+        _build(self, batch)
+        self.make_train_function()
+        return _on_batch(self, self.train_function, batch, return_dict)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """Returns loss and metrics of one global batch of arrays; see Keras."""
+        _check_compiled(self)
+        batch = _one_batch(x, y, sample_weight)
+        _build(self, batch)
+        self.make_test_function()
+        return _on_batch(self, self.test_function, batch, return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Returns the outputs of one global batch of arrays, rows in order; see Keras."""
+        self.make_predict_function()
+        outputs = self.predict_function(from_batch(_one_batch(x, None, None), self._placement))
+        return tf.nest.map_structure(_concatenated, outputs)
+
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as Keras does: it loads without tfmulti."""
         things = [self, *_optimizers_of(self)]
@@ -222,11 +259,14 @@ def _train(
         if ended:
             iterator = None
         feed.end_epoch()
-        if validation is not None and _validates(epoch, validation_freq):
+        interrupted = state_of(model).stopped_by is not None
+        if validation is not None and not interrupted and _validates(epoch, validation_freq):
             found = model.evaluate(
                 validation, steps=validation_steps, callbacks=tools, return_dict=True
             )
             logs |= {f"val_{name}": value for name, value in found.items()}
+        if state_of(model).stopped_by is not None:
+            break  # part of an epoch is no epoch: histories hold whole ones
         tools.on_epoch_end(epoch, logs)
         wish = bool(model.stop_training)
         if _stops(model, wish, vote(_votes(model, wish)) if vote else None):
@@ -361,6 +401,27 @@ def _draw_seed(model: DistributedModel) -> int:
     return round(vote([drawn if place.is_chief else 0])[0] / place.local_replicas)
 
 
+def _one_batch(x: Any, y: Any, sample_weight: Any) -> Any:
+    source = ArraySource(tuple(part for part in (x, y, sample_weight) if part is not None))
+    return tf.nest.map_structure(tf.convert_to_tensor, source.data)
+
+
+def _on_batch(
+    model: DistributedModel, execute: steps.Execution, batch: Any, return_dict: bool
+) -> Any:
+    model.reset_metrics()
+    shards = from_batch(batch, model._placement)
+    outcome = _run(model, execute, shards, 1, False)
+    assert outcome is not None
+    return _results(outcome.logs, return_dict)
+
+
+def _results(logs: dict[str, Any], return_dict: bool) -> Any:
+    logs = _as_floats(logs)
+    values = list(logs.values())
+    return logs if return_dict else values[0] if len(values) == 1 else values
+
+
 def _optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the compiled optimizer, and those that the model holds for its own train_step."""
     found = [getattr(model, "optimizer", None), *vars(model).values()]
@@ -368,9 +429,20 @@ def _optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list({id(o): o for o in optimizers}.values())
 
 
-def _build(model: DistributedModel, feed: Feed) -> None:
-    with model.distribute_strategy.scope():
-        keras_compat.build_from_specs(model, feed.specs)
+def _build(model: DistributedModel, specs: Any) -> None:
+    """Builds what a batch of this form needs, in the scope. Every worker calls it."""
+    try:
+        with model.distribute_strategy.scope():
+            keras_compat.build_from_specs(model, specs)
+    except RuntimeError as error:
+        if "Mixing different tf.distribute.Strategy" in str(error):
+            raise ModelError(
+                "the optimizer was made outside the strategy's scope. Make it and compile the "
+                "model inside 'with strategy.scope():'."
+            ) from None
+        if type(model).train_step is keras.Model.train_step:
+            raise
+        # A train_step of its own may need no call(), as a GAN's: its parts are built.
     _check_scope(model)
 
 

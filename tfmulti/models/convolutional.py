@@ -18,7 +18,7 @@ def lenet(spec: DataSpec) -> keras.Model:
     inputs, x = model_input(spec)
     for filters in (6, 16):
         x = layers.Conv2D(filters, 5, padding="same", activation="tanh")(x)
-        x = layers.AveragePooling2D()(x)
+        x = layers.AveragePooling2D(2)(x)
     x = layers.Flatten()(x)
     for units in (120, 84):
         x = layers.Dense(units, "tanh")(x)
@@ -30,6 +30,6 @@ def cnn(spec: DataSpec) -> keras.Model:
     inputs, x = model_input(spec)
     for filters in (32, 64):
         x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
-        x = layers.MaxPooling2D()(x)
+        x = layers.MaxPooling2D(2)(x)
     x = layers.Dense(128, "relu")(layers.Flatten()(x))
     return keras.Model(inputs, model_output(spec, x), name="cnn")

@@ -57,12 +57,12 @@ def _read(path: str) -> dict[str, np.ndarray]:
     try:
         if file.stat().st_size == 0:
             raise DataError(f"{place}: the file is empty. Write it anew.")
+        if file.is_file() and not zipfile.is_zipfile(file):
+            raise DataError(
+                f"{place} is no .npz file, or a truncated one. Save with np.savez(path, x=…, y=…)."
+            )
         with np.load(file, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise DataError(f"{place} holds one array. Save with np.savez(path, x=…, y=…).")
             return {name: archive[name] for name in archive.files}
-    except AttributeError:
-        raise DataError(f"{place} holds one array. Save with np.savez(path, x=…, y=…).") from None
     except FileNotFoundError:
         raise DataError(f"{place}: no such file. Give the path of an .npz file.") from None
     except OSError as error:

@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 from tfmulti.errors import DataError
 from tfmulti.sources.arrays import ArraySource
@@ -27,7 +29,7 @@ def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Da
     takes_batch = "global_batch_size" in inspect.signature(function).parameters
     made = function(global_batch_size=global_batch_size) if takes_batch else function()
     parts = _parts(place, made)
-    sources = {name: _source(part) for name, part in parts.items() if part is not None}
+    sources = {name: _source(place, p) for name, p in parts.items() if p is not None}
     return Data(spec=_spec(sources["train"]), **sources)
 
 
@@ -51,10 +53,15 @@ def _is_array(item: Any) -> bool:
     return hasattr(item, "shape") and hasattr(item, "dtype")
 
 
-def _source(part: Any) -> Any:
+def _source(place: str, part: Any) -> Any:
     if isinstance(part, (tuple, list)):
         return ArraySource(tuple(part))
-    return part
+    if isinstance(part, (tf.data.Dataset, keras.utils.PyDataset, ArraySource)):
+        return part
+    raise DataError(
+        f"--dataset {place} returned a {type(part).__name__}. Return arrays (x, y), a "
+        "tf.data.Dataset of global batches or a keras.utils.PyDataset."
+    )
 
 
 def _spec(train: Any) -> DataSpec | None:
