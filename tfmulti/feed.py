@@ -90,6 +90,8 @@ class DatasetFeed:
             self._adapter = keras_compat.batches_of(x, class_weight, shuffle)
         except ValueError as error:
             raise DataError(str(error)) from None
+        if self.steps == 0:
+            raise DataError("the data has no batches. Give a Dataset that yields at least one.")
         self._dataset = self._adapter.get_tf_dataset()
         self._shards = pipeline.from_dataset(self._dataset, placement)
 
@@ -178,8 +180,7 @@ def make_feed(
         if sample_weight is not None:
             raise DataError("class_weight and sample_weight were both given. Give one of them.")
         sample_weight = weights_of_classes(y, class_weight)
-    parts = tuple(part for part in (x, y, sample_weight) if part is not None)
-    source = ArraySource(parts)
+    source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
     if batch_size is None and steps_per_epoch:
         batch_size = -(-len(source) // steps_per_epoch)
     return make_feed(source, placement=placement, batch_size=batch_size, seed=seed)

@@ -402,7 +402,7 @@ def _draw_seed(model: DistributedModel) -> int:
 
 
 def _one_batch(x: Any, y: Any, sample_weight: Any) -> Any:
-    source = ArraySource(tuple(part for part in (x, y, sample_weight) if part is not None))
+    source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
     return tf.nest.map_structure(tf.convert_to_tensor, source.data)
 
 

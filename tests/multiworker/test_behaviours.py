@@ -1,0 +1,127 @@
+"""What users do beside plain training, on two workers and on two replicas of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+KINDS = pytest.mark.parametrize("kind", ["mirrored", "multi_worker_mirrored"])
+Behaviours = Callable[..., list[dict[str, Any]]]
+
+SAME_EVERYWHERE = [
+    "deciding_callbacks_decide_alike", "shuffled_arrays", "seeded_dataset", "shuffled_pydataset",
+    "pydataset_with_readers", "generator", "evaluates_fully_after_a_stop",
+    "several_inputs_and_outputs", "embedding", "two_optimizers", "one_batch_at_a_time",
+    "mixed_float16",
+]
+
+
+def flat(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        assert "error" not in value, value
+        return [x for key in sorted(value) for x in flat(value[key])]
+    if isinstance(value, list):
+        return [x for item in value for x in flat(item)]
+    return [float(value)]
+
+
+@pytest.mark.parametrize("name", SAME_EVERYWHERE)
+def test_the_same_on_one_device_replicas_and_workers(behaviours: Behaviours, name: str) -> None:
+    one = flat(behaviours("one_device")[0][name])
+    tolerance = 2e-3 if name == "mixed_float16" else 1e-6
+    for found in (behaviours("mirrored", 2), behaviours("multi_worker_mirrored", 2)):
+        for worker in found:
+            assert flat(worker[name]) == pytest.approx(one, abs=tolerance, rel=tolerance)
+
+
+def test_readers_do_not_change_a_pydatasets_order(behaviours: Behaviours) -> None:
+    found = behaviours("one_device")[0]
+    assert found["pydataset_with_readers"] == found["shuffled_pydataset"]
+
+
+def test_files_are_written_once(behaviours: Behaviours) -> None:
+    names = ["best.keras", "log.csv", "tb", "w.weights.h5"]
+    found = behaviours("multi_worker_mirrored", 2)
+    assert found[0]["file_callbacks_share_a_folder"] == [4, 1, names]
+    assert found[1]["file_callbacks_share_a_folder"] == "chief's"
+
+
+@KINDS
+def test_one_worker_can_stop_all(behaviours: Behaviours, kind: str) -> None:
+    steps = 6 if kind == "mirrored" else 7  # the others hear of it with the next step
+    for worker in behaviours(kind, 2):
+        assert worker["one_worker_stops_within_an_epoch"] == [steps, 2]
+        assert worker["one_worker_stops_at_the_end_of_an_epoch"] == 2
+
+
+@KINDS
+def test_nan_on_one_replica_stops_all(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind, 2):
+        epochs, loss = worker["nan_on_one_replica_stops_all"]
+        assert epochs == 1
+        assert math.isnan(float(loss))
+
+
+@KINDS
+def test_layers_with_state_and_chance_run(behaviours: Behaviours, kind: str) -> None:
+    assert all(worker["batch_normalization_and_dropout_run"] for worker in behaviours(kind, 2))
+
+
+@KINDS
+def test_logs_that_are_no_metrics_are_averaged_by_rows(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind, 2):
+        found, right = worker["logs_that_are_no_metrics"]
+        assert found == pytest.approx(right, abs=1e-6)
+
+
+@KINDS
+def test_saves_plain_keras_and_goes_on_after_loading(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind, 2):
+        assert worker["saved_as_plain_keras_and_loaded_again"] == ["Sequential", True, True, True]
+
+
+@KINDS
+def test_a_dataset_that_ends_early_ends_the_epoch(behaviours: Behaviours, kind: str) -> None:
+    assert all(worker["data_that_ends_early"] == 2 for worker in behaviours(kind, 2))
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("name", "kind_of_error", "words"),
+    [
+        ("model_made_outside_the_scope", "ModelError", "not made inside the strategy's scope"),
+        ("compiled_outside_the_scope", "ModelError", "outside the strategy's scope"),
+        ("not_compiled", "ModelError", "Call model.compile"),
+        ("no_keras_model", "ModelError", "takes a keras.Model, not a function"),
+        ("a_make_train_function_of_its_own", "ModelError", "Override train_step instead"),
+        ("distributed_dataset", "ModelError", "Give the tf.data.Dataset of global batches"),
+        ("dataset_with_targets_beside_it", "DataError", "do not go with a _BatchDataset"),
+        ("weights_of_two_kinds", "DataError", "Give one of them"),
+        ("validation_split_of_a_dataset", "DataError", "validation_split needs arrays"),
+        ("validation_split_of_nothing", "DataError", "leaves one part empty"),
+        ("empty_dataset", "DataError", "no batches"),
+        ("evaluating_an_empty_dataset", "DataError", "no batches"),
+    ],
+)
+def test_mistakes_are_named(
+    behaviours: Behaviours, kind: str, name: str, kind_of_error: str, words: str
+) -> None:
+    for worker in behaviours(kind, 2):
+        error, message = worker[name]["error"]
+        assert error == kind_of_error
+        assert words in message
+
+
+def test_workers_with_different_data_are_told(behaviours: Behaviours) -> None:
+    for worker in behaviours("multi_worker_mirrored", 2):
+        error, message = worker["different_data_on_each_worker"]["error"]
+        assert (error, "shuffle(seed=" in message) == ("DataError", True)
+
+
+def test_backup_and_restore_is_for_one_worker(behaviours: Behaviours) -> None:
+    assert behaviours("mirrored", 2)[0]["backup_and_restore"] == 2
+    for worker in behaviours("multi_worker_mirrored", 2):
+        assert worker["backup_and_restore"]["error"][0] == "ModelError"

@@ -1,0 +1,465 @@
+"""What users do beside plain training, run under any strategy; each leaves a small result.
+
+    python -m tests.support.behaviours OUT STRATEGY [REPLICAS]
+
+writes OUT (RANK in it becomes the worker's rank): a JSON object, behaviour -> what it
+returned, or `{"error": [type, message]}`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat, make_strategy, prepare
+from tfmulti.strategies import Placement, placement_of
+
+_rng = np.random.default_rng(5)
+X = _rng.standard_normal((96, 6)).astype(np.float32)
+Y = _rng.integers(3, size=96).astype(np.int32)
+
+STRATEGY: tf.distribute.Strategy
+PLACE: Placement
+SHARED: Path  # one folder for all workers
+
+BEHAVIOURS: dict[str, Callable[[], Any]] = {}
+
+
+def behaviour(function: Callable[[], Any]) -> Callable[[], Any]:
+    BEHAVIOURS[function.__name__] = function
+    return function
+
+
+def model(*extra: keras.layers.Layer, **compile_options: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    with STRATEGY.scope():
+        made = prepare(keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(8, "relu"), *extra,
+             keras.layers.Dense(3, "softmax")]
+        ))
+        made.compile(
+            **{"optimizer": keras.optimizers.SGD(0.1), "loss": "sparse_categorical_crossentropy",
+               "metrics": ["accuracy"], **compile_options}
+        )
+    return made
+
+
+def fit(made: keras.Model, **options: Any) -> dict[str, Any]:
+    given = {"x": X, "y": Y, "batch_size": 24, "epochs": 2, "verbose": 0, **options}
+    history = made.fit(**given).history
+    return {name: [float(v) for v in values] for name, values in history.items()}
+
+
+@behaviour
+def file_callbacks_share_a_folder() -> Any:
+    c = keras.callbacks
+    fit(model(), epochs=3, validation_split=0.25, callbacks=[
+        c.ModelCheckpoint(SHARED / "best.keras", save_best_only=True),
+        c.ModelCheckpoint(SHARED / "w.weights.h5", save_weights_only=True),
+        c.CSVLogger(SHARED / "log.csv"), c.TensorBoard(SHARED / "tb"),
+    ])
+    if not PLACE.is_chief:
+        return "chief's"
+    events = len(list(SHARED.glob("tb/train/events*")))
+    return [(SHARED / "log.csv").read_text().count("\n"), events,
+            sorted(path.name for path in SHARED.iterdir())]
+
+
+@behaviour
+def deciding_callbacks_decide_alike() -> Any:
+    c = keras.callbacks
+    made = model()
+    history = fit(made, epochs=20, validation_split=0.25, callbacks=[
+        c.EarlyStopping(patience=1, min_delta=1.0), c.ReduceLROnPlateau(patience=1, min_delta=1.0),
+        c.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)),
+    ])
+    return history
+
+
+@behaviour
+def one_worker_stops_within_an_epoch() -> Any:
+    seen = []
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(batch)
+            if PLACE.rank == PLACE.workers - 1 and len(seen) == 6:
+                self.model.stop_training = True
+
+    history = fit(model(), epochs=5, callbacks=[Stop()])
+    return [len(seen), len(history["loss"])]
+
+
+@behaviour
+def one_worker_stops_at_the_end_of_an_epoch() -> Any:
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if PLACE.rank == PLACE.workers - 1 and epoch == 1:
+                self.model.stop_training = True
+
+    return len(fit(model(), epochs=5, callbacks=[Stop()])["loss"])
+
+
+@behaviour
+def nan_on_one_replica_stops_all() -> Any:
+    y = np.zeros((96, 3), np.float32)
+    y[47] = np.nan  # in the second batch, the last replica's part
+    history = fit(model(loss="mse", metrics=None), y=y, shuffle=False, epochs=3,
+                  callbacks=[keras.callbacks.TerminateOnNaN()])
+    return [len(history["loss"]), str(history["loss"][-1])]
+
+
+@behaviour
+def shuffled_arrays() -> Any:
+    return fit(model())
+
+
+@behaviour
+def seeded_dataset() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(96, seed=3).batch(24)
+    return fit(model(), x=data, y=None, batch_size=None)
+
+
+@behaviour
+def different_data_on_each_worker() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X + PLACE.rank, Y)).batch(24)
+    return fit(model(), x=data, y=None, batch_size=None)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index * 24 : (index + 1) * 24], Y[index * 24 : (index + 1) * 24]
+
+
+@behaviour
+def shuffled_pydataset() -> Any:
+    return fit(model(), x=Batches(), y=None, batch_size=None)
+
+
+@behaviour
+def pydataset_with_readers() -> Any:
+    return fit(model(), x=Batches(workers=2), y=None, batch_size=None)
+
+
+@behaviour
+def generator() -> Any:
+    def batches() -> Any:
+        while True:
+            yield X[:24], Y[:24]
+
+    return fit(model(), x=batches(), y=None, batch_size=None, steps_per_epoch=3)
+
+
+@behaviour
+def evaluates_fully_after_a_stop() -> Any:
+    made = model()
+    fit(made)
+    first = made.evaluate(X, Y, verbose=0)
+    made.stop_training = True
+    return [first, made.evaluate(X, Y, verbose=0)]
+
+
+@behaviour
+def several_inputs_and_outputs() -> Any:
+    keras.utils.set_random_seed(1)
+    with STRATEGY.scope():
+        a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
+        joined = keras.layers.Concatenate()([a, b])
+        made = prepare(keras.Model({"a": a, "b": b}, {
+            "label": keras.layers.Dense(3, "softmax", name="label")(joined),
+            "value": keras.layers.Dense(1, name="value")(joined),
+        }))
+        made.compile(
+            "adam", {"label": "sparse_categorical_crossentropy", "value": "mse"},
+            loss_weights={"label": 1.0, "value": 0.5}, metrics={"label": "accuracy"},
+        )
+    history = fit(made, x={"a": X, "b": X}, y={"label": Y, "value": X[:, :1]}, batch_size=25)
+    found = made.predict({"a": X, "b": X}, verbose=0)
+    return [history, {name: list(value.shape) for name, value in found.items()}]
+
+
+@behaviour
+def batch_normalization_and_dropout_run() -> Any:
+    with STRATEGY.scope():
+        extra = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dropout(0.3)]
+    made = model(*extra)
+    return bool(np.isfinite(fit(made, validation_data=(X, Y))["val_loss"]).all())
+
+
+@behaviour
+def embedding() -> Any:
+    keras.utils.set_random_seed(1)
+    with STRATEGY.scope():
+        made = prepare(keras.Sequential([
+            keras.Input((7,), dtype="int32"), keras.layers.Embedding(20, 4),
+            keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3, "softmax"),
+        ]))
+        made.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy")
+    return fit(made, x=np.arange(96 * 7).reshape(96, 7) % 20)
+
+
+class Gan(keras.Model):
+    """Two optimizers, a train_step and a compile of its own, and no call()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((2,)), keras.layers.Dense(6)])
+        self.judge = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        self.generator_loss = keras.metrics.Mean("generator")
+        self.judge_loss = keras.metrics.Mean("judge")
+
+    def compile(self, optimizers: Any, loss: Any) -> None:
+        super().compile()
+        self.generator_optimizer, self.judge_optimizer = optimizers
+        self.loss_function = loss
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.generator_loss, self.judge_loss]
+
+    def train_step(self, x: Any) -> dict[str, Any]:
+        noise, rows = tf.ones((tf.shape(x)[0], 2)), tf.shape(x)[0]
+        with tf.GradientTape() as tape:
+            loss = self.loss_function(tf.ones((rows, 1)), self.judge(x)) + self.loss_function(
+                tf.zeros((rows, 1)), self.judge(self.generator(noise)))
+        weights = self.judge.trainable_weights
+        self.judge_optimizer.apply(tape.gradient(loss, weights), weights)
+        with tf.GradientTape() as tape:
+            fooled = self.loss_function(tf.ones((rows, 1)), self.judge(self.generator(noise)))
+        weights = self.generator.trainable_weights
+        self.generator_optimizer.apply(tape.gradient(fooled, weights), weights)
+        self.generator_loss.update_state(fooled)
+        self.judge_loss.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@behaviour
+def two_optimizers() -> Any:
+    keras.utils.set_random_seed(1)
+    with STRATEGY.scope():
+        made = prepare(Gan())
+        made.compile([keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)],
+                     keras.losses.BinaryCrossentropy(from_logits=True))
+    return fit(made, y=None, shuffle=False)
+
+
+class ExtraLogs(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(3, "softmax")
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {**super().train_step(data), "mean_input": tf.reduce_mean(data[0])}
+
+
+@behaviour
+def logs_that_are_no_metrics() -> Any:
+    keras.utils.set_random_seed(1)
+    with STRATEGY.scope():
+        made = prepare(ExtraLogs())
+        made.compile("sgd", "sparse_categorical_crossentropy")
+    found = fit(made, shuffle=False)["mean_input"][-1]
+    return [found, float(X[72:].mean())]
+
+
+@behaviour
+def one_batch_at_a_time() -> Any:
+    made = model()
+    return [made.train_on_batch(X[:25], Y[:25]), made.test_on_batch(X, Y, return_dict=True),
+            made.predict_on_batch(X[:5]).tolist()]
+
+
+@behaviour
+def mixed_float16() -> Any:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return fit(model())["loss"]
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@behaviour
+def saved_as_plain_keras_and_loaded_again() -> Any:
+    made = model()
+    fit(made)
+    file = Path(tempfile.mkdtemp()) / "model.keras"
+    made.save(file)
+    with STRATEGY.scope():
+        again = prepare(keras.saving.load_model(file))
+    same = np.array_equal(made.predict(X, verbose=0), again.predict(X, verbose=0))
+    return [type(made).__name__, isinstance(made, keras.Sequential), same,
+            fit(again, shuffle=False) == fit(made, shuffle=False)]
+
+
+@behaviour
+def model_made_outside_the_scope() -> Any:
+    made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    with STRATEGY.scope():
+        prepare(made)
+
+
+@behaviour
+def compiled_outside_the_scope() -> Any:
+    with STRATEGY.scope():
+        made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
+    made.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
+    fit(made)
+
+
+@behaviour
+def not_compiled() -> Any:
+    with STRATEGY.scope():
+        made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
+    fit(made)
+
+
+@behaviour
+def no_keras_model() -> Any:
+    prepare(lambda x: x)
+
+
+@behaviour
+def a_make_train_function_of_its_own() -> Any:
+    class Own(keras.Sequential):
+        def make_train_function(self, force: bool = False) -> None:
+            """Nothing."""
+
+    with STRATEGY.scope():
+        prepare(Own([keras.Input((6,)), keras.layers.Dense(3)]))
+
+
+@behaviour
+def distributed_dataset() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
+    fit(model(), x=STRATEGY.experimental_distribute_dataset(data), y=None, batch_size=None)
+
+
+@behaviour
+def dataset_with_targets_beside_it() -> Any:
+    fit(model(), x=tf.data.Dataset.from_tensor_slices((X, Y)).batch(24))
+
+
+@behaviour
+def weights_of_two_kinds() -> Any:
+    fit(model(), class_weight={0: 2.0}, sample_weight=np.ones(96))
+
+
+@behaviour
+def validation_split_of_a_dataset() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
+    fit(model(), x=data, y=None, batch_size=None, validation_split=0.5)
+
+
+@behaviour
+def validation_split_of_nothing() -> Any:
+    fit(model(), validation_split=0.999)
+
+
+@behaviour
+def empty_dataset() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0)
+    fit(model(), x=data, y=None, batch_size=None)
+
+
+@behaviour
+def data_that_ends_early() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
+    return len(fit(model(), x=data, y=None, batch_size=None, steps_per_epoch=6)["loss"])
+
+
+@behaviour
+def backup_and_restore() -> Any:
+    return len(fit(model(), callbacks=[keras.callbacks.BackupAndRestore(SHARED / "b")])["loss"])
+
+
+@behaviour
+def evaluating_an_empty_dataset() -> Any:
+    made = model()
+    made.evaluate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0), verbose=0)
+
+
+# What upstream still gets wrong: the reasons for keras_compat.
+
+
+def plain_model(**options: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    with STRATEGY.scope():
+        made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
+        made.compile(keras.optimizers.SGD(0.5, **options), "sparse_categorical_crossentropy")
+    return made
+
+
+@behaviour
+def upstream_fit() -> Any:
+    return fit(plain_model())
+
+
+@behaviour
+def upstream_uneven_first_batch() -> Any:
+    return fit(plain_model(), batch_size=25)
+
+
+@behaviour
+def upstream_loss_is_divided_by_replicas() -> Any:
+    def losses() -> Any:
+        loss = keras.losses.MeanSquaredError()
+        with keras_compat.losses_of_one_device():
+            mended = loss(tf.ones((4, 1)), tf.zeros((4, 1)))
+        return loss(tf.ones((4, 1)), tf.zeros((4, 1))), mended
+
+    pair = tf.function(lambda: STRATEGY.run(losses))()
+    return [float(STRATEGY.experimental_local_results(value)[0]) for value in pair]
+
+
+@behaviour
+def upstream_clips_before_reducing() -> Any:
+    def step(optimizer: Any, variable: Any) -> None:
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        optimizer.apply([3.0 * tf.cast([replica == 0], tf.float32)], [variable])
+
+    left = []
+    for mended in (False, True):
+        with STRATEGY.scope():
+            variable = keras.Variable(np.zeros(1, np.float32))
+            optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
+            optimizer.build([variable])
+        if mended:
+            keras_compat.take_reduced_gradients(optimizer, lambda gradients: [
+                g / 2 for g in tf.distribute.get_replica_context().all_reduce("SUM", gradients)])
+        tf.function(lambda o=optimizer, v=variable: STRATEGY.run(lambda: step(o, v)))()
+        left.append(float(keras.ops.convert_to_numpy(variable)[0]))
+    return left
+
+
+def main(out: str, kind: str, replicas: str | None = None) -> None:
+    global STRATEGY, PLACE, SHARED
+    STRATEGY = make_strategy(kind, replicas=int(replicas) if replicas else None)
+    PLACE = placement_of(STRATEGY)
+    SHARED = Path(out).parent / "shared"
+    SHARED.mkdir(exist_ok=True)
+    results: dict[str, Any] = {}
+    for name, function in BEHAVIOURS.items():
+        print(name, flush=True)
+        try:
+            results[name] = function()
+        except Exception as error:
+            results[name] = {"error": [type(error).__name__, str(error)]}
+    Path(out.replace("RANK", str(PLACE.rank))).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,25 @@
+"""How far two runs are apart."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
+    """Returns the largest absolute difference over all arrays, relative to the largest weight.
+
+    The scale is at least 1: histories and slots are compared with the weights' size.
+    A NaN on one side alone, another shape or another name is an infinite difference.
+    """
+    if left.keys() != right.keys():
+        return float("inf")
+    weights = [np.abs(a).max() for name, a in left.items() if name.startswith("weight/")]
+    scale = max([1.0, *map(float, weights)])
+    worst = 0.0
+    for name, a in left.items():
+        b = right[name]
+        if a.shape != b.shape or not np.array_equal(np.isnan(a), np.isnan(b)):
+            return float("inf")
+        gap = np.abs(np.nan_to_num(a.astype(np.float64)) - np.nan_to_num(b.astype(np.float64)))
+        worst = max(worst, float(gap.max(initial=0.0)))
+    return worst / scale

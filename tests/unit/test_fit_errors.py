@@ -1,0 +1,119 @@
+"""Users' mistakes at the command: one line, exit code 2, nothing written, no TensorFlow.
+
+All run in one process of their own, so that what one imports would be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.processes import clean_env
+
+TWO = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": %s}}'
+SMALL = ["--global_batch_size", "4"]
+
+MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
+    (["--stratgy", "auto"], {}, "no flag --stratgy; did you mean 'strategy'"),
+    (["--strategy", "mirored"], {}, "did you mean 'mirrored'"),
+    (["--model", "resnet5"], {}, "did you mean 'resnet50'"),
+    (["--dataset", "digts"], {}, "did you mean 'digits'"),
+    (["--optimizer", "adm"], {}, "did you mean 'adam'"),
+    (["--epochs", "x"], {}, "--epochs is 'x', but it must be a whole number"),
+    (["--learning_rate", "fast"], {}, "must be a number"),
+    (["--replicas"], {}, "Missing value for flag --replicas"),
+    (["--dry_run=perhaps"], {}, "dry_run"),
+    (["digits"], {}, "the argument 'digits' belongs to no flag"),
+    (["--config", "none.json"], {}, "--config none.json: No such file"),
+    (["--config", "odd.json"], {}, "no field 'epoch'; did you mean 'epochs'"),
+    (["--global_batch_size", "4", "--per_replica_batch_size", "2"], {}, "Give one of them"),
+    (["--dataset", "npz:whole.npz"], {}, "no batch size of its own"),
+    (["--global_batch_size", "1198"], {}, "larger than the training data, which has 1197"),
+    (["--per_replica_batch_size", "700", "--replicas", "2"], {}, "on 2 replicas (1400 in all)"),
+    (["--dataset", "npz:none.npz", *SMALL], {}, "no such file"),
+    (["--dataset", "npz:half.npz", *SMALL], {}, "truncated"),
+    (["--dataset", "npz:short.npz", *SMALL], {}, "x has 20 rows and y has 7"),
+    (["--dataset", "nowhere.data:load", *SMALL], {}, "no module 'nowhere.data'"),
+    (["--model", "nowhere:build"], {}, "no module 'nowhere'"),
+    (["--model", "transformer"], {}, "takes tokens data"),
+    (["--dataset", "regression", "--model", "cnn"], {}, "Use --model linear or mlp"),
+    (["--run_dir", "used"], {}, "holds another run"),
+    (["--run_dir", "whole.npz"], {}, "is a file"),
+    (["--export_dir", "used"], {}, "is not an empty folder"),
+    (["--strategy", "multi_worker_mirrored"], {}, "TF_CONFIG is not set"),
+    ([], {"TF_CONFIG": "{"}, "TF_CONFIG is no JSON"),
+    ([], {"TF_CONFIG": "{}"}, "TF_CONFIG['cluster'] is None"),
+    ([], {"TF_CONFIG": TWO % 2}, "task.index is 2"),
+    (["--strategy", "mirrored"], {"TF_CONFIG": TWO % 0}, "--ignore_cluster"),
+    (["--global_batch_size", "1198"], {"TF_CONFIG": TWO % 0}, "larger than the training data"),
+    (["--replicas", "2"], {"TF_CONFIG": TWO % 0}, "is one replica on its CPU"),
+]
+
+RUNNER = """
+import contextlib, io, json, os, sys
+from tfmulti.fit import main
+results = []
+for argv, env, _ in json.load(open(sys.argv[1])):
+    os.environ.pop("TF_CONFIG", None)
+    os.environ.update(env)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["fit", *argv])
+    slow = [m for m in ("tensorflow", "keras", "matplotlib") if m in sys.modules]
+    results.append([code, out.getvalue(), err.getvalue(), slow])
+json.dump(results, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    outside, folder = tmp_path_factory.mktemp("outside"), tmp_path_factory.mktemp("inside")
+    x, y = np.zeros((20, 3), np.float32), np.arange(20) % 4
+    np.savez(folder / "whole.npz", x=x, y=y)
+    np.savez(folder / "short.npz", x=x, y=y[:7])
+    whole = (folder / "whole.npz").read_bytes()
+    (folder / "half.npz").write_bytes(whole[: len(whole) // 2])
+    (folder / "odd.json").write_text('{"epoch": 3}')
+    (folder / "used").mkdir()
+    (folder / "used" / "config.json").write_text("{}")
+    (outside / "in.json").write_text(json.dumps([*MISTAKES, [["--help"], {}, ""]]))
+    before = sorted(folder.rglob("*"))
+    subprocess.run(
+        [sys.executable, "-c", RUNNER, str(outside / "in.json"), str(outside / "out.json")],
+        cwd=folder, env=clean_env(), check=True, timeout=60,
+    )
+    assert sorted(folder.rglob("*")) == before, "a mistake wrote something"
+    results = json.loads((outside / "out.json").read_text())
+    assert isinstance(results, list)
+    return results
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda n: " ".join(MISTAKES[n][0]))
+def test_one_line_and_exit_code_2(outcomes: list[Any], number: int) -> None:
+    code, out, err, slow = outcomes[number]
+    assert MISTAKES[number][2] in err
+    assert (code, out, err.count("\n"), slow) == (2, "", 1, [])
+    assert err.startswith("tfmulti: ")
+
+
+def test_help_names_every_flag(outcomes: list[Any]) -> None:
+    code, out, err, slow = outcomes[-1]
+    assert (code, err, slow) == (0, "", [])
+    for name in ("--strategy", "--replicas", "--config", "--dry_run", "--export_dir"):
+        assert f"  {name}: " in out
+
+
+def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tfmulti.fit", "--epochs", "0"], cwd=tmp_path, env=clean_env(),
+        capture_output=True, text=True, timeout=60, check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "tfmulti: --epochs is 0, but it must be at least 1.\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,117 @@
+"""Imports point up the layer list only, and the first layers stay light."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfmulti
+
+PACKAGE = Path(tfmulti.__file__).parent
+
+# The order of BUILD.md's layer map: a module imports only from lines above its own.
+LAYERS = [
+    ["errors"],
+    ["cluster", "console", "report", "rundir", "sharding", "signals", "stopping"],
+    ["environments", "registry"],
+    ["config"],
+    ["selection"],
+    ["sources.arrays"],
+    ["sources.data", "sources.options"],
+    ["sources.digits", "sources.keras_datasets", "sources.npz", "sources.regression",
+     "sources.synthetic"],
+    ["preflight"],
+    ["strategies", "keras_compat", "replicas"],
+    ["steps"],
+    ["pipeline"],
+    ["feed", "callbacks.worker_safe"],
+    ["trainer", "optimizers", "sources.user", "models.building"],
+    ["models.convolutional", "models.dense", "models.resnet", "models.transformer", "models.user"],
+    ["callbacks.history_file", "callbacks.throughput", "artifacts"],
+    ["loop"],
+    ["fit"],
+]
+STANDARD_LIBRARY_ALONE = [name for layer in LAYERS[:5] for name in layer]
+WITHOUT_TENSORFLOW = [name for layer in LAYERS[:9] for name in layer]
+
+
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+
+
+def imported(path: Path) -> set[str]:
+    """Returns the modules of this package that a file imports, anywhere in it."""
+    known = set(modules())
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tfmulti"):
+            base = (node.module or "").removeprefix("tfmulti").lstrip(".")
+            for name in [base, *(f"{base}.{a.name}".lstrip(".") for a in node.names)]:
+                if name in known:
+                    found.add(name)
+    return found
+
+
+def test_every_module_has_a_layer() -> None:
+    assert sorted(name for layer in LAYERS for name in layer) == sorted(modules())
+
+
+def test_imports_point_up() -> None:
+    depth = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+    wrong = [
+        f"{name} imports {other}"
+        for name, path in modules().items() for other in imported(path)
+        if depth[other] >= depth[name]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("names", "forbidden"),
+    [
+        (STANDARD_LIBRARY_ALONE, ["numpy", "absl", "keras", "tensorflow", "matplotlib"]),
+        (WITHOUT_TENSORFLOW, ["keras", "tensorflow", "matplotlib"]),
+    ],
+)
+def test_light_modules_stay_light(names: list[str], forbidden: list[str]) -> None:
+    code = (
+        f"import sys, json\nfor n in {names!r}: __import__('tfmulti.' + n)\n"
+        f"print(json.dumps([m for m in {forbidden!r} if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+def test_private_names_are_touched_in_one_place() -> None:
+    words = ("keras.src", "tensorflow.python", "_distribute_strategy", "_compile_loss",
+             "_loss_tracker", "_symbolic_build", "_all_reduce_sum")
+    guilty = [
+        (name, word) for name, path in modules().items() for word in words
+        if word in path.read_text() and name != "keras_compat"
+    ]
+    assert not guilty
+
+
+@pytest.mark.parametrize("name", STANDARD_LIBRARY_ALONE)
+def test_doctests(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"tfmulti.{name}")).failed == 0
+
+
+def test_public_names_are_lazy_and_all_there() -> None:
+    code = "import sys, tfmulti; dir(tfmulti); print('tensorflow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert set(tfmulti.__all__) <= set(dir(tfmulti))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tfmulti.nothing

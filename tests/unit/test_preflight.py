@@ -1,0 +1,79 @@
+"""What is checked before TensorFlow starts, beyond the mistakes of the command line."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tfmulti import preflight, registry
+from tfmulti.config import FitConfig
+from tfmulti.errors import ConfigError, DeviceError, ModelError
+from tfmulti.sources.data import Data
+
+
+def devices(folder: Path, count: int) -> Path:
+    for name in [*(f"nvidia{i}" for i in range(count)), "nvidiactl", "nvidia-uvm", "null"]:
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("listed", "seen"), [(None, 4), ("", 0), ("-1", 0), ("1,3", 2), ("0,1,2,3,4,5", 4)]
+)
+def test_visible_gpus(tmp_path: Path, listed: str | None, seen: int) -> None:
+    env = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert preflight.visible_gpus(env, devices(tmp_path, 4)) == seen
+
+
+def test_more_replicas_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda env: 2)
+    with pytest.raises(DeviceError, match="replicas is 3, but this machine has 2 visible GPUs"):
+        preflight.check(FitConfig(replicas=3), env={})
+
+
+def test_a_job_is_resolved_and_has_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = preflight.check(FitConfig(), env={})
+    assert job.data is not None
+    assert (job.config.model, job.config.global_batch_size, len(job.data.train)) == ("cnn", 64, 1197)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_built_in_model_needs_plain_arrays() -> None:
+    with pytest.raises(ModelError, match="gives no plain arrays"):
+        preflight.check_model_takes(FitConfig(model="cnn"), Data(object(), spec=None))
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "userside.py").write_text(textwrap.dedent("""
+        value = 3
+        def load(): return 1
+    """))
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("user_module")
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("userside:laod", "no function 'laod' .*did you mean 'load'"),
+        ("userside:value", "'value' is a int, not a function"),
+        ("broken:load", "importing 'broken' failed with ZeroDivisionError"),
+        ("missing:load", "no module 'missing'"),
+        ("missing.inner:load", "no module 'missing.inner'"),
+    ],
+)
+def test_users_functions(place: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        registry.load_place("dataset", place)
+
+
+@pytest.mark.usefixtures("user_module")
+def test_a_users_function_is_found() -> None:
+    assert registry.load_place("dataset", "userside:load")() == 1

@@ -1,0 +1,209 @@
+"""The built-in data sets, and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tfmulti.errors import ConfigError, DataError
+from tfmulti.sources import digits, keras_datasets, npz, regression, synthetic
+from tfmulti.sources.arrays import ArraySource
+from tfmulti.sources.data import Data, with_validation
+
+X = np.arange(20 * 6, dtype=np.float32).reshape(20, 6)
+Y = np.arange(20) % 4
+
+
+def test_digits_are_whole() -> None:
+    data = digits.load("", 0)
+    assert [len(p) for p in (data.train, data.validation, data.test)] == [1197, 300, 300]
+    x = np.concatenate([p.data[0] for p in (data.train, data.validation, data.test)])
+    y = np.concatenate([p.data[1] for p in (data.train, data.validation, data.test)])
+    assert x.shape == (1797, 8, 8, 1)
+    assert (x.min(), x.max()) == (0, 16)
+    # The class counts that UCI's documentation gives for these 1,797 images.
+    assert np.bincount(y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+def test_digits_do_not_depend_on_the_seed() -> None:
+    first, second = digits.load("", 0), digits.load("", 1)
+    assert np.array_equal(first.train.data[0], second.train.data[0])
+
+
+def test_regression_is_the_articles_shape() -> None:
+    x, y = regression.load("", 0).train.data
+    assert (x.shape, y.shape, x.dtype) == ((100, 10), (100, 1), np.float32)
+    assert abs(float(x.mean())) < 0.1
+
+
+def test_synthetic_is_seeded_and_of_the_shape_asked() -> None:
+    data = synthetic.load("shape=5x4x3,classes=7,examples=40", 3)
+    x, y = data.train.data
+    assert (x.shape, len(data.validation)) == ((40, 5, 4, 3), 5)
+    assert set(y) <= set(range(7))
+    again = synthetic.load("shape=5x4x3,classes=7,examples=40", 3).train.data[0]
+    other = synthetic.load("shape=5x4x3,classes=7,examples=40", 4).train.data[0]
+    assert np.array_equal(x, again)
+    assert not np.array_equal(x, other)
+
+
+def test_synthetic_tokens() -> None:
+    data = synthetic.load("tokens=9,vocabulary=30,classes=2", 0)
+    x, _ = data.train.data
+    assert data.spec is not None
+    assert (data.spec.kind, x.shape[1], x.dtype) == ("tokens", 9, np.int32)
+    assert x.min() >= 1
+    assert x.max() < 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("shap=3", "no option 'shap'; did you mean 'shape'"),
+        ("classes=x", "classes is 'x'"),
+        ("classes=0", "from 1"),
+        ("shape=3x", "shape is '3x'"),
+        ("tokens=4,vocabulary=5", "above classes=10"),
+    ],
+)
+def test_synthetic_mistakes(options: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        synthetic.load(options, 0)
+
+
+def test_validation_is_taken_from_training_once() -> None:
+    data = with_validation(Data(ArraySource((X, Y))), 0.25, seed=1)
+    rows = [set(part.data[0][:, 0].tolist()) for part in (data.train, data.validation)]
+    assert (len(rows[0]), len(rows[1])) == (15, 5)
+    assert not rows[0] & rows[1]
+    assert with_validation(Data(ArraySource((X, Y))), 0.0, seed=1).validation is None
+
+
+def test_a_validation_fraction_that_leaves_nothing() -> None:
+    with pytest.raises(DataError, match="leaves one part empty"):
+        with_validation(Data(ArraySource((X, Y))), 0.01, seed=1)
+
+
+def test_array_source_reads_rows_in_any_order() -> None:
+    source = ArraySource(({"a": X, "b": [X, X]}, Y))
+    read = source.read(np.array([3, 0]))
+    assert np.array_equal(read[0]["b"][1], X[[3, 0]])
+    assert np.array_equal(read[1], Y[[3, 0]])
+    assert ArraySource((X.astype(np.float64),)).data[0].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((X, Y[:5]), "x has 20, y has 5 rows"),
+        (({"a": X, "b": X[:3]}, Y), r"x\['a'\] has 20, x\['b'\] has 3"),
+        ((X[:0], Y[:0]), "no rows"),
+        ((3.0, Y), "3.0 is a single value"),
+    ],
+)
+def test_array_source_mistakes(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ArraySource(data)
+
+
+def saved(tmp_path: Path, **arrays: Any) -> Path:
+    np.savez(tmp_path / "a.npz", **arrays)
+    return tmp_path / "a.npz"
+
+
+def test_npz_classification(tmp_path: Path) -> None:
+    images = np.zeros((20, 8, 8), np.uint8)
+    data = npz.load(str(saved(tmp_path, x_train=images, y_train=Y, x_test=images, y_test=Y)), 0)
+    assert data.spec is not None
+    assert data.spec.input_shape == (8, 8, 1)
+    assert (data.spec.outputs, data.spec.input_scale) == (4, 1 / 255)
+    assert data.validation is None
+    assert len(data.test) == 20
+
+
+def test_npz_regression(tmp_path: Path) -> None:
+    data = npz.load(str(saved(tmp_path, x=X, y=X[:, :2])), 0)
+    assert data.spec is not None
+    assert (data.spec.task, data.spec.outputs) == ("regression", 2)
+
+
+def cut(keep: float) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        content = file.read_bytes()
+        file.write_bytes(content[: int(len(content) * keep)])
+
+    return damage
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[200] ^= 0xFF
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "no such file"),
+        (cut(0), "the file is empty"),
+        (cut(0.5), "truncated"),
+        (flip, "damaged or truncated .*CRC"),
+        (lambda file: file.write_bytes(b"no archive"), "no .npz file"),
+    ],
+)
+def test_damaged_npz(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    file = saved(tmp_path, x=X, y=Y)
+    damage(file)
+    with pytest.raises(DataError, match=message):
+        npz.load(str(file), 0)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "message"),
+    [
+        ({"a": X}, "", "has the arrays a, but needs 'x' and 'y'"),
+        ({"x": X}, "", "lacks the array 'y'"),
+        ({"x": X, "y": Y[:7]}, "", "x has 20 rows and y has 7"),
+        ({"x": X[:0], "y": Y[:0]}, "", "x has no rows"),
+        ({"x": X, "y": np.array([{}] * 20)}, "", "pickled"),
+        ({"x": X, "y": np.array(["a"] * 20)}, "", "must be numeric"),
+        ({"x": X, "y": np.where(Y == 3, np.nan, 1.0)}, "", "y of the train part is nan in row 3"),
+        ({"x": X, "y": np.where(Y == 3, np.nan, 1.0)}, ",classes=4", "y is nan in row 3"),
+        ({"x": X, "y": Y - 1}, "", "label -1 in row 0 .*out of range 0..2"),
+        ({"x": X, "y": Y * 1000}, "", "label of y is 3000, out of range for 20"),
+        ({"x": X, "y": Y}, ",classes=3", "label 3 in row 3 .*out of range 0..2"),
+        ({"x": X, "y": Y}, ",classs=3", "did you mean 'classes'"),
+        ({"x": X, "y": Y / 2}, ",classes=3", "needs whole-number labels"),
+        ({"x": X, "y": Y, "x_test": X[:, :3], "y_test": Y}, "", r"shape \(3,\)"),
+        ({"x": X, "y": Y, "x_test": X, "y_test": Y * 1.0}, "", "test part must be whole"),
+    ],
+)
+def test_npz_mistakes(tmp_path: Path, arrays: Any, options: str, message: str) -> None:
+    file = saved(tmp_path, **arrays)
+    with pytest.raises((DataError, ConfigError), match=message):
+        npz.load(f"{file}{options}", 0)
+
+
+def test_npz_without_a_path_or_with_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs a file"):
+        npz.load("", 0)
+    with pytest.raises(DataError, match="directory"):
+        npz.load(str(tmp_path), 0)
+
+
+def test_no_network_and_no_cache_says_where_to_put_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*args: object) -> None:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    with pytest.raises(DataError, match=f"put it at {tmp_path}/datasets/mnist.npz"):
+        keras_datasets.mnist("", 0)

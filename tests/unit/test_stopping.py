@@ -1,0 +1,94 @@
+"""Votes to stop, and signals that become votes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tfmulti.signals import SignalWatch
+from tfmulti.stopping import verdict, votes
+
+
+def test_votes_and_verdicts() -> None:
+    assert votes(False, None) == [0, 0, 0]
+    assert votes(True, "SIGTERM") == [1, 0, 1]
+    assert verdict([0, 0, 0]) is None
+    assert verdict([2, 0, 0]) == "requested"
+    assert verdict([1, 1, 0]) == "SIGINT"
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("nothing happened within 5 s")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
+    asked: list[str] = []
+    exits: list[int] = []
+    with SignalWatch(grace_s=60, exit=exits.append) as watch:
+        watch.stop = asked.append
+        os.kill(os.getpid(), number)
+        wait_for(lambda: asked)
+        watch.finished()
+    assert asked == [number.name]
+    assert exits == []
+
+
+def test_nothing_to_save_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    exits: list[int] = []
+    with SignalWatch(exit=exits.append):
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: exits)
+    assert exits == [130]
+    assert "nothing was begun" in capfd.readouterr().err
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    asked: list[str] = []
+    exits: list[int] = []
+    with SignalWatch(grace_s=60, exit=exits.append) as watch:
+        watch.stop = asked.append
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: asked)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: exits)
+    assert exits == [143]
+
+
+def test_a_training_that_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    exits: list[int] = []
+    with SignalWatch(grace_s=0.05, exit=exits.append) as watch:
+        watch.stop = lambda reason: None
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: exits)
+    assert exits == [130]
+    assert "no step ended within 0.05 s" in capfd.readouterr().err
+
+
+def test_everything_is_put_back() -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    threads = threading.active_count()
+    with SignalWatch():
+        pass
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert threading.active_count() == threads
+
+
+def test_another_thread_than_the_main_one_is_left_alone() -> None:
+    def enter() -> None:
+        with SignalWatch():
+            pass
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
