@@ -7,6 +7,7 @@ writing files) is no collective.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from tfmulti.report import FitReport
 from tfmulti.rundir import RunDir, default_run_dir, write_text
 from tfmulti.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.sharding import steps_per_epoch
-from tfmulti.signals import SignalWatch
+from tfmulti.signals import SignalWatch, default_signals
 from tfmulti.sources import user as user_data
 from tfmulti.sources.data import CLASSIFICATION, Data, size_of, with_validation
 from tfmulti.strategies import Placement, build_strategy, device_names, placement_of
@@ -76,9 +77,8 @@ def fit(
 
 def run(job: preflight.Job) -> FitReport:
     """Returns the report of a checked job. A signal ends it early: see `stopped_by`."""
+    setup = set_up(job)
     with SignalWatch() as watch:
-        setup = set_up(job)
-        watch.rearm()
         with setup.strategy.scope():
             model = make_model(setup)
         describe(setup, model)
@@ -111,12 +111,13 @@ def set_up(job: preflight.Job) -> Setup:
     )
     chief = job.cluster is None or job.cluster.is_chief
     say = speaker(chief)
-    if chief and job.cluster is not None and selection.strategy == "multi_worker_mirrored":
+    several = selection.strategy == "multi_worker_mirrored"
+    if chief and several and job.cluster is not None:
         say("waiting", f"for the {job.cluster.size} workers {', '.join(job.cluster.addresses)}")
     if not gpus and preflight.visible_gpus(os.environ):
         say("warning", "this machine has GPUs, but TensorFlow does not see them. "
             "Install with: pip install '.[gpu]'")
-    with quiet_stderr():
+    with quiet_stderr(), default_signals() if several else contextlib.nullcontext():
         strategy = build_strategy(selection, job.cluster)
     place = placement_of(strategy)
     batch = batch_sizes(

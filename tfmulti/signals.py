@@ -8,12 +8,13 @@ and ends the process if no step ends in time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 GRACE_S = 4.0  # to the end of a step; Ctrl-C is to end everything within five seconds
@@ -21,8 +22,28 @@ GRACE_S = 4.0  # to the end of a step; Ctrl-C is to end everything within five s
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
+@contextlib.contextmanager
+def default_signals() -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM end the process at once, as the system does by itself.
+
+    While a worker waits for the others TensorFlow holds Python's lock, so no handler and no
+    thread of Python's runs. Works in the main thread alone; elsewhere it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in WATCHED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
 class SignalWatch:
     """A context in which SIGINT and SIGTERM ask `stop` to stop, instead of ending the process.
+
+    Enter it when the strategy is made: those of TensorFlow replace SIGTERM's handler.
 
     Before `stop` is set, and at a second signal, the process ends at once: nothing is there
     to save. After `finished()` the process is left in peace to write its files.
@@ -48,16 +69,11 @@ class SignalWatch:
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._old_handlers = {number: signal.getsignal(number) for number in WATCHED}
-        self.rearm()
+        for number in WATCHED:
+            signal.signal(number, _ignore)
         self._thread = threading.Thread(target=self._listen, name="tfmulti-signals", daemon=True)
         self._thread.start()
         return self
-
-    def rearm(self) -> None:
-        """Takes the signals back from TensorFlow, whose strategies replace SIGTERM's handler."""
-        if self._active:
-            for number in WATCHED:
-                signal.signal(number, _ignore)
 
     def finished(self) -> None:
         """Says that training has ended: a signal no longer ends the process by force."""

@@ -15,7 +15,6 @@ SAME_EVERYWHERE = [
     "deciding_callbacks_decide_alike", "shuffled_arrays", "seeded_dataset", "shuffled_pydataset",
     "pydataset_with_readers", "generator", "evaluates_fully_after_a_stop",
     "several_inputs_and_outputs", "embedding", "two_optimizers", "one_batch_at_a_time",
-    "mixed_float16",
 ]
 
 
@@ -31,10 +30,9 @@ def flat(value: Any) -> list[float]:
 @pytest.mark.parametrize("name", SAME_EVERYWHERE)
 def test_the_same_on_one_device_replicas_and_workers(behaviours: Behaviours, name: str) -> None:
     one = flat(behaviours("one_device")[0][name])
-    tolerance = 2e-3 if name == "mixed_float16" else 1e-6
     for found in (behaviours("mirrored", 2), behaviours("multi_worker_mirrored", 2)):
         for worker in found:
-            assert flat(worker[name]) == pytest.approx(one, abs=tolerance, rel=tolerance)
+            assert flat(worker[name]) == pytest.approx(one, abs=1e-6, rel=1e-6)
 
 
 def test_readers_do_not_change_a_pydatasets_order(behaviours: Behaviours) -> None:
@@ -75,6 +73,16 @@ def test_logs_that_are_no_metrics_are_averaged_by_rows(behaviours: Behaviours, k
     for worker in behaviours(kind, 2):
         found, right = worker["logs_that_are_no_metrics"]
         assert found == pytest.approx(right, abs=1e-6)
+
+
+@KINDS
+def test_mixed_float16_trains_alike_on_all_workers(behaviours: Behaviours, kind: str) -> None:
+    """Not compared with one device: which steps overflow and are skipped depends on rounding."""
+    first, *others = [worker["mixed_float16"] for worker in behaviours(kind, 2)]
+    losses, scale = first
+    assert losses[-1] < losses[0]
+    assert scale > 0
+    assert all(other == first for other in others)
 
 
 @KINDS

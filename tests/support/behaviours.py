@@ -184,7 +184,7 @@ def several_inputs_and_outputs() -> Any:
             "adam", {"label": "sparse_categorical_crossentropy", "value": "mse"},
             loss_weights={"label": 1.0, "value": 0.5}, metrics={"label": "accuracy"},
         )
-    history = fit(made, x={"a": X, "b": X}, y={"label": Y, "value": X[:, :1]}, batch_size=25)
+    history = fit(made, x={"a": X, "b": X}, y={"label": Y, "value": X[:, :1]})
     found = made.predict({"a": X, "b": X}, verbose=0)
     return [history, {name: list(value.shape) for name, value in found.items()}]
 
@@ -287,7 +287,9 @@ def one_batch_at_a_time() -> Any:
 def mixed_float16() -> Any:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        return fit(model())["loss"]
+        made = model()
+        history = fit(made, epochs=4)["loss"]
+        return [history, float(keras.ops.convert_to_numpy(made.optimizer.dynamic_scale))]
     finally:
         keras.config.set_dtype_policy("float32")
 
@@ -427,22 +429,25 @@ def upstream_loss_is_divided_by_replicas() -> Any:
 
 @behaviour
 def upstream_clips_before_reducing() -> Any:
-    def step(optimizer: Any, variable: Any) -> None:
+    return [_clipped_step(mended=False), _clipped_step(mended=True)]
+
+
+def _clipped_step(*, mended: bool) -> float:
+    """Returns what one step of SGD leaves of 0, with gradients 3 and 0 clipped at 2."""
+    with STRATEGY.scope():
+        variable = keras.Variable(np.zeros(1, np.float32))
+        optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
+        optimizer.build([variable])
+    if mended:
+        keras_compat.take_reduced_gradients(optimizer, lambda gradients: [
+            g / 2 for g in tf.distribute.get_replica_context().all_reduce("SUM", gradients)])
+
+    def step() -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         optimizer.apply([3.0 * tf.cast([replica == 0], tf.float32)], [variable])
 
-    left = []
-    for mended in (False, True):
-        with STRATEGY.scope():
-            variable = keras.Variable(np.zeros(1, np.float32))
-            optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
-            optimizer.build([variable])
-        if mended:
-            keras_compat.take_reduced_gradients(optimizer, lambda gradients: [
-                g / 2 for g in tf.distribute.get_replica_context().all_reduce("SUM", gradients)])
-        tf.function(lambda o=optimizer, v=variable: STRATEGY.run(lambda: step(o, v)))()
-        left.append(float(keras.ops.convert_to_numpy(variable)[0]))
-    return left
+    tf.function(lambda: STRATEGY.run(step))()
+    return float(keras.ops.convert_to_numpy(variable)[0])
 
 
 def main(out: str, kind: str, replicas: str | None = None) -> None:

@@ -1,0 +1,349 @@
+"""`python -m tfmulti.fit` as a user runs it: real processes, real files, real signals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.processes import (
+    Finished,
+    Processes,
+    processes,
+    reserved_addresses,
+    run,
+    run_workers,
+    tf_config,
+)
+
+FIT = ["-m", "tfmulti.fit"]
+LIMIT_S = 120
+
+
+def fit(folder: Path, *flags: str, env: dict[str, str] | None = None) -> Finished:
+    """Runs the command in a folder and returns it, done well."""
+    done = run([*FIT, *flags], folder / "logs", limit_s=LIMIT_S, cwd=folder, env=env)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+def report_of(folder: Path, name: str) -> dict[str, Any]:
+    found = json.loads((folder / name / "report.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """The README's first command, with a folder to find it in."""
+    folder = tmp_path_factory.mktemp("first")
+    return folder, fit(folder, "--strategy", "mirrored", "--run_dir", "a")
+
+
+def test_the_first_command_learns_digits(first: tuple[Path, Finished]) -> None:
+    folder, done = first
+    report = report_of(folder, "a")
+    assert report["metrics"]["val_accuracy"] >= 0.97
+    assert report["metrics"]["test_accuracy"] >= 0.95
+    assert report["steps"] == 15 * 19
+    assert report["examples"] == 15 * 1197
+    for words in ("strategy   mirrored (", "no GPU found", "devices    CPU:0: 1 replica",
+                  "64 global = 64 per replica × 1", "Epoch 15/15", "val_accuracy 0.9",
+                  "examples/s", "written    a: "):
+        assert words in done.stdout
+    assert "━" in done.stdout, "no progress bar"
+
+
+def test_it_leaves_all_files(first: tuple[Path, Finished]) -> None:
+    folder, _ = first
+    names = {path.name for path in (folder / "a").iterdir()}
+    assert names == {
+        "config.json", "history.csv", "report.json", "curves.png", "tensorboard", "model.keras"
+    }
+    assert (folder / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with open(folder / "a" / "history.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    report = report_of(folder, "a")
+    assert [int(row["epoch"]) for row in rows] == list(range(1, 16))
+    assert float(rows[-1]["val_accuracy"]) == report["metrics"]["val_accuracy"]
+    assert [float(row["loss"]) for row in rows] == report["history"]["loss"]
+
+
+def test_tensorboard_has_metrics_and_throughput(first: tuple[Path, Finished]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _ = first
+    tags = set()
+    for part in ("train", "validation"):
+        events = EventAccumulator(str(folder / "a" / "tensorboard" / part))
+        events.Reload()
+        tags |= set(events.Tags()["tensors"])
+    assert {"epoch_loss", "epoch_accuracy", "throughput/examples_per_sec",
+            "throughput/device/examples_per_sec", "throughput/steps_per_sec"} <= tags
+
+
+def test_the_model_loads_with_plain_keras(first: tuple[Path, Finished], tmp_path: Path) -> None:
+    folder, _ = first
+    code = textwrap.dedent("""
+        import sys, hashlib, json, keras
+        model = keras.saving.load_model(sys.argv[1])
+        digest = hashlib.sha256()
+        for weight in model.get_weights():
+            digest.update(f"{weight.dtype} {weight.shape};".encode() + weight.tobytes())
+        print(json.dumps([digest.hexdigest(), int(model.optimizer.iterations),
+                          [m for m in sys.modules if m.startswith("tfmulti")]]))
+    """)
+    done = run(["-c", code, str(folder / "a" / "model.keras")], tmp_path, limit_s=LIMIT_S)
+    digest, steps, tfmulti = json.loads(done.stdout)
+    assert (digest, steps, tfmulti) == (report_of(folder, "a")["weights_sha256"], 285, [])
+
+
+def test_config_json_starts_the_same_run_again(first: tuple[Path, Finished]) -> None:
+    folder, _ = first
+    fit(folder, "--config", "a/config.json", "--run_dir", "b", "--verbose", "0")
+    again, before = report_of(folder, "b"), report_of(folder, "a")
+    assert again["weights_sha256"] == before["weights_sha256"]
+    assert again["history"] == before["history"]
+
+
+def test_a_second_run_in_the_same_folder_is_refused(first: tuple[Path, Finished]) -> None:
+    folder, _ = first
+    before = {path: path.stat().st_mtime_ns for path in (folder / "a").rglob("*")}
+    done = run([*FIT, "--run_dir", "a"], folder / "logs", limit_s=LIMIT_S, cwd=folder)
+    assert (done.returncode, len(done.lines())) == (2, 1)
+    assert "holds another run" in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in (folder / "a").rglob("*")} == before
+
+
+def test_fit_in_a_script_has_the_same_result(first: tuple[Path, Finished]) -> None:
+    folder, _ = first
+    code = textwrap.dedent("""
+        from tfmulti import FitConfig, fit
+        report = fit(FitConfig(strategy="mirrored", run_dir="script", verbose="0"))
+        print("sha", report.weights_sha256, report.metrics["val_accuracy"])
+    """)
+    done = run(["-c", code], folder / "logs", limit_s=LIMIT_S, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    before = report_of(folder, "a")
+    words = f"sha {before['weights_sha256']} {before['metrics']['val_accuracy']}"
+    assert words in done.stdout
+
+
+def test_two_replicas_and_two_workers_train_as_one_device(
+    first: tuple[Path, Finished], tmp_path: Path
+) -> None:
+    folder, _ = first
+    fit(tmp_path, "--replicas", "2", "--epochs", "2", "--run_dir", "replicas")
+    workers = run_workers(
+        [*FIT, "--epochs", "2", "--run_dir", "workers"], 2, tmp_path / "logs2", limit_s=LIMIT_S,
+        cwd=tmp_path,
+    )
+    one = report_of(folder, "a")["history"]
+    for name in ("replicas", "workers"):
+        report = report_of(tmp_path, name)
+        assert report["replicas"] == 2
+        for metric, values in report["history"].items():
+            assert values == pytest.approx(one[metric][:2], abs=2e-5)
+    assert report_of(tmp_path, "replicas")["strategy"] == "mirrored"
+    assert report_of(tmp_path, "workers")["strategy"] == "multi_worker_mirrored"
+    assert "cluster of 2 workers" in workers[0].stdout
+    assert (workers[1].stdout, workers[1].stderr) == ("", "")
+
+
+def test_three_workers_with_a_chief_and_an_evaluator(tmp_path: Path) -> None:
+    with reserved_addresses(4) as a, processes(tmp_path / "logs") as group:
+        cluster = {"chief": [a[0]], "worker": [a[1], a[2]], "evaluator": [a[3]]}
+        for kind, index in (("chief", 0), ("worker", 0), ("worker", 1), ("evaluator", 0)):
+            config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+            group.start([*FIT, "--epochs", "1", "--global_batch_size", "100", "--run_dir", "r"],
+                        {"TF_CONFIG": config}, tmp_path)
+        done = group.wait(LIMIT_S)
+    assert [d.returncode for d in done] == [0] * 4, [d.stderr for d in done]
+    assert "at most 34 per replica × 3" in done[0].stdout
+    assert done[1].stdout + done[2].stdout == ""
+    assert "nothing to do" in done[3].stdout
+    assert report_of(tmp_path, "r")["examples"] == 1197
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    done = run([*FIT, "--replicas", "2", "--dry_run"], tmp_path / "logs", limit_s=LIMIT_S,
+               cwd=inside)
+    assert done.returncode == 0, done.stderr
+    assert "285 steps of" in done.stdout
+    assert "Nothing was written." in done.stdout
+    assert list(inside.iterdir()) == []
+
+
+def test_export_serves(tmp_path: Path) -> None:
+    fit(tmp_path, "--epochs", "1", "--replicas", "2", "--run_dir", "r", "--export_dir", "served")
+    code = textwrap.dedent("""
+        import json, keras, numpy as np, tensorflow as tf
+        x = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8, 1) % 17
+        module = tf.saved_model.load("served")
+        served = module.serve(x).numpy()
+        loaded = keras.saving.load_model("r/model.keras").predict(x, verbose=0)
+        print(json.dumps([list(served.shape), float(abs(served - loaded).max())]))
+    """)
+    done = run(["-c", code], tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shape, gap = json.loads(done.stdout.splitlines()[-1])
+    assert shape == [3, 10]
+    assert gap < 1e-6
+
+
+OPTIONS: dict[str, list[str]] = {
+    "regression": ["--dataset", "regression", "--replicas", "2"],
+    "schedule": ["--optimizer", "sgd", "--warmup_steps", "5", "--learning_rate_decay", "cosine",
+                 "--scale_learning_rate", "32", "--epochs", "1"],
+    "float16": ["--precision", "mixed_float16", "--optimizer", "lamb", "--epochs", "1",
+                "--replicas", "2"],
+    "resnet": ["--model", "resnet20", "--epochs", "1", "--replicas", "2", "--optimizer", "adamw",
+               "--dataset", "synthetic:shape=16x16x3,examples=96", "--precision",
+               "mixed_bfloat16"],
+    "text": ["--dataset", "synthetic:tokens=8,vocabulary=40,classes=2,examples=128", "--epochs",
+             "1", "--per_replica_batch_size", "17", "--replicas", "2",
+             "--steps_per_execution", "3"],
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(tmp_path: Path, name: str) -> None:
+    done = fit(tmp_path, *OPTIONS[name], "--run_dir", "r", "--verbose", "2")
+    report = report_of(tmp_path, "r")
+    assert np.isfinite(list(report["metrics"].values())).all()
+    if name == "regression":
+        assert (report["steps"], report["examples"]) == (100, 100 // 7 * 100 + 2 * 16)
+        assert report["history"]["loss"][-1] < 0.2 * report["history"]["loss"][0]
+    if name == "schedule":
+        assert "sgd at 0.006 (scaled from 0.003)" in done.stdout
+    if name == "text":
+        assert (report["global_batch_size"], report["steps"]) == (34, 4)
+
+
+USER_SIDE = """
+    import keras, numpy as np, tensorflow as tf
+
+    x = np.random.default_rng(0).standard_normal((60, 5)).astype("float32")
+    y = (x[:, 0] > 0).astype("int32")
+
+    def arrays():
+        return x, y
+
+    def batches(global_batch_size):
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(global_batch_size)
+        return data, data.take(2), data
+
+    def nothing():
+        return 3
+
+    def build(spec):
+        inputs = keras.Input(spec.input_shape)
+        return keras.Model(inputs, keras.layers.Dense(spec.outputs, "softmax")(inputs))
+
+    def compiled():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2, "softmax")])
+        model.compile(keras.optimizers.RMSprop(0.01), "sparse_categorical_crossentropy",
+                      metrics=["accuracy"])
+        return model
+"""
+
+
+@pytest.fixture
+def user_side(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(USER_SIDE))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model"), [("arrays", "mlp"), ("arrays", "mine:build"), ("batches", "mine:compiled")]
+)
+def test_users_own_functions(user_side: Path, dataset: str, model: str) -> None:
+    done = fit(user_side, "--dataset", f"mine:{dataset}", "--model", model, "--replicas", "2",
+               "--global_batch_size", "20", "--epochs", "2", "--run_dir", "r")
+    report = report_of(user_side, "r")
+    assert "accuracy" in report["metrics"]
+    assert report["steps"] == 6
+    assert ("RMSprop of the model's own" in done.stdout) == (model == "mine:compiled")
+    if dataset == "batches":
+        assert report["metrics"]["test_accuracy"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--dataset", "mine:nothing"], "returned a int"),
+        (["--dataset", "mine:arays"], "did you mean 'arrays'"),
+        (["--dataset", "mine:batches", "--model", "cnn"], "gives no plain arrays"),
+        (["--dataset", "mine:arrays", "--model", "mine:nothing"], "Return a keras.Model"),
+        (["--dataset", "mine:arrays", "--global_batch_size", "61"], "which has 54 examples"),
+    ],
+)
+def test_users_functions_gone_wrong(user_side: Path, flags: list[str], words: str) -> None:
+    size = [] if "--global_batch_size" in flags else ["--global_batch_size", "20"]
+    done = run([*FIT, *flags, *size], user_side / "logs", limit_s=LIMIT_S, cwd=user_side)
+    assert (done.returncode, len(done.lines())) == (2, 1), done.stderr
+    assert words in done.stderr
+    assert not (user_side / "runs").exists()
+
+
+def wait_for_epoch(group: Processes, epoch: int) -> None:
+    for _ in range(LIMIT_S * 20):
+        if f"Epoch {epoch}/" in group.output(0):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"epoch {epoch} did not begin\n{group.logs()}")
+
+
+@pytest.mark.parametrize(
+    ("number", "workers", "to"),
+    [
+        (signal.SIGINT, 1, [0]), (signal.SIGTERM, 1, [0]), (signal.SIGINT, 2, [0, 1]),
+        (signal.SIGINT, 2, [1]), (signal.SIGTERM, 2, [0]),
+    ],
+    ids=["ctrl-c", "term", "ctrl-c-both", "ctrl-c-worker-1", "term-worker-0"],
+)
+def test_signals_save_what_was_reached(
+    tmp_path: Path, number: signal.Signals, workers: int, to: list[int]
+) -> None:
+    with reserved_addresses(workers) as addresses, processes(tmp_path / "logs") as group:
+        started = [
+            group.start([*FIT, "--epochs", "100000", "--run_dir", "r", "--verbose", "2"],
+                        {"TF_CONFIG": tf_config(addresses, i)} if workers > 1 else {}, tmp_path)
+            for i in range(workers)
+        ]
+        wait_for_epoch(group, 3)
+        for worker in to:
+            started[worker].send_signal(number)
+        done = group.wait(5)  # the limit that users are promised, saving included
+    assert [d.returncode for d in done] == [128 + number] * workers, [d.stderr for d in done]
+    report = report_of(tmp_path, "r")
+    assert report["stopped_by"] == number.name
+    assert report["epochs"] >= 2
+    assert report["steps"] >= 38
+    assert (tmp_path / "r" / "model.keras").exists()
+    assert len((tmp_path / "r" / "history.csv").read_text().splitlines()) == report["epochs"] + 1
+
+
+def test_a_worker_that_waits_for_another_ends_on_ctrl_c(tmp_path: Path) -> None:
+    """SIGTERM is another matter there: TensorFlow has put its own handler in place by then."""
+    with reserved_addresses(2) as addresses, processes(tmp_path / "logs") as group:
+        worker = group.start([*FIT, "--run_dir", "r"], {"TF_CONFIG": tf_config(addresses, 0)},
+                             tmp_path)
+        for _ in range(LIMIT_S * 20):
+            if "waiting" in group.output(0):
+                break
+            time.sleep(0.05)
+        time.sleep(1)  # into TensorFlow's own waiting, where Python runs no handler
+        worker.send_signal(signal.SIGINT)
+        done = group.wait(5)
+    assert done[0].returncode == -signal.SIGINT  # a shell says 130
+    assert not (tmp_path / "r").exists()
