@@ -21,8 +21,16 @@ DECAYS = ("constant", "cosine")
 VERBOSITIES = ("auto", "0", "1", "2")
 
 
-def _flag(default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None,
-          above: float | None = None, below: float | None = None, path: bool = False) -> Any:
+def _flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    path: bool = False,
+) -> Any:
     """Returns a field with what its flag needs: help text, choices and bounds."""
     limits = {"low": low, "above": above, "below": below}
     return field(
@@ -42,59 +50,90 @@ class FitConfig:
     """
 
     strategy: str = _flag(
-        "auto", "How the work is spread. auto: a cluster in the environment means several "
-        "workers, several GPUs mean mirrored, else one device.", choices=STRATEGIES)
+        "auto",
+        "How the work is spread. auto: a cluster in the environment means several "
+        "workers, several GPUs mean mirrored, else one device.",
+        choices=STRATEGIES,
+    )
     replicas: int | None = _flag(
-        None, "Local devices to use. Without GPUs: that many logical CPU devices. "
-        "Default: all GPUs, or one CPU device.", low=1)
+        None,
+        "Local devices to use. Without GPUs: that many logical CPU devices. "
+        "Default: all GPUs, or one CPU device.",
+        low=1,
+    )
     ignore_cluster: bool = _flag(
-        False, "Train on this machine alone although TF_CONFIG describes a cluster.")
+        False, "Train on this machine alone although TF_CONFIG describes a cluster."
+    )
     dataset: str = _flag(
-        "digits", "Data: digits, regression, mnist, fashion_mnist, cifar10, cifar100, "
+        "digits",
+        "Data: digits, regression, mnist, fashion_mnist, cifar10, cifar100, "
         "synthetic[:shape=28x28x1,classes=10,examples=1024], npz:PATH, or your own "
-        "package.module:function.")
+        "package.module:function.",
+    )
     model: str | None = _flag(
-        None, f"Model: {', '.join(registry.MODELS)}, or your own package.module:function. "
-        "Default: what suits the data.")
+        None,
+        f"Model: {', '.join(registry.MODELS)}, or your own package.module:function. "
+        "Default: what suits the data.",
+    )
     global_batch_size: int | None = _flag(
-        None, "Examples of one optimizer step over all replicas of all workers.", low=1)
+        None, "Examples of one optimizer step over all replicas of all workers.", low=1
+    )
     per_replica_batch_size: int | None = _flag(
-        None, "Examples of one step on each replica; the global batch is that times the "
-        "replicas. Give one of the two.", low=1)
+        None,
+        "Examples of one step on each replica; the global batch is that times the "
+        "replicas. Give one of the two.",
+        low=1,
+    )
     epochs: int | None = _flag(None, "Epochs to train. Default: what suits the data.", low=1)
     steps_per_epoch: int | None = _flag(
-        None, "Steps of one epoch. Default: each example once.", low=1)
+        None, "Steps of one epoch. Default: each example once.", low=1
+    )
     validation_fraction: float = _flag(
-        0.1, "Part of the training data set aside for validation where the data has no "
-        "validation part of its own; 0: none.", low=0, below=1)
+        0.1,
+        "Part of the training data set aside for validation where the data has no "
+        "validation part of its own; 0: none.",
+        low=0,
+        below=1,
+    )
     optimizer: str | None = _flag(
-        None, f"Optimizer: {', '.join(registry.OPTIMIZERS)}. Default: what suits the data.")
+        None, f"Optimizer: {', '.join(registry.OPTIMIZERS)}. Default: what suits the data."
+    )
     learning_rate: float | None = _flag(
-        None, "Learning rate after warm-up. Default: what suits the data.", above=0)
+        None, "Learning rate after warm-up. Default: what suits the data.", above=0
+    )
     momentum: float = _flag(0.9, "Momentum of sgd.", low=0, below=1)
-    weight_decay: float | None = _flag(
-        None, "Decoupled weight decay of the optimizer.", low=0)
-    warmup_steps: int = _flag(
-        0, "Steps over which the learning rate rises linearly from 0.", low=0)
+    weight_decay: float | None = _flag(None, "Decoupled weight decay of the optimizer.", low=0)
+    warmup_steps: int = _flag(0, "Steps over which the learning rate rises linearly from 0.", low=0)
     learning_rate_decay: str = _flag(
-        "constant", "What follows the warm-up: constant, or cosine down to 0 at the last step.",
-        choices=DECAYS)
+        "constant",
+        "What follows the warm-up: constant, or cosine down to 0 at the last step.",
+        choices=DECAYS,
+    )
     scale_learning_rate: int | None = _flag(
-        None, "Base batch of the linear scaling rule: the learning rate is multiplied by "
-        "global batch / base batch.", low=1)
+        None,
+        "Base batch of the linear scaling rule: the learning rate is multiplied by "
+        "global batch / base batch.",
+        low=1,
+    )
     precision: str = _flag("float32", "Keras dtype policy.", choices=PRECISIONS)
     seed: int = _flag(0, "Seed of weights, data order and dropout.", low=0)
     steps_per_execution: int = _flag(
-        1, "Optimizer steps of one call into TensorFlow; more hides the cost of a call.", low=1)
+        1, "Optimizer steps of one call into TensorFlow; more hides the cost of a call.", low=1
+    )
     run_dir: str | None = _flag(
-        None, "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME.", path=True)
+        None, "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME.", path=True
+    )
     export_dir: str | None = _flag(
-        None, "Also write a SavedModel for serving to this folder.", path=True)
+        None, "Also write a SavedModel for serving to this folder.", path=True
+    )
     verbose: str = _flag(
-        "auto", "0: silent, 1: progress bar, 2: a line an epoch, auto: 1.", choices=VERBOSITIES)
+        "auto", "0: silent, 1: progress bar, 2: a line an epoch, auto: 1.", choices=VERBOSITIES
+    )
     dry_run: bool = _flag(
-        False, "Build all, run two training steps and one validation step, write nothing, "
-        "and say what the full run would take.")
+        False,
+        "Build all, run two training steps and one validation step, write nothing, "
+        "and say what the full run would take.",
+    )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -188,13 +227,12 @@ def _check_value(item: dataclasses.Field[Any], value: Any) -> None:
     kind = base_type(item)
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(
-            f"--{item.name} is {value!r}, but it must be of type {kind.__name__}."
-        )
+        raise ConfigError(f"--{item.name} is {value!r}, but it must be of type {kind.__name__}.")
     rule = item.metadata
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigError(
-            f"no {item.name} {value!r} for --{item.name}; " + did_you_mean(value, rule["choices"])
+            f"no {item.name} {value!r} for --{item.name}; "
+            + did_you_mean(str(value), rule["choices"])
         )
     for broken, words in (
         (rule["low"] is not None and not value >= rule["low"], f"at least {rule['low']}"),

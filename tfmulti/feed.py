@@ -62,9 +62,7 @@ class SourceFeed:
     @property
     def specs(self) -> Any:
         rows = self._plan.global_batch_size
-        return map_arrays(
-            lambda a: tf.TensorSpec([rows, *a.shape[1:]], a.dtype), self._source.data
-        )
+        return map_arrays(lambda a: tf.TensorSpec([rows, *a.shape[1:]], a.dtype), self._source.data)
 
     def iterate(self, first_step: int) -> Any:
         if first_step:
@@ -217,9 +215,7 @@ def split_off_validation(parts: tuple[Any, ...], fraction: float) -> tuple[Any, 
     source = ArraySource(tuple(part for part in parts if part is not None))
     at = int(len(source) * (1 - fraction))
     if not 0 < at < len(source):
-        raise DataError(
-            f"validation_split {fraction} of {len(source)} rows leaves one part empty."
-        )
+        raise DataError(f"validation_split {fraction} of {len(source)} rows leaves one part empty.")
     first = iter(map_arrays(lambda a: a[:at], source.data))
     last = iter(map_arrays(lambda a: a[at:], source.data))
     return tuple(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from tfmulti import errors, preflight
 from tfmulti.config import FitConfig, base_type, read_config_file
 from tfmulti.console import quiet_stderr
 from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
+
+_INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 
 
 def make_flags() -> flags.FlagValues:
@@ -36,7 +39,9 @@ def make_flags() -> flags.FlagValues:
         bool: flags.DEFINE_boolean,
     }
     flags.DEFINE_string(
-        "config", None, "JSON file of these flags, such as a run's config.json; flags win.",
+        "config",
+        None,
+        "JSON file of these flags, such as a run's config.json; flags win.",
         flag_values=values,
     )
     flags.DEFINE_boolean("help", False, "Show this text.", short_name="h", flag_values=values)
@@ -107,7 +112,8 @@ def help_text() -> str:
     for name in ["config", *(item.name for item in dataclasses.fields(FitConfig))]:
         flag = values[name]
         default = f" (default: {flag.default})" if flag.default not in (None, False) else ""
-        lines.append(f"  --{name}: {flag.help}{default}")
+        lines.append(f"  --{name}")
+        lines.append(textwrap.fill(f"{flag.help}{default}", 78, **_INDENT))
     return "\n".join(lines)
 
 

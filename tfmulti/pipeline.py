@@ -51,9 +51,7 @@ class Plan:
             replica, replicas: the replica's number, and how many, over all workers.
         """
         epoch, step = step // self.steps_per_epoch, step % self.steps_per_epoch
-        first, last = sharding.batch_bounds(
-            step, self.examples, self.global_batch_size, tf.minimum
-        )
+        first, last = sharding.batch_bounds(step, self.examples, self.global_batch_size, tf.minimum)
         rows = last - first
         start, stop = sharding.share_bounds(
             rows, replicas, tf.constant(replica, tf.int64), tf.minimum
@@ -67,11 +65,16 @@ class Plan:
         # Neighbouring seeds give correlated permutations (chi-square 12 a degree of freedom
         # over epochs 0, 1, 2, …), so (seed, epoch) goes through a random generator first.
         key = tf.random.stateless_uniform(
-            [3], seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
-            minval=None, maxval=None, dtype=tf.uint32,
+            [3],
+            seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
+            minval=None,
+            maxval=None,
+            dtype=tf.uint32,
         )
         return tf.raw_ops.RandomIndexShuffle(
-            index=positions, seed=key, max_index=tf.constant(self.examples - 1, tf.int64),
+            index=positions,
+            seed=key,
+            max_index=tf.constant(self.examples - 1, tf.int64),
             rounds=_MIXING_ROUNDS,
         )
 
@@ -91,9 +94,7 @@ def from_source(
     def shards(step: tf.Tensor) -> Shards:
         data, weights = [], []
         for local in range(placement.local_replicas):
-            indices, rows = plan.indices(
-                step, placement.first_replica + local, placement.replicas
-            )
+            indices, rows = plan.indices(step, placement.first_replica + local, placement.replicas)
             indices = tf.ensure_shape(indices, [share_rows])
             data.append(tf.nest.map_structure(lambda t, i=indices: tf.gather(t, i), tensors))
             weights.append(_weight(tf.size(indices, tf.int64), rows))

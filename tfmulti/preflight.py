@@ -43,7 +43,10 @@ def check(
         cluster, _ = find_cluster(env)
     gpus = visible_gpus(env)
     selection = select(
-        config.strategy, replicas=config.replicas, cluster=cluster, gpus=gpus,
+        config.strategy,
+        replicas=config.replicas,
+        cluster=cluster,
+        gpus=gpus,
         ignore_cluster=config.ignore_cluster,
     )
     if config.run_dir is not None:

@@ -36,9 +36,7 @@ MODELS: dict[str, ModelEntry] = {
     "resnet20": ModelEntry("tfmulti.models.resnet:resnet20", ("image",)),
     "resnet50": ModelEntry("tfmulti.models.resnet:resnet50", ("image",)),
     "vit": ModelEntry("tfmulti.models.transformer:vit", ("image",), 0.0005),
-    "transformer": ModelEntry(
-        "tfmulti.models.transformer:text_classifier", ("tokens",), 0.0005
-    ),
+    "transformer": ModelEntry("tfmulti.models.transformer:text_classifier", ("tokens",), 0.0005),
 }
 
 OPTIMIZERS: dict[str, str] = {

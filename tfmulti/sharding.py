@@ -38,9 +38,7 @@ def batch_bounds(
     return minimum(start, examples), minimum(start + global_batch_size, examples)
 
 
-def share_bounds(
-    rows: Any, replicas: int, replica: Any, minimum: Minimum = min
-) -> tuple[Any, Any]:
+def share_bounds(rows: Any, replicas: int, replica: Any, minimum: Minimum = min) -> tuple[Any, Any]:
     """Returns the rows [start, stop) of a global batch that one replica takes.
 
     The first `rows % replicas` replicas take one row more than the others; where there are

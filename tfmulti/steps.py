@@ -79,7 +79,8 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
             weight = shards.weights[replicas.local_index(placement.local_replicas)]
             return _outcome(model, logs, weight, shards, votes)
 
-        return _first_local(strategy, strategy.run(on_replica, args=(local_logs,)))
+        found: Outcome = _first_local(strategy, strategy.run(on_replica, args=(local_logs,)))
+        return found
 
     def one(source: Any, votes: tf.Tensor) -> Outcome:
         shards = source if isinstance(source, Shards) else next(source)
@@ -134,7 +135,8 @@ def _first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:
 def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Any]:
     """Returns `predict(source)`: the outputs of a global batch, rows in order.
 
-    The source is an iterator of `Shards`, or `Shards`. Every worker gets all rows. It raises `tf.errors.OutOfRangeError` at the end of the data.
+    The source is an iterator of `Shards`, or `Shards`. Every worker gets all rows. It raises
+    `tf.errors.OutOfRangeError` at the end of the data.
     """
     strategy = model.distribute_strategy
 
@@ -165,8 +167,8 @@ def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], l
     Every worker must call it: it is a collective.
     """
 
-    @tf.function
     def total(values: tf.Tensor) -> tf.Tensor:
         return _first_local(strategy, strategy.run(lambda: replicas.sum_together([values])[0]))
 
-    return lambda values: total(tf.constant(values, tf.float32)).numpy().tolist()
+    compiled = tf.function(total)
+    return lambda values: compiled(tf.constant(values, tf.float32)).numpy().tolist()

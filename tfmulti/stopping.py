@@ -42,3 +42,23 @@ def verdict(counted: Sequence[float]) -> str | None:
     """
     given = [reason for reason, count in zip(REASONS, counted, strict=True) if count > 0]
     return given[-1] if given else None
+
+
+def state_of(model: object) -> TrainerState:
+    """Returns what a prepared model remembers: counts, and why it stopped."""
+    state = vars(model)["_tfmulti"]
+    assert isinstance(state, TrainerState)
+    return state
+
+
+def remember(model: object, state: TrainerState) -> None:
+    """Gives a model its state, past Keras' tracking of attributes."""
+    vars(model)["_tfmulti"] = state
+
+
+def interrupt(model: object, reason: str) -> None:
+    """Makes a running `fit` or `evaluate` end after the next execution, on all workers.
+
+    Safe to call from a signal handler or another thread. `reason` is SIGINT or SIGTERM.
+    """
+    state_of(model).interrupted = reason

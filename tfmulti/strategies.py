@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import tensorflow as tf
 
@@ -57,11 +58,19 @@ def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribu
     _use_gpus_without_taking_all_memory()
     if selection.strategy == "multi_worker_mirrored":
         assert cluster is not None
-        return _multi_worker(cluster, selection.local_replicas)
+        return _once(
+            (cluster, selection.local_replicas),
+            f"a strategy over {cluster.size} workers",
+            lambda: _multi_worker(cluster, selection.local_replicas),
+        )
     devices = _local_devices(selection.device_type, selection.local_replicas)
     if selection.strategy == "one_device":
         return tf.distribute.OneDeviceStrategy(devices[0])
-    return _mirrored(devices)
+    return _once(
+        tuple(devices),
+        f"a mirrored strategy over {len(devices)} devices",
+        lambda: tf.distribute.MirroredStrategy(devices),
+    )
 
 
 @dataclass(frozen=True)
@@ -139,22 +148,22 @@ def _split_cpu(count: int) -> None:
             ) from None
 
 
-_sizes_made: set[int] = set()
+# TensorFlow numbers the collectives of a process from the first again for every strategy
+# object: two of them clash ("Shape mismatch in the collective instance"), and one of another
+# size fails too. So a process has one, which is made once and handed out again.
+_made: dict[Hashable, tf.distribute.Strategy] = {}
 
 
-def _mirrored(devices: list[str]) -> tf.distribute.Strategy:
-    # TensorFlow keeps one collective group of a device type a process: a second one of
-    # another size fails in its first all-reduce, with no hint of the reason.
-    _sizes_made.add(len(devices))
-    if len(_sizes_made) > 1:
-        first = (_sizes_made - {len(devices)}).pop()
-        _sizes_made.discard(len(devices))
-        raise DeviceError(
-            f"a mirrored strategy over {len(devices)} devices was asked for, but this process "
-            f"made one over {first}, and TensorFlow supports one size a process. "
-            "Start a new process (in a notebook: restart the kernel)."
-        )
-    return tf.distribute.MirroredStrategy(devices)
+def _once(key: Hashable, words: str, make: Callable[[], tf.distribute.Strategy]) -> Any:
+    if key not in _made:
+        if _made:
+            raise DeviceError(
+                f"{words} was asked for, but this process made another strategy before, and "
+                "TensorFlow supports one of several devices a process. Start a new process (in a "
+                "notebook: restart the kernel)."
+            )
+        _made[key] = make()
+    return _made[key]
 
 
 def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strategy:

@@ -54,9 +54,16 @@ def test_the_first_command_learns_digits(first: tuple[Path, Finished]) -> None:
     assert report["metrics"]["test_accuracy"] >= 0.95
     assert report["steps"] == 15 * 19
     assert report["examples"] == 15 * 1197
-    for words in ("strategy   mirrored (", "no GPU found", "devices    CPU:0: 1 replica",
-                  "64 global = 64 per replica × 1", "Epoch 15/15", "val_accuracy 0.9",
-                  "examples/s", "written    a: "):
+    for words in (
+        "strategy   mirrored (",
+        "no GPU found",
+        "devices    CPU:0: 1 replica",
+        "64 global = 64 per replica × 1",
+        "Epoch 15/15",
+        "val_accuracy 0.9",
+        "examples/s",
+        "written    a: ",
+    ):
         assert words in done.stdout
     assert "━" in done.stdout, "no progress bar"
 
@@ -65,7 +72,12 @@ def test_it_leaves_all_files(first: tuple[Path, Finished]) -> None:
     folder, _ = first
     names = {path.name for path in (folder / "a").iterdir()}
     assert names == {
-        "config.json", "history.csv", "report.json", "curves.png", "tensorboard", "model.keras"
+        "config.json",
+        "history.csv",
+        "report.json",
+        "curves.png",
+        "tensorboard",
+        "model.keras",
     }
     assert (folder / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
     with open(folder / "a" / "history.csv", newline="") as file:
@@ -85,8 +97,13 @@ def test_tensorboard_has_metrics_and_throughput(first: tuple[Path, Finished]) ->
         events = EventAccumulator(str(folder / "a" / "tensorboard" / part))
         events.Reload()
         tags |= set(events.Tags()["tensors"])
-    assert {"epoch_loss", "epoch_accuracy", "throughput/examples_per_sec",
-            "throughput/device/examples_per_sec", "throughput/steps_per_sec"} <= tags
+    assert {
+        "epoch_loss",
+        "epoch_accuracy",
+        "throughput/examples_per_sec",
+        "throughput/device/examples_per_sec",
+        "throughput/steps_per_sec",
+    } <= tags
 
 
 def test_the_model_loads_with_plain_keras(first: tuple[Path, Finished], tmp_path: Path) -> None:
@@ -142,7 +159,10 @@ def test_two_replicas_and_two_workers_train_as_one_device(
     folder, _ = first
     fit(tmp_path, "--replicas", "2", "--epochs", "2", "--run_dir", "replicas")
     workers = run_workers(
-        [*FIT, "--epochs", "2", "--run_dir", "workers"], 2, tmp_path / "logs2", limit_s=LIMIT_S,
+        [*FIT, "--epochs", "2", "--run_dir", "workers"],
+        2,
+        tmp_path / "logs2",
+        limit_s=LIMIT_S,
         cwd=tmp_path,
     )
     one = report_of(folder, "a")["history"]
@@ -162,8 +182,11 @@ def test_three_workers_with_a_chief_and_an_evaluator(tmp_path: Path) -> None:
         cluster = {"chief": [a[0]], "worker": [a[1], a[2]], "evaluator": [a[3]]}
         for kind, index in (("chief", 0), ("worker", 0), ("worker", 1), ("evaluator", 0)):
             config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
-            group.start([*FIT, "--epochs", "1", "--global_batch_size", "100", "--run_dir", "r"],
-                        {"TF_CONFIG": config}, tmp_path)
+            group.start(
+                [*FIT, "--epochs", "1", "--global_batch_size", "100", "--run_dir", "r"],
+                {"TF_CONFIG": config},
+                tmp_path,
+            )
         done = group.wait(LIMIT_S)
     assert [d.returncode for d in done] == [0] * 4, [d.stderr for d in done]
     assert "at most 34 per replica × 3" in done[0].stdout
@@ -175,8 +198,9 @@ def test_three_workers_with_a_chief_and_an_evaluator(tmp_path: Path) -> None:
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     inside.mkdir()
-    done = run([*FIT, "--replicas", "2", "--dry_run"], tmp_path / "logs", limit_s=LIMIT_S,
-               cwd=inside)
+    done = run(
+        [*FIT, "--replicas", "2", "--dry_run"], tmp_path / "logs", limit_s=LIMIT_S, cwd=inside
+    )
     assert done.returncode == 0, done.stderr
     assert "285 steps of" in done.stdout
     assert "Nothing was written." in done.stdout
@@ -202,16 +226,54 @@ def test_export_serves(tmp_path: Path) -> None:
 
 OPTIONS: dict[str, list[str]] = {
     "regression": ["--dataset", "regression", "--replicas", "2"],
-    "schedule": ["--optimizer", "sgd", "--warmup_steps", "5", "--learning_rate_decay", "cosine",
-                 "--scale_learning_rate", "32", "--epochs", "1"],
-    "float16": ["--precision", "mixed_float16", "--optimizer", "lamb", "--epochs", "1",
-                "--replicas", "2"],
-    "resnet": ["--model", "resnet20", "--epochs", "1", "--replicas", "2", "--optimizer", "adamw",
-               "--dataset", "synthetic:shape=16x16x3,examples=96", "--precision",
-               "mixed_bfloat16"],
-    "text": ["--dataset", "synthetic:tokens=8,vocabulary=40,classes=2,examples=128", "--epochs",
-             "1", "--per_replica_batch_size", "17", "--replicas", "2",
-             "--steps_per_execution", "3"],
+    "schedule": [
+        "--optimizer",
+        "sgd",
+        "--warmup_steps",
+        "5",
+        "--learning_rate_decay",
+        "cosine",
+        "--scale_learning_rate",
+        "32",
+        "--epochs",
+        "1",
+    ],
+    "float16": [
+        "--precision",
+        "mixed_float16",
+        "--optimizer",
+        "lamb",
+        "--epochs",
+        "1",
+        "--replicas",
+        "2",
+    ],
+    "resnet": [
+        "--model",
+        "resnet20",
+        "--epochs",
+        "1",
+        "--replicas",
+        "2",
+        "--optimizer",
+        "adamw",
+        "--dataset",
+        "synthetic:shape=16x16x3,examples=96",
+        "--precision",
+        "mixed_bfloat16",
+    ],
+    "text": [
+        "--dataset",
+        "synthetic:tokens=8,vocabulary=40,classes=2,examples=128",
+        "--epochs",
+        "1",
+        "--per_replica_batch_size",
+        "17",
+        "--replicas",
+        "2",
+        "--steps_per_execution",
+        "3",
+    ],
 }
 
 
@@ -264,11 +326,25 @@ def user_side(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "model"), [("arrays", "mlp"), ("arrays", "mine:build"), ("batches", "mine:compiled")]
+    ("dataset", "model"),
+    [("arrays", "mlp"), ("arrays", "mine:build"), ("batches", "mine:compiled")],
 )
 def test_users_own_functions(user_side: Path, dataset: str, model: str) -> None:
-    done = fit(user_side, "--dataset", f"mine:{dataset}", "--model", model, "--replicas", "2",
-               "--global_batch_size", "20", "--epochs", "2", "--run_dir", "r")
+    done = fit(
+        user_side,
+        "--dataset",
+        f"mine:{dataset}",
+        "--model",
+        model,
+        "--replicas",
+        "2",
+        "--global_batch_size",
+        "20",
+        "--epochs",
+        "2",
+        "--run_dir",
+        "r",
+    )
     report = report_of(user_side, "r")
     assert "accuracy" in report["metrics"]
     assert report["steps"] == 6
@@ -306,8 +382,11 @@ def wait_for_epoch(group: Processes, epoch: int) -> None:
 @pytest.mark.parametrize(
     ("number", "workers", "to"),
     [
-        (signal.SIGINT, 1, [0]), (signal.SIGTERM, 1, [0]), (signal.SIGINT, 2, [0, 1]),
-        (signal.SIGINT, 2, [1]), (signal.SIGTERM, 2, [0]),
+        (signal.SIGINT, 1, [0]),
+        (signal.SIGTERM, 1, [0]),
+        (signal.SIGINT, 2, [0, 1]),
+        (signal.SIGINT, 2, [1]),
+        (signal.SIGTERM, 2, [0]),
     ],
     ids=["ctrl-c", "term", "ctrl-c-both", "ctrl-c-worker-1", "term-worker-0"],
 )
@@ -316,8 +395,11 @@ def test_signals_save_what_was_reached(
 ) -> None:
     with reserved_addresses(workers) as addresses, processes(tmp_path / "logs") as group:
         started = [
-            group.start([*FIT, "--epochs", "100000", "--run_dir", "r", "--verbose", "2"],
-                        {"TF_CONFIG": tf_config(addresses, i)} if workers > 1 else {}, tmp_path)
+            group.start(
+                [*FIT, "--epochs", "100000", "--run_dir", "r", "--verbose", "2"],
+                {"TF_CONFIG": tf_config(addresses, i)} if workers > 1 else {},
+                tmp_path,
+            )
             for i in range(workers)
         ]
         wait_for_epoch(group, 3)
@@ -336,8 +418,9 @@ def test_signals_save_what_was_reached(
 def test_a_worker_that_waits_for_another_ends_on_ctrl_c(tmp_path: Path) -> None:
     """SIGTERM is another matter there: TensorFlow has put its own handler in place by then."""
     with reserved_addresses(2) as addresses, processes(tmp_path / "logs") as group:
-        worker = group.start([*FIT, "--run_dir", "r"], {"TF_CONFIG": tf_config(addresses, 0)},
-                             tmp_path)
+        worker = group.start(
+            [*FIT, "--run_dir", "r"], {"TF_CONFIG": tf_config(addresses, 0)}, tmp_path
+        )
         for _ in range(LIMIT_S * 20):
             if "waiting" in group.output(0):
                 break

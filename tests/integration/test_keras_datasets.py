@@ -19,8 +19,9 @@ from tests.support.processes import run
 
 def mnist(cache: Path) -> None:
     images, labels = np.ones((30, 28, 28), np.uint8), np.arange(30) % 10
-    np.savez(cache / "mnist.npz", x_train=images, y_train=labels, x_test=images[:10],
-             y_test=labels[:10])
+    np.savez(
+        cache / "mnist.npz", x_train=images, y_train=labels, x_test=images[:10], y_test=labels[:10]
+    )
 
 
 def fashion_mnist(cache: Path) -> None:
@@ -48,20 +49,28 @@ def batch(rows: int, classes: int, key: bytes) -> dict[bytes, object]:
 
 def cifar10(cache: Path) -> None:
     files = {f"data_batch_{i}": batch(10000, 10, b"labels") for i in range(1, 6)}
-    archive(cache / "cifar-10-batches-py-target_archive", "cifar-10-batches-py",
-            {**files, "test_batch": batch(10000, 10, b"labels")})
+    archive(
+        cache / "cifar-10-batches-py-target_archive",
+        "cifar-10-batches-py",
+        {**files, "test_batch": batch(10000, 10, b"labels")},
+    )
 
 
 def cifar100(cache: Path) -> None:
-    archive(cache / "cifar-100-python-target_archive", "cifar-100-python",
-            {"train": batch(500, 100, b"fine_labels"), "test": batch(100, 100, b"fine_labels")})
+    archive(
+        cache / "cifar-100-python-target_archive",
+        "cifar-100-python",
+        {"train": batch(500, 100, b"fine_labels"), "test": batch(100, 100, b"fine_labels")},
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "rows", "shape", "classes"),
     [
-        (mnist, 30, [28, 28, 1], 10), (fashion_mnist, 30, [28, 28, 1], 10),
-        (cifar10, 50000, [32, 32, 3], 10), (cifar100, 500, [32, 32, 3], 100),
+        (mnist, 30, [28, 28, 1], 10),
+        (fashion_mnist, 30, [28, 28, 1], 10),
+        (cifar10, 50000, [32, 32, 3], 10),
+        (cifar100, 500, [32, 32, 3], 100),
     ],
 )
 def test_cached_files_are_used(
@@ -81,9 +90,15 @@ def test_cached_files_are_used(
                           data.spec.input_scale, str(data.train.data[1].dtype),
                           list(data.train.data[1].shape)]))
     """)
-    done = run(["-c", code], tmp_path / "logs", limit_s=120,
-               env={"KERAS_HOME": str(tmp_path / "home")})
+    done = run(
+        ["-c", code], tmp_path / "logs", limit_s=120, env={"KERAS_HOME": str(tmp_path / "home")}
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [
-        rows, shape, classes, 1 / 255, "int32", [rows]
+        rows,
+        shape,
+        classes,
+        1 / 255,
+        "int32",
+        [rows],
     ]

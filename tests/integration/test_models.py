@@ -34,7 +34,9 @@ def test_builds_to_the_data_and_loads_again(tmp_path: Path, name: str, kind: str
     if spec.task == "classification":
         assert found.sum(axis=1) == pytest.approx(1, abs=1e-5)
     model.save(tmp_path / "m.keras")
-    assert np.array_equal(keras.saving.load_model(tmp_path / "m.keras").predict(x, verbose=0), found)
+    assert np.array_equal(
+        keras.saving.load_model(tmp_path / "m.keras").predict(x, verbose=0), found
+    )
 
 
 def test_parameter_counts_are_those_of_the_papers() -> None:
@@ -84,7 +86,10 @@ def test_linear_scaling_rule() -> None:
         ({}, {0: 0.2, 99: 0.2}),
         ({"warmup_steps": 10}, {0: 0.0, 5: 0.1, 10: 0.2, 99: 0.2}),
         ({"learning_rate_decay": "cosine"}, {0: 0.2, 50: 0.1, 100: 0.0}),
-        ({"warmup_steps": 20, "learning_rate_decay": "cosine"}, {10: 0.1, 20: 0.2, 60: 0.1, 100: 0}),
+        (
+            {"warmup_steps": 20, "learning_rate_decay": "cosine"},
+            {10: 0.1, 20: 0.2, 60: 0.1, 100: 0},
+        ),
     ],
 )
 def test_schedules(changes: dict[str, Any], expected: dict[int, float]) -> None:

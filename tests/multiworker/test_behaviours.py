@@ -12,9 +12,17 @@ KINDS = pytest.mark.parametrize("kind", ["mirrored", "multi_worker_mirrored"])
 Behaviours = Callable[..., list[dict[str, Any]]]
 
 SAME_EVERYWHERE = [
-    "deciding_callbacks_decide_alike", "shuffled_arrays", "seeded_dataset", "shuffled_pydataset",
-    "pydataset_with_readers", "generator", "evaluates_fully_after_a_stop",
-    "several_inputs_and_outputs", "embedding", "two_optimizers", "one_batch_at_a_time",
+    "deciding_callbacks_decide_alike",
+    "shuffled_arrays",
+    "seeded_dataset",
+    "shuffled_pydataset",
+    "pydataset_with_readers",
+    "generator",
+    "evaluates_fully_after_a_stop",
+    "several_inputs_and_outputs",
+    "embedding",
+    "two_optimizers",
+    "one_batch_at_a_time",
 ]
 
 

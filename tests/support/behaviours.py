@@ -41,13 +41,23 @@ def behaviour(function: Callable[[], Any]) -> Callable[[], Any]:
 def model(*extra: keras.layers.Layer, **compile_options: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     with STRATEGY.scope():
-        made = prepare(keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(8, "relu"), *extra,
-             keras.layers.Dense(3, "softmax")]
-        ))
+        made = prepare(
+            keras.Sequential(
+                [
+                    keras.Input((6,)),
+                    keras.layers.Dense(8, "relu"),
+                    *extra,
+                    keras.layers.Dense(3, "softmax"),
+                ]
+            )
+        )
         made.compile(
-            **{"optimizer": keras.optimizers.SGD(0.1), "loss": "sparse_categorical_crossentropy",
-               "metrics": ["accuracy"], **compile_options}
+            **{
+                "optimizer": keras.optimizers.SGD(0.1),
+                "loss": "sparse_categorical_crossentropy",
+                "metrics": ["accuracy"],
+                **compile_options,
+            }
         )
     return made
 
@@ -61,27 +71,41 @@ def fit(made: keras.Model, **options: Any) -> dict[str, Any]:
 @behaviour
 def file_callbacks_share_a_folder() -> Any:
     c = keras.callbacks
-    fit(model(), epochs=3, validation_split=0.25, callbacks=[
-        c.ModelCheckpoint(SHARED / "best.keras", save_best_only=True),
-        c.ModelCheckpoint(SHARED / "w.weights.h5", save_weights_only=True),
-        c.CSVLogger(SHARED / "log.csv"), c.TensorBoard(SHARED / "tb"),
-    ])
+    fit(
+        model(),
+        epochs=3,
+        validation_split=0.25,
+        callbacks=[
+            c.ModelCheckpoint(SHARED / "best.keras", save_best_only=True),
+            c.ModelCheckpoint(SHARED / "w.weights.h5", save_weights_only=True),
+            c.CSVLogger(SHARED / "log.csv"),
+            c.TensorBoard(SHARED / "tb"),
+        ],
+    )
     if not PLACE.is_chief:
         return "chief's"
     events = len(list(SHARED.glob("tb/train/events*")))
-    return [(SHARED / "log.csv").read_text().count("\n"), events,
-            sorted(path.name for path in SHARED.iterdir())]
+    return [
+        (SHARED / "log.csv").read_text().count("\n"),
+        events,
+        sorted(path.name for path in SHARED.iterdir()),
+    ]
 
 
 @behaviour
 def deciding_callbacks_decide_alike() -> Any:
     c = keras.callbacks
     made = model()
-    history = fit(made, epochs=20, validation_split=0.25, callbacks=[
-        c.EarlyStopping(patience=1, min_delta=1.0), c.ReduceLROnPlateau(patience=1, min_delta=1.0),
-        c.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)),
-    ])
-    return history
+    return fit(
+        made,
+        epochs=20,
+        validation_split=0.25,
+        callbacks=[
+            c.EarlyStopping(patience=1, min_delta=1.0),
+            c.ReduceLROnPlateau(patience=1, min_delta=1.0),
+            c.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)),
+        ],
+    )
 
 
 @behaviour
@@ -112,8 +136,13 @@ def one_worker_stops_at_the_end_of_an_epoch() -> Any:
 def nan_on_one_replica_stops_all() -> Any:
     y = np.zeros((96, 3), np.float32)
     y[47] = np.nan  # in the second batch, the last replica's part
-    history = fit(model(loss="mse", metrics=None), y=y, shuffle=False, epochs=3,
-                  callbacks=[keras.callbacks.TerminateOnNaN()])
+    history = fit(
+        model(loss="mse", metrics=None),
+        y=y,
+        shuffle=False,
+        epochs=3,
+        callbacks=[keras.callbacks.TerminateOnNaN()],
+    )
     return [len(history["loss"]), str(history["loss"][-1])]
 
 
@@ -176,13 +205,20 @@ def several_inputs_and_outputs() -> Any:
     with STRATEGY.scope():
         a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
         joined = keras.layers.Concatenate()([a, b])
-        made = prepare(keras.Model({"a": a, "b": b}, {
-            "label": keras.layers.Dense(3, "softmax", name="label")(joined),
-            "value": keras.layers.Dense(1, name="value")(joined),
-        }))
+        made = prepare(
+            keras.Model(
+                {"a": a, "b": b},
+                {
+                    "label": keras.layers.Dense(3, "softmax", name="label")(joined),
+                    "value": keras.layers.Dense(1, name="value")(joined),
+                },
+            )
+        )
         made.compile(
-            "adam", {"label": "sparse_categorical_crossentropy", "value": "mse"},
-            loss_weights={"label": 1.0, "value": 0.5}, metrics={"label": "accuracy"},
+            "adam",
+            {"label": "sparse_categorical_crossentropy", "value": "mse"},
+            loss_weights={"label": 1.0, "value": 0.5},
+            metrics={"label": "accuracy"},
         )
     history = fit(made, x={"a": X, "b": X}, y={"label": Y, "value": X[:, :1]})
     found = made.predict({"a": X, "b": X}, verbose=0)
@@ -201,10 +237,16 @@ def batch_normalization_and_dropout_run() -> Any:
 def embedding() -> Any:
     keras.utils.set_random_seed(1)
     with STRATEGY.scope():
-        made = prepare(keras.Sequential([
-            keras.Input((7,), dtype="int32"), keras.layers.Embedding(20, 4),
-            keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3, "softmax"),
-        ]))
+        made = prepare(
+            keras.Sequential(
+                [
+                    keras.Input((7,), dtype="int32"),
+                    keras.layers.Embedding(20, 4),
+                    keras.layers.GlobalAveragePooling1D(),
+                    keras.layers.Dense(3, "softmax"),
+                ]
+            )
+        )
         made.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy")
     return fit(made, x=np.arange(96 * 7).reshape(96, 7) % 20)
 
@@ -232,7 +274,8 @@ class Gan(keras.Model):
         noise, rows = tf.ones((tf.shape(x)[0], 2)), tf.shape(x)[0]
         with tf.GradientTape() as tape:
             loss = self.loss_function(tf.ones((rows, 1)), self.judge(x)) + self.loss_function(
-                tf.zeros((rows, 1)), self.judge(self.generator(noise)))
+                tf.zeros((rows, 1)), self.judge(self.generator(noise))
+            )
         weights = self.judge.trainable_weights
         self.judge_optimizer.apply(tape.gradient(loss, weights), weights)
         with tf.GradientTape() as tape:
@@ -249,8 +292,10 @@ def two_optimizers() -> Any:
     keras.utils.set_random_seed(1)
     with STRATEGY.scope():
         made = prepare(Gan())
-        made.compile([keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)],
-                     keras.losses.BinaryCrossentropy(from_logits=True))
+        made.compile(
+            [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)],
+            keras.losses.BinaryCrossentropy(from_logits=True),
+        )
     return fit(made, y=None, shuffle=False)
 
 
@@ -279,8 +324,11 @@ def logs_that_are_no_metrics() -> Any:
 @behaviour
 def one_batch_at_a_time() -> Any:
     made = model()
-    return [made.train_on_batch(X[:25], Y[:25]), made.test_on_batch(X, Y, return_dict=True),
-            made.predict_on_batch(X[:5]).tolist()]
+    return [
+        made.train_on_batch(X[:25], Y[:25]),
+        made.test_on_batch(X, Y, return_dict=True),
+        made.predict_on_batch(X[:5]).tolist(),
+    ]
 
 
 @behaviour
@@ -303,8 +351,12 @@ def saved_as_plain_keras_and_loaded_again() -> Any:
     with STRATEGY.scope():
         again = prepare(keras.saving.load_model(file))
     same = np.array_equal(made.predict(X, verbose=0), again.predict(X, verbose=0))
-    return [type(made).__name__, isinstance(made, keras.Sequential), same,
-            fit(again, shuffle=False) == fit(made, shuffle=False)]
+    return [
+        type(made).__name__,
+        isinstance(made, keras.Sequential),
+        same,
+        fit(again, shuffle=False) == fit(made, shuffle=False),
+    ]
 
 
 @behaviour
@@ -439,8 +491,12 @@ def _clipped_step(*, mended: bool) -> float:
         optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
         optimizer.build([variable])
     if mended:
-        keras_compat.take_reduced_gradients(optimizer, lambda gradients: [
-            g / 2 for g in tf.distribute.get_replica_context().all_reduce("SUM", gradients)])
+        keras_compat.take_reduced_gradients(
+            optimizer,
+            lambda gradients: [
+                g / 2 for g in tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+            ],
+        )
 
     def step() -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group

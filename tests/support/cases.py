@@ -155,7 +155,9 @@ class Case:
 
 def _kinds() -> dict[str, Case]:
     builders = {
-        "functional": functional, "sequential": sequential, "subclassed": Subclassed,
+        "functional": functional,
+        "sequential": sequential,
+        "subclassed": Subclassed,
         "custom_step": CustomStep,
     }
     return {
@@ -187,7 +189,9 @@ CASES: dict[str, Case] = {
 IN_ALL_SIZES = ["functional-sgd", "functional-adam", "uneven", "uneven-custom_step", "clipped"]
 
 
-def run_case(name: str, case: Case, strategy: tf.distribute.Strategy, plain: bool) -> dict[str, Any]:
+def run_case(
+    name: str, case: Case, strategy: tf.distribute.Strategy, plain: bool
+) -> dict[str, Any]:
     """Returns what three epochs of a case leave, as arrays by name."""
     keras.utils.set_random_seed(7)
     with strategy.scope():
@@ -195,14 +199,20 @@ def run_case(name: str, case: Case, strategy: tf.distribute.Strategy, plain: boo
         if case.prepare_first and not plain:
             prepare(model)
         model.compile(
-            OPTIMIZERS[case.optimizer](), "sparse_categorical_crossentropy",
-            metrics=["accuracy"], **case.compile,
+            OPTIMIZERS[case.optimizer](),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            **case.compile,
         )
         if not case.prepare_first and not plain:
             prepare(model)
     history = model.fit(
-        **case.feed(case.rows, case.batch), epochs=3, shuffle=False, verbose=0,
-        validation_data=(XV, YV), validation_batch_size=16,
+        **case.feed(case.rows, case.batch),
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        validation_data=(XV, YV),
+        validation_batch_size=16,
     ).history
     left = {f"history/{key}": np.array(values) for key, values in history.items()}
     left |= {f"weight/{i}": w for i, w in enumerate(model.get_weights())}

@@ -71,12 +71,18 @@ class Processes:
     ) -> subprocess.Popen[bytes]:
         self._folder.mkdir(parents=True, exist_ok=True)
         number = len(self._started)
-        with open(self._log(number, "stdout"), "wb") as out, open(
-            self._log(number, "stderr"), "wb"
-        ) as err:
+        with (
+            open(self._log(number, "stdout"), "wb") as out,
+            open(self._log(number, "stderr"), "wb") as err,
+        ):
             process = subprocess.Popen(
-                [sys.executable, *argv], stdout=out, stderr=err, cwd=cwd,
-                env=clean_env(env), stdin=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, *argv],
+                stdout=out,
+                stderr=err,
+                cwd=cwd,
+                env=clean_env(env),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self._started.append((process, time.monotonic()))
         return process
@@ -93,8 +99,12 @@ class Processes:
                     f"process {number} was still running after {limit_s} s\n{self.logs()}"
                 ) from None
             finished.append(
-                Finished(process.returncode, self._read(number, "stdout"),
-                         self._read(number, "stderr"), time.monotonic() - started)
+                Finished(
+                    process.returncode,
+                    self._read(number, "stdout"),
+                    self._read(number, "stderr"),
+                    time.monotonic() - started,
+                )
             )
         return finished
 
@@ -134,8 +144,13 @@ def processes(folder: Path) -> Iterator[Processes]:
 
 
 def run_workers(
-    argv: Sequence[str], count: int, folder: Path, *, limit_s: float,
-    env: Mapping[str, str] | None = None, cwd: Path = ROOT,
+    argv: Sequence[str],
+    count: int,
+    folder: Path,
+    *,
+    limit_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> list[Finished]:
     """Runs the same command as `count` workers with TF_CONFIG on loopback.
 
@@ -152,7 +167,11 @@ def run_workers(
 
 
 def run(
-    argv: Sequence[str], folder: Path, *, limit_s: float, env: Mapping[str, str] | None = None,
+    argv: Sequence[str],
+    folder: Path,
+    *,
+    limit_s: float,
+    env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> Finished:
     """Runs one command to its end, within a limit."""

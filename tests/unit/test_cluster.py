@@ -36,10 +36,14 @@ def test_tf_config_round_trip(rank: int) -> None:
 
 
 def test_accepts_master_extra_keys_and_a_text_index() -> None:
-    text = json.dumps({
-        "cluster": {"master": ["m:1"], "worker": ["a:1"]}, "environment": "cloud", "job": {},
-        "task": {"type": "master", "index": "0", "cloud": "x"},
-    })
+    text = json.dumps(
+        {
+            "cluster": {"master": ["m:1"], "worker": ["a:1"]},
+            "environment": "cloud",
+            "job": {},
+            "task": {"type": "master", "index": "0", "cloud": "x"},
+        }
+    )
     cluster = Cluster.from_tf_config(text)
     assert (cluster.chief, cluster.task.type, cluster.size) == ("m:1", "chief", 2)
 
@@ -65,10 +69,16 @@ TWO = ["a:1", "b:2"]
         (config({}), r"\['cluster'\] is {}"),
         (config({"evaluator": ["e:1"]}), "no worker"),
         (json.dumps({"cluster": {"worker": TWO}}), r"\['task'\] is None"),
-        (config({"worker": TWO}, {"type": "worker", "index": 2}), r"index is 2.*2 addresses \(0..1"),
+        (
+            config({"worker": TWO}, {"type": "worker", "index": 2}),
+            r"index is 2.*2 addresses \(0..1",
+        ),
         (config({"worker": TWO}, {"type": "worker", "index": -1}), "index is -1"),
         (config({"worker": TWO}, {"type": "worker", "index": True}), "index is True"),
-        (config({"worker": TWO}, {"type": "wroker", "index": 0}), "'wroker'.*did you mean 'worker'"),
+        (
+            config({"worker": TWO}, {"type": "wroker", "index": 0}),
+            "'wroker'.*did you mean 'worker'",
+        ),
         (config({"worker": TWO}, {"type": "chief", "index": 0}), "no 'chief' job"),
         (config({"worker": TWO, "ps": ["p:1"]}), "'ps'.*Parameter servers"),
         (config({"worker": "a:1"}), "must be a list"),

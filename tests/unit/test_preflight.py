@@ -39,7 +39,11 @@ def test_a_job_is_resolved_and_has_its_data(
     monkeypatch.chdir(tmp_path)
     job = preflight.check(FitConfig(), env={})
     assert job.data is not None
-    assert (job.config.model, job.config.global_batch_size, len(job.data.train)) == ("cnn", 64, 1197)
+    assert (job.config.model, job.config.global_batch_size, len(job.data.train)) == (
+        "cnn",
+        64,
+        1197,
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,10 +54,12 @@ def test_a_built_in_model_needs_plain_arrays() -> None:
 
 @pytest.fixture
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "userside.py").write_text(textwrap.dedent("""
+    (tmp_path / "userside.py").write_text(
+        textwrap.dedent("""
         value = 3
         def load(): return 1
-    """))
+    """)
+    )
     (tmp_path / "broken.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 

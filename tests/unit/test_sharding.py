@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,13 +18,14 @@ def test_shares_are_a_partition_in_order(rows: int, replicas: int) -> None:
     shares = [share_bounds(rows, replicas, r) for r in range(replicas)]
     assert shares[0][0] == 0
     assert shares[-1][1] == rows
-    assert all(stop == start for (_, stop), (start, _) in zip(shares, shares[1:], strict=False))
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(shares))
 
 
 @given(rows=ROWS, replicas=REPLICAS)
 def test_shares_are_balanced_to_one(rows: int, replicas: int) -> None:
-    sizes = [stop - start for start, stop in (share_bounds(rows, replicas, r)
-                                              for r in range(replicas))]
+    sizes = [
+        stop - start for start, stop in (share_bounds(rows, replicas, r) for r in range(replicas))
+    ]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
 
@@ -43,6 +46,7 @@ def test_workers_do_not_matter(rows: int, replicas: int, workers: int) -> None:
     local = replicas // workers
     by_worker = [
         share_bounds(rows, replicas, worker * local + i)
-        for worker in range(workers) for i in range(local)
+        for worker in range(workers)
+        for i in range(local)
     ]
     assert by_worker == [share_bounds(rows, replicas, r) for r in range(replicas)]

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti.trainer import state_of
+from tfmulti.stopping import state_of
 
 
 class Throughput(keras.callbacks.Callback):
@@ -26,7 +26,9 @@ class Throughput(keras.callbacks.Callback):
     """
 
     def __init__(
-        self, replicas: int, folder: Path | None = None,
+        self,
+        replicas: int,
+        folder: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()

@@ -40,7 +40,12 @@ def resnet50(spec: DataSpec) -> keras.Model:
 
 def _conv_norm(x: Any, filters: int, kernel: int, stride: int = 1, *, relu: bool = True) -> Any:
     x = layers.Conv2D(
-        filters, kernel, stride, padding="same", use_bias=False, kernel_initializer="he_normal",
+        filters,
+        kernel,
+        stride,
+        padding="same",
+        use_bias=False,
+        kernel_initializer="he_normal",
         kernel_regularizer=keras.regularizers.L2(1e-4),
     )(x)
     x = layers.BatchNormalization(momentum=0.9, epsilon=1e-5, synchronized=True)(x)

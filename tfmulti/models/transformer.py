@@ -21,7 +21,7 @@ _WIDTH, _HEADS, _DEPTH, _DROPOUT = 128, 4, 4, 0.1
 def vit(spec: DataSpec) -> keras.Model:
     """Returns a small vision transformer: width 128, 4 blocks, patches as the image allows."""
     inputs, x = model_input(spec)
-    height, width, channels = spec.input_shape
+    height, width, _ = spec.input_shape
     size = patch_size(height, width)
     count = (height // size) * (width // size)
     x = layers.Conv2D(_WIDTH, size, size, name="patches")(x)
@@ -33,8 +33,9 @@ def text_classifier(spec: DataSpec) -> keras.Model:
     """Returns a transformer over token sequences: width 128, 4 blocks, mean of positions."""
     inputs, x = model_input(spec)
     x = layers.Embedding(spec.vocabulary_size, _WIDTH, name="tokens")(x)
-    return keras.Model(inputs, model_output(spec, _encode(x, spec.input_shape[0])),
-                       name="transformer")
+    return keras.Model(
+        inputs, model_output(spec, _encode(x, spec.input_shape[0])), name="transformer"
+    )
 
 
 def patch_size(height: int, width: int) -> int:

@@ -11,7 +11,11 @@ from tfmulti.sources.data import CLASSIFICATION, Data, DataSpec, labelled
 from tfmulti.sources.options import parse_options
 
 _DEFAULTS: dict[str, Any] = {
-    "shape": (28, 28, 1), "classes": 10, "examples": 1024, "tokens": None, "vocabulary": 1000,
+    "shape": (28, 28, 1),
+    "classes": 10,
+    "examples": 1024,
+    "tokens": None,
+    "vocabulary": 1000,
 }
 
 
@@ -35,6 +39,7 @@ def load(options: str, seed: int) -> Data:
     rng = np.random.default_rng(seed)
     rows = examples + max(1, examples // 8)
     labels = rng.integers(classes, size=rows)
+    x: np.ndarray
     if length is None:
         shape = chosen["shape"]
         x = rng.standard_normal((rows, *shape), dtype=np.float32)
@@ -46,5 +51,8 @@ def load(options: str, seed: int) -> Data:
         own = rng.random((rows, length)) < 0.1
         x[own] = np.broadcast_to(labels[:, None] + 1, x.shape)[own]
         spec = DataSpec((length,), "int32", CLASSIFICATION, classes, vocabulary_size=vocabulary)
-    train, validation = (labelled(x[s], labels[s]) for s in (slice(examples), slice(examples, None)))
-    return Data(train=train, validation=validation, spec=spec)
+    return Data(
+        train=labelled(x[:examples], labels[:examples]),
+        validation=labelled(x[examples:], labels[examples:]),
+        spec=spec,
+    )

@@ -1,0 +1,130 @@
+"""Puts a run together: devices, data, batch and model, on every worker alike."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from tfmulti import preflight, registry
+from tfmulti.config import FitConfig
+from tfmulti.console import quiet_stderr, speaker
+from tfmulti.errors import ConfigError
+from tfmulti.models import user as user_model
+from tfmulti.optimizers import make_optimizer
+from tfmulti.selection import BatchSizes, Selection, batch_sizes, select
+from tfmulti.sharding import steps_per_epoch
+from tfmulti.signals import default_signals
+from tfmulti.sources import user as user_data
+from tfmulti.sources.data import CLASSIFICATION, Data, size_of, with_validation
+from tfmulti.strategies import Placement, build_strategy, placement_of
+from tfmulti.trainer import prepare
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run has once its devices are there."""
+
+    config: FitConfig
+    selection: Selection
+    strategy: tf.distribute.Strategy
+    place: Placement
+    data: Data
+    batch: BatchSizes
+    steps_per_epoch: int | None
+
+    @property
+    def epochs(self) -> int:
+        assert self.config.epochs is not None
+        return self.config.epochs
+
+
+def set_up(job: preflight.Job) -> Setup:
+    """Returns the devices, the data and the batch of a job. Waits for the other workers."""
+    config = job.config
+    with quiet_stderr():
+        gpus = len(tf.config.list_physical_devices("GPU"))
+    selection = select(config.strategy, replicas=config.replicas, cluster=job.cluster, gpus=gpus)
+    chief = job.cluster is None or job.cluster.is_chief
+    say = speaker(chief)
+    several = selection.strategy == "multi_worker_mirrored"
+    if chief and several and job.cluster is not None:
+        say("waiting", f"for the {job.cluster.size} workers {', '.join(job.cluster.addresses)}")
+    if not gpus and preflight.visible_gpus(os.environ):
+        say(
+            "warning",
+            "this machine has GPUs, but TensorFlow does not see them. "
+            "Install with: pip install '.[gpu]'",
+        )
+    with quiet_stderr(), default_signals() if several else contextlib.nullcontext():
+        strategy = build_strategy(selection, job.cluster)
+    place = placement_of(strategy)
+    batch = batch_sizes(config.global_batch_size, config.per_replica_batch_size, place.replicas)
+    keras.utils.set_random_seed(config.seed)
+    keras.config.set_dtype_policy(config.precision)
+    data = job.data or load_user_data(config, batch)
+    preflight.check_batch(config, data, place.replicas)
+    return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
+
+
+def load_user_data(config: FitConfig, batch: BatchSizes) -> Data:
+    function = registry.load_place("dataset", config.dataset)
+    data = user_data.load(config.dataset, function, batch.global_batch_size)
+    preflight.check_model_takes(config, data)
+    return with_validation(data, config.validation_fraction, config.seed)
+
+
+def count_steps(config: FitConfig, data: Data, batch: BatchSizes) -> int | None:
+    """Returns the steps of an epoch, or None where only reading the data tells."""
+    if config.steps_per_epoch is not None:
+        return config.steps_per_epoch
+    rows = size_of(data.train)
+    if rows is not None:
+        return steps_per_epoch(rows, batch.global_batch_size)
+    if isinstance(data.train, keras.utils.PyDataset):
+        return data.train.num_batches  # type: ignore[no-any-return]
+    if isinstance(data.train, tf.data.Dataset):
+        count = int(data.train.cardinality())
+        return count if count > 0 else None
+    return None
+
+
+def make_model(setup: Setup) -> keras.Model:
+    """Returns the compiled, prepared model. Runs on every worker, inside the scope."""
+    config, data = setup.config, setup.data
+    assert config.model is not None
+    build = registry.load_place("model", registry.model_entry(config.model).place)
+    if config.model in registry.MODELS:
+        model = build(data.spec)
+    else:
+        model = user_model.build(config.model, build, data.spec)
+    prepare(model, seed=config.seed)
+    if not model.compiled:
+        classifies = data.spec is None or data.spec.task == CLASSIFICATION
+        model.compile(
+            make_optimizer(config, setup.batch.global_batch_size, total_steps(setup)),
+            loss="sparse_categorical_crossentropy" if classifies else "mse",
+            metrics=["accuracy" if classifies else "mae"],
+            steps_per_execution=config.steps_per_execution,
+        )
+    return model
+
+
+def total_steps(setup: Setup) -> int:
+    """Returns the optimizer steps of the whole run, which a schedule must know.
+
+    Raises:
+        ConfigError: they are not known and the schedule needs them.
+    """
+    if setup.steps_per_epoch is not None:
+        return setup.steps_per_epoch * setup.epochs
+    if setup.config.learning_rate_decay != "constant":
+        raise ConfigError(
+            f"--learning_rate_decay {setup.config.learning_rate_decay} needs the number of steps, "
+            f"but --dataset {setup.config.dataset} does not tell its length. "
+            "Give --steps_per_epoch."
+        )
+    return setup.config.warmup_steps + 1

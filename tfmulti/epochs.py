@@ -1,0 +1,254 @@
+"""The loops inside `fit`, `evaluate` and `predict`, run alike by every worker.
+
+No decision here is one worker's own: how many steps, when to stop and whether to evaluate
+follow from values that are the same everywhere (the votes of `stopping` among them).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import steps, stopping
+from tfmulti.errors import DataError
+from tfmulti.feed import Feed
+from tfmulti.stopping import state_of
+from tfmulti.strategies import placement_of
+
+Logs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Training:
+    """One call of `fit`: the data, how long, and what is evaluated when.
+
+    `epochs` is the last epoch's number, as in Keras; `steps_per_epoch` None takes each batch
+    of the data once.
+    """
+
+    feed: Feed
+    callbacks: keras.callbacks.CallbackList
+    initial_epoch: int
+    epochs: int
+    steps_per_epoch: int | None
+    validation: Feed | None = None
+    validation_steps: int | None = None
+    validation_freq: Any = 1
+
+    @property
+    def steps(self) -> int | None:
+        """The steps of an epoch, or None where only reading tells."""
+        return self.steps_per_epoch or self.feed.steps
+
+    @property
+    def one_iterator(self) -> bool:
+        """Whether the data goes on from epoch to epoch instead of starting anew."""
+        return self.feed.endless or self.steps_per_epoch is not None
+
+    def validates(self, epoch: int) -> bool:
+        frequency = self.validation_freq
+        if self.validation is None:
+            return False
+        if isinstance(frequency, int):
+            return (epoch + 1) % frequency == 0
+        return epoch + 1 in frequency
+
+
+def train(model: keras.Model, training: Training) -> Logs:
+    """Runs the epochs and returns the last one's logs."""
+    several = placement_of(model.distribute_strategy).workers > 1
+    vote = steps.make_vote(model.distribute_strategy) if several else None
+    callbacks, state = training.callbacks, state_of(model)
+    logs: Logs = {}
+    iterator = None
+    for epoch in range(training.initial_epoch, training.epochs):
+        model.reset_metrics()
+        callbacks.on_epoch_begin(epoch)
+        if iterator is None or not training.one_iterator:
+            iterator = training.feed.iterate(epoch * (training.steps or 0))
+        logs, ended = _epoch(model, iterator, training)
+        if ended:
+            iterator = None
+        training.feed.end_epoch()
+        if training.validates(epoch) and state.stopped_by is None:
+            found = model.evaluate(
+                training.validation,
+                steps=training.validation_steps,
+                callbacks=callbacks,
+                return_dict=True,
+            )
+            logs |= {f"val_{name}": value for name, value in found.items()}
+        if state.stopped_by is not None:
+            break  # part of an epoch is no epoch: histories hold whole ones
+        callbacks.on_epoch_end(epoch, logs)
+        wish = bool(model.stop_training)
+        if _stops(model, wish, vote(_votes(model, wish)) if vote else None):
+            break
+    return logs
+
+
+def _epoch(model: keras.Model, iterator: Any, training: Training) -> tuple[Logs, bool]:
+    """Trains one epoch and returns its last logs, and whether the data came to its end."""
+    logs: Logs = {}
+    state = state_of(model)
+    for first, last in _executions(training.steps, model.steps_per_execution):
+        training.callbacks.on_train_batch_begin(first)
+        wish = bool(model.stop_training)
+        outcome = run(model, model.train_function, iterator, last - first + 1, wish)
+        if outcome is None:
+            _check_data_was_enough(training.steps, first)
+            return as_floats(logs), True
+        logs = outcome.logs
+        state.steps += last - first + 1
+        state.examples += int(outcome.rows)
+        training.callbacks.on_train_batch_end(last, logs)
+        if _stops(model, bool(model.stop_training), outcome.votes):
+            model.stop_training = True
+            break
+    return as_floats(logs), False
+
+
+def evaluate(
+    model: keras.Model, feed: Feed, count: int | None, callbacks: keras.callbacks.CallbackList
+) -> Logs:
+    """Returns loss and metrics over the feed's first `count` batches (None: all)."""
+    model.stop_evaluating = False
+    callbacks.on_test_begin()
+    model.reset_metrics()
+    logs: Logs = {}
+    iterator = feed.iterate(0)
+    for first, last in _executions(count, model.steps_per_execution):
+        callbacks.on_test_batch_begin(first)
+        wish = bool(model.stop_evaluating)
+        outcome = run(model, model.test_function, iterator, last - first + 1, wish)
+        if outcome is None:
+            _check_data_was_enough(count, first)
+            break
+        logs = outcome.logs
+        callbacks.on_test_batch_end(last, logs)
+        if _stops(model, bool(model.stop_evaluating), outcome.votes):
+            break
+    feed.end_epoch()
+    logs = as_floats(logs)
+    callbacks.on_test_end(logs)
+    return logs
+
+
+def predict(
+    model: keras.Model, feed: Feed, count: int | None, callbacks: keras.callbacks.CallbackList
+) -> Any:
+    """Returns the outputs of the feed's first `count` batches (None: all), rows in order."""
+    model.stop_predicting = False
+    callbacks.on_predict_begin()
+    batches = []
+    iterator = feed.iterate(0)
+    for first, last in _executions(count, 1):
+        callbacks.on_predict_batch_begin(first)
+        try:
+            outputs = model.predict_function(iterator)
+        except tf.errors.OutOfRangeError:
+            _check_data_was_enough(count, first)
+            break
+        batches.append(outputs)
+        callbacks.on_predict_batch_end(last, {"outputs": outputs})
+        if model.stop_predicting:
+            break
+    feed.end_epoch()
+    callbacks.on_predict_end()
+    return tf.nest.map_structure(concatenated, *batches)
+
+
+def run(
+    model: keras.Model, execute: steps.Execution, source: Any, count: int, wish: bool
+) -> steps.Outcome | None:
+    """Returns what an execution gave, or None where the data has come to its end.
+
+    `wish` is whether this worker wants to stop.
+
+    Raises:
+        DataError: the workers do not read the same batches; on all workers alike.
+    """
+    try:
+        outcome = execute(source, count, _votes(model, wish))
+    except tf.errors.OutOfRangeError:
+        return None
+    several = placement_of(model.distribute_strategy).workers > 1
+    if several and float(outcome.digest_spread) > 0.1:
+        raise DataError(
+            "the workers read different batches: the data is shuffled without a seed, or is not "
+            "the same on all workers. Give shuffle(seed=...), or pass arrays, which tfmulti "
+            "shuffles alike everywhere."
+        )
+    return outcome
+
+
+def as_floats(logs: Logs) -> Logs:
+    """Returns logs with scalars as floats, and vectors as lists."""
+    arrays = {name: np.asarray(value) for name, value in logs.items()}
+    return {name: float(a) if a.ndim == 0 else a.tolist() for name, a in arrays.items()}
+
+
+def concatenated(*parts: Any) -> Any:
+    """Returns the rows of all parts together; dense ones as an array."""
+    joined = tf.concat(parts, axis=0) if len(parts) > 1 else parts[0]
+    return joined.numpy() if isinstance(joined, tf.Tensor) else joined
+
+
+def draw_seed(model: keras.Model) -> int:
+    """Returns the seed of the data order, the same on all workers."""
+    seed = state_of(model).seed
+    if seed is not None:
+        return seed
+    drawn = int(np.random.randint(2**20))  # float32 carries it exactly, times 16 replicas
+    place = placement_of(model.distribute_strategy)
+    if place.workers == 1:
+        return drawn
+    vote = steps.make_vote(model.distribute_strategy)
+    return round(vote([drawn if place.is_chief else 0])[0] / place.local_replicas)
+
+
+def _executions(count: int | None, steps_per_execution: int) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last step of each execution of an epoch.
+
+    Where the number of steps is unknown an execution is one step: the data may end anywhere.
+    """
+    if count is None:
+        yield from ((step, step) for step in itertools.count())
+    else:
+        for first in range(0, count, steps_per_execution):
+            yield first, min(first + steps_per_execution, count) - 1
+
+
+def _votes(model: keras.Model, wish: bool) -> list[float]:
+    return stopping.votes(wish, state_of(model).interrupted)
+
+
+def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
+    """Returns whether to stop here: the same answer on all workers at the same step.
+
+    With one worker a wish counts at once; with several, when the others know of it.
+    """
+    alone = placement_of(model.distribute_strategy).workers == 1
+    reason = stopping.verdict(_votes(model, wish) if alone else np.asarray(counted).tolist())
+    if reason in ("SIGINT", "SIGTERM"):
+        state_of(model).stopped_by = reason
+        model.stop_training = True
+    return reason is not None
+
+
+def _check_data_was_enough(count: int | None, seen: int) -> None:
+    if seen == 0:
+        raise DataError("the data has no batches. Give a Dataset that yields at least one.")
+    if count is not None:
+        warnings.warn(
+            f"the data ended after {seen} of {count} steps. "
+            "Use Dataset.repeat(), or ask for fewer steps.",
+            stacklevel=4,
+        )

@@ -1,0 +1,72 @@
+"""What must hold of a model before it is trained, and building what is not built yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfmulti import keras_compat
+from tfmulti.errors import ModelError
+
+
+def check_compiled(model: keras.Model) -> None:
+    """Raises ModelError where `compile` was not called."""
+    if not model.compiled:
+        raise ModelError("the model is not compiled. Call model.compile(...) first.")
+
+
+def check_overrides(model: keras.Model) -> None:
+    """Raises ModelError where the model's class replaces what `prepare` replaces."""
+    for name in ("make_train_function", "make_test_function", "make_predict_function"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise ModelError(
+                f"{type(model).__name__} overrides {name}, which is what prepare() replaces. "
+                f"Override {name.split('_')[1]}_step instead."
+            )
+
+
+def check_scope(model: keras.Model) -> None:
+    """Raises ModelError where a variable was made outside the strategy's scope."""
+    strategy = model.distribute_strategy
+    parts = {
+        "model": model.variables,
+        "optimizer": [v for o in optimizers_of(model) for v in o.variables],
+        "metrics": [v for metric in model.metrics for v in metric.variables],
+    }
+    for name, variables in parts.items():
+        for variable in variables:
+            if not strategy.extended.variable_created_in_scope(variable.value):
+                raise ModelError(
+                    f"the {name}'s variable {variable.path!r} was not made inside the "
+                    "strategy's scope, so its replicas would drift apart. Build and compile the "
+                    "model inside 'with strategy.scope():'."
+                )
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the compiled optimizer, and those that the model holds for its own train_step."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    optimizers = [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
+    return list({id(o): o for o in optimizers}.values())
+
+
+def build(model: keras.Model, specs: Any) -> None:
+    """Builds what a batch of this form needs, in the scope. Every worker calls it.
+
+    Raises:
+        ModelError: a part was made outside the scope.
+    """
+    try:
+        with model.distribute_strategy.scope():
+            keras_compat.build_from_specs(model, specs)
+    except RuntimeError as error:
+        if "Mixing different tf.distribute.Strategy" in str(error):
+            raise ModelError(
+                "the optimizer was made outside the strategy's scope. Make it and compile the "
+                "model inside 'with strategy.scope():'."
+            ) from None
+        if type(model).train_step is keras.Model.train_step:
+            raise
+        # A train_step of its own may need no call(), as a GAN's: its parts are built.
+    check_scope(model)

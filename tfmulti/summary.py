@@ -1,0 +1,117 @@
+"""What a run says of itself: before it starts, when it is done, and as a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tfmulti import artifacts
+from tfmulti.assembly import Setup
+from tfmulti.callbacks.throughput import Throughput
+from tfmulti.console import Say, number, speaker
+from tfmulti.optimizers import peak_learning_rate
+from tfmulti.report import FitReport
+from tfmulti.rundir import RunDir
+from tfmulti.sources.data import size_of
+from tfmulti.stopping import state_of
+from tfmulti.strategies import device_names
+
+
+def describe(setup: Setup, model: keras.Model) -> None:
+    """Prints what will run, where, and why."""
+    say, config, batch, place = say_for(setup), setup.config, setup.batch, setup.place
+    say("strategy", f"{setup.selection.strategy} ({setup.selection.why})")
+    workers = f"{place.workers} workers × " if place.workers > 1 else ""
+    say(
+        "devices",
+        f"{workers}{', '.join(device_names(setup.strategy))}: "
+        f"{place.replicas} replica{'s' if place.replicas > 1 else ''}",
+    )
+    sizes = {name: size_of(getattr(setup.data, name)) for name in ("train", "validation", "test")}
+    words = [f"{rows:,} {name}" for name, rows in sizes.items() if rows is not None]
+    form = f" ({setup.data.spec.describe()})" if setup.data.spec else ""
+    say("data", f"{config.dataset}: {', '.join(words) or 'batches of its own'}{form}")
+    built = f"{model.count_params():,} parameters, " if model.built else ""
+    say("model", f"{config.model}: {built}{config.precision}, {optimizer_words(setup, model)}")
+    uneven = "" if batch.divides else " at most"
+    steps = f"{setup.steps_per_epoch} steps" if setup.steps_per_epoch else "all batches"
+    say(
+        "batch",
+        f"{batch.global_batch_size} global ={uneven} {batch.per_replica_batch_size} per "
+        f"replica × {place.replicas}; {setup.epochs} epoch{'s' if setup.epochs > 1 else ''} of "
+        f"{steps}",
+    )
+
+
+def optimizer_words(setup: Setup, model: keras.Model) -> str:
+    """Returns the optimizer in words, such as `adam at 0.003`."""
+    config = setup.config
+    made_here = str(config.optimizer)
+    if type(getattr(model.optimizer, "inner_optimizer", model.optimizer)).__name__.lower() != (
+        made_here
+    ):
+        return f"{type(model.optimizer).__name__} of the model's own"
+    rate = peak_learning_rate(config, setup.batch.global_batch_size)
+    scaled = f" (scaled from {config.learning_rate:g})" if config.scale_learning_rate else ""
+    return f"{made_here} at {rate:g}{scaled}"
+
+
+def make_report(
+    setup: Setup,
+    model: keras.Model,
+    run_dir: RunDir | None,
+    history: dict[str, list[float]],
+    metrics: dict[str, float],
+    seconds: float,
+    throughput: Throughput,
+) -> FitReport:
+    state = state_of(model)
+    # One execution alone leaves nothing to measure but itself, tracing included.
+    speed = throughput.examples_per_second or state.examples / seconds
+    return FitReport(
+        strategy=setup.selection.strategy,
+        why=setup.selection.why,
+        devices=device_names(setup.strategy),
+        workers=setup.place.workers,
+        replicas=setup.place.replicas,
+        global_batch_size=setup.batch.global_batch_size,
+        per_replica_batch_size=setup.batch.per_replica_batch_size,
+        epochs=len(history.get("loss", next(iter(history.values()), []))),
+        steps=state.steps,
+        examples=state.examples,
+        parameters=model.count_params(),
+        metrics={name: v for name, v in metrics.items() if isinstance(v, float)},
+        history=history,
+        seconds=seconds,
+        examples_per_second=speed,
+        weights_sha256=artifacts.weights_sha256(model),
+        stopped_by=state.stopped_by,
+        run_dir=str(run_dir.path) if run_dir else None,
+        versions={"tensorflow": tf.__version__, "keras": keras.__version__},
+    )
+
+
+def summarize(setup: Setup, report: FitReport) -> None:
+    """Prints the final metrics, the throughput and where everything is."""
+    say = say_for(setup)
+    if report.stopped_by:
+        say("stopped", f"by {report.stopped_by} after step {report.steps}; saved what was reached")
+    words = [f"{name} {number(value)}" for name, value in report.metrics.items()]
+    say("metrics", ", ".join(words) or "none: no epoch was finished")
+    say(
+        "speed",
+        f"{report.steps} steps, {report.examples:,} examples in "
+        f"{number(report.seconds)} s; {number(report.examples_per_second)} examples/s",
+    )
+    if report.run_dir is not None:
+        files = ", ".join(sorted(p.name for p in Path(report.run_dir).iterdir()))
+        say("written", f"{report.run_dir}: {files}")
+    if setup.config.export_dir is not None and report.run_dir is not None:
+        say("exported", setup.config.export_dir)
+
+
+def say_for(setup: Setup) -> Say:
+    """Returns what prints on the chief and is silent elsewhere."""
+    return speaker(setup.place.is_chief)
