@@ -29,9 +29,11 @@ def describe(setup: Setup, model: keras.Model) -> None:
         f"{workers}{', '.join(device_names(setup.strategy))}: "
         f"{place.replicas} replica{'s' if place.replicas > 1 else ''}",
     )
-    sizes = {name: size_of(getattr(setup.data, name)) for name in ("train", "validation", "test")}
+    data = setup.data
+    parts = {"training": data.train, "validation": data.validation, "test": data.test}
+    sizes = {name: size_of(part) for name, part in parts.items()}
     words = [f"{rows:,} {name}" for name, rows in sizes.items() if rows is not None]
-    form = f" ({setup.data.spec.describe()})" if setup.data.spec else ""
+    form = f" ({data.spec.describe()})" if data.spec else ""
     say("data", f"{config.dataset}: {', '.join(words) or 'batches of its own'}{form}")
     built = f"{model.count_params():,} parameters, " if model.built else ""
     say("model", f"{config.model}: {built}{config.precision}, {optimizer_words(setup, model)}")
