@@ -26,8 +26,6 @@ from tfmulti.config import FitConfig, base_type, read_config_file
 from tfmulti.console import quiet_stderr
 from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
 
-_INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-
 
 def make_flags() -> flags.FlagValues:
     """Returns one flag for each field of `FitConfig`, and `--config` and `--help`."""
@@ -113,7 +111,7 @@ def help_text() -> str:
         flag = values[name]
         default = f" (default: {flag.default})" if flag.default not in (None, False) else ""
         lines.append(f"  --{name}")
-        lines.append(textwrap.fill(f"{flag.help}{default}", 78, **_INDENT))
+        lines.append(textwrap.indent(textwrap.fill(f"{flag.help}{default}", 72), " " * 6))
     return "\n".join(lines)
 
 

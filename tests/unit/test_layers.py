@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import doctest
-import importlib
 import json
 import subprocess
 import sys
@@ -119,11 +117,6 @@ def test_private_names_are_touched_in_one_place() -> None:
         if word in path.read_text() and name != "keras_compat"
     ]
     assert not guilty
-
-
-@pytest.mark.parametrize("name", STANDARD_LIBRARY_ALONE)
-def test_doctests(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"tfmulti.{name}")).failed == 0
 
 
 def test_public_names_are_lazy_and_all_there() -> None:
