@@ -51,7 +51,7 @@ def set_up(job: preflight.Job) -> Setup:
     chief = job.cluster is None or job.cluster.is_chief
     say = speaker(chief)
     several = selection.strategy == "multi_worker_mirrored"
-    if chief and several and job.cluster is not None:
+    if chief and several and job.cluster is not None and job.cluster.size > 1:
         say("waiting", f"for the {job.cluster.size} workers {', '.join(job.cluster.addresses)}")
     if not gpus and preflight.visible_gpus(os.environ):
         say(
@@ -64,7 +64,6 @@ def set_up(job: preflight.Job) -> Setup:
     place = placement_of(strategy)
     batch = batch_sizes(config.global_batch_size, config.per_replica_batch_size, place.replicas)
     keras.utils.set_random_seed(config.seed)
-    keras.config.set_dtype_policy(config.precision)
     data = job.data or load_user_data(config, batch)
     preflight.check_batch(config, data, place.replicas)
     return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
@@ -97,10 +96,15 @@ def make_model(setup: Setup) -> keras.Model:
     config, data = setup.config, setup.data
     assert config.model is not None
     build = registry.load_place("model", registry.model_entry(config.model).place)
-    if config.model in registry.MODELS:
-        model = build(data.spec)
-    else:
-        model = user_model.build(config.model, build, data.spec)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(config.precision)
+    try:
+        if config.model in registry.MODELS:
+            model = build(data.spec)
+        else:
+            model = user_model.build(config.model, build, data.spec)
+    finally:
+        keras.config.set_dtype_policy(before)  # a script goes on with its own
     prepare(model, seed=config.seed)
     if not model.compiled:
         classifies = data.spec is None or data.spec.task == CLASSIFICATION

@@ -109,8 +109,14 @@ def global_metrics(
         results: computes the results from those variables, by name.
         extra: more scalars to add up in the same collective.
     """
-    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    context = tf.distribute.get_replica_context()
+    replicas = context.num_replicas_in_sync
+    first = context.replica_id_in_sync_group == 0
     local = [tf.convert_to_tensor(v.value) for v in variables]
+    local = [
+        value if v.aggregation != "only_first_replica" else tf.where(first, value, 0)
+        for v, value in zip(variables, local, strict=True)
+    ]
     totals = sum_together([*local, *extra])
     states = [
         total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
