@@ -13,6 +13,7 @@ Behaviours = Callable[..., list[dict[str, Any]]]
 
 SAME_EVERYWHERE = [
     "deciding_callbacks_decide_alike",
+    "differently_seeded_workers_share_one_order",
     "shuffled_arrays",
     "seeded_dataset",
     "shuffled_pydataset",

@@ -152,6 +152,17 @@ def shuffled_arrays() -> Any:
 
 
 @behaviour
+def differently_seeded_workers_share_one_order() -> Any:
+    """The chief's weights and its order of the data hold for all."""
+    keras.utils.set_random_seed(10 + PLACE.rank)
+    with STRATEGY.scope():
+        made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
+        made.compile("sgd", "sparse_categorical_crossentropy")
+    history = fit(made)
+    return [history, [weight.tolist() for weight in made.get_weights()]]
+
+
+@behaviour
 def seeded_dataset() -> Any:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(96, seed=3).batch(24)
     return fit(model(), x=data, y=None, batch_size=None)
