@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ class FitConfig:
         low=1,
     )
     precision: str = _flag("float32", "Keras dtype policy.", choices=PRECISIONS)
-    seed: int = _flag(0, "Seed of weights, data order and dropout.", low=0)
+    seed: int = _flag(0, "Seed of weights, data order and dropout.", low=0, below=2**32)
     steps_per_execution: int = _flag(
         1, "Optimizer steps of one call into TensorFlow; more hides the cost of a call.", low=1
     )
@@ -228,6 +229,8 @@ def _check_value(item: dataclasses.Field[Any], value: Any) -> None:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"--{item.name} is {value!r}, but it must be of type {kind.__name__}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"--{item.name} is {value!r}, but it must be a finite number.")
     rule = item.metadata
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigError(

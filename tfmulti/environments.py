@@ -39,16 +39,10 @@ def find_cluster(env: Env) -> tuple[Cluster | None, str]:
     return None, ""
 
 
-def require_cluster(env: Env) -> Cluster:
-    """Returns the cluster of the environment.
-
-    Raises:
-        ClusterError: the environment has none, or a wrong one.
-    """
-    cluster, _ = find_cluster(env)
-    if cluster is None:
+def check_trains(cluster: Cluster | None) -> None:
+    """Raises ClusterError where this process is an evaluator task, which has no part in it."""
+    if cluster is not None and cluster.is_evaluator:
         raise ClusterError(
-            "the environment describes no cluster, but --strategy multi_worker_mirrored needs "
-            "one. Set TF_CONFIG on every worker, or use --strategy mirrored on one machine."
+            "this process is an evaluator task of TF_CONFIG, which does not train: the workers "
+            "evaluate. Do not start it, or make it a worker."
         )
-    return cluster

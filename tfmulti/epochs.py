@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import steps, stopping
+from tfmulti import keras_compat, steps, stopping
 from tfmulti.errors import DataError
 from tfmulti.feed import Feed
 from tfmulti.stopping import state_of
@@ -68,7 +68,8 @@ def train(model: keras.Model, training: Training) -> Logs:
     callbacks, state = training.callbacks, state_of(model)
     logs: Logs = {}
     iterator = None
-    for epoch in range(training.initial_epoch, training.epochs):
+    start = keras_compat.initial_epoch_of(model, training.initial_epoch)
+    for epoch in range(start, training.epochs):
         model.reset_metrics()
         callbacks.on_epoch_begin(epoch)
         if iterator is None or not training.one_iterator:
@@ -103,7 +104,7 @@ def _epoch(model: keras.Model, iterator: Any, training: Training) -> tuple[Logs,
         wish = bool(model.stop_training)
         outcome = run(model, model.train_function, iterator, last - first + 1, wish)
         if outcome is None:
-            _check_data_was_enough(training.steps, first)
+            _check_data_was_enough(training.steps, first, state.steps)
             return as_floats(logs), True
         logs = outcome.logs
         state.steps += last - first + 1
@@ -129,7 +130,7 @@ def evaluate(
         wish = bool(model.stop_evaluating)
         outcome = run(model, model.test_function, iterator, last - first + 1, wish)
         if outcome is None:
-            _check_data_was_enough(count, first)
+            _check_data_was_enough(count, first, first)
             break
         logs = outcome.logs
         callbacks.on_test_batch_end(last, logs)
@@ -154,7 +155,7 @@ def predict(
         try:
             outputs = model.predict_function(iterator)
         except tf.errors.OutOfRangeError:
-            _check_data_was_enough(count, first)
+            _check_data_was_enough(count, first, first)
             break
         batches.append(outputs)
         callbacks.on_predict_batch_end(last, {"outputs": outputs})
@@ -243,8 +244,9 @@ def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
     return reason is not None
 
 
-def _check_data_was_enough(count: int | None, seen: int) -> None:
-    if seen == 0:
+def _check_data_was_enough(count: int | None, seen: int, ever: int) -> None:
+    """Warns of `seen` steps instead of `count`, and refuses data that `ever` gave none."""
+    if ever == 0:
         raise DataError("the data has no batches. Give a Dataset that yields at least one.")
     if count is not None:
         warnings.warn(

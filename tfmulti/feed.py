@@ -146,7 +146,7 @@ def make_feed(
     """Returns the feed of what Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
 
     Args:
-        batch_size: the global batch; for arrays alone.
+        batch_size: the global batch, for arrays; what comes in batches keeps its own.
         seed: shuffles anew each epoch; None keeps the order. A `tf.data.Dataset` or a
             generator has its own order.
 
@@ -164,10 +164,10 @@ def make_feed(
             "the tf.data.Dataset of global batches itself; tfmulti shares out its rows."
         )
     if _is_batched(x):
-        if y is not None or sample_weight is not None or batch_size is not None:
+        if y is not None or sample_weight is not None:
             raise DataError(
-                f"y, sample_weight and batch_size do not go with a {type(x).__name__}: its batches "
-                "hold targets and weights, and have their size already."
+                f"{'y' if y is not None else 'sample_weight'} does not go with a "
+                f"{type(x).__name__}, whose batches hold targets and weights themselves."
             )
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
             if seed is not None:
@@ -175,9 +175,7 @@ def make_feed(
             seed = None
         return DatasetFeed(x, class_weight, False, placement)
     if class_weight is not None:
-        if sample_weight is not None:
-            raise DataError("class_weight and sample_weight were both given. Give one of them.")
-        sample_weight = weights_of_classes(y, class_weight)
+        sample_weight = weights_of_classes(y, class_weight, sample_weight)
     source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
     if batch_size is None and steps_per_epoch:
         batch_size = -(-len(source) // steps_per_epoch)
@@ -190,8 +188,18 @@ def _is_batched(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] in ("torch", "grain") and hasattr(x, "__iter__")
 
 
-def weights_of_classes(y: Any, class_weight: Mapping[int, float]) -> np.ndarray:
-    """Returns each row's weight by its label (whole numbers, or one-hot), float32 [rows]."""
+def weights_of_classes(
+    y: Any, class_weight: Mapping[int, float], sample_weight: Any = None
+) -> np.ndarray:
+    """Returns each row's weight by its label (whole numbers, or one-hot), float32 [rows].
+
+    Raises:
+        DataError: there are sample weights too, or several outputs.
+    """
+    if sample_weight is not None:
+        raise DataError("class_weight and sample_weight were both given. Give one of them.")
+    if isinstance(y, (Mapping, tuple, list)):
+        raise DataError("class_weight needs one output with labels, but y has several parts.")
     labels = np.asarray(y)
     if labels.ndim > 1 and labels.shape[-1] > 1:
         labels = labels.argmax(-1)

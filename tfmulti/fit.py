@@ -24,6 +24,7 @@ from absl import flags
 from tfmulti import errors, preflight
 from tfmulti.config import FitConfig, base_type, read_config_file
 from tfmulti.console import quiet_stderr
+from tfmulti.environments import find_cluster
 from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
 
 
@@ -122,10 +123,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config is None:
             print(help_text())
             return errors.EXIT_DONE
-        job = preflight.check(config)
-        if job.cluster is not None and job.cluster.is_evaluator:
+        cluster, _ = find_cluster(os.environ)
+        if cluster is not None and cluster.is_evaluator:
             print("tfmulti: the workers evaluate; this evaluator task has nothing to do.")
             return errors.EXIT_DONE
+        job = preflight.check(config, cluster)
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with quiet_stderr():
             from tfmulti import loop  # 4 s for TensorFlow: only when all that can be is checked

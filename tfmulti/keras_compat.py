@@ -22,8 +22,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers import data_adapters
+
+from tfmulti.errors import ModelError
 
 Gradients = Sequence[Any]
 
@@ -60,6 +63,10 @@ def losses_of_one_device() -> Iterator[None]:
 
 
 def _install_loss_scaling() -> None:
+    if not hasattr(TFOptimizer._all_reduce_sum_gradients, "_tfmulti"):
+        TFOptimizer._all_reduce_sum_gradients = _unless_unknown(
+            TFOptimizer._all_reduce_sum_gradients
+        )
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         original = getattr(loss_module, name)
         if not hasattr(original, "_tfmulti"):
@@ -73,6 +80,22 @@ def _unless_one_device(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     scale._tfmulti = True  # type: ignore[attr-defined]
     return scale
+
+
+def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce(optimizer: Any, grads_and_vars: Any) -> Any:
+        several = tf.distribute.get_strategy().num_replicas_in_sync > 1
+        if several and getattr(_thread, "one_device", False):
+            raise ModelError(
+                f"the train_step applies gradients with a {type(optimizer).__name__} that is not "
+                "part of the model, so they would be summed, not averaged. Keep it as an "
+                "attribute of the model."
+            )
+        return original(optimizer, grads_and_vars)
+
+    reduce._tfmulti = True  # type: ignore[attr-defined]
+    return reduce
 
 
 class _TakesReducedGradients:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -45,10 +47,57 @@ def check_scope(model: keras.Model) -> None:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns the compiled optimizer, and those that the model holds for its own train_step."""
-    found = [getattr(model, "optimizer", None), *vars(model).values()]
-    optimizers = [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
-    return list({id(o): o for o in optimizers}.values())
+    """Returns the compiled optimizer, and those that the model holds for its own train_step.
+
+    It finds them as attributes, in lists and dicts of attributes, and in sub-models.
+    """
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    seen: set[int] = set()
+
+    def look(thing: Any) -> None:
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, keras.optimizers.Optimizer):
+            found[id(thing)] = thing
+        elif isinstance(thing, Mapping):
+            list(map(look, thing.values()))
+        elif isinstance(thing, (list, tuple)):
+            list(map(look, thing))
+        elif isinstance(thing, keras.Model):
+            look(getattr(thing, "optimizer", None))
+            list(map(look, list(vars(thing).values())))
+
+    look(model)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def as_made(model: keras.Model) -> Iterator[None]:
+    """Inside, the model and its optimizers have the classes that the user made them of."""
+    things = [model, *optimizers_of(model)]
+    things += [t.inner_optimizer for t in things if hasattr(t, "inner_optimizer")]
+    with keras_compat.original_classes(*things):
+        yield
+
+
+def check_optimizers(model: keras.Model) -> None:
+    """Raises ModelError for what Keras' optimizers cannot do with several replicas."""
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        return
+    for optimizer in optimizers_of(model):
+        if getattr(optimizer, "gradient_accumulation_steps", None):
+            raise ModelError(
+                f"{type(optimizer).__name__}(gradient_accumulation_steps="
+                f"{optimizer.gradient_accumulation_steps}) does not work with several replicas: "
+                "Keras updates inside a condition there. Use a larger batch_size instead."
+            )
+        if getattr(optimizer, "ema_overwrite_frequency", None):
+            raise ModelError(
+                f"{type(optimizer).__name__}(ema_overwrite_frequency="
+                f"{optimizer.ema_overwrite_frequency}) does not work with several replicas. Leave "
+                "it out: the weights are overwritten at the end of fit."
+            )
 
 
 def build(model: keras.Model, specs: Any) -> None:
@@ -70,3 +119,4 @@ def build(model: keras.Model, specs: Any) -> None:
             raise
         # A train_step of its own may need no call(), as a GAN's: its parts are built.
     check_scope(model)
+    check_optimizers(model)

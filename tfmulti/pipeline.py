@@ -43,8 +43,14 @@ class Plan:
     def steps_per_epoch(self) -> int:
         return sharding.steps_per_epoch(self.examples, self.global_batch_size)
 
-    def indices(self, step: tf.Tensor, replica: int, replicas: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns one replica's example indices of a step, and the global batch's rows.
+    def indices(
+        self, step: tf.Tensor, replica: int, replicas: int
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns the examples that one replica reads in a step, and how many it counts.
+
+        Returns:
+            Indices int64 [rows read]; this replica's rows and the global batch's, int64
+            scalars. A replica without rows reads one, which does not count.
 
         Args:
             step: int64 scalar, counted from the start of the run over all epochs.
@@ -56,8 +62,9 @@ class Plan:
         start, stop = sharding.share_bounds(
             rows, replicas, tf.constant(replica, tf.int64), tf.minimum
         )
-        positions = tf.range(first + start, first + stop, dtype=tf.int64)
-        return self._shuffled(positions, epoch), rows
+        begin, end = sharding.rows_to_read(start, stop, rows, tf.minimum)
+        positions = tf.range(first + begin, first + end, dtype=tf.int64)
+        return self._shuffled(positions, epoch), stop - start, rows
 
     def _shuffled(self, positions: tf.Tensor, epoch: tf.Tensor) -> tf.Tensor:
         if self.seed is None:
@@ -87,18 +94,20 @@ def from_source(
     source: ArraySource, plan: Plan, placement: Placement, first_step: int = 0
 ) -> tf.data.Dataset:
     """Returns an endless dataset of this worker's `Shards`, from a step on."""
-    tensors = tf.nest.map_structure(tf.constant, source.data)
+    with tf.device("CPU:0"):  # the data stays in the host's memory, batches go to the devices
+        tensors = tf.nest.map_structure(tf.constant, source.data)
     even = plan.share_is_constant and plan.global_batch_size % placement.replicas == 0
     share_rows = plan.global_batch_size // placement.replicas if even else None
 
     def shards(step: tf.Tensor) -> Shards:
-        data, weights = [], []
+        data, own_rows = [], []
         for local in range(placement.local_replicas):
-            indices, rows = plan.indices(step, placement.first_replica + local, placement.replicas)
+            replica = placement.first_replica + local
+            indices, own, rows = plan.indices(step, replica, placement.replicas)
             indices = tf.ensure_shape(indices, [share_rows])
             data.append(tf.nest.map_structure(lambda t, i=indices: tf.gather(t, i), tensors))
-            weights.append(_weight(tf.size(indices, tf.int64), rows))
-        return Shards(tuple(data), tuple(weights), rows, tf.constant(-1))
+            own_rows.append(own)
+        return Shards(tuple(data), tuple(own_rows), rows, tf.constant(-1))
 
     dataset = tf.data.Dataset.counter(first_step, dtype=tf.int64).map(shards)
     return _untuned(dataset.prefetch(PREFETCH_STEPS))
@@ -116,18 +125,15 @@ def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Data
 def from_batch(batch: Any, placement: Placement) -> Shards:
     """Returns this worker's `Shards` of one global batch of tensors."""
     rows = _rows(batch)
-    data, weights = [], []
+    data, own_rows = [], []
     for local in range(placement.local_replicas):
         replica = tf.constant(placement.first_replica + local, tf.int64)
         start, stop = sharding.share_bounds(rows, placement.replicas, replica, tf.minimum)
-        data.append(_map_leaves(lambda t, a=start, b=stop: _slice(t, a, b), batch))
-        weights.append(_weight(stop - start, rows))
+        begin, end = sharding.rows_to_read(start, stop, rows, tf.minimum)
+        data.append(_map_leaves(lambda t, a=begin, b=end: _slice(t, a, b), batch))
+        own_rows.append(stop - start)
     digest = _digest(batch) if placement.workers > 1 else tf.constant(-1)
-    return Shards(tuple(data), tuple(weights), rows, digest)
-
-
-def _weight(own: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    return tf.cast(own / rows, tf.float32)  # int64 / int64 is float64, rounded once
+    return Shards(tuple(data), tuple(own_rows), rows, digest)
 
 
 def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:

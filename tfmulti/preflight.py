@@ -11,7 +11,7 @@ from pathlib import Path
 from tfmulti import registry
 from tfmulti.cluster import Cluster
 from tfmulti.config import FitConfig
-from tfmulti.environments import find_cluster
+from tfmulti.environments import check_trains, find_cluster
 from tfmulti.errors import ConfigError, ModelError, RunDirError
 from tfmulti.rundir import RunDir, check_writable
 from tfmulti.selection import batch_sizes, select
@@ -41,6 +41,7 @@ def check(
     env = os.environ if env is None else env
     if cluster is None:
         cluster, _ = find_cluster(env)
+    check_trains(cluster)
     gpus = visible_gpus(env)
     selection = select(
         config.strategy,

@@ -18,6 +18,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmulti.errors import ModelError
+
 SUM = tf.distribute.ReduceOp.SUM
 
 _thread = threading.local()
@@ -52,9 +54,10 @@ def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
 
 def _times(gradient: Any, weight: tf.Tensor) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(weight, gradient.values.dtype)
+        values = tf.math.multiply_no_nan(gradient.values, tf.cast(weight, gradient.values.dtype))
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(weight, gradient.dtype)
+    # A row that does not count may have any gradient, NaN too.
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
 def local_index(local_replicas: int) -> int:
@@ -65,12 +68,24 @@ def local_index(local_replicas: int) -> int:
     return int(replica) % local_replicas
 
 
+def metric_variables(model: keras.Model) -> list[Any]:
+    """Returns the Keras variables of all metrics of a model."""
+    return [v for metric in model.metrics for v in metric.variables]
+
+
 def gather_rows(value: tf.Tensor) -> tf.Tensor:
     """Returns the rows of `value` of all replicas, the first replica's first.
 
     The replicas may have different numbers of rows. Their numbers are gathered with the rows,
     since `all_gather` promises no order over several workers with several replicas each.
     """
+    if value.dtype == tf.bool:
+        return tf.cast(gather_rows(tf.cast(value, tf.int32)), tf.bool)
+    if value.dtype == tf.string:
+        raise ModelError(
+            "predict cannot gather strings from several workers. Return numbers from the model, "
+            "or predict with plain Keras on one device."
+        )
     context = tf.distribute.get_replica_context()
     number = tf.cast(context.replica_id_in_sync_group, tf.int32)
     numbers = context.all_gather(tf.fill([tf.shape(value)[0]], number), axis=0)

@@ -38,6 +38,19 @@ def batch_bounds(
     return minimum(start, examples), minimum(start + global_batch_size, examples)
 
 
+def rows_to_read(start: Any, stop: Any, rows: Any, minimum: Minimum = min) -> tuple[Any, Any]:
+    """Returns the rows that a replica reads for its share: the share itself, or one row.
+
+    A replica without rows reads the batch's last row and counts it for nothing: layers (a
+    convolution's gradient, batch statistics, a mean) cannot do with none.
+
+    >>> rows_to_read(3, 5, rows=9), rows_to_read(9, 9, rows=9)
+    ((3, 5), (8, 9))
+    """
+    first = minimum(start, rows - 1)
+    return first, -minimum(-stop, -(first + 1))
+
+
 def share_bounds(rows: Any, replicas: int, replica: Any, minimum: Minimum = min) -> tuple[Any, Any]:
     """Returns the rows [start, stop) of a global batch that one replica takes.
 

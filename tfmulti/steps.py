@@ -24,16 +24,21 @@ Logs = dict[str, tf.Tensor]
 class Shards(NamedTuple):
     """This worker's part of one global batch.
 
-    `data[i]` are the rows of local replica `i`, `weights[i]` their part of the global batch
-    (float32), `rows` the number of rows of the global batch (int64), and `digest` a small
-    whole number that is the same on all workers if they read the same global batch (-1: not
+    `data[i]` are the rows that local replica `i` reads and `own_rows[i]` how many of them
+    count: all, or none where a replica without rows reads one (`sharding.rows_to_read`).
+    `rows` is the number of rows of the global batch (both int64), and `digest` a small whole
+    number that is the same on all workers if they read the same global batch (-1: not
     computed).
     """
 
     data: tuple[Any, ...]
-    weights: tuple[tf.Tensor, ...]
+    own_rows: tuple[tf.Tensor, ...]
     rows: tf.Tensor
     digest: tf.Tensor
+
+    def weight(self, local: int) -> tf.Tensor:
+        """Returns the part of the global batch that a local replica has, float32."""
+        return tf.cast(self.own_rows[local] / self.rows, tf.float32)  # rounded once
 
 
 class Outcome(NamedTuple):
@@ -64,9 +69,17 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     def replica_step(shards: Shards) -> Any:
         index = replicas.local_index(placement.local_replicas)
-        with losses_of_one_device(), replicas.weighing(shards.weights[index]):
-            step = model.train_step if training else model.test_step
-            return step(shards.data[index])
+        step = model.train_step if training else model.test_step
+        fixed = _has_fixed_rows(shards.data[index]) and not model.run_eagerly
+        may_be_empty = placement.replicas > 1 and not fixed
+        variables = replicas.metric_variables(model) if may_be_empty else []
+        before = [tf.identity(v.value) for v in variables]
+        with losses_of_one_device(), replicas.weighing(shards.weight(index)):
+            logs = step(shards.data[index])
+        for variable, value in zip(variables, before, strict=True):
+            counts = shards.own_rows[index] > 0
+            variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
+        return logs
 
     def one_step(shards: Shards) -> Any:
         return strategy.run(lambda: replica_step(shards))
@@ -76,7 +89,7 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     def outcome(shards: Shards, local_logs: Any, votes: tf.Tensor) -> Outcome:
         def on_replica(logs: Any) -> Outcome:
-            weight = shards.weights[replicas.local_index(placement.local_replicas)]
+            weight = shards.weight(replicas.local_index(placement.local_replicas))
             return _outcome(model, logs, weight, shards, votes)
 
         found: Outcome = _first_local(strategy, strategy.run(on_replica, args=(local_logs,)))
@@ -110,22 +123,55 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     return execute
 
 
+def _has_fixed_rows(data: Any) -> bool:
+    return all(leaf.shape.rank and leaf.shape[0] is not None for leaf in tf.nest.flatten(data))
+
+
 def _outcome(
     model: keras.Model, logs: Any, weight: tf.Tensor, shards: Shards, votes: tf.Tensor
 ) -> Outcome:
-    variables = [v for metric in model.metrics for v in metric.variables]
-    names = sorted(logs) if isinstance(logs, dict) else []
-    own = [tf.cast(tf.reduce_mean(logs[n]), tf.float32) * weight for n in names]
+    logs = logs if isinstance(logs, dict) else {}
     digest = tf.cast(shards.digest, tf.float32)
+    means = [tf.math.multiply_no_nan(_mean(value), weight) for value in logs.values()]
+    differing = _differing(logs, model.get_metrics_result(), weight)
     results, sums = replicas.global_metrics(
-        variables, model.get_metrics_result, [*own, votes, digest, digest * digest]
+        replicas.metric_variables(model),
+        model.get_metrics_result,
+        [*means, *differing.values(), votes, digest, digest * digest],
     )
-    *own_sums, counted, digests, squares = sums
-    if set(names) != set(results):  # a train_step of the user's own returned something else
-        results = dict(zip(names, own_sums, strict=True))
-    count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
-    spread = squares / count - tf.square(digests / count)
+    means, rest = sums[: len(means)], sums[len(means) :]
+    counts = dict(zip(differing, rest, strict=False))
+    counted, digests, squares = rest[len(differing) :]
+    if set(logs) != set(results):  # a step of the user's own returned something else, too
+        found = {}
+        for name, mean in zip(logs, means, strict=True):
+            if name in counts and results[name].shape.rank == 0:
+                found[name] = tf.where(counts[name] > 0, mean, tf.cast(results[name], mean.dtype))
+            else:
+                found[name] = results.get(name, mean)
+        results = found
+    replicas_count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
+    spread = squares / replicas_count - tf.square(digests / replicas_count)
     return Outcome(results, counted, spread, shards.rows)
+
+
+def _mean(value: Any) -> tf.Tensor:
+    return tf.cast(tf.reduce_mean(value), tf.float32)
+
+
+def _differing(logs: Logs, metrics: Logs, weight: tf.Tensor) -> Logs:
+    """Returns, for each log with a metric's name, whether it is not that metric's result.
+
+    As float32, 1 where this replica's value differs; a replica without rows has no say.
+    """
+    if set(logs) == set(metrics):
+        return {}
+    found = {}
+    for name in set(logs) & set(metrics):
+        mine, metric = _mean(logs[name]), _mean(metrics[name])
+        same = (mine == metric) | (tf.math.is_nan(mine) & tf.math.is_nan(metric))
+        found[name] = tf.cast(~same & (weight > 0), tf.float32)
+    return dict(sorted(found.items()))
 
 
 def _first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:
@@ -146,6 +192,9 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
         def replica_step() -> Any:
             index = replicas.local_index(placement.local_replicas)
             outputs = model.predict_step(shards.data[index])
+            if placement.replicas > 1:
+                rows = shards.own_rows[index]
+                outputs = tf.nest.map_structure(lambda v: v[:rows], outputs)
             if placement.workers == 1:
                 return outputs
             return tf.nest.map_structure(replicas.gather_rows, outputs)

@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti.cluster import Cluster
-from tfmulti.environments import find_cluster
-from tfmulti.errors import DeviceError
+from tfmulti.environments import check_trains, find_cluster
+from tfmulti.errors import ClusterError, DeviceError
 from tfmulti.selection import Selection, select
 
 
@@ -42,6 +42,7 @@ def make_strategy(
     """
     if cluster is None:
         cluster, _ = find_cluster(os.environ if env is None else env)
+    check_trains(cluster)
     gpus = len(tf.config.list_physical_devices("GPU"))
     selection = select(
         name, replicas=replicas, cluster=cluster, gpus=gpus, ignore_cluster=ignore_cluster
@@ -184,6 +185,11 @@ def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strate
     )
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+    except tf.errors.UnknownError as error:
+        raise ClusterError(
+            f"this worker cannot listen at {cluster.addresses[cluster.rank]}: {error.message}. Is "
+            "the port in use, or the address another machine's? Fix TF_CONFIG['cluster']."
+        ) from None
     except RuntimeError as error:
         raise DeviceError(
             f"multi_worker_mirrored cannot start: {error} Call make_strategy before any other "

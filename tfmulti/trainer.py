@@ -82,18 +82,6 @@ class DistributedModel(keras.Model):
     def _placement(self) -> Placement:
         return placement_of(self.distribute_strategy)
 
-    def compute_loss(
-        self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
-        training: bool = True,
-    ) -> Any:
-        """Returns Keras' loss; that of no rows, which Keras leaves empty when run eagerly, is 0."""
-        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
-        return tf.reduce_sum(loss) if tuple(loss.shape) == (0,) else loss
-
     def fit(  # Keras' own signature
         self,
         x: Any = None,
@@ -144,8 +132,8 @@ class DistributedModel(keras.Model):
         count = steps_per_epoch or feed.steps
         training = epochs_loop.Training(
             feed,
-            _callback_list(self, callbacks, verbose, epochs, count),
-            keras_compat.initial_epoch_of(self, initial_epoch),
+            _callback_list(self, callbacks, verbose, epochs, count, history=True),
+            initial_epoch,
             epochs,
             steps_per_epoch,
             validation,
@@ -216,7 +204,7 @@ class DistributedModel(keras.Model):
         """Takes one step on one global batch of arrays; see Keras. Every worker calls it."""
         model_checks.check_compiled(self)
         if class_weight is not None:
-            sample_weight = weights_of_classes(y, class_weight)
+            sample_weight = weights_of_classes(y, class_weight, sample_weight)
         batch = _one_batch(x, y, sample_weight)
         model_checks.build(self, batch)
         self.make_train_function()
@@ -240,14 +228,23 @@ class DistributedModel(keras.Model):
 
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as Keras does: it loads without tfmulti."""
-        things = [self, *model_checks.optimizers_of(self)]
-        things += [t.inner_optimizer for t in things if hasattr(t, "inner_optimizer")]
-        with keras_compat.original_classes(*things):
-            self.save(filepath, overwrite=overwrite, **kwargs)
+        with model_checks.as_made(self):
+            keras.Model.save(self, filepath, overwrite=overwrite, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies the model as Keras does: the copy is to be prepared again."""
+        with model_checks.as_made(self):
+            return self.__reduce__()
 
 
 def _callback_list(
-    model: DistributedModel, callbacks: Any, verbose: Any, epochs: int, steps: int | None
+    model: DistributedModel,
+    callbacks: Any,
+    verbose: Any,
+    epochs: int,
+    steps: int | None,
+    *,
+    history: bool = False,
 ) -> keras.callbacks.CallbackList:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
@@ -255,7 +252,7 @@ def _callback_list(
     shown = (1 if chief else 0) if verbose == "auto" else int(verbose)
     return keras.callbacks.CallbackList(
         worker_safe(callbacks, model._placement),
-        add_history=True,
+        add_history=history,
         add_progbar=shown != 0,
         verbose=shown,
         epochs=epochs,

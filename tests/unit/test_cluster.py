@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tfmulti.cluster import Cluster, Task
-from tfmulti.environments import find_cluster, require_cluster
+from tfmulti.environments import check_trains, find_cluster
 from tfmulti.errors import ClusterError
 
 
@@ -55,6 +55,8 @@ def test_an_evaluator_stands_outside() -> None:
     assert not cluster.is_chief
     with pytest.raises(ClusterError, match="no rank"):
         _ = cluster.rank
+    with pytest.raises(ClusterError, match="the workers evaluate"):
+        check_trains(cluster)
 
 
 TWO = ["a:1", "b:2"]
@@ -115,5 +117,4 @@ def test_the_environment_is_read_and_not_written() -> None:
 @pytest.mark.parametrize("env", [{}, {"TF_CONFIG": " "}])
 def test_no_cluster(env: dict[str, str]) -> None:
     assert find_cluster(env) == (None, "")
-    with pytest.raises(ClusterError, match="Set TF_CONFIG on every worker"):
-        require_cluster(env)
+    check_trains(None)

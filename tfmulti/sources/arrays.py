@@ -51,9 +51,16 @@ def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def _as_array(value: Any) -> np.ndarray:
-    array = np.asarray(value)
+    array = np.asarray(value) if not type(value).__name__.startswith(("Ragged", "Sparse")) else None
+    if array is None or (array.ndim == 0 and array.dtype == object):
+        raise DataError(
+            f"a {type(value).__name__} cannot be read by rows here. Give a tf.data.Dataset of "
+            "batches, or a dense array."
+        )
     if array.ndim == 0:
-        raise DataError(f"{array.item()!r} is a single value. Give an array, a row an example.")
+        raise DataError(
+            f"{array.item()!r} is a single value. Give arrays, a row an example: np.array(x)."
+        )
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
