@@ -7,7 +7,8 @@ from pathlib import Path
 
 import keras
 
-from tfmulti.errors import RunDirError
+from tfmulti.errors import ModelError, RunDirError
+from tfmulti.model_checks import as_made
 from tfmulti.report import FitReport
 from tfmulti.rundir import RunDir, replacing, write_text
 
@@ -27,21 +28,31 @@ def save_model(model: keras.Model, path: Path) -> None:
         model.save(partial)
 
 
-def export_model(saved: Path, folder: Path) -> None:
-    """Writes a SavedModel for serving from a saved .keras file.
+def export_model(model: keras.Model, saved: Path, folder: Path) -> None:
+    """Writes a SavedModel for serving from a model's saved .keras file.
 
     Keras cannot export a model whose variables are mirrored, so the file is loaded again
-    outside the strategy.
+    outside the strategy, with the classes of the model and its layers.
 
     Raises:
         RunDirError: the folder was taken meanwhile.
+        ModelError: the file needs more than these classes to be loaded.
     """
     if folder.exists() and any(folder.iterdir()):
         raise RunDirError(f"--export_dir {folder} is not empty. Give a new folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    model = keras.saving.load_model(saved)
+    with as_made(model):
+        classes = {type(layer).__name__: type(layer) for layer in [model, *model.layers]}
+    try:
+        plain = keras.saving.load_model(saved, custom_objects=classes)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"--export_dir: {saved} cannot be loaded to be exported: "
+            f"{str(error).strip().splitlines()[0]} Give the model's classes a get_config, and "
+            "register them with keras.saving.register_keras_serializable."
+        ) from None
     with replacing(folder) as partial:
-        model.export(partial, verbose=False)
+        plain.export(partial, verbose=False)
 
 
 def write_report(run_dir: RunDir, report: FitReport) -> None:

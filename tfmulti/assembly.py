@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import keras
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tfmulti import preflight, registry
 from tfmulti.config import FitConfig
 from tfmulti.console import quiet_stderr, speaker
-from tfmulti.errors import ConfigError
+from tfmulti.errors import ConfigError, ModelError
 from tfmulti.models import user as user_model
 from tfmulti.optimizers import make_optimizer
 from tfmulti.selection import BatchSizes, Selection, batch_sizes, select
@@ -92,7 +93,11 @@ def count_steps(config: FitConfig, data: Data, batch: BatchSizes) -> int | None:
 
 
 def make_model(setup: Setup) -> keras.Model:
-    """Returns the compiled, prepared model. Runs on every worker, inside the scope."""
+    """Returns the prepared model. Runs on every worker, inside the scope.
+
+    Raises:
+        ModelError: it cannot be built for this data.
+    """
     config, data = setup.config, setup.data
     assert config.model is not None
     build = registry.load_place("model", registry.model_entry(config.model).place)
@@ -100,21 +105,41 @@ def make_model(setup: Setup) -> keras.Model:
     keras.config.set_dtype_policy(config.precision)
     try:
         if config.model in registry.MODELS:
-            model = build(data.spec)
+            model = _build_for(config.model, build, data)
         else:
             model = user_model.build(config.model, build, data.spec)
     finally:
         keras.config.set_dtype_policy(before)  # a script goes on with its own
     prepare(model, seed=config.seed)
-    if not model.compiled:
-        classifies = data.spec is None or data.spec.task == CLASSIFICATION
+    return model
+
+
+def _build_for(name: str, build: Callable[..., keras.Model], data: Data) -> keras.Model:
+    assert data.spec is not None
+    try:
+        return build(data.spec)
+    except (ValueError, TypeError) as error:
+        reason = str(error).strip().split(". ")[0]
+        raise ModelError(
+            f"--model {name} cannot be built for examples of {data.spec.describe()}: {reason}. "
+            "Use another --model or larger examples."
+        ) from None
+
+
+def compile_model(setup: Setup, model: keras.Model) -> bool:
+    """Compiles a model that is not; returns whether it did. Runs on every worker."""
+    if model.compiled:
+        return False
+    config, spec = setup.config, setup.data.spec
+    classifies = spec is None or spec.task == CLASSIFICATION
+    with setup.strategy.scope():
         model.compile(
             make_optimizer(config, setup.batch.global_batch_size, total_steps(setup)),
             loss="sparse_categorical_crossentropy" if classifies else "mse",
             metrics=["accuracy" if classifies else "mae"],
             steps_per_execution=config.steps_per_execution,
         )
-    return model
+    return True
 
 
 def total_steps(setup: Setup) -> int:

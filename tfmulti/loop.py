@@ -16,8 +16,9 @@ from typing import Any
 import keras
 
 from tfmulti import artifacts, preflight
-from tfmulti.assembly import Setup, make_model, set_up
+from tfmulti.assembly import Setup, compile_model, make_model, set_up
 from tfmulti.callbacks.history_file import HistoryFile
+from tfmulti.callbacks.tensorboard import TensorBoard
 from tfmulti.callbacks.throughput import Throughput
 from tfmulti.cluster import Cluster
 from tfmulti.config import FitConfig
@@ -54,7 +55,8 @@ def run(job: preflight.Job) -> FitReport:
     with SignalWatch() as watch:
         with setup.strategy.scope():
             model = make_model(setup)
-        describe(setup, model)
+        compiled_here = compile_model(setup, model)
+        describe(setup, model, compiled_here)
         watch.stop = lambda reason: interrupt(model, reason)
         if setup.config.dry_run:
             return dry_run(setup, model)
@@ -92,10 +94,7 @@ def make_run_dir(setup: Setup) -> RunDir | None:
 def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
     if run_dir is None:
         return []
-    return [
-        HistoryFile(run_dir.history),
-        keras.callbacks.TensorBoard(str(run_dir.tensorboard), write_graph=False),
-    ]
+    return [HistoryFile(run_dir.history), TensorBoard(run_dir.tensorboard)]
 
 
 def train(
@@ -174,7 +173,7 @@ def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: F
     if report.epochs:
         artifacts.draw_curves(run_dir.curves, report.history, title)
     if setup.config.export_dir is not None:
-        artifacts.export_model(run_dir.model, Path(setup.config.export_dir))
+        artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
 
 
 def _batch_for(setup: Setup, part: Any) -> int | None:

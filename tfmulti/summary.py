@@ -19,7 +19,7 @@ from tfmulti.stopping import state_of
 from tfmulti.strategies import device_names
 
 
-def describe(setup: Setup, model: keras.Model) -> None:
+def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
     """Prints what will run, where, and why."""
     say, config, batch, place = say_for(setup), setup.config, setup.batch, setup.place
     say("strategy", f"{setup.selection.strategy} ({setup.selection.why})")
@@ -35,8 +35,9 @@ def describe(setup: Setup, model: keras.Model) -> None:
     words = [f"{rows:,} {name}" for name, rows in sizes.items() if rows is not None]
     form = f" ({data.spec.describe()})" if data.spec else ""
     say("data", f"{config.dataset}: {', '.join(words) or 'batches of its own'}{form}")
+    trained_by = optimizer_words(setup, model, compiled_here)
     built = f"{model.count_params():,} parameters, " if model.built else ""
-    say("model", f"{config.model}: {built}{config.precision}, {optimizer_words(setup, model)}")
+    say("model", f"{config.model}: {built}{model.dtype_policy.name}, {trained_by}")
     uneven = "" if batch.divides else " at most"
     steps = f"{setup.steps_per_epoch} steps" if setup.steps_per_epoch else "all batches"
     say(
@@ -47,17 +48,17 @@ def describe(setup: Setup, model: keras.Model) -> None:
     )
 
 
-def optimizer_words(setup: Setup, model: keras.Model) -> str:
+def optimizer_words(setup: Setup, model: keras.Model, compiled_here: bool) -> str:
     """Returns the optimizer in words, such as `adam at 0.003`."""
     config = setup.config
-    made_here = str(config.optimizer)
-    if type(getattr(model.optimizer, "inner_optimizer", model.optimizer)).__name__.lower() != (
-        made_here
-    ):
-        return f"{type(model.optimizer).__name__} of the model's own"
+    if not compiled_here:
+        return (
+            f"compiled with {type(model.optimizer).__name__} by its own function, so flags of the "
+            "optimizer have no effect"
+        )
     rate = peak_learning_rate(config, setup.batch.global_batch_size)
     scaled = f" (scaled from {config.learning_rate:g})" if config.scale_learning_rate else ""
-    return f"{made_here} at {rate:g}{scaled}"
+    return f"{config.optimizer} at {rate:g}{scaled}"
 
 
 def make_report(

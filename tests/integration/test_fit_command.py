@@ -348,7 +348,9 @@ def test_users_own_functions(user_side: Path, dataset: str, model: str) -> None:
     report = report_of(user_side, "r")
     assert "accuracy" in report["metrics"]
     assert report["steps"] == 6
-    assert ("RMSprop of the model's own" in done.stdout) == (model == "mine:compiled")
+    assert ("compiled with RMSprop by its own function" in done.stdout) == (
+        model == "mine:compiled"
+    )
     if dataset == "batches":
         assert report["metrics"]["test_accuracy"] >= 0
 

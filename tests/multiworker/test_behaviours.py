@@ -14,6 +14,9 @@ Behaviours = Callable[..., list[dict[str, Any]]]
 SAME_EVERYWHERE = [
     "deciding_callbacks_decide_alike",
     "differently_seeded_workers_share_one_order",
+    "one_row_in_the_last_batch_shuffled",
+    "validation_dataset_beside_arrays",
+    "optimizer_in_a_dict",
     "shuffled_arrays",
     "seeded_dataset",
     "shuffled_pydataset",
@@ -74,14 +77,18 @@ def test_nan_on_one_replica_stops_all(behaviours: Behaviours, kind: str) -> None
 
 @KINDS
 def test_layers_with_state_and_chance_run(behaviours: Behaviours, kind: str) -> None:
-    assert all(worker["batch_normalization_and_dropout_run"] for worker in behaviours(kind, 2))
+    for worker in behaviours(kind, 2):
+        assert worker["batch_normalization_and_dropout_run"] is True
+        assert worker["normalization_with_one_row_in_the_last_batch"] is True
 
 
 @KINDS
 def test_logs_that_are_no_metrics_are_averaged_by_rows(behaviours: Behaviours, kind: str) -> None:
+    one = behaviours("one_device")[0]["logs_that_are_no_metrics"]
     for worker in behaviours(kind, 2):
-        found, right = worker["logs_that_are_no_metrics"]
+        found, right, loss = worker["logs_that_are_no_metrics"]
         assert found == pytest.approx(right, abs=1e-6)
+        assert loss == pytest.approx(one[2], abs=1e-6)
 
 
 @KINDS
@@ -115,10 +122,15 @@ def test_a_dataset_that_ends_early_ends_the_epoch(behaviours: Behaviours, kind: 
         ("no_keras_model", "ModelError", "takes a keras.Model, not a function"),
         ("a_make_train_function_of_its_own", "ModelError", "Override train_step instead"),
         ("distributed_dataset", "ModelError", "Give the tf.data.Dataset of global batches"),
-        ("dataset_with_targets_beside_it", "DataError", "do not go with a _BatchDataset"),
+        ("dataset_with_targets_beside_it", "DataError", "y does not go with a _BatchDataset"),
         ("weights_of_two_kinds", "DataError", "Give one of them"),
         ("validation_split_of_a_dataset", "DataError", "validation_split needs arrays"),
         ("validation_split_of_nothing", "DataError", "leaves one part empty"),
+        ("optimizer_out_of_sight", "ModelError", "Keep it as an attribute of the model"),
+        ("accumulated_gradients", "ModelError", "gradient_accumulation_steps=2"),
+        ("average_that_overwrites", "ModelError", "ema_overwrite_frequency=2"),
+        ("class_weight_of_several_outputs", "DataError", "several parts"),
+        ("ragged_array", "DataError", "a RaggedTensor cannot be read by rows"),
         ("empty_dataset", "DataError", "no batches"),
         ("evaluating_an_empty_dataset", "DataError", "no batches"),
     ],
@@ -139,6 +151,12 @@ def test_workers_with_different_data_are_told(behaviours: Behaviours) -> None:
 
 
 def test_backup_and_restore_is_for_one_worker(behaviours: Behaviours) -> None:
-    assert behaviours("mirrored", 2)[0]["backup_and_restore"] == 2
+    assert behaviours("mirrored", 2)[0]["interrupted_and_restored"] == [2, 3]
+    assert behaviours("one_device")[0]["interrupted_and_restored"] == [2, 3]
     for worker in behaviours("multi_worker_mirrored", 2):
         assert worker["backup_and_restore"]["error"][0] == "ModelError"
+
+
+@KINDS
+def test_a_model_is_pickled_as_plain_keras(behaviours: Behaviours, kind: str) -> None:
+    assert all(worker["copies"] is True for worker in behaviours(kind, 2))

@@ -8,7 +8,9 @@ returned, or `{"error": [type, message]}`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable
@@ -202,6 +204,136 @@ def generator() -> Any:
 
 
 @behaviour
+def one_row_in_the_last_batch_shuffled() -> Any:
+    return fit(model(), x=X[:25], y=Y[:25])
+
+
+@behaviour
+def normalization_with_one_row_in_the_last_batch() -> Any:
+    with STRATEGY.scope():
+        extra = [keras.layers.BatchNormalization()]
+    made = model(*extra)
+    history = fit(made, x=X[:25], y=Y[:25], validation_data=(X, Y))
+    return bool(np.isfinite(history["loss"] + history["val_loss"]).all())
+
+
+@behaviour
+def validation_dataset_beside_arrays() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+    made = model()
+    history = fit(made, validation_data=data)
+    made.evaluate(X, Y, verbose=0)
+    made.predict(X, verbose=0)
+    return [history, sorted(made.history.history) == sorted(history)]
+
+
+class OptimizerInDict(keras.Model):
+    """Keeps its optimizer where attributes alone do not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(3)
+        self.kept = {"a": [keras.optimizers.SGD(0.5)]}
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+            )
+        weights = self.trainable_variables
+        self.kept["a"][0].apply(tape.gradient(loss, weights), weights)
+        return {"mean_loss": loss}
+
+
+def _trained_with(optimizer: Any = None) -> Any:
+    keras.utils.set_random_seed(1)
+    with STRATEGY.scope():
+        made = prepare(OptimizerInDict())
+        made.compile()
+        if optimizer is not None:
+            made.kept = Hidden(optimizer())
+    history = fit(made, shuffle=False, batch_size=25)
+    return [history, [weight.tolist() for weight in made.get_weights()]]
+
+
+@behaviour
+def optimizer_in_a_dict() -> Any:
+    return _trained_with()
+
+
+class Hidden:
+    """Gives out an optimizer like a dict of lists, but is none."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._get = lambda: optimizer
+
+    def __getitem__(self, key: str) -> Any:
+        return [self._get()]
+
+
+@behaviour
+def optimizer_out_of_sight() -> Any:
+    return _trained_with(lambda: keras.optimizers.SGD(0.5))
+
+
+@behaviour
+def accumulated_gradients() -> Any:
+    fit(model(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)))
+
+
+@behaviour
+def average_that_overwrites() -> Any:
+    made = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
+    fit(model(optimizer=made))
+
+
+@behaviour
+def class_weight_of_several_outputs() -> Any:
+    fit(model(), y={"a": Y, "b": Y}, class_weight={0: 2.0})
+
+
+@behaviour
+def ragged_array() -> Any:
+    fit(model(), x=tf.ragged.constant([[1.0], [2.0, 3.0]] * 48))
+
+
+@behaviour
+def interrupted_and_restored() -> Any:
+    """Epochs seen by a second fit with the same BackupAndRestore, after a first that failed."""
+
+    class Fail(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise OSError("power cut")
+
+    folder = SHARED / f"restore-{PLACE.rank}"
+    with contextlib.suppress(OSError):
+        fit(model(), epochs=4, callbacks=[keras.callbacks.BackupAndRestore(folder), Fail()])
+    made = model()
+    made.fit(
+        X,
+        Y,
+        batch_size=24,
+        epochs=4,
+        verbose=0,
+        callbacks=[keras.callbacks.BackupAndRestore(folder)],
+    )
+    return made.history.epoch
+
+
+@behaviour
+def copies() -> Any:
+    made = model()
+    fit(made)
+    again = pickle.loads(pickle.dumps(made))
+    return bool(np.array_equal(again.get_weights()[0], made.get_weights()[0]))
+
+
+@behaviour
 def evaluates_fully_after_a_stop() -> Any:
     made = model()
     fit(made)
@@ -328,8 +460,8 @@ def logs_that_are_no_metrics() -> Any:
     with STRATEGY.scope():
         made = prepare(ExtraLogs())
         made.compile("sgd", "sparse_categorical_crossentropy")
-    found = fit(made, shuffle=False)["mean_input"][-1]
-    return [found, float(X[72:].mean())]
+    history = fit(made, shuffle=False, batch_size=25)
+    return [history["mean_input"][-1], float(X[75:].mean()), history["loss"]]
 
 
 @behaviour

@@ -92,6 +92,26 @@ class CustomStep(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+def convolutional() -> keras.Model:
+    """Layers that fail on a share without rows: convolution, pooling, recurrence."""
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Reshape((8, 1)),
+            keras.layers.Conv1D(4, 3, activation="relu"),
+            keras.layers.MaxPooling1D(2),
+            keras.layers.LayerNormalization(),
+            keras.layers.LSTM(5),
+            keras.layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def mean_loss(y_true: Any, y_pred: Any) -> Any:
+    """A loss that is one number already."""
+    return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred))
+
+
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
@@ -180,13 +200,22 @@ CASES: dict[str, Case] = {
     "unknown_length": Case(functional, feed=unknown_length, **UNEVEN),
     "repeated": Case(functional, feed=repeated),
     "pydataset": Case(functional, feed=pydataset, **UNEVEN),
+    "one_row_last": Case(convolutional, rows=25, batch=24),
+    "scalar_loss": Case(functional, compile={"loss": mean_loss}, **UNEVEN),
     "several_steps": Case(functional, compile={"steps_per_execution": 3}, **UNEVEN),
     "eagerly": Case(functional, compile={"run_eagerly": True}),
 }
 
 
 # Run with every number of replicas; the others show what does not depend on it.
-IN_ALL_SIZES = ["functional-sgd", "functional-adam", "uneven", "uneven-custom_step", "clipped"]
+IN_ALL_SIZES = [
+    "functional-sgd",
+    "functional-adam",
+    "uneven",
+    "uneven-custom_step",
+    "clipped",
+    "one_row_last",
+]
 
 
 def run_case(
@@ -200,9 +229,11 @@ def run_case(
             prepare(model)
         model.compile(
             OPTIMIZERS[case.optimizer](),
-            "sparse_categorical_crossentropy",
-            metrics=["accuracy"],
-            **case.compile,
+            **{
+                "loss": "sparse_categorical_crossentropy",
+                "metrics": ["accuracy"],
+                **case.compile,
+            },
         )
         if not case.prepare_first and not plain:
             prepare(model)

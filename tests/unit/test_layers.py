@@ -38,7 +38,7 @@ LAYERS = [
     ["epochs"],
     ["trainer", "optimizers", "sources.user", "models.building"],
     ["models.convolutional", "models.dense", "models.resnet", "models.transformer", "models.user"],
-    ["callbacks.history_file", "callbacks.throughput", "artifacts"],
+    ["callbacks.history_file", "callbacks.tensorboard", "callbacks.throughput", "artifacts"],
     ["assembly"],
     ["summary"],
     ["loop"],

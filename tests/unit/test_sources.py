@@ -173,6 +173,8 @@ def test_damaged_npz(tmp_path: Path, damage: Callable[[Path], Any], message: str
         ({"x": X, "y": np.array(["a"] * 20)}, "", "must be numeric"),
         ({"x": X, "y": np.where(Y == 3, np.nan, 1.0)}, "", "y of the train part is nan in row 3"),
         ({"x": X, "y": np.where(Y == 3, np.nan, 1.0)}, ",classes=4", "y is nan in row 3"),
+        ({"x": np.where(X == 7, np.inf, X), "y": Y}, "", "x of the train part is inf in row 1"),
+        ({"x": X, "y": np.eye(4, dtype=int)[Y]}, "", r"is one-hot.*y.argmax\(axis=1\)"),
         ({"x": X, "y": Y - 1}, "", "label -1 in row 0 .*out of range 0..2"),
         ({"x": X, "y": Y * 1000}, "", "label of y is 3000, out of range for 20"),
         ({"x": X, "y": Y}, ",classes=3", "label 3 in row 3 .*out of range 0..2"),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from tfmulti.errors import DataError
 from tfmulti.sources.data import CLASSIFICATION, Data, DataSpec, labelled, with_channels
 
 _GOOGLE = "storage.googleapis.com"
+_FASHION = ",".join(
+    f"{part}-{kind}.gz"
+    for part in ("train", "t10k")
+    for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+)
 _TORONTO = "www.cs.toronto.edu"
 
 
@@ -24,7 +31,9 @@ def mnist(options: str, seed: int) -> Data:
 def fashion_mnist(options: str, seed: int) -> Data:
     """Returns 60,000 training and 10,000 test pieces of clothing, uint8 [28, 28, 1]."""
     folder = f"https://{_GOOGLE}/tensorflow/tf-keras-datasets/"
-    return _load("fashion_mnist", "fashion-mnist/train-images-idx3-ubyte.gz", folder)
+    return _load(
+        "fashion_mnist", "fashion-mnist/train-images-idx3-ubyte.gz", f"{folder}{{{_FASHION}}}"
+    )
 
 
 def cifar10(options: str, seed: int) -> Data:
@@ -43,9 +52,9 @@ def _load(name: str, cached_as: str, url: str) -> Data:
     cached = keras_cache() / cached_as
     if not cached.exists():
         _check_network(name, cached, url)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with open(keras_cache() / ".tfmulti.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several workers of one machine start at once
+    with contextlib.suppress(OSError):
+        cached.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(keras_cache() / ".tfmulti.lock"):  # workers of one machine start at once
         loader = importlib.import_module("keras.datasets")
         try:
             (x, y), (x_test, y_test) = getattr(loader, name).load_data()
@@ -57,6 +66,18 @@ def _load(name: str, cached_as: str, url: str) -> Data:
         test=labelled(x_test, y_test),
         spec=DataSpec(x.shape[1:], "uint8", CLASSIFICATION, int(y.max()) + 1, 1 / 255),
     )
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    try:
+        lock = open(path, "w")  # noqa: SIM115
+    except OSError:
+        yield  # a folder that cannot be written is not written by two at once
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def keras_cache() -> Path:
@@ -86,7 +107,8 @@ def _check_network(name: str, cached: Path, url: str) -> None:
 
 
 def _where_to_put(name: str, cached: Path, url: str, reason: str) -> str:
+    what = f"put the files into {cached.parent}" if "{" in url else f"put it at {cached}"
     return (
         f"--dataset {name} is not in Keras' cache and cannot be downloaded ({reason}). "
-        f"Fetch {url} elsewhere and put it at {cached}."
+        f"Fetch {url} elsewhere and {what}."
     )

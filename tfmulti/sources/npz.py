@@ -44,6 +44,8 @@ def load(options: str, seed: int) -> Data:
             "needs 'x' and 'y' (or 'x_train' and 'y_train'). Save with np.savez(path, x=…, y=…)."
         )
     x, y = parts["train"]
+    if y.ndim == 2 and y.shape[1] > 1 and y.dtype.kind in "biu":
+        _refuse_one_hot(path, y)
     spec = _spec(path, x, y, chosen["classes"])
     sources = {name: _source(path, name, pair, spec) for name, pair in parts.items() if pair}
     return Data(spec=spec, **sources)
@@ -106,9 +108,17 @@ def _pair(
     return None
 
 
+def _refuse_one_hot(path: str, y: np.ndarray) -> None:
+    if ((y == 0) | (y == 1)).all() and (y.sum(axis=1) == 1).all():
+        raise DataError(
+            f"--dataset npz:{path}: y of shape {y.shape} is one-hot. Save class labels: "
+            "y.argmax(axis=1)."
+        )
+
+
 def _spec(path: str, x: np.ndarray, y: np.ndarray, classes: int | None) -> DataSpec:
     images = with_channels(x)
-    dtype = "float32" if images.dtype == np.float64 else images.dtype.name
+    dtype = "uint8" if images.dtype == np.uint8 else "float32"
     scale = 1 / 255 if images.dtype == np.uint8 else 1.0
     flat = y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1)
     if flat and y.dtype.kind in "biu":
@@ -135,6 +145,8 @@ def _source(
     path: str, part: str, pair: tuple[np.ndarray, np.ndarray], spec: DataSpec
 ) -> ArraySource:
     x, y = with_channels(pair[0]), pair[1]
+    x = x if spec.input_dtype == x.dtype.name else x.astype(spec.input_dtype)
+    _check_finite(path, f"x of the {part} part", x)
     _check_finite(path, f"y of the {part} part", y)
     if x.shape[1:] != spec.input_shape:
         raise DataError(
