@@ -28,9 +28,16 @@ class TfmultiError(Exception):
     """The base of every error that tfmulti raises by itself."""
 
     exit_code = EXIT_FAILED
+    __init__ = Exception.__init__  # by this TensorFlow knows that it can raise the type anew
 
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+    def __str__(self) -> str:
+        """Returns the message in one line.
+
+        An error in a function that TensorFlow traces is raised anew, with the traceback as
+        text before the message.
+        """
+        message = super().__str__().rpartition(f"{type(self).__name__}: ")[2]
+        return " ".join(message.split())
 
 
 class UserError(TfmultiError, ValueError):

@@ -166,8 +166,9 @@ def differently_seeded_workers_share_one_order() -> Any:
 
 @behaviour
 def seeded_dataset() -> Any:
+    made = model()  # sets TensorFlow's seed, which a Dataset's own is combined with
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(96, seed=3).batch(24)
-    return fit(model(), x=data, y=None, batch_size=None)
+    return fit(made, x=data, y=None, batch_size=None)
 
 
 @behaviour
@@ -282,13 +283,16 @@ def optimizer_out_of_sight() -> Any:
 
 @behaviour
 def accumulated_gradients() -> Any:
-    fit(model(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)))
+    with STRATEGY.scope():
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    fit(model(optimizer=optimizer))
 
 
 @behaviour
 def average_that_overwrites() -> Any:
-    made = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
-    fit(model(optimizer=made))
+    with STRATEGY.scope():
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
+    fit(model(optimizer=optimizer))
 
 
 @behaviour
