@@ -27,7 +27,7 @@ EXIT_TERMINATED = 143  # 128 + SIGTERM: everything is saved, start me again
 class TfmultiError(Exception):
     """The base of every error that tfmulti raises by itself."""
 
-    exit_code = EXIT_FAILED
+    exit_code: int = EXIT_FAILED
     __init__ = Exception.__init__  # by this TensorFlow knows that it can raise the type anew
 
     def __str__(self) -> str:

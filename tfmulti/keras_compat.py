@@ -8,6 +8,7 @@ each function here that fails when Keras no longer needs it, or no longer has th
 | `build_from_specs` | `Trainer._symbolic_build` | keras#20585 | `fit` builds on MultiWorkerMirroredStrategy |
 | `losses_of_one_device` | `losses.loss.scale_loss_for_distribution`, `unscale_…` | keras#20585 | losses say by which rows they are averaged |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients` | keras#20585 | optimizers take global gradients |
+| `_unless_unknown` | the same | keras#20585 | the same |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
 """  # noqa: E501
