@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stopped_by = loop.run(job).stopped_by
     except TfmultiError as error:
         print(f"tfmulti: {error}", file=sys.stderr)
-        return error.exit_code
+        return int(error.exit_code)
     except KeyboardInterrupt:
         print("tfmulti: stopped by Ctrl-C before training began.", file=sys.stderr)
         return errors.EXIT_INTERRUPTED

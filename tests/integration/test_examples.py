@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,10 @@ def test_own_train_step(tmp_path: Path, workers: int) -> None:
 def test_two_workers(tmp_path: Path) -> None:
     code = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
     script = str(EXAMPLES / "two_workers.sh")
-    done = run(["-c", code, script, "r"], tmp_path / "logs", limit_s=90, cwd=tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = run(
+        ["-c", code, script, "r"], tmp_path / "logs", limit_s=90, cwd=tmp_path, env={"PATH": path}
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "r" / "report.json").read_text())["workers"] == 2
 
