@@ -18,6 +18,7 @@ import keras
 from tfmulti import artifacts, preflight
 from tfmulti.assembly import Setup, compile_model, make_model, set_up
 from tfmulti.callbacks.history_file import HistoryFile
+from tfmulti.callbacks.model_file import ModelFile
 from tfmulti.callbacks.tensorboard import TensorBoard
 from tfmulti.callbacks.throughput import Throughput
 from tfmulti.cluster import Cluster
@@ -94,7 +95,11 @@ def make_run_dir(setup: Setup) -> RunDir | None:
 def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
     if run_dir is None:
         return []
-    return [HistoryFile(run_dir.history), TensorBoard(run_dir.tensorboard)]
+    return [
+        HistoryFile(run_dir.history),
+        TensorBoard(run_dir.tensorboard),
+        ModelFile(run_dir.model),
+    ]
 
 
 def train(
