@@ -6,7 +6,7 @@ each function here that fails when Keras no longer needs it, or no longer has th
 | function | private name | upstream | can go when |
 |---|---|---|---|
 | `build_from_specs` | `Trainer._symbolic_build` | keras#20585 | `fit` builds on MultiWorkerMirroredStrategy |
-| `losses_of_one_device` | `losses.loss.scale_loss_for_distribution`, `unscale_…` | keras#20585 | losses say by which rows they are averaged |
+| `losses_of_one_device` | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values` | keras#20585 | losses say by which rows they are averaged |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients` | keras#20585 | optimizers take global gradients |
 | `_unless_unknown` | the same | keras#20585 | the same |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
@@ -46,21 +46,22 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def losses_of_one_device() -> Iterator[None]:
-    """Inside, in this thread, Keras computes losses as if there were one device.
+def losses_of_one_device(share: tf.Tensor) -> Iterator[None]:
+    """Inside, in this thread, a loss is this replica's part of what one device would compute.
 
     Keras divides each loss by the number of replicas and the optimizer then sums the
     gradients: right only where all replicas have the same number of rows and the loss passes
-    through Keras' own reduction. Here each replica's loss stays its own mean, and the
-    gradients are averaged by rows where they meet.
+    through Keras' own reduction. Here a replica's loss is such that the mean over the
+    replicas, each weighing by its `share` of the global batch's rows, is the loss of the
+    global batch: a mean over rows stays as it is, a sum or a mean by weights is scaled.
     """
     _install_loss_scaling()
-    before = getattr(_thread, "one_device", False)
-    _thread.one_device = True
+    before = getattr(_thread, "share", None)
+    _thread.share = share
     try:
         yield
     finally:
-        _thread.one_device = before
+        _thread.share = before
 
 
 def _install_loss_scaling() -> None:
@@ -72,22 +73,71 @@ def _install_loss_scaling() -> None:
         original = getattr(loss_module, name)
         if not hasattr(original, "_tfmulti"):
             setattr(loss_module, name, _unless_one_device(original))
+    if not hasattr(loss_module.reduce_weighted_values, "_tfmulti"):
+        loss_module.reduce_weighted_values = _part_of_global(loss_module.reduce_weighted_values)
 
 
 def _unless_one_device(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def scale(value: Any) -> Any:
-        return value if getattr(_thread, "one_device", False) else original(value)
+        return original(value) if getattr(_thread, "share", None) is None else value
 
     scale._tfmulti = True  # type: ignore[attr-defined]
     return scale
+
+
+def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        loss = original(values, sample_weight, mask, reduction, dtype)
+        share = getattr(_thread, "share", None)
+        context = tf.distribute.get_replica_context()
+        if share is None or context is None or context.num_replicas_in_sync == 1:
+            return loss
+        if reduction == "sum":
+            part = tf.ones_like(share)
+        else:
+            divisor = _divisor(values, sample_weight, mask, reduction)
+            if divisor is None:
+                return loss
+            own = tf.where(share > 0, divisor, 0.0)
+            part = tf.math.divide_no_nan(own, context.all_reduce("SUM", own))
+        return loss * tf.cast(tf.math.divide_no_nan(part, share), loss.dtype)
+
+    reduce._tfmulti = True  # type: ignore[attr-defined]
+    return reduce
+
+
+def _divisor(values: Any, sample_weight: Any, mask: Any, reduction: Any) -> tf.Tensor | None:
+    """Returns what Keras divides a replica's summed loss by, where that is not its rows."""
+    if reduction in (None, "none"):
+        return None
+    weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if mask is None and not weighs:
+        return None
+    # Keras' own weights of the values; those of masked ones are 0.
+    ones = tf.ones_like(tf.convert_to_tensor(values), tf.float32)
+    weights = ones if mask is None else tf.cast(mask, tf.float32)
+    if weighs:
+        given = tf.cast(sample_weight, tf.float32)
+        if mask is None:
+            return tf.reduce_sum(given)
+        given, weights = loss_module.squeeze_or_expand_to_same_rank(given, weights)
+        weights = weights * given
+    return tf.reduce_sum(weights)
 
 
 def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reduce(optimizer: Any, grads_and_vars: Any) -> Any:
         several = tf.distribute.get_strategy().num_replicas_in_sync > 1
-        if several and getattr(_thread, "one_device", False):
+        if several and getattr(_thread, "share", None) is not None:
             raise ModelError(
                 f"the train_step applies gradients with a {type(optimizer).__name__} that is not "
                 "part of the model, so they would be summed, not averaged. Keep it as an "

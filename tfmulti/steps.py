@@ -74,7 +74,8 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         may_be_empty = placement.replicas > 1 and not fixed
         variables = replicas.metric_variables(model) if may_be_empty else []
         before = [tf.identity(v.value) for v in variables]
-        with losses_of_one_device(), replicas.weighing(shards.weight(index)):
+        weight = shards.weight(index)
+        with losses_of_one_device(weight), replicas.weighing(weight):
             logs = step(shards.data[index])
         for variable, value in zip(variables, before, strict=True):
             counts = shards.own_rows[index] > 0

@@ -618,7 +618,7 @@ def upstream_uneven_first_batch() -> Any:
 def upstream_loss_is_divided_by_replicas() -> Any:
     def losses() -> Any:
         loss = keras.losses.MeanSquaredError()
-        with keras_compat.losses_of_one_device():
+        with keras_compat.losses_of_one_device(tf.constant(0.5)):
             mended = loss(tf.ones((4, 1)), tf.zeros((4, 1)))
         return loss(tf.ones((4, 1)), tf.zeros((4, 1))), mended
 

@@ -121,6 +121,27 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 Fit = dict[str, Any]
 
 
+def masked() -> keras.Model:
+    """A loss a step, over the steps that are not masked."""
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Embedding(4, 6, mask_zero=True),
+            keras.layers.LSTM(5, return_sequences=True),
+            keras.layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def steps_of(values: np.ndarray) -> np.ndarray:
+    """Returns whole numbers 0..3 from the inputs; 0 is masked."""
+    return np.clip(np.round(values) + 1, 0, 3).astype(np.int32)
+
+
+def tokens(rows: int, batch: int) -> Fit:
+    return {"x": steps_of(X[:rows]), "y": steps_of(X[:rows]) % CLASSES, "batch_size": batch}
+
+
 def arrays(rows: int, batch: int) -> Fit:
     return {"x": X[:rows], "y": Y[:rows], "batch_size": batch}
 
@@ -171,6 +192,15 @@ class Case:
     batch: int = EVEN_BATCH
     prepare_first: bool = True
     compile: dict[str, Any] = field(default_factory=dict)
+    validation: Callable[[], tuple[np.ndarray, np.ndarray]] = lambda: (XV, YV)
+
+
+def tokens_to_validate() -> tuple[np.ndarray, np.ndarray]:
+    return steps_of(XV), steps_of(XV) % CLASSES
+
+
+def _loss(reduction: str) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
 
 
 def _kinds() -> dict[str, Case]:
@@ -202,6 +232,11 @@ CASES: dict[str, Case] = {
     "pydataset": Case(functional, feed=pydataset, **UNEVEN),
     "one_row_last": Case(convolutional, rows=25, batch=24),
     "scalar_loss": Case(functional, compile={"loss": mean_loss}, **UNEVEN),
+    "sum": Case(functional, compile={"loss": _loss("sum")}, **UNEVEN),
+    "mean_by_weight": Case(
+        functional, feed=weighted, compile={"loss": _loss("mean_with_sample_weight")}, **UNEVEN
+    ),
+    "masked": Case(masked, feed=tokens, validation=tokens_to_validate, **UNEVEN),
     "several_steps": Case(functional, compile={"steps_per_execution": 3}, **UNEVEN),
     "eagerly": Case(functional, compile={"run_eagerly": True}),
 }
@@ -242,7 +277,7 @@ def run_case(
         epochs=3,
         shuffle=False,
         verbose=0,
-        validation_data=(XV, YV),
+        validation_data=case.validation(),
         validation_batch_size=16,
     ).history
     left = {f"history/{key}": np.array(values) for key, values in history.items()}
@@ -250,9 +285,10 @@ def run_case(
     left |= {
         f"slot/{i}": keras.ops.convert_to_numpy(v) for i, v in enumerate(model.optimizer.variables)
     }
-    found = model.evaluate(XV, YV, batch_size=10, verbose=0, return_dict=True)
+    xv, yv = case.validation()
+    found = model.evaluate(xv, yv, batch_size=10, verbose=0, return_dict=True)
     left |= {f"evaluate/{key}": np.array(value) for key, value in found.items()}
-    left["predict"] = model.predict(XV, batch_size=10, verbose=0)
+    left["predict"] = model.predict(xv, batch_size=10, verbose=0)
     return {f"{name}|{key}": value for key, value in left.items()}
 
 

@@ -8,7 +8,8 @@ import numpy as np
 def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
     """Returns the largest absolute difference over all arrays, relative to the largest weight.
 
-    The scale is at least 1: histories and slots are compared with the weights' size.
+    The scale is at least 1: histories and slots are compared with the weights' size, or with
+    their own where they are larger (a loss that is a sum).
     A NaN on one side alone, another shape or another name is an infinite difference.
     """
     if left.keys() != right.keys():
@@ -21,5 +22,6 @@ def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]
         if a.shape != b.shape or not np.array_equal(np.isnan(a), np.isnan(b)):
             return float("inf")
         gap = np.abs(np.nan_to_num(a.astype(np.float64)) - np.nan_to_num(b.astype(np.float64)))
-        worst = max(worst, float(gap.max(initial=0.0)))
-    return worst / scale
+        own = max(scale, float(np.nan_to_num(np.abs(a)).max(initial=0.0)))
+        worst = max(worst, float(gap.max(initial=0.0)) / own)
+    return worst
