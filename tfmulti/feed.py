@@ -83,9 +83,9 @@ class DatasetFeed:
 
     endless = False
 
-    def __init__(self, x: Any, class_weight: Any, shuffle: bool, placement: Placement) -> None:
+    def __init__(self, x: Any, class_weight: Any, placement: Placement) -> None:
         try:
-            self._adapter = keras_compat.batches_of(x, class_weight, shuffle)
+            self._adapter = keras_compat.batches_of(x, class_weight)
         except ValueError as error:
             raise DataError(str(error)) from None
         if self.steps == 0:
@@ -169,11 +169,10 @@ def make_feed(
                 f"{'y' if y is not None else 'sample_weight'} does not go with a "
                 f"{type(x).__name__}, whose batches hold targets and weights themselves."
             )
-        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-            if seed is not None:
-                x = _SeededOrder(x, seed)
-            seed = None
-        return DatasetFeed(x, class_weight, False, placement)
+        finite = isinstance(x, keras.utils.PyDataset) and x.num_batches is not None
+        if finite and seed is not None:
+            x = _SeededOrder(x, seed)
+        return DatasetFeed(x, class_weight, placement)
     if class_weight is not None:
         sample_weight = weights_of_classes(y, class_weight, sample_weight)
     source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))

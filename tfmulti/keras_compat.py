@@ -215,12 +215,12 @@ def original_classes(*things: Any) -> Iterator[None]:
             object.__setattr__(thing, "__class__", derived)
 
 
-def batches_of(x: Any, class_weight: Any = None, shuffle: bool = False) -> Any:
+def batches_of(x: Any, class_weight: Any = None) -> Any:
     """Returns Keras' own adapter of a Dataset, PyDataset, generator or DataLoader.
 
     It has `get_tf_dataset()`, `num_batches`, `on_epoch_begin()` and `on_epoch_end()`.
     """
-    return data_adapters.get_data_adapter(x=x, class_weight=class_weight, shuffle=shuffle)
+    return data_adapters.get_data_adapter(x=x, class_weight=class_weight)
 
 
 def initial_epoch_of(model: keras.Model, initial_epoch: int) -> int:
