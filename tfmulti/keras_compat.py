@@ -1,14 +1,21 @@
 """Every touch of a private name of Keras, each with the reason and when it can go.
 
 Written against Keras 3.12 to 3.16. `tests/mirrored/test_keras_compat.py` holds a test for
-each function here that fails when Keras no longer needs it, or no longer has the name.
+each line below that fails when Keras no longer needs it, or no longer has the name. What
+takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `normalization`,
+`replicas`); here is only where it is put in.
 
-| function | private name | upstream | can go when |
+| what | private name | upstream | can go when |
 |---|---|---|---|
 | `build_from_specs` | `Trainer._symbolic_build` | keras#20585 | `fit` builds on MultiWorkerMirroredStrategy |
-| `losses_of_one_device` | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values` | keras#20585 | losses say by which rows they are averaged |
-| `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients` | keras#20585 | optimizers take global gradients |
-| `_unless_unknown` | the same | keras#20585 | the same |
+| losses | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values`, `Loss.__call__` | keras#20585 | losses say by which rows they are averaged |
+| `add_loss` of a vector | `Trainer._aggregate_additional_loss` | keras#20585 | the same |
+| losses of outputs | `Trainer._compile_loss.metrics` | none | they count rows, not batches |
+| metric functions of one number | `MeanMetricWrapper._fn` | none | a metric can be told what it is computed from |
+| random numbers | `backend.tensorflow.random.*`, `_cast_seed` | none | replicas have different masks |
+| batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
+| moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
+| `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value`, `LossScaleOptimizer._tf_apply` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
 """  # noqa: E501
@@ -17,17 +24,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import random as random_module
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random.seed_generator import draw_seed
 from keras.src.trainers import data_adapters
+from keras.src.trainers.trainer import Trainer
 
+from tfmulti import losses, normalization, randomness
 from tfmulti.errors import ModelError
+from tfmulti.share import current, partial
 
 Gradients = Sequence[Any]
 
@@ -42,52 +54,38 @@ def build_from_specs(model: keras.Model, specs: Any) -> None:
     model._symbolic_build(data_batch=specs)
 
 
-_thread = threading.local()
+def install() -> None:
+    """Puts what knows of shares in the place of Keras' functions that do not.
 
-
-@contextlib.contextmanager
-def losses_of_one_device(share: tf.Tensor) -> Iterator[None]:
-    """Inside, in this thread, a loss is this replica's part of what one device would compute.
-
-    Keras divides each loss by the number of replicas and the optimizer then sums the
-    gradients: right only where all replicas have the same number of rows and the loss passes
-    through Keras' own reduction. Here a replica's loss is such that the mean over the
-    replicas, each weighing by its `share` of the global batch's rows, is the loss of the
-    global batch: a mean over rows stays as it is, a sum or a mean by weights is scaled.
+    Outside a prepared model's step, and with one replica, they are Keras' own.
     """
-    _install_loss_scaling()
-    before = getattr(_thread, "share", None)
-    _thread.share = share
-    try:
-        yield
-    finally:
-        _thread.share = before
-
-
-def _install_loss_scaling() -> None:
-    if not hasattr(TFOptimizer._all_reduce_sum_gradients, "_tfmulti"):
-        TFOptimizer._all_reduce_sum_gradients = _unless_unknown(
-            TFOptimizer._all_reduce_sum_gradients
-        )
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
-        original = getattr(loss_module, name)
-        if not hasattr(original, "_tfmulti"):
-            setattr(loss_module, name, _unless_one_device(original))
-    if not hasattr(loss_module.reduce_weighted_values, "_tfmulti"):
-        loss_module.reduce_weighted_values = _part_of_global(loss_module.reduce_weighted_values)
+        _replace(loss_module, name, _only_outside)
+    _replace(loss_module, "reduce_weighted_values", _part_of_global)
+    _replace(keras.losses.Loss, "__call__", _from_all_rows_if_scalar)
+    _replace(keras.metrics.MeanMetricWrapper, "update_state", _metric_from_all_rows_if_scalar)
+    _replace(Trainer, "_aggregate_additional_loss", _added_loss)
+    _replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
+    _replace(TFOptimizer, "_all_reduce_sum_gradients", _unless_unknown)
+    for name in ("uniform", "normal", "randint", "truncated_normal", "dropout"):
+        _replace(random_module, name, _RANDOM[name])
+    for name in ("categorical", "shuffle", "gamma", "binomial", "beta"):
+        _replace(random_module, name, _with_seed_of_share)
 
 
-def _unless_one_device(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(original)
-    def scale(value: Any) -> Any:
-        return original(value) if getattr(_thread, "share", None) is None else value
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, "_tfmulti"):
+        new = functools.wraps(original)(make(original))
+        vars(new)["_tfmulti"] = True
+        setattr(owner, name, new)
 
-    scale._tfmulti = True  # type: ignore[attr-defined]
-    return scale
+
+def _only_outside(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: original(value) if current() is None else value
 
 
 def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def reduce(
         values: Any,
         sample_weight: Any = None,
@@ -96,48 +94,221 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         dtype: Any = None,
     ) -> Any:
         loss = original(values, sample_weight, mask, reduction, dtype)
-        share = getattr(_thread, "share", None)
-        context = tf.distribute.get_replica_context()
-        if share is None or context is None or context.num_replicas_in_sync == 1:
+        share = partial()
+        if share is None:
             return loss
-        if reduction == "sum":
-            part = tf.ones_like(share)
-        else:
-            divisor = _divisor(values, sample_weight, mask, reduction)
-            if divisor is None:
-                return loss
-            own = tf.where(share > 0, divisor, 0.0)
-            part = tf.math.divide_no_nan(own, context.all_reduce("SUM", own))
-        return loss * tf.cast(tf.math.divide_no_nan(part, share), loss.dtype)
+        if tf.convert_to_tensor(values).shape.rank == 0:
+            losses.note_scalar()
+            return loss
+        same_rank = loss_module.squeeze_or_expand_to_same_rank
+        return losses.scaled_to_global(
+            share,
+            loss,
+            reduction,
+            lambda: losses.divisor_of(values, sample_weight, mask, reduction, same_rank),
+        )
 
-    reduce._tfmulti = True  # type: ignore[attr-defined]
     return reduce
 
 
-def _divisor(values: Any, sample_weight: Any, mask: Any, reduction: Any) -> tf.Tensor | None:
-    """Returns what Keras divides a replica's summed loss by, where that is not its rows."""
-    if reduction in (None, "none"):
-        return None
-    weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
-    if mask is None and not weighs:
-        return None
-    # Keras' own weights of the values; those of masked ones are 0.
-    ones = tf.ones_like(tf.convert_to_tensor(values), tf.float32)
-    weights = ones if mask is None else tf.cast(mask, tf.float32)
-    if weighs:
-        given = tf.cast(sample_weight, tf.float32)
-        if mask is None:
-            return tf.reduce_sum(given)
-        given, weights = loss_module.squeeze_or_expand_to_same_rank(given, weights)
-        weights = weights * given
-    return tf.reduce_sum(weights)
+def _from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        share = partial()
+        if share is None:
+            return original(self, y_true, y_pred, sample_weight)
+        with losses.watching_for_scalars() as seen:
+            loss = original(self, y_true, y_pred, sample_weight)
+        if not seen:
+            return loss
+        compute = functools.partial(original, self)
+        return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight)
+
+    return call
+
+
+def _metric_from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        share = partial()
+        if share is None or self._fn(y_true, y_pred, **self._fn_kwargs).shape.rank != 0:
+            return original(self, y_true, y_pred, sample_weight)
+        # One number a batch, of the whole batch; the replicas' states are summed later.
+        context = tf.distribute.get_replica_context()
+        counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
+
+        def update(y_true: Any, y_pred: Any, weights: Any) -> Any:
+            weights = counts if weights is None else counts * tf.cast(weights, tf.float32)
+            original(self, y_true, y_pred, weights)
+            return tf.zeros([])
+
+        return losses.from_all_rows(share, update, y_true, y_pred, sample_weight)
+
+    return update_state
+
+
+def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def aggregate(self: Any, loss: Any) -> Any:
+        share = partial()
+        return original(self, loss if share is None else losses.added_loss(share, loss))
+
+    return aggregate
+
+
+def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+        share = current()
+        if share is None or mask is not None and share.is_whole:
+            return original(self, inputs, mask)
+        context = tf.distribute.get_replica_context()
+        if self.synchronized and context.num_replicas_in_sync > 1:
+            return normalization.global_moments(share, inputs, mask, self._reduction_axes)
+        if share.is_whole:  # Keras' own for several replicas loses digits, and is not needed
+            return keras.ops.moments(inputs, self._reduction_axes)
+        # What reads a row that does not count learns nothing from it.
+        known = (tf.cast(v, inputs.dtype) for v in (self.moving_mean, self.moving_variance))
+        return tuple(
+            tf.where(share.own_rows > 0, found, before)
+            for found, before in zip(original(self, inputs, mask), known, strict=True)
+        )
+
+    return moments
+
+
+def _seed(seed: Any) -> tf.Tensor:
+    return random_module._cast_seed(draw_seed(seed))
+
+
+def _uniform(original: Callable[..., Any]) -> Callable[..., Any]:
+    def uniform(
+        shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None
+    ) -> Any:
+        share = partial()
+        if share is None:
+            return original(shape, minval, maxval, dtype, seed)
+        dtype = dtype or keras.config.floatx()
+        return randomness.uniform(share, shape, minval, maxval, dtype, _seed(seed))
+
+    return uniform
+
+
+def _normal(original: Callable[..., Any]) -> Callable[..., Any]:
+    def normal(
+        shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None
+    ) -> Any:
+        share = partial()
+        if share is None:
+            return original(shape, mean, stddev, dtype, seed)
+        dtype = dtype or keras.config.floatx()
+        return randomness.normal(share, shape, mean, stddev, dtype, _seed(seed))
+
+    return normal
+
+
+def _randint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def randint(
+        shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None
+    ) -> Any:
+        share = partial()
+        if share is None:
+            return original(shape, minval, maxval, dtype, seed)
+        drawn = dtype if keras.backend.standardize_dtype(dtype) in ("int32", "int64") else "int64"
+        whole = randomness.uniform(share, shape, minval, maxval, drawn, _seed(seed))
+        return tf.cast(whole, dtype)
+
+    return randint
+
+
+def _truncated_normal(original: Callable[..., Any]) -> Callable[..., Any]:
+    def truncated_normal(
+        shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None
+    ) -> Any:
+        share = partial()
+        if share is None:
+            return original(shape, mean, stddev, dtype, seed)
+        return randomness.of_all_rows(
+            share, shape, lambda whole: original(whole, mean, stddev, dtype, seed)
+        )
+
+    return truncated_normal
+
+
+def _dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+        share = partial()
+        if share is None or rate in (0.0, 1.0):
+            return original(inputs, rate, noise_shape, seed)
+        return randomness.dropout(share, inputs, rate, noise_shape, _seed(seed))
+
+    return dropout
+
+
+_RANDOM = {
+    "uniform": _uniform,
+    "normal": _normal,
+    "randint": _randint,
+    "truncated_normal": _truncated_normal,
+    "dropout": _dropout,
+}
+
+
+def _with_seed_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*args: Any, seed: Any = None, **kwargs: Any) -> Any:
+        share = partial()
+        if share is not None:
+            seed = randomness.SeedOfShare(_seed(seed), share)
+        return original(*args, seed=seed, **kwargs)
+
+    return draw
+
+
+def seed_variables(model: keras.Model) -> list[Any]:
+    """Returns the Keras variables that hold where a model's random numbers go on."""
+    return [v for v in model.non_trainable_variables if v.name == "seed_generator_state"]
+
+
+def moving_statistics(model: keras.Model) -> list[Any]:
+    """Returns the Keras variables that layers update by themselves while they train.
+
+    Those of floating point type, of layers that are not frozen, and not synchronized: each
+    replica has its own.
+    """
+    found = {}
+    for layer in model._flatten_layers(include_self=True, recursive=True):
+        if layer.trainable and not getattr(layer, "synchronized", False):
+            for variable in layer._non_trainable_variables:
+                if tf.as_dtype(variable.dtype).is_floating:
+                    found[id(variable)] = variable
+    metrics = {id(v) for metric in model.metrics for v in metric.variables}
+    return [v for key, v in found.items() if key not in metrics]
+
+
+def synchronize_statistics(model: keras.Model) -> None:
+    """Makes all BatchNormalization layers take their statistics from all replicas."""
+    for layer in model._flatten_layers(include_self=True, recursive=True):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = True
+
+
+def count_rows_in_output_losses(model: keras.Model) -> None:
+    """Makes the logged loss of each output a mean over rows.
+
+    Keras gives a batch the weight of its rows where it knows them when it traces, else 1:
+    a smaller last batch then weighs as much as the others.
+    """
+    for metric in getattr(getattr(model, "_compile_loss", None), "metrics", []):
+        _mix_in(metric, _CountsRows)
+
+
+class _CountsRows:
+    def update_state(self, values: Any, sample_weight: Any = None) -> Any:
+        share = current()
+        if share is not None:
+            sample_weight = losses.rows_that_count(share)
+        return super().update_state(values, sample_weight=sample_weight)  # type: ignore[misc]
 
 
 def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def reduce(optimizer: Any, grads_and_vars: Any) -> Any:
-        several = tf.distribute.get_strategy().num_replicas_in_sync > 1
-        if several and getattr(_thread, "share", None) is not None:
+        if partial() is not None:
             raise ModelError(
                 f"the train_step applies gradients with a {type(optimizer).__name__} that is not "
                 "part of the model, so they would be summed, not averaged. Keep it as an "
@@ -145,38 +316,83 @@ def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         return original(optimizer, grads_and_vars)
 
-    reduce._tfmulti = True  # type: ignore[attr-defined]
     return reduce
 
 
-class _TakesReducedGradients:
+class _UpdatesReplica:
+    """An optimizer whose gradients are global: each replica updates its own copy by itself.
+
+    Keras reduces here, and updates in cross-replica context (`merge_call`), which cannot be
+    inside a condition: gradient accumulation and overwriting by averages are conditions.
+    """
+
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
         return list(grads_and_vars)
 
+    def _backend_update_step(self, *args: Any) -> Any:
+        return self._plainly("_backend_update_step", *args)
 
-class _ReducesFirst(_TakesReducedGradients):
+    def _apply_weight_decay(self, *args: Any) -> Any:
+        return self._plainly("_apply_weight_decay", *args)
+
+    def _backend_increment_gradient_accumulators(self, *args: Any) -> Any:
+        return self._plainly("_backend_increment_gradient_accumulators", *args)
+
+    def _overwrite_model_variables_with_average_value(self, *args: Any) -> Any:
+        return self._plainly("_overwrite_model_variables_with_average_value", *args)
+
+    def _plainly(self, name: str, *args: Any) -> Any:
+        """Calls Keras' method for all backends instead of TensorFlow's, on a replica."""
+        if _on_one_of_several_replicas():
+            return getattr(BaseOptimizer, name)(self, *args)
+        return getattr(super(), name)(*args)
+
+    def _tf_apply(self, *args: Any, **kwargs: Any) -> Any:
+        apply = "_common_apply" if _on_one_of_several_replicas() else "_tf_apply"
+        return getattr(super(), apply)(*args, **kwargs)
+
+
+def _on_one_of_several_replicas() -> bool:
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1
+
+
+class _ReducesFirst(_UpdatesReplica):
     _tfmulti_reduce: Callable[[Gradients], list[Any]]
+    _tfmulti_take: Callable[[Any, Gradients, Any], bool]
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
         if tf.distribute.get_replica_context() is not None:
+            if self._tfmulti_take(self, grads, trainable_variables):
+                return None
             grads = self._tfmulti_reduce(grads)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
+    def scale_loss(self, loss: Any) -> Any:
+        share = partial()
+        if share is not None and tf.convert_to_tensor(loss).shape.rank:
+            loss = losses.summed_gradient(share, loss)
+        return super().scale_loss(loss)  # type: ignore[misc]
+
 
 def take_reduced_gradients(
-    optimizer: keras.optimizers.Optimizer, reduce: Callable[[Gradients], list[Any]]
+    optimizer: keras.optimizers.Optimizer,
+    reduce: Callable[[Gradients], list[Any]],
+    take: Callable[[Any, Gradients, Any], bool],
 ) -> None:
     """Makes `optimizer.apply` reduce the gradients by `reduce` first, and never again.
 
     Clipping, finite checks and loss scaling inside the optimizer then see the gradient of
-    the global batch; Keras reduces after them. The optimizer keeps its class' name and
-    module, so that it is saved as before.
+    the global batch; Keras reduces after them. Where `take(optimizer, gradients, variables)`
+    returns True, it has kept them and nothing is updated. The optimizer keeps its class'
+    name and module, so that it is saved as before.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
-        _mix_in(inner, _TakesReducedGradients)
+        _mix_in(inner, _UpdatesReplica)
     _mix_in(optimizer, _ReducesFirst)
     vars(optimizer)["_tfmulti_reduce"] = reduce
+    vars(optimizer)["_tfmulti_take"] = take
 
 
 def _mix_in(thing: Any, mixin: type) -> None:

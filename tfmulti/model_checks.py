@@ -81,25 +81,6 @@ def as_made(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def check_optimizers(model: keras.Model) -> None:
-    """Raises ModelError for what Keras' optimizers cannot do with several replicas."""
-    if model.distribute_strategy.num_replicas_in_sync == 1:
-        return
-    for optimizer in optimizers_of(model):
-        if getattr(optimizer, "gradient_accumulation_steps", None):
-            raise ModelError(
-                f"{type(optimizer).__name__}(gradient_accumulation_steps="
-                f"{optimizer.gradient_accumulation_steps}) does not work with several replicas: "
-                "Keras updates inside a condition there. Use a larger batch_size instead."
-            )
-        if getattr(optimizer, "ema_overwrite_frequency", None):
-            raise ModelError(
-                f"{type(optimizer).__name__}(ema_overwrite_frequency="
-                f"{optimizer.ema_overwrite_frequency}) does not work with several replicas. Leave "
-                "it out: the weights are overwritten at the end of fit."
-            )
-
-
 def build(model: keras.Model, specs: Any) -> None:
     """Builds what a batch of this form needs, in the scope. Every worker calls it.
 
@@ -119,4 +100,3 @@ def build(model: keras.Model, specs: Any) -> None:
             raise
         # A train_step of its own may need no call(), as a GAN's: its parts are built.
     check_scope(model)
-    check_optimizers(model)

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti import sharding
+from tfmulti.replicas import rows_of
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.steps import Shards
 from tfmulti.strategies import Placement
@@ -45,12 +46,13 @@ class Plan:
 
     def indices(
         self, step: tf.Tensor, replica: int, replicas: int
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns the examples that one replica reads in a step, and how many it counts.
 
         Returns:
-            Indices int64 [rows read]; this replica's rows and the global batch's, int64
-            scalars. A replica without rows reads one, which does not count.
+            Indices int64 [rows read]; this replica's rows, where those that it reads begin
+            in the global batch, and the rows of that, int64 scalars. A replica without rows
+            reads one, which does not count.
 
         Args:
             step: int64 scalar, counted from the start of the run over all epochs.
@@ -64,7 +66,7 @@ class Plan:
         )
         begin, end = sharding.rows_to_read(start, stop, rows, tf.minimum)
         positions = tf.range(first + begin, first + end, dtype=tf.int64)
-        return self._shuffled(positions, epoch), stop - start, rows
+        return self._shuffled(positions, epoch), stop - start, begin, rows
 
     def _shuffled(self, positions: tf.Tensor, epoch: tf.Tensor) -> tf.Tensor:
         if self.seed is None:
@@ -98,16 +100,19 @@ def from_source(
         tensors = tf.nest.map_structure(tf.constant, source.data)
     even = plan.share_is_constant and plan.global_batch_size % placement.replicas == 0
     share_rows = plan.global_batch_size // placement.replicas if even else None
+    if share_rows == 1 and placement.replicas > 1:
+        share_rows = None  # an axis of size 1 would look like the rows (`randomness`)
 
     def shards(step: tf.Tensor) -> Shards:
-        data, own_rows = [], []
+        data, own_rows, first_rows = [], [], []
         for local in range(placement.local_replicas):
             replica = placement.first_replica + local
-            indices, own, rows = plan.indices(step, replica, placement.replicas)
+            indices, own, first, rows = plan.indices(step, replica, placement.replicas)
             indices = tf.ensure_shape(indices, [share_rows])
             data.append(tf.nest.map_structure(lambda t, i=indices: tf.gather(t, i), tensors))
             own_rows.append(own)
-        return Shards(tuple(data), tuple(own_rows), rows, tf.constant(-1))
+            first_rows.append(first)
+        return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, tf.constant(-1))
 
     dataset = tf.data.Dataset.counter(first_step, dtype=tf.int64).map(shards)
     return _untuned(dataset.prefetch(PREFETCH_STEPS))
@@ -125,15 +130,16 @@ def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Data
 def from_batch(batch: Any, placement: Placement) -> Shards:
     """Returns this worker's `Shards` of one global batch of tensors."""
     rows = _rows(batch)
-    data, own_rows = [], []
+    data, own_rows, first_rows = [], [], []
     for local in range(placement.local_replicas):
         replica = tf.constant(placement.first_replica + local, tf.int64)
         start, stop = sharding.share_bounds(rows, placement.replicas, replica, tf.minimum)
         begin, end = sharding.rows_to_read(start, stop, rows, tf.minimum)
-        data.append(_map_leaves(lambda t, a=begin, b=end: _slice(t, a, b), batch))
+        data.append(rows_of(batch, begin, end))
         own_rows.append(stop - start)
+        first_rows.append(begin)
     digest = _digest(batch) if placement.workers > 1 else tf.constant(-1)
-    return Shards(tuple(data), tuple(own_rows), rows, digest)
+    return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest)
 
 
 def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -144,10 +150,6 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def _map_leaves(function: Any, batch: Any) -> Any:
-    return tf.nest.map_structure(function, batch, expand_composites=False)
-
-
 def _rows(batch: Any) -> tf.Tensor:
     leaf = next(t for t in tf.nest.flatten(batch) if t is not None)
     if isinstance(leaf, tf.RaggedTensor):
@@ -155,14 +157,6 @@ def _rows(batch: Any) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, tf.int64)[0]
-
-
-def _slice(value: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    if isinstance(value, tf.SparseTensor):
-        rest = value.dense_shape[1:]
-        begin = tf.concat([[start], tf.zeros_like(rest)], 0)
-        return tf.sparse.slice(value, begin, tf.concat([[stop - start], rest], 0))
-    return value[start:stop]
 
 
 def _digest(batch: Any) -> tf.Tensor:

@@ -10,53 +10,41 @@ for uneven and empty shares.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmulti.errors import ModelError
+from tfmulti.share import current
 
 SUM = tf.distribute.ReduceOp.SUM
-
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def weighing(weight: tf.Tensor) -> Iterator[None]:
-    """Inside, this replica's gradients count by `weight`, its part of the global batch."""
-    _thread.weight = weight
-    try:
-        yield
-    finally:
-        _thread.weight = None
 
 
 def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
     """Returns the gradients of the global batch, the same on every replica.
 
-    `None` stays `None`. Outside `weighing` (a training loop of the user's own, which scales
-    its losses as tf.distribute's guide says) the gradients are summed.
+    `None` stays `None`. Outside a share (gradients that were weighed before, or a training
+    loop of the user's own, which scales its losses as tf.distribute's guide says) the
+    gradients are summed.
     """
     context = tf.distribute.get_replica_context()
-    weight = getattr(_thread, "weight", None)
     if context.num_replicas_in_sync == 1:
         return list(gradients)
+    share = current()
     present = [g for g in gradients if g is not None]
-    if weight is not None:
-        present = [_times(g, weight) for g in present]
+    if share is not None:
+        present = [weighed(g, share.weight) for g in present]
     reduced = iter(context.all_reduce(SUM, present) if present else [])
     return [None if g is None else next(reduced) for g in gradients]
 
 
-def _times(gradient: Any, weight: tf.Tensor) -> Any:
+def weighed(gradient: Any, weight: tf.Tensor) -> Any:
+    """Returns a gradient times its share's weight; what has no weight is 0, NaN too."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.math.multiply_no_nan(gradient.values, tf.cast(weight, gradient.values.dtype))
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    # A row that does not count may have any gradient, NaN too.
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
@@ -71,6 +59,20 @@ def local_index(local_replicas: int) -> int:
 def metric_variables(model: keras.Model) -> list[Any]:
     """Returns the Keras variables of all metrics of a model."""
     return [v for metric in model.metrics for v in metric.variables]
+
+
+def rows_of(batch: Any, start: Any, stop: Any) -> Any:
+    """Returns the rows [start, stop) of each leaf, dense, ragged or sparse."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tf.SparseTensor):
+            begin, end = (tf.cast(at, tf.int64) for at in (start, stop))
+            rest = value.dense_shape[1:]
+            first = tf.concat([[begin], tf.zeros_like(rest)], 0)
+            return tf.sparse.slice(value, first, tf.concat([[end - begin], rest], 0))
+        return value[start:stop]
+
+    return tf.nest.map_structure(cut, batch, expand_composites=False)
 
 
 def gather_rows(value: tf.Tensor) -> tf.Tensor:
@@ -93,7 +95,10 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
 
 
 def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns each value summed over all replicas, with one collective a dtype."""
+    """Returns each value summed over all replicas, with one collective a dtype.
+
+    The shapes must be known when the step is traced.
+    """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return list(values)

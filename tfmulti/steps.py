@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfmulti import replicas
-from tfmulti.keras_compat import losses_of_one_device
+from tfmulti import keras_compat, microbatches, replicas
+from tfmulti.share import Share, computing
+from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
 
 Logs = dict[str, tf.Tensor]
@@ -24,21 +25,33 @@ Logs = dict[str, tf.Tensor]
 class Shards(NamedTuple):
     """This worker's part of one global batch.
 
-    `data[i]` are the rows that local replica `i` reads and `own_rows[i]` how many of them
-    count: all, or none where a replica without rows reads one (`sharding.rows_to_read`).
-    `rows` is the number of rows of the global batch (both int64), and `digest` a small whole
-    number that is the same on all workers if they read the same global batch (-1: not
-    computed).
+    `data[i]` are the rows that local replica `i` reads, from row `first_rows[i]` of the
+    global batch on, and `own_rows[i]` how many of them count: all, or none where a replica
+    without rows reads one (`sharding.rows_to_read`). `rows` is the number of rows of the
+    global batch (all int64), and `digest` a small whole number that is the same on all
+    workers if they read the same global batch (-1: not computed).
     """
 
     data: tuple[Any, ...]
     own_rows: tuple[tf.Tensor, ...]
+    first_rows: tuple[tf.Tensor, ...]
     rows: tf.Tensor
     digest: tf.Tensor
 
     def weight(self, local: int) -> tf.Tensor:
         """Returns the part of the global batch that a local replica has, float32."""
         return tf.cast(self.own_rows[local] / self.rows, tf.float32)  # rounded once
+
+    def share(self, local: int, *, alone: bool) -> Share:
+        """Returns a local replica's share; `alone` if there is no other replica."""
+        return Share(
+            self.weight(local),
+            self.own_rows[local],
+            self.first_rows[local],
+            self.rows,
+            _fixed_rows(self.data[local]),
+            alone,
+        )
 
 
 class Outcome(NamedTuple):
@@ -65,49 +78,42 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     themselves, and returns their `Outcome`; `votes` are this worker's.
     It raises `tf.errors.OutOfRangeError` where the iterator has no more data.
     """
+    keras_compat.install()
     strategy = model.distribute_strategy
+    one_step = _make_step(model, placement, training=training)
+    states = _Statistics(model, placement) if training else None
 
-    def replica_step(shards: Shards) -> Any:
-        index = replicas.local_index(placement.local_replicas)
-        step = model.train_step if training else model.test_step
-        fixed = _has_fixed_rows(shards.data[index]) and not model.run_eagerly
-        may_be_empty = placement.replicas > 1 and not fixed
-        variables = replicas.metric_variables(model) if may_be_empty else []
-        before = [tf.identity(v.value) for v in variables]
-        weight = shards.weight(index)
-        with losses_of_one_device(weight), replicas.weighing(weight):
-            logs = step(shards.data[index])
-        for variable, value in zip(variables, before, strict=True):
-            counts = shards.own_rows[index] > 0
-            variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
-        return logs
+    def outcome(
+        shards: Shards, local_logs: Any, votes: tf.Tensor, before: Any, rows: tuple[Any, ...]
+    ) -> Outcome:
+        def on_replica(logs: Any, before: Any) -> Outcome:
+            local = replicas.local_index(placement.local_replicas)
+            moved = states.moved(before, rows[local] / rows[-1]) if states else []
+            found, moved = _outcome(model, logs, shards.weight(local), shards, votes, moved)
+            if states:
+                states.set(before, moved)
+            return found
 
-    def one_step(shards: Shards) -> Any:
-        return strategy.run(lambda: replica_step(shards))
-
-    if not model.run_eagerly:
-        one_step = tf.function(one_step, reduce_retracing=True)
-
-    def outcome(shards: Shards, local_logs: Any, votes: tf.Tensor) -> Outcome:
-        def on_replica(logs: Any) -> Outcome:
-            weight = shards.weight(replicas.local_index(placement.local_replicas))
-            return _outcome(model, logs, weight, shards, votes)
-
-        found: Outcome = _first_local(strategy, strategy.run(on_replica, args=(local_logs,)))
+        found: Outcome = _first_local(strategy, strategy.run(on_replica, args=(local_logs, before)))
         return found
 
     def one(source: Any, votes: tf.Tensor) -> Outcome:
+        before = states.now() if states else ()
         shards = source if isinstance(source, Shards) else next(source)
-        return outcome(shards, one_step(shards), votes)
+        rows = (*shards.own_rows, shards.rows)
+        return outcome(shards, one_step(shards), votes, before, rows)
 
     def several(iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> Outcome:
-        rows = tf.constant(0, tf.int64)
+        before = states.now() if states else ()
+        rows = tuple(tf.constant(0, tf.int64) for _ in range(placement.local_replicas + 1))
         for _ in tf.range(steps - 1):
             shards = next(iterator)
             one_step(shards)
-            rows += shards.rows
-        last = one(iterator, votes)
-        return last._replace(rows=last.rows + rows)
+            rows = _add(rows, (*shards.own_rows, shards.rows))
+        shards = next(iterator)
+        rows = _add(rows, (*shards.own_rows, shards.rows))
+        last = outcome(shards, one_step(shards), votes, before, rows)
+        return last._replace(rows=rows[-1])
 
     if model.run_eagerly:
         one_compiled, several_compiled = one, several
@@ -124,13 +130,87 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     return execute
 
 
-def _has_fixed_rows(data: Any) -> bool:
-    return all(leaf.shape.rank and leaf.shape[0] is not None for leaf in tf.nest.flatten(data))
+def _add(left: tuple[tf.Tensor, ...], right: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+def _make_step(
+    model: keras.Model, placement: Placement, *, training: bool
+) -> Callable[[Shards], Any]:
+    """Returns a function that runs one step on all local replicas and returns their logs."""
+    strategy = model.distribute_strategy
+    passes = state_of(model).microbatches if training else 1
+
+    def compute(data: Any, share: Share) -> Any:
+        step = model.train_step if training else model.test_step
+        fixed = share.read_rows is not None and not model.run_eagerly
+        variables = [] if fixed or share.is_whole else replicas.metric_variables(model)
+        before = [tf.identity(v.value) for v in variables]
+        with computing(share):
+            logs = step(data)
+        for variable, value in zip(variables, before, strict=True):
+            counts = share.own_rows > 0
+            variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
+        return logs
+
+    def replica_step(shards: Shards) -> Any:
+        local = replicas.local_index(placement.local_replicas)
+        share = shards.share(local, alone=placement.replicas == 1)
+        if passes == 1:
+            return compute(shards.data[local], share)
+        return microbatches.run(model, compute, shards.data[local], share, passes)
+
+    def one_step(shards: Shards) -> Any:
+        return strategy.run(lambda: replica_step(shards))
+
+    return one_step if model.run_eagerly else tf.function(one_step, reduce_retracing=True)
+
+
+def _fixed_rows(data: Any) -> int | None:
+    """Returns how many rows the data has, where that is known when a step is traced."""
+    sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(data)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+class _Statistics:
+    """The moving statistics of a model's layers, averaged over the replicas by their rows.
+
+    Each replica updates its own from its own rows. An execution ends with the same ones
+    everywhere: those before it, moved by the mean of the replicas' moves. So what is
+    evaluated or saved at any time is the average.
+    """
+
+    def __init__(self, model: keras.Model, placement: Placement) -> None:
+        several = placement.replicas > 1
+        self._variables = keras_compat.moving_statistics(model) if several else []
+        self._strategy = model.distribute_strategy
+
+    def now(self) -> Any:
+        """Returns the values on all replicas."""
+        return self._strategy.run(lambda: [tf.identity(v.value) for v in self._variables])
+
+    def moved(self, before: list[tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
+        """Returns by how much this replica's have moved, times its weight."""
+        return [
+            tf.math.multiply_no_nan(tf.convert_to_tensor(v.value) - old, tf.cast(weight, old.dtype))
+            for v, old in zip(self._variables, before, strict=True)
+        ]
+
+    def set(self, before: list[tf.Tensor], moved: list[tf.Tensor]) -> None:
+        """Sets the values on this replica."""
+        for variable, old, move in zip(self._variables, before, moved, strict=True):
+            variable.assign(old + move)
 
 
 def _outcome(
-    model: keras.Model, logs: Any, weight: tf.Tensor, shards: Shards, votes: tf.Tensor
-) -> Outcome:
+    model: keras.Model,
+    logs: Any,
+    weight: tf.Tensor,
+    shards: Shards,
+    votes: tf.Tensor,
+    moved: list[tf.Tensor],
+) -> tuple[Outcome, list[tf.Tensor]]:
+    """Returns what all replicas found, and `moved` summed over them, from one collective."""
     logs = logs if isinstance(logs, dict) else {}
     digest = tf.cast(shards.digest, tf.float32)
     means = [tf.math.multiply_no_nan(_mean(value), weight) for value in logs.values()]
@@ -138,8 +218,9 @@ def _outcome(
     results, sums = replicas.global_metrics(
         replicas.metric_variables(model),
         model.get_metrics_result,
-        [*means, *differing.values(), votes, digest, digest * digest],
+        [*means, *differing.values(), votes, digest, digest * digest, *moved],
     )
+    sums, moved = sums[: len(sums) - len(moved)], sums[len(sums) - len(moved) :]
     means, rest = sums[: len(means)], sums[len(means) :]
     counts = dict(zip(differing, rest, strict=False))
     counted, digests, squares = rest[len(differing) :]
@@ -153,7 +234,7 @@ def _outcome(
         results = found
     replicas_count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
     spread = squares / replicas_count - tf.square(digests / replicas_count)
-    return Outcome(results, counted, spread, shards.rows)
+    return Outcome(results, counted, spread, shards.rows), moved
 
 
 def _mean(value: Any) -> tf.Tensor:
@@ -185,6 +266,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     The source is an iterator of `Shards`, or `Shards`. Every worker gets all rows. It raises
     `tf.errors.OutOfRangeError` at the end of the data.
     """
+    keras_compat.install()
     strategy = model.distribute_strategy
 
     def predict(source: Any) -> Any:
@@ -192,7 +274,8 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
 
         def replica_step() -> Any:
             index = replicas.local_index(placement.local_replicas)
-            outputs = model.predict_step(shards.data[index])
+            with computing(shards.share(index, alone=placement.replicas == 1)):
+                outputs = model.predict_step(shards.data[index])
             if placement.replicas > 1:
                 rows = shards.own_rows[index]
                 outputs = tf.nest.map_structure(lambda v: v[:rows], outputs)

@@ -18,10 +18,11 @@ class TrainerState:
 
     `seed` is that of the data order (None: drawn at each fit). `interrupted` is set by a
     signal of this process; `stopped_by` by the vote, alike on all workers. `steps` and
-    `examples` count since the last `fit` began.
+    `examples` count since the last `fit` began. A step takes `microbatches` passes.
     """
 
     seed: int | None = None
+    microbatches: int = 1
     interrupted: str | None = None
     stopped_by: str | None = None
     steps: int = 0

@@ -14,10 +14,11 @@ import keras
 import tensorflow as tf
 
 from tfmulti import epochs as epochs_loop
-from tfmulti import keras_compat, model_checks, steps
+from tfmulti import keras_compat, losses, model_checks, steps
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.errors import ModelError
 from tfmulti.feed import make_feed, split_off_validation, weights_of_classes
+from tfmulti.microbatches import take
 from tfmulti.pipeline import from_batch
 from tfmulti.replicas import reduce_gradients
 from tfmulti.sources.arrays import ArraySource
@@ -27,7 +28,13 @@ from tfmulti.strategies import Placement, placement_of
 Model = TypeVar("Model", bound=keras.Model)
 
 
-def prepare(model: Model, *, seed: int | None = None) -> Model:
+def prepare(
+    model: Model,
+    *,
+    seed: int | None = None,
+    microbatches: int = 1,
+    sync_batch_norm: bool = False,
+) -> Model:
     """Returns the same model with a `fit`, `evaluate` and `predict` for any strategy.
 
     Call it before or after `compile`, on a Functional, Sequential or subclassed model, with
@@ -38,22 +45,31 @@ def prepare(model: Model, *, seed: int | None = None) -> Model:
         model: a Keras model made inside `strategy.scope()`.
         seed: of the data order; None draws one from NumPy's generator at each `fit` (the
             chief's draw holds for all workers).
+        microbatches: passes of one step: each replica's rows are computed in that many
+            parts, and the weights are updated once, by the gradient of the whole batch.
+        sync_batch_norm: BatchNormalization layers take mean and variance over the rows of
+            all replicas (sets their `synchronized`), two collectives a layer and step.
 
     Raises:
-        ModelError: no Keras model, or one that was made outside the strategy's scope.
+        ModelError: no Keras model, or one that was made outside the strategy's scope, or
+            `microbatches` below 1.
     """
     if not isinstance(model, keras.Model):
         raise ModelError(f"prepare() takes a keras.Model, not a {type(model).__name__}.")
     if not isinstance(model, DistributedModel):
         model_checks.check_overrides(model)
     model_checks.check_scope(model)
+    if microbatches < 1:
+        raise ModelError(f"microbatches is {microbatches}, but it must be at least 1.")
+    if sync_batch_norm:
+        keras_compat.synchronize_statistics(model)
     if not isinstance(model, DistributedModel):
         cls = type(model)
         derived = keras_compat.derived_class(cls, (cls, DistributedModel))
         object.__setattr__(model, "__class__", derived)
         for name in ("train_function", "test_function", "predict_function"):
             setattr(model, name, None)
-    remember(model, TrainerState(seed=seed))
+    remember(model, TrainerState(seed=seed, microbatches=microbatches))
     return model
 
 
@@ -67,11 +83,13 @@ class DistributedModel(keras.Model):
     def make_train_function(self, force: bool = False) -> None:
         if self.train_function is None or force:
             for optimizer in model_checks.optimizers_of(self):
-                keras_compat.take_reduced_gradients(optimizer, reduce_gradients)
+                keras_compat.take_reduced_gradients(optimizer, reduce_gradients, take)
+            keras_compat.count_rows_in_output_losses(self)
             self.train_function = steps.make_execution(self, self._placement, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
         if self.test_function is None or force:
+            keras_compat.count_rows_in_output_losses(self)
             self.test_function = steps.make_execution(self, self._placement, training=False)
 
     def make_predict_function(self, force: bool = False) -> None:
@@ -81,6 +99,18 @@ class DistributedModel(keras.Model):
     @property
     def _placement(self) -> Placement:
         return placement_of(self.distribute_strategy)
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Returns the loss of this replica's rows as a part of the global one; see Keras."""
+        with losses.compiled():
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
 
     def fit(  # Keras' own signature
         self,

@@ -1,0 +1,234 @@
+"""The models of the cases: small, one for each thing that can go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from tests.support.data import CLASSES
+
+
+def functional() -> keras.Model:
+    inputs = keras.Input((8,))
+    x = layers.Dense(16, "tanh")(inputs)
+    return keras.Model(inputs, layers.Dense(CLASSES, "softmax")(x))
+
+
+def sequential() -> keras.Model:
+    return keras.Sequential(  # no Input: built by fit
+        [layers.Dense(16, "tanh"), layers.Dense(CLASSES, "softmax")]
+    )
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(16, "tanh")
+        self.out = layers.Dense(CLASSES, "softmax")
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x))
+
+
+class CustomStep(keras.Model):
+    """A train_step of its own in the way of Keras' guide, with a loss tracker of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(16, "tanh")
+        self.out = layers.Dense(CLASSES, "softmax")
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+        self.hits = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+        self.loss_object = keras.losses.SparseCategoricalCrossentropy()
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x))
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.loss_tracker, self.hits]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.loss_object(y, y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        self.hits.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        y_pred = self(x, training=False)
+        self.loss_tracker.update_state(self.loss_object(y, y_pred), sample_weight=tf.shape(x)[0])
+        self.hits.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def of(*middle: keras.layers.Layer) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, "tanh"),
+            *middle,
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def convolutional() -> keras.Model:
+    """Layers that fail on a share without rows: convolution, pooling, recurrence."""
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Reshape((8, 1)),
+            layers.Conv1D(4, 3, activation="relu"),
+            layers.MaxPooling1D(2),
+            layers.LayerNormalization(),
+            layers.LSTM(5),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def masked() -> keras.Model:
+    """A loss a step, over the steps that are not masked."""
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Embedding(4, 6, mask_zero=True),
+            layers.LSTM(5, return_sequences=True),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def batch_normalized() -> keras.Model:
+    """Values far from 0, where sums of squares lose digits; a convolution's axes, too."""
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Rescaling(1.0, 20.0),
+            layers.BatchNormalization(momentum=0.8),
+            layers.Reshape((8, 1)),
+            layers.Conv1D(4, 3, activation="relu"),
+            layers.BatchNormalization(momentum=0.8),
+            layers.Flatten(),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def group_normalized() -> keras.Model:
+    return of(layers.GroupNormalization(4), layers.LayerNormalization())
+
+
+def dropped() -> keras.Model:
+    return of(layers.Dropout(0.4), layers.GaussianNoise(0.3), layers.AlphaDropout(0.2))
+
+
+def recurrent_dropped() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Reshape((8, 1)),
+            layers.SpatialDropout1D(0.3),
+            layers.LSTM(5, dropout=0.3, recurrent_dropout=0.3),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+class Noise(keras.layers.Layer):
+    """Numbers of all kinds for each example, and one number for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, x: Any) -> Any:
+        shape = keras.ops.shape(x)
+        x = x + 0.1 * keras.random.truncated_normal(shape, seed=self.seed)
+        x = x * keras.ops.cast(keras.random.randint(shape, 1, 4, seed=self.seed), x.dtype)
+        return x * keras.random.uniform((), 0.5, 1.5, seed=self.seed)
+
+
+def noisy() -> keras.Model:
+    return of(Noise())
+
+
+def augmented() -> keras.Model:
+    """Images of 4×4, changed at random by example."""
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, "tanh"),
+            layers.Reshape((4, 4, 1)),
+            layers.RandomFlip(seed=1),
+            layers.RandomTranslation(0.3, 0.3, seed=2),
+            layers.RandomBrightness(0.4, value_range=(-1, 1), seed=3),
+            layers.Flatten(),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def regularized() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, "tanh", kernel_regularizer="l2", activity_regularizer="l2"),
+            layers.Dense(CLASSES, "softmax", bias_regularizer="l1"),
+        ]
+    )
+
+
+class AddsLoss(keras.layers.Layer):
+    """Adds a mean over rows, and a value for each row, which Keras sums."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x), axis=-1))
+        return x
+
+
+def with_added_losses() -> keras.Model:
+    return of(AddsLoss())
+
+
+def of_two_outputs() -> keras.Model:
+    inputs = keras.Input((8,))
+    x = layers.Dense(16, "tanh")(inputs)
+    kind = layers.Dense(CLASSES, "softmax", name="kind")(x)
+    return keras.Model(inputs, {"kind": kind, "size": layers.Dense(1, name="size")(x)})
+
+
+def of_two_inputs() -> keras.Model:
+    inputs = {"left": keras.Input((3,), name="left"), "right": keras.Input((5,), name="right")}
+    x = layers.Concatenate()([layers.Dense(9, "tanh")(part) for part in inputs.values()])
+    return keras.Model(inputs, layers.Dense(CLASSES, "softmax")(x))
+
+
+class OfRaggedRows(keras.Model):
+    """Rows of different lengths: the mean of their tokens' vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = layers.Embedding(4, 6)
+        self.out = layers.Dense(CLASSES, "softmax")
+
+    def build(self, shape: Any) -> None:
+        self.vectors.build((None, None))
+        self.out.build((None, 6))
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        if isinstance(x, tf.RaggedTensor):
+            flat = tf.gather(tf.convert_to_tensor(self.vectors.embeddings), x.flat_values)
+            return self.out(tf.reduce_mean(x.with_flat_values(flat), axis=1))
+        return self.out(keras.ops.mean(self.vectors(x), axis=1))

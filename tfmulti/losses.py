@@ -1,0 +1,232 @@
+"""Losses of a share that add up to the loss of the global batch.
+
+Gradients meet as the mean over the replicas, each weighing by its rows (`replicas`). So a
+replica's loss must be such that this mean is the loss of the global batch:
+
+- a mean over rows stays as it is;
+- a sum, and a mean by weights or over what is not masked, is scaled to its part;
+- a function that returns one number (a root of a mean, a contrastive loss, …) is computed
+  from the rows of all replicas, since nothing else is right for every such function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmulti.errors import ModelError
+from tfmulti.replicas import gather_rows, sum_together
+from tfmulti.share import Share
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[None]:
+    """Inside, losses are those given to `compile`, which Keras' own step handles."""
+    before = getattr(_thread, "compiled", False)
+    _thread.compiled = True
+    try:
+        yield
+    finally:
+        _thread.compiled = before
+
+
+class Divisors:
+    """What the losses of a step that takes several passes divide by, in order of their calls.
+
+    The divisor of a mean by weights is known when all passes were seen. So they are run
+    twice: first `measuring`, where each loss leaves its divisor, then for real.
+    """
+
+    def __init__(self) -> None:
+        self._own: list[tf.Tensor] = []  # of this replica, summed over the passes
+        self._totals: list[tf.Tensor] | None = None
+        self._next = 0
+
+    @property
+    def any(self) -> bool:
+        return bool(self._own)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, the losses of one pass find or leave their divisors here."""
+        self._next = 0
+        _thread.divisors = self
+        try:
+            yield
+        finally:
+            _thread.divisors = None
+
+    def sum_up(self) -> None:
+        """Ends the measuring: the divisors are those of all passes of all replicas."""
+        self._totals = sum_together(self._own) if self._own else []
+
+    def total_of(self, own: tf.Tensor) -> tf.Tensor:
+        """Returns a loss' divisor over the global batch, or while measuring its own part."""
+        place, self._next = self._next, self._next + 1
+        if self._totals is not None:
+            return self._totals[place]
+        if place == len(self._own):
+            self._own.append(own)
+        else:
+            self._own[place] += own
+        return own
+
+
+def scaled_to_global(
+    share: Share, loss: Any, reduction: str | None, divisor: Callable[[], tf.Tensor | None]
+) -> Any:
+    """Returns a reduced loss of a share, scaled so that the shares' mean is the global loss.
+
+    Args:
+        loss: what Keras made of the share's values.
+        reduction: Keras' name of how.
+        divisor: returns what Keras divided the sum by, or None where that is the rows.
+
+    Raises:
+        ModelError: a sum in a train_step of the user's own, which may divide it again.
+    """
+    if reduction in (None, "none"):
+        return loss  # `summed_gradient` sees to what the step makes of a vector
+    if reduction == "sum":
+        if not getattr(_thread, "compiled", False):
+            raise ModelError(
+                "a loss with reduction='sum' is used in a step of the model's own, where tfmulti "
+                "cannot tell whether it is divided by the rows afterwards. Use "
+                "reduction='sum_over_batch_size' there, or self.compute_loss(...)."
+            )
+        part = tf.ones_like(share.weight)
+    else:
+        own = divisor()
+        if own is None:
+            return loss
+        own = tf.where(share.own_rows > 0, own, 0.0)
+        divisors: Divisors | None = getattr(_thread, "divisors", None)
+        total = divisors.total_of(own) if divisors else sum_together([own])[0]
+        part = tf.math.divide_no_nan(own, total)
+    return loss * tf.cast(tf.math.divide_no_nan(part, share.weight), loss.dtype)
+
+
+def summed_gradient(share: Share, loss: Any) -> Any:
+    """Returns the same vector of losses, with the gradient of a part of one long vector.
+
+    The gradient of a vector is that of its sum, over all replicas: see `scaled_to_global`.
+    """
+    return _with_gradient_times(loss, tf.math.divide_no_nan(1.0, share.weight))
+
+
+def added_loss(share: Share, loss: Any) -> Any:
+    """Returns what `add_loss` was given, summed as Keras does, as a part of the global sum.
+
+    One number is taken for a mean over rows, or for what has nothing to do with them.
+    """
+    if loss.shape.rank == 0:
+        return loss
+    return loss * tf.cast(tf.math.divide_no_nan(1.0, share.weight), loss.dtype)
+
+
+@contextlib.contextmanager
+def watching_for_scalars() -> Iterator[list[bool]]:
+    """Gives a list that is not empty when a loss function returned one number inside."""
+    before = getattr(_thread, "scalars", None)
+    _thread.scalars = []
+    try:
+        yield _thread.scalars
+    finally:
+        _thread.scalars = before
+
+
+def note_scalar() -> None:
+    """Says that the loss that is being computed returned one number."""
+    seen = getattr(_thread, "scalars", None)
+    if seen is not None:
+        seen.append(True)
+
+
+def from_all_rows(
+    share: Share, compute: Callable[..., Any], y_true: Any, y_pred: Any, weights: Any
+) -> Any:
+    """Returns `compute(y_true, y_pred, weights)` of the global batch, the same on all replicas.
+
+    Its gradient is such that the shares' mean is that of the global batch. The other
+    replicas' predictions are constants here: each replica adds what its own rows bring.
+
+    Raises:
+        ModelError: a step of several passes, where the rows are never there together.
+    """
+    if getattr(_thread, "divisors", None) is not None:
+        raise ModelError(
+            "a loss or metric function returns one number for the whole batch, which --microbatches"
+            " splits. Return one value for each example, or leave --microbatches out."
+        )
+    y_true, weights = (
+        tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
+    )
+    y_pred = tf.nest.map_structure(lambda v: _all_rows_of_variable(share, v), y_pred)
+    loss = compute(y_true, y_pred, weights)
+    return _with_gradient_times(loss, tf.math.divide_no_nan(1.0, share.weight))
+
+
+def _all_rows(share: Share, value: Any) -> Any:
+    if value is None:
+        return None
+    value = tf.convert_to_tensor(value)
+    return gather_rows(value[: share.own_rows]) if value.shape.rank else value
+
+
+def _all_rows_of_variable(share: Share, value: Any) -> Any:
+    """Returns the rows of all replicas; this one's own carry the gradient."""
+    value = tf.convert_to_tensor(value)
+    if not value.shape.rank:
+        return value
+    gathered = tf.stop_gradient(_all_rows(share, value))
+    last = share.first_row + share.own_rows
+    own = value[: share.own_rows]
+    return tf.concat([gathered[: share.first_row], own, gathered[last:]], 0)
+
+
+def _with_gradient_times(value: Any, factor: tf.Tensor) -> Any:
+    """Returns the same value, whose gradient is multiplied by `factor`."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(x: tf.Tensor) -> Any:
+        return tf.identity(x), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
+
+    return identity(value)
+
+
+def rows_that_count(share: Share) -> tf.Tensor:
+    """Returns a share's rows as a weight, float32 scalar."""
+    return tf.cast(share.own_rows, tf.float32)
+
+
+def divisor_of(
+    values: Any,
+    sample_weight: Any,
+    mask: Any,
+    reduction: str | None,
+    same_rank: Callable[[Any, Any], Sequence[Any]],
+) -> tf.Tensor | None:
+    """Returns what Keras divides a share's summed loss by, where that is not its rows.
+
+    Args:
+        same_rank: Keras' rule by which weights and values get the same rank.
+    """
+    weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if mask is None and not weighs:
+        return None
+    # Keras' own weights of the values; those of masked ones are 0.
+    ones = tf.ones_like(tf.convert_to_tensor(values), tf.float32)
+    weights = ones if mask is None else tf.cast(mask, tf.float32)
+    if weighs:
+        given = tf.cast(sample_weight, tf.float32)
+        if mask is None:
+            return tf.reduce_sum(given)
+        given, weights = same_rank(given, weights)
+        weights = weights * given
+    return tf.reduce_sum(weights)

@@ -1,0 +1,187 @@
+"""One update from several passes: a share too large for the memory, computed part by part.
+
+Each pass takes a part of the replica's rows forward and backward. Its gradients, weighed by
+its rows, wait here; after the last pass they are summed over passes and replicas at once and
+the optimizer updates as it would for the whole batch. Unlike Keras'
+`gradient_accumulation_steps` a step stays a step: schedules, logs and callbacks count it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat, sharding
+from tfmulti.errors import ModelError
+from tfmulti.losses import Divisors
+from tfmulti.replicas import rows_of, weighed
+from tfmulti.share import Share, current
+
+Step = Callable[[Any, Share], dict[str, Any]]
+
+_thread = threading.local()
+
+
+class Collector:
+    """Takes the gradients of the passes in place of the optimizer.
+
+    Raises:
+        ModelError: a pass updates more than once; what follows the first update would need it.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: Any = None
+        self._variables: Any = None
+        self._sums: list[Any] = []
+        self._taken = 0
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """Inside, in this thread, gradients that go to an optimizer's `apply` come here."""
+        self._taken = 0
+        _thread.collector = self
+        try:
+            yield
+        finally:
+            _thread.collector = None
+
+    def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
+        """Adds the gradients of one pass to those of the passes before."""
+        self._taken += 1
+        if self._taken > 1:
+            raise ModelError(
+                "the train_step updates more than once a step, and the second update needs the "
+                "first one's weights, which --microbatches delays. Leave --microbatches out."
+            )
+        share = current()
+        assert share is not None
+        new = [None if g is None else weighed(g, share.weight) for g in gradients]
+        self._optimizer, self._variables = optimizer, variables
+        self._sums = [
+            _added(a, b) for a, b in zip(self._sums or [None] * len(new), new, strict=True)
+        ]
+
+    def tensors(self) -> list[tf.Tensor]:
+        """Returns what must be computed before the next pass begins, and with it its memory."""
+        return [
+            g.values if isinstance(g, tf.IndexedSlices) else g for g in self._sums if g is not None
+        ]
+
+    def update(self) -> None:
+        """Lets the optimizer update by what was collected."""
+        if self._optimizer is not None:
+            self._optimizer.apply(self._sums, self._variables)
+
+
+def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
+    """Keeps the gradients of a pass for later; returns False outside one."""
+    collector: Collector | None = getattr(_thread, "collector", None)
+    if collector is None:
+        return False
+    collector.take(optimizer, gradients, variables)
+    return True
+
+
+def run(model: keras.Model, step: Step, data: Any, share: Share, passes: int) -> dict[str, Any]:
+    """Returns the logs of a step that takes several passes over a replica's rows.
+
+    Args:
+        step: computes one part of the rows, and updates the metrics by them.
+    """
+    parts = [_part(data, share, passes, number) for number in range(passes)]
+    divisors = _measured(step, parts)
+    seeds = keras_compat.seed_variables(model)
+    drawn = [tf.identity(seed.value) for seed in seeds]
+    sums, logs = Collector(), []
+    for number, (rows, part) in enumerate(parts):
+        with tf.control_dependencies(sums.tensors()):
+            if number:  # all passes draw what stands at their rows of the same tensors
+                for seed, value in zip(seeds, drawn, strict=True):
+                    seed.assign(value)
+            with sums.taking(), divisors.in_use():
+                logs.append(step(rows, part))
+    sums.update()
+    return _combined(model, logs, [part.weight for _, part in parts])
+
+
+def _part(data: Any, share: Share, passes: int, number: int) -> tuple[Any, Share]:
+    """Returns the rows of one pass, and what part of the global batch they are."""
+    start, stop = sharding.share_bounds(
+        share.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
+    )
+    read = tf.maximum(share.own_rows, 1)
+    begin, end = sharding.rows_to_read(start, stop, read, tf.minimum)
+    known = None
+    if share.read_rows is not None and share.read_rows % passes == 0:
+        known = share.read_rows // passes
+        begin, end = number * known, (number + 1) * known
+    part = Share(
+        weight=tf.cast((stop - start) / share.global_rows, tf.float32),
+        own_rows=stop - start,
+        first_row=share.first_row + tf.cast(begin, tf.int64),
+        global_rows=share.global_rows,
+        read_rows=known,
+        is_whole=False,
+    )
+    return rows_of(data, begin, end), part
+
+
+def _measured(step: Step, parts: Sequence[tuple[Any, Share]]) -> Divisors:
+    """Returns what the losses divide by, over all passes and replicas.
+
+    The passes are computed without effect: what only the losses' values need is no part of
+    the compiled step, and a step without such losses is not measured further.
+    """
+    divisors = Divisors()
+    for rows, part in parts:
+        with keras.StatelessScope(), Collector().taking(), divisors.in_use():
+            step(rows, part)
+        if not divisors.any:
+            break
+    divisors.sum_up()
+    return divisors
+
+
+def _added(sum_so_far: Any, gradient: Any) -> Any:
+    if sum_so_far is None or gradient is None:
+        return gradient if sum_so_far is None else sum_so_far
+    if isinstance(sum_so_far, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.concat([sum_so_far.values, gradient.values], 0),
+            tf.concat([sum_so_far.indices, gradient.indices], 0),
+            sum_so_far.dense_shape,
+        )
+    return tf.convert_to_tensor(sum_so_far) + tf.convert_to_tensor(gradient)
+
+
+def _combined(
+    model: keras.Model, logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]
+) -> dict[str, Any]:
+    """Returns the logs of all passes: running metrics as they are now, the rest as means."""
+    if not all(isinstance(found, dict) for found in logs):
+        return logs[-1]
+    metrics = model.get_metrics_result()
+    total = tf.add_n(list(weights))
+    combined = {}
+    for name, last in logs[-1].items():
+        last = tf.convert_to_tensor(last)
+        if name in metrics and metrics[name].shape.rank != 0:
+            combined[name] = last
+            continue
+        mean = tf.add_n(
+            [
+                tf.math.multiply_no_nan(tf.cast(tf.reduce_mean(found[name]), tf.float32), weight)
+                for found, weight in zip(logs, weights, strict=True)
+            ]
+        )
+        mean = tf.cast(tf.math.divide_no_nan(mean, total), last.dtype)
+        if name in metrics:
+            result = tf.cast(metrics[name], last.dtype)
+            mean = tf.where((result == last) | tf.math.is_nan(last), result, mean)
+        combined[name] = mean
+    return combined

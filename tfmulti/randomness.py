@@ -1,0 +1,168 @@
+"""Random numbers of a global batch: each replica draws those of its own rows.
+
+On one device a layer draws one tensor for the batch, of which row `i` belongs to example
+`i`. Here each replica draws from the same seed the numbers that stand at its own rows of
+that tensor: two replicas never share a mask, an example is augmented alike on any number of
+workers, and the numbers are those of one device.
+
+TensorFlow's stateless generator is Philox (Salmon et al., Parallel random numbers: as easy
+as 1, 2, 3, SC 2011): the numbers come from a counter, so a replica begins at its own place
+without drawing what stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmulti.share import Share
+
+_BITS = 128  # of one value of Philox' counter
+
+
+def uniform(share: Share, shape: Any, low: Any, high: Any, dtype: Any, seed: tf.Tensor) -> Any:
+    """Returns uniform numbers in [low, high), as `tf.random.stateless_uniform` has them.
+
+    `shape` is that of this share: where its first axis counts rows, the numbers are those of
+    these rows in the tensor of the global batch; else all shares draw the same.
+    """
+    dtype = tf.as_dtype(dtype)
+    if dtype.is_integer:
+        bounds = (tf.cast(low, dtype), tf.cast(high, dtype))
+        return _aligned(
+            share,
+            shape,
+            dtype,
+            seed,
+            lambda **at: tf.raw_ops.StatelessRandomUniformIntV2(
+                minval=bounds[0], maxval=bounds[1], **at
+            ),
+        )
+    unit = _aligned(
+        share,
+        shape,
+        dtype,
+        seed,
+        lambda **at: tf.raw_ops.StatelessRandomUniformV2(dtype=dtype, **at),
+    )
+    low, high = tf.cast(low, dtype), tf.cast(high, dtype)
+    return unit * (high - low) + low
+
+
+def normal(share: Share, shape: Any, mean: Any, stddev: Any, dtype: Any, seed: tf.Tensor) -> Any:
+    """Returns normal numbers, as `tf.random.stateless_normal` has them; see `uniform`."""
+    dtype = tf.as_dtype(dtype)
+    numbers = _aligned(
+        share,
+        shape,
+        dtype,
+        seed,
+        lambda **at: tf.raw_ops.StatelessRandomNormalV2(dtype=dtype, **at),
+    )
+    return numbers * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
+
+
+def dropout(share: Share, inputs: Any, rate: float, noise_shape: Any, seed: tf.Tensor) -> Any:
+    """Returns the inputs with some elements 0 and the others scaled by 1 / (1 - rate)."""
+
+    sizes = shape_of(inputs)
+    if noise_shape is not None:
+        sizes = [sizes[i] if size is None else size for i, size in enumerate(noise_shape)]
+
+    def sample(shape: Any, dtype: Any) -> Any:
+        del shape  # the same sizes, but all unknown
+        return uniform(share, sizes, 0, 1, dtype, seed)
+
+    return tf.nn.experimental.general_dropout(inputs, rate, sample, sizes)
+
+
+def of_all_rows(share: Share, shape: Any, draw: Callable[[Any], Any]) -> Any:
+    """Returns this share's rows of `draw(shape of the global batch)`.
+
+    For distributions whose numbers cannot be reached without those before them.
+    """
+    shape = list(shape)
+    rows = _rows_per_row(share, shape)
+    if rows is None:
+        return draw(shape)
+    whole = draw([tf.cast(share.global_rows * rows, tf.int32), *shape[1:]])
+    first = share.first_row * rows
+    return tf.reshape(whole[first : first + tf.cast(shape[0], tf.int64)], shape)
+
+
+class SeedOfShare(keras.random.SeedGenerator):
+    """A seed generator whose draws differ from share to share: no two have the same.
+
+    For what cannot be drawn row by row, such as a permutation of the rows of a share.
+    """
+
+    def __init__(self, seed: tf.Tensor, share: Share) -> None:
+        self._drawn = tf.random.fold_in(seed, share.first_row)
+
+    def next(self, ordered: bool = True) -> Any:
+        return self._drawn
+
+
+def shape_of(value: Any) -> list[Any]:
+    """Returns a tensor's shape, whole numbers where they are known."""
+    dynamic = tf.shape(value)
+    return [dynamic[i] if size is None else size for i, size in enumerate(value.shape)]
+
+
+def _aligned(
+    share: Share, shape: Any, dtype: tf.DType, seed: tf.Tensor, draw: Callable[..., Any]
+) -> Any:
+    """Returns `draw(...)` of a shape from where this share's rows begin."""
+    shape = _as_list(shape)
+    count = (
+        tf.reduce_prod(tf.cast(tf.stack(shape), tf.int64)) if shape else tf.constant(1, tf.int64)
+    )
+    rows = _rows_per_row(share, shape)
+    if rows is None:
+        start = tf.constant(0, tf.int64)
+    else:
+        start = share.first_row * rows * tf.math.floordiv(count, _at_least_one(shape[0]))
+    together = _BITS // max(32, 8 * dtype.size)  # numbers of one value of the counter
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    low = counter[0] + tf.cast(start // together, tf.uint64)
+    high = counter[1] + tf.cast(low < counter[0], tf.uint64)
+    skip = start % together
+    numbers = draw(
+        shape=tf.reshape(skip + count, [1]),
+        key=key,
+        counter=tf.stack([low, high]),
+        alg=tf.raw_ops.StatelessRandomGetAlg(),
+    )
+    return tf.reshape(numbers[skip : skip + count], shape)
+
+
+def _as_list(shape: Any) -> list[Any]:
+    if isinstance(shape, tf.Tensor):
+        known = tf.get_static_value(shape)
+        return [int(size) for size in known] if known is not None else tf.unstack(shape)
+    return list(shape)
+
+
+def _at_least_one(size: Any) -> tf.Tensor:
+    return tf.maximum(tf.cast(size, tf.int64), 1)
+
+
+def _rows_per_row(share: Share, shape: list[Any]) -> tf.Tensor | None:
+    """Returns how many rows of `shape` an example has; None or 0 where its rows are none.
+
+    A first axis that is known before the step runs, where the rows are not, does not count
+    them; nor does one that no whole number of the rows makes up.
+    """
+    if not shape:
+        return None
+    size = tf.get_static_value(shape[0])
+    if size is None:
+        read = tf.maximum(share.own_rows, 1)
+        size = tf.cast(shape[0], tf.int64)
+        return tf.where(size % read == 0, size // read, 0)
+    if share.read_rows is None or int(size) % share.read_rows:
+        return None
+    return tf.constant(int(size) // share.read_rows, tf.int64)

@@ -1,0 +1,61 @@
+"""What one replica computes of a step: its share of the global batch.
+
+A replica's step runs inside `computing(share)`. What must know of the other rows of the
+global batch while the user's code runs (losses, gradients, random numbers, normalization,
+metrics) asks `current()`. Everything here is in replica context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import tensorflow as tf
+
+
+class Share(NamedTuple):
+    """The rows of the global batch that one replica computes at a time.
+
+    Attributes:
+        weight: this share's part of the global batch's rows, float32 scalar; 0 where it has
+            none and reads one row that does not count.
+        own_rows: how many rows count, int64 scalar.
+        first_row: where the rows that are read begin in the global batch, int64 scalar.
+        global_rows: the rows of the global batch, int64 scalar.
+        read_rows: how many rows are read, where that is known before the step runs.
+        is_whole: whether this is always the whole global batch: one replica, one pass.
+    """
+
+    weight: tf.Tensor
+    own_rows: tf.Tensor
+    first_row: tf.Tensor
+    global_rows: tf.Tensor
+    read_rows: int | None
+    is_whole: bool
+
+
+_thread = threading.local()  # the replicas of a process are traced in threads of their own
+
+
+@contextlib.contextmanager
+def computing(share: Share) -> Iterator[None]:
+    """Inside, in this thread, `current()` is this share."""
+    before = getattr(_thread, "share", None)
+    _thread.share = share
+    try:
+        yield
+    finally:
+        _thread.share = before
+
+
+def current() -> Share | None:
+    """Returns the share that this thread computes, or None outside a prepared model's step."""
+    return getattr(_thread, "share", None)
+
+
+def partial() -> Share | None:
+    """Returns the share that this thread computes, where it may be less than the whole."""
+    share = current()
+    return None if share is None or share.is_whole else share
