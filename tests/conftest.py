@@ -4,47 +4,58 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.processes import run, run_workers
 
-LIMIT_S = 240  # of one process that runs all cases; the longest takes 70 s on two cores
+LIMIT_S = 240  # of one process that runs all behaviours
 
-Arrays = dict[str, dict[str, np.ndarray]]
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-table",
+        action="store_true",
+        help="write the differences that tests/exactness measures to README.md and docs/",
+    )
+
+
+Behaved = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Arrays]]:
-    """Returns `cases(kind, count)`: what each worker's run of tests.support.cases left.
+def behaviours(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Behaved]]:
+    """Gives `behaviours(kind, count)`: what each worker's behaviours returned, by name.
 
-    The result is a list, an entry a worker: case -> name -> array.
+    Those that the selected tests name as a parameter start together, two at a time.
     """
+    pool = ThreadPoolExecutor(2)
 
-    @functools.cache
-    def results(kind: str, count: int = 1) -> list[Arrays]:
-        folder = tmp_path_factory.mktemp(f"{kind}-{count}")
-        _start("tests.support.cases", folder / "out_RANK.npz", kind, count)
-        return [_by_case(file) for file in sorted(folder.glob("out_*.npz"))]
-
-    return results
-
-
-@pytest.fixture(scope="session")
-def behaviours(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """Returns `behaviours(kind, count)`: what each worker's behaviours returned, by name."""
-
-    @functools.cache
-    def results(kind: str, count: int = 1) -> list[dict[str, Any]]:
+    def behaved(kind: str, count: int) -> Behaved:
         folder = tmp_path_factory.mktemp(f"behaviours-{kind}-{count}")
         _start("tests.support.behaviours", folder / "out_RANK.json", kind, count)
         return [json.loads(file.read_text()) for file in sorted(folder.glob("out_*.json"))]
 
-    return results
+    @functools.cache
+    def started(kind: str, count: int) -> Future[Behaved]:
+        return pool.submit(behaved, kind, count)
+
+    def results(kind: str, count: int = 1) -> Behaved:
+        return started(kind, count).result()
+
+    for item in request.session.items:
+        if "behaviours" in getattr(item, "fixturenames", ()):
+            kind = item.callspec.params.get("kind") if hasattr(item, "callspec") else None
+            if kind is not None:
+                started(kind, 1 if kind == "one_device" else 2)
+    yield results
+    pool.shutdown(cancel_futures=True)
 
 
 def _start(module: str, out: Path, kind: str, count: int) -> None:
@@ -56,12 +67,3 @@ def _start(module: str, out: Path, kind: str, count: int) -> None:
         replicas = [str(count)] if kind == "mirrored" else []
         done = run([*argv, *replicas], logs, limit_s=LIMIT_S)
         assert done.returncode == 0, done.stderr[-6000:]
-
-
-def _by_case(file: Path) -> Arrays:
-    found: Arrays = {}
-    with np.load(file) as archive:
-        for name in archive.files:
-            case, _, part = name.partition("|")
-            found.setdefault(case, {})[part] = archive[name]
-    return found

@@ -110,7 +110,12 @@ def make_model(setup: Setup) -> keras.Model:
             model = user_model.build(config.model, build, data.spec)
     finally:
         keras.config.set_dtype_policy(before)  # a script goes on with its own
-    prepare(model, seed=config.seed)
+    prepare(
+        model,
+        seed=config.seed,
+        microbatches=config.microbatches,
+        sync_batch_norm=config.sync_batch_norm,
+    )
     return model
 
 

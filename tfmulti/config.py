@@ -118,6 +118,17 @@ class FitConfig:
     )
     precision: str = _flag("float32", "Keras dtype policy.", choices=PRECISIONS)
     seed: int = _flag(0, "Seed of weights, data order and dropout.", low=0, below=2**32)
+    microbatches: int = _flag(
+        1,
+        "Passes of one step: each replica computes its rows in that many parts, to save memory, "
+        "and the weights are updated once, by the gradient of the whole batch.",
+        low=1,
+    )
+    sync_batch_norm: bool = _flag(
+        True,
+        "BatchNormalization over the rows of all replicas, as on one device; "
+        "--nosync_batch_norm: each replica's own, faster, averaged before saving.",
+    )
     steps_per_execution: int = _flag(
         1, "Optimizer steps of one call into TensorFlow; more hides the cost of a call.", low=1
     )

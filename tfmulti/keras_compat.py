@@ -15,7 +15,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | random numbers | `backend.tensorflow.random.*`, `_cast_seed` | none | replicas have different masks |
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
-| `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value`, `LossScaleOptimizer._tf_apply` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
+| `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
 """  # noqa: E501
@@ -156,10 +156,11 @@ def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
         share = current()
-        if share is None or mask is not None and share.is_whole:
+        if share is None or (mask is not None and share.is_whole):
             return original(self, inputs, mask)
         context = tf.distribute.get_replica_context()
-        if self.synchronized and context.num_replicas_in_sync > 1:
+        synchronized = self.synchronized or share.sync_batch_norm
+        if synchronized and context.num_replicas_in_sync > 1:
             return normalization.global_moments(share, inputs, mask, self._reduction_axes)
         if share.is_whole:  # Keras' own for several replicas loses digits, and is not needed
             return keras.ops.moments(inputs, self._reduction_axes)
@@ -265,7 +266,7 @@ def seed_variables(model: keras.Model) -> list[Any]:
     return [v for v in model.non_trainable_variables if v.name == "seed_generator_state"]
 
 
-def moving_statistics(model: keras.Model) -> list[Any]:
+def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]:
     """Returns the Keras variables that layers update by themselves while they train.
 
     Those of floating point type, of layers that are not frozen, and not synchronized: each
@@ -273,19 +274,13 @@ def moving_statistics(model: keras.Model) -> list[Any]:
     """
     found = {}
     for layer in model._flatten_layers(include_self=True, recursive=True):
-        if layer.trainable and not getattr(layer, "synchronized", False):
+        normalizes = isinstance(layer, keras.layers.BatchNormalization)
+        if layer.trainable and not (normalizes and (sync_batch_norm or layer.synchronized)):
             for variable in layer._non_trainable_variables:
                 if tf.as_dtype(variable.dtype).is_floating:
                     found[id(variable)] = variable
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
     return [v for key, v in found.items() if key not in metrics]
-
-
-def synchronize_statistics(model: keras.Model) -> None:
-    """Makes all BatchNormalization layers take their statistics from all replicas."""
-    for layer in model._flatten_layers(include_self=True, recursive=True):
-        if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = True
 
 
 def count_rows_in_output_losses(model: keras.Model) -> None:
@@ -343,18 +338,10 @@ class _UpdatesReplica:
 
     def _plainly(self, name: str, *args: Any) -> Any:
         """Calls Keras' method for all backends instead of TensorFlow's, on a replica."""
-        if _on_one_of_several_replicas():
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.num_replicas_in_sync > 1:
             return getattr(BaseOptimizer, name)(self, *args)
         return getattr(super(), name)(*args)
-
-    def _tf_apply(self, *args: Any, **kwargs: Any) -> Any:
-        apply = "_common_apply" if _on_one_of_several_replicas() else "_tf_apply"
-        return getattr(super(), apply)(*args, **kwargs)
-
-
-def _on_one_of_several_replicas() -> bool:
-    context = tf.distribute.get_replica_context()
-    return context is not None and context.num_replicas_in_sync > 1
 
 
 class _ReducesFirst(_UpdatesReplica):

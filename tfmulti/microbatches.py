@@ -120,11 +120,10 @@ def _part(data: Any, share: Share, passes: int, number: int) -> tuple[Any, Share
     if share.read_rows is not None and share.read_rows % passes == 0:
         known = share.read_rows // passes
         begin, end = number * known, (number + 1) * known
-    part = Share(
+    part = share._replace(
         weight=tf.cast((stop - start) / share.global_rows, tf.float32),
         own_rows=stop - start,
         first_row=share.first_row + tf.cast(begin, tf.int64),
-        global_rows=share.global_rows,
         read_rows=known,
         is_whole=False,
     )

@@ -68,3 +68,25 @@ def adamw(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
 def lamb(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
     """You et al., Large batch optimization for deep learning, 2019 (arXiv:1904.00962)."""
     return keras.optimizers.Lamb(learning_rate, weight_decay=config.weight_decay)
+
+
+def adafactor(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
+    """Shazeer and Stern, Adafactor, 2018 (arXiv:1804.04235)."""
+    return keras.optimizers.Adafactor(learning_rate, weight_decay=config.weight_decay)
+
+
+def lion(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
+    """Chen et al., Symbolic discovery of optimization algorithms, 2023 (arXiv:2302.06675)."""
+    return keras.optimizers.Lion(learning_rate, weight_decay=config.weight_decay)
+
+
+def muon(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
+    """Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
+
+    Keras' own takes AdamW, with the same rate and decay, for what is no matrix, for embeddings
+    and for the layer named `output`.
+    """
+    decay = 0.004 if config.weight_decay is None else config.weight_decay  # Keras' default
+    return keras.optimizers.Muon(
+        learning_rate, weight_decay=decay, adam_weight_decay=decay, exclude_layers=["output"]
+    )

@@ -104,9 +104,15 @@ def check_batch(config: FitConfig, data: Data, replicas: int) -> None:
     """Checks the batch against the training data.
 
     Raises:
-        ConfigError: the batch is larger than the data.
+        ConfigError: the batch is larger than the data, or has fewer rows than passes.
     """
     sizes = batch_sizes(config.global_batch_size, config.per_replica_batch_size, replicas)
+    most = -(-sizes.global_batch_size // replicas)
+    if config.microbatches > most:
+        raise ConfigError(
+            f"--microbatches {config.microbatches} is more than the {most} examples of a replica "
+            f"({sizes.global_batch_size} in all on {replicas}). Use at most {most}."
+        )
     rows = size_of(data.train)
     if rows is not None and sizes.global_batch_size > rows:
         given = (

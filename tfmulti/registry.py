@@ -44,6 +44,9 @@ OPTIMIZERS: dict[str, str] = {
     "adam": "tfmulti.optimizers:adam",
     "adamw": "tfmulti.optimizers:adamw",
     "lamb": "tfmulti.optimizers:lamb",
+    "adafactor": "tfmulti.optimizers:adafactor",
+    "lion": "tfmulti.optimizers:lion",
+    "muon": "tfmulti.optimizers:muon",
 }
 
 

@@ -26,6 +26,8 @@ class Share(NamedTuple):
         global_rows: the rows of the global batch, int64 scalar.
         read_rows: how many rows are read, where that is known before the step runs.
         is_whole: whether this is always the whole global batch: one replica, one pass.
+        sync_batch_norm: whether batch statistics are those of all replicas, whatever the
+            layers say.
     """
 
     weight: tf.Tensor
@@ -34,6 +36,7 @@ class Share(NamedTuple):
     global_rows: tf.Tensor
     read_rows: int | None
     is_whole: bool
+    sync_batch_norm: bool
 
 
 _thread = threading.local()  # the replicas of a process are traced in threads of their own

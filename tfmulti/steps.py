@@ -42,7 +42,7 @@ class Shards(NamedTuple):
         """Returns the part of the global batch that a local replica has, float32."""
         return tf.cast(self.own_rows[local] / self.rows, tf.float32)  # rounded once
 
-    def share(self, local: int, *, alone: bool) -> Share:
+    def share(self, local: int, *, alone: bool, sync_batch_norm: bool) -> Share:
         """Returns a local replica's share; `alone` if there is no other replica."""
         return Share(
             self.weight(local),
@@ -51,6 +51,7 @@ class Shards(NamedTuple):
             self.rows,
             _fixed_rows(self.data[local]),
             alone,
+            sync_batch_norm,
         )
 
 
@@ -139,7 +140,8 @@ def _make_step(
 ) -> Callable[[Shards], Any]:
     """Returns a function that runs one step on all local replicas and returns their logs."""
     strategy = model.distribute_strategy
-    passes = state_of(model).microbatches if training else 1
+    state = state_of(model)
+    passes = state.microbatches if training else 1
 
     def compute(data: Any, share: Share) -> Any:
         step = model.train_step if training else model.test_step
@@ -155,7 +157,8 @@ def _make_step(
 
     def replica_step(shards: Shards) -> Any:
         local = replicas.local_index(placement.local_replicas)
-        share = shards.share(local, alone=placement.replicas == 1)
+        alone, sync = placement.replicas == 1, state.sync_batch_norm
+        share = shards.share(local, alone=alone, sync_batch_norm=sync)
         if passes == 1:
             return compute(shards.data[local], share)
         return microbatches.run(model, compute, shards.data[local], share, passes)
@@ -181,8 +184,11 @@ class _Statistics:
     """
 
     def __init__(self, model: keras.Model, placement: Placement) -> None:
+        sync = state_of(model).sync_batch_norm
         several = placement.replicas > 1
-        self._variables = keras_compat.moving_statistics(model) if several else []
+        self._variables = (
+            keras_compat.moving_statistics(model, sync_batch_norm=sync) if several else []
+        )
         self._strategy = model.distribute_strategy
 
     def now(self) -> Any:
@@ -268,13 +274,15 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     """
     keras_compat.install()
     strategy = model.distribute_strategy
+    sync = state_of(model).sync_batch_norm
 
     def predict(source: Any) -> Any:
         shards = source if isinstance(source, Shards) else next(source)
 
         def replica_step() -> Any:
             index = replicas.local_index(placement.local_replicas)
-            with computing(shards.share(index, alone=placement.replicas == 1)):
+            alone = placement.replicas == 1
+            with computing(shards.share(index, alone=alone, sync_batch_norm=sync)):
                 outputs = model.predict_step(shards.data[index])
             if placement.replicas > 1:
                 rows = shards.own_rows[index]

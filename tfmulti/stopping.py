@@ -18,11 +18,13 @@ class TrainerState:
 
     `seed` is that of the data order (None: drawn at each fit). `interrupted` is set by a
     signal of this process; `stopped_by` by the vote, alike on all workers. `steps` and
-    `examples` count since the last `fit` began. A step takes `microbatches` passes.
+    `examples` count since the last `fit` began. A step takes `microbatches` passes, and batch
+    statistics over all replicas if `sync_batch_norm`.
     """
 
     seed: int | None = None
     microbatches: int = 1
+    sync_batch_norm: bool = True
     interrupted: str | None = None
     stopped_by: str | None = None
     steps: int = 0

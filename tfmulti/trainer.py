@@ -33,7 +33,7 @@ def prepare(
     *,
     seed: int | None = None,
     microbatches: int = 1,
-    sync_batch_norm: bool = False,
+    sync_batch_norm: bool = True,
 ) -> Model:
     """Returns the same model with a `fit`, `evaluate` and `predict` for any strategy.
 
@@ -48,7 +48,9 @@ def prepare(
         microbatches: passes of one step: each replica's rows are computed in that many
             parts, and the weights are updated once, by the gradient of the whole batch.
         sync_batch_norm: BatchNormalization layers take mean and variance over the rows of
-            all replicas (sets their `synchronized`), two collectives a layer and step.
+            all replicas, as one device would: two collectives a layer and step. False leaves
+            it to the layers' own `synchronized`; moving statistics are then averaged over
+            the replicas, weighted by their rows.
 
     Raises:
         ModelError: no Keras model, or one that was made outside the strategy's scope, or
@@ -61,15 +63,13 @@ def prepare(
     model_checks.check_scope(model)
     if microbatches < 1:
         raise ModelError(f"microbatches is {microbatches}, but it must be at least 1.")
-    if sync_batch_norm:
-        keras_compat.synchronize_statistics(model)
     if not isinstance(model, DistributedModel):
         cls = type(model)
         derived = keras_compat.derived_class(cls, (cls, DistributedModel))
         object.__setattr__(model, "__class__", derived)
         for name in ("train_function", "test_function", "predict_function"):
             setattr(model, name, None)
-    remember(model, TrainerState(seed=seed, microbatches=microbatches))
+    remember(model, TrainerState(seed, microbatches, sync_batch_norm))
     return model
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, prepare
 
 Behaviours = Callable[..., list[dict[str, Any]]]
 
@@ -27,9 +29,78 @@ def test_upstream_fit_still_fails_on_an_uneven_first_batch(behaviours: Behaviour
 
 
 def test_upstream_still_divides_losses_by_the_replicas(behaviours: Behaviours) -> None:
-    """The reason for `losses_of_one_device`: divided without it, whole inside it."""
+    """The reason for the scaling of losses: divided outside a share, whole inside it."""
     for kind in ("mirrored", "multi_worker_mirrored"):
         assert behaviours(kind, 2)[0]["upstream_loss_is_divided_by_replicas"] == [0.5, 1.0]
+
+
+def test_upstream_still_counts_a_loss_of_one_number_for_each_replica(
+    behaviours: Behaviours,
+) -> None:
+    """The reason for `Loss.__call__`: two replicas move the weights twice as far."""
+    alone, mended = behaviours("mirrored", 2)[0]["upstream_scalar_losses_count_for_each_replica"]
+    assert np.asarray(alone) - 1 == pytest.approx(2 * (np.asarray(mended) - 1), rel=1e-4)
+
+
+def test_upstream_still_divides_the_losses_that_rows_add(behaviours: Behaviours) -> None:
+    """The reason for `_aggregate_additional_loss`: a sum over rows is halved on two replicas."""
+    name = "upstream_added_losses_of_rows_are_divided"
+    alone, mended = behaviours("mirrored", 2)[0][name]
+    one_alone, one_mended = behaviours("one_device")[0][name]
+    assert one_alone == one_mended
+    assert np.asarray(mended) == pytest.approx(np.asarray(one_mended), abs=1e-6)
+    assert np.abs(np.asarray(alone) - one_alone).max() > 1e-2
+
+
+def test_upstream_still_weighs_the_losses_of_outputs_by_batches() -> None:
+    """The reason for `count_rows_in_output_losses`, on one device: 2 batches, of 3 and 1 rows."""
+    found = []
+    x = np.array([[0.0], [0.0], [0.0], [2.0]], np.float32)
+    for mended in (False, True):
+        inputs = keras.Input((1,))
+        made = keras.Model(inputs, {"a": keras.layers.Identity(name="a")(inputs), "b": inputs})
+        if mended:
+            prepare(made)
+        made.compile("sgd", {"a": "mse", "b": "mse"})
+        data = tf.data.Dataset.from_tensor_slices((x, {"a": 0 * x, "b": 0 * x})).batch(3)
+        found.append(made.evaluate(data, verbose=0, return_dict=True)["a_loss"])
+    assert found == [2.0, 1.0]
+
+
+def test_upstream_metric_functions_still_see_one_replica(behaviours: Behaviours) -> None:
+    """The reason for `MeanMetricWrapper.update_state`."""
+    alone, mended, right = behaviours("mirrored", 2)[0]["upstream_metric_functions_see_a_replica"]
+    assert mended == pytest.approx(right, abs=1e-6)
+    assert abs(alone - right) > 0.1
+
+
+def test_upstream_masks_are_still_the_same_on_all_replicas(behaviours: Behaviours) -> None:
+    """The reason for the functions of `backend.random`."""
+    name = "upstream_masks_are_the_same_on_all_replicas"
+    (alone, mended), (other_alone, other_mended) = behaviours("mirrored", 2)[0][name]
+    assert alone == other_alone
+    assert mended != other_mended
+
+
+def test_upstream_statistics_still_drift_apart(behaviours: Behaviours) -> None:
+    """The reason for `moving_statistics`."""
+    first, second = behaviours("mirrored", 2)[0]["upstream_statistics_of_replicas_drift_apart"]
+    assert np.abs(np.asarray(first) - second).max() > 1e-3
+
+
+def test_upstream_synchronized_statistics_still_lose_digits(behaviours: Behaviours) -> None:
+    """A reason for `BatchNormalization._moments`: 0, 1, 2, 3 have the variance 1.25 anywhere."""
+    alone, mended = behaviours("mirrored", 2)[0]["upstream_synchronized_statistics_lose_digits"]
+    assert mended == [1.25]
+    assert abs(alone[0] - 1.25) > 0.1
+
+
+@pytest.mark.parametrize(
+    "name", ["upstream_averages_cannot_overwrite", "upstream_gradients_cannot_accumulate"]
+)
+def test_upstream_still_needs_merge_call(behaviours: Behaviours, name: str) -> None:
+    """The reason for `_UpdatesReplica`."""
+    assert "merge_call" in behaviours("mirrored", 2)[0][name]["error"][1]
 
 
 def test_upstream_still_clips_before_reducing(behaviours: Behaviours) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tfmulti.pipeline import Plan, from_source
 from tfmulti.sources.arrays import ArraySource
@@ -16,7 +20,7 @@ def epoch_of(plan: Plan, epoch: int, replicas: int) -> list[int]:
     found: list[int] = []
     for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
         for replica in range(replicas):
-            indices, own, _ = plan.indices(tf.constant(step, tf.int64), replica, replicas)
+            indices, own, _, _ = plan.indices(tf.constant(step, tf.int64), replica, replicas)
             found += indices.numpy()[: int(own)].tolist()
     return found
 
@@ -63,6 +67,52 @@ def test_a_worker_reads_its_own_rows_alone() -> None:
         seen.append([s.data[0][0].numpy()[: int(s.own_rows[0])].tolist() for s in data])
     assert [len(rows) for rows in seen[0]] == [4, 4, 2]
     assert sorted(v for worker in seen for rows in worker for v in rows) == x.tolist()
+
+
+@pytest.mark.parametrize(("workers", "local"), [(1, 1), (1, 3), (2, 1), (3, 1), (2, 4)])
+def test_workers_read_each_row_of_an_epoch_once(workers: int, local: int) -> None:
+    """Counts what is read, not what is counted: 25 rows in batches of 8, the last of one row."""
+    source, plan = ArraySource((np.arange(25, dtype=np.float32),)), Plan(25, 8, seed=1)
+    batches: list[list[float]] = [[] for _ in range(4)]
+    read: list[float] = []
+    without_rows = 0
+    for rank in range(workers):
+        data = from_source(source, plan, Placement(rank, workers, local)).take(4)
+        for step, shards in enumerate(data):
+            for (x,), own in zip(shards.data, shards.own_rows, strict=True):
+                batches[step] += x.numpy()[: int(own)].tolist()
+                read += x.numpy().tolist()
+                without_rows += int(own) == 0
+    assert without_rows == max(0, workers * local - 1)  # of the last batch's one row
+    assert len(read) == 25 + without_rows  # one more each, which does not count
+    assert sorted(itertools.chain(*batches)) == list(range(25))
+    assert batches == [
+        [float(i) for i in epoch_of(plan, 0, 1)[8 * k : 8 * k + 8]] for k in range(4)
+    ]
+
+
+@given(
+    examples=st.integers(1, 60),
+    batch=st.integers(1, 20),
+    shape=st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1), (1, 8), (2, 3)]),
+    step=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_shares_know_where_they_stand(
+    examples: int, batch: int, shape: tuple[int, int], step: int
+) -> None:
+    """Each share begins where the one before ends, on any number of workers."""
+    workers, local = shape
+    plan = Plan(examples, batch, seed=2)
+    at = 0
+    for replica in range(workers * local):
+        indices, own, first, rows = plan.indices(
+            tf.constant(step, tf.int64), replica, workers * local
+        )
+        assert int(first) == (at if int(own) else int(rows) - 1)
+        assert len(indices) == max(1, int(own))
+        at += int(own)
+    assert at == int(rows)
 
 
 def test_an_iterator_starts_at_any_step() -> None:

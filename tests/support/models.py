@@ -102,7 +102,7 @@ def masked() -> keras.Model:
         [
             keras.Input((8,)),
             layers.Embedding(4, 6, mask_zero=True),
-            layers.LSTM(5, return_sequences=True),
+            layers.SimpleRNN(5, return_sequences=True),
             layers.Dense(CLASSES, "softmax"),
         ]
     )
@@ -138,7 +138,7 @@ def recurrent_dropped() -> keras.Model:
             keras.Input((8,)),
             layers.Reshape((8, 1)),
             layers.SpatialDropout1D(0.3),
-            layers.LSTM(5, dropout=0.3, recurrent_dropout=0.3),
+            layers.SimpleRNN(5, dropout=0.3, recurrent_dropout=0.3),
             layers.Dense(CLASSES, "softmax"),
         ]
     )

@@ -36,6 +36,8 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--dataset", "npz:whole.npz"], {}, "no batch size of its own"),
     (["--global_batch_size", "1198"], {}, "larger than the training data, which has 1197"),
     (["--per_replica_batch_size", "700", "--replicas", "2"], {}, "on 2 replicas (1400 in all)"),
+    (["--microbatches", "33", "--replicas", "2"], {}, "more than the 32 examples of a replica"),
+    (["--microbatches", "0"], {}, "--microbatches is 0, but it must be at least 1"),
     (["--dataset", "npz:none.npz", *SMALL], {}, "no such file"),
     (["--dataset", "npz:half.npz", *SMALL], {}, "truncated"),
     (["--dataset", "npz:short.npz", *SMALL], {}, "x has 20 rows and y has 7"),

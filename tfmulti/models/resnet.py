@@ -1,7 +1,6 @@
 """`resnet20` and `resnet50`: residual networks.
 
 He et al., Deep residual learning for image recognition, 2015 (arXiv:1512.03385).
-BatchNormalization is synchronized: its statistics are those of the global batch.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _conv_norm(x: Any, filters: int, kernel: int, stride: int = 1, *, relu: bool
         kernel_initializer="he_normal",
         kernel_regularizer=keras.regularizers.L2(1e-4),
     )(x)
-    x = layers.BatchNormalization(momentum=0.9, epsilon=1e-5, synchronized=True)(x)
+    x = layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(x)
     return layers.ReLU()(x) if relu else x
 
 

@@ -1,19 +1,10 @@
-"""What users do beside plain training, run under any strategy; each leaves a small result.
-
-    python -m tests.support.behaviours OUT STRATEGY [REPLICAS]
-
-writes OUT (RANK in it becomes the worker's rank): a JSON object, behaviour -> what it
-returned, or `{"error": [type, message]}`.
-"""
+"""What users do beside plain training; each behaviour leaves a small result."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,53 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, make_strategy, prepare
-from tfmulti.strategies import Placement, placement_of
-
-_rng = np.random.default_rng(5)
-X = _rng.standard_normal((96, 6)).astype(np.float32)
-Y = _rng.integers(3, size=96).astype(np.int32)
-
-STRATEGY: tf.distribute.Strategy
-PLACE: Placement
-SHARED: Path  # one folder for all workers
-
-BEHAVIOURS: dict[str, Callable[[], Any]] = {}
-
-
-def behaviour(function: Callable[[], Any]) -> Callable[[], Any]:
-    BEHAVIOURS[function.__name__] = function
-    return function
-
-
-def model(*extra: keras.layers.Layer, **compile_options: Any) -> keras.Model:
-    keras.utils.set_random_seed(1)
-    with STRATEGY.scope():
-        made = prepare(
-            keras.Sequential(
-                [
-                    keras.Input((6,)),
-                    keras.layers.Dense(8, "relu"),
-                    *extra,
-                    keras.layers.Dense(3, "softmax"),
-                ]
-            )
-        )
-        made.compile(
-            **{
-                "optimizer": keras.optimizers.SGD(0.1),
-                "loss": "sparse_categorical_crossentropy",
-                "metrics": ["accuracy"],
-                **compile_options,
-            }
-        )
-    return made
-
-
-def fit(made: keras.Model, **options: Any) -> dict[str, Any]:
-    given = {"x": X, "y": Y, "batch_size": 24, "epochs": 2, "verbose": 0, **options}
-    history = made.fit(**given).history
-    return {name: [float(v) for v in values] for name, values in history.items()}
+from tests.support.behaviours.common import X, Y, behaviour, fit, here, model
+from tfmulti import prepare
 
 
 @behaviour
@@ -78,19 +24,19 @@ def file_callbacks_share_a_folder() -> Any:
         epochs=3,
         validation_split=0.25,
         callbacks=[
-            c.ModelCheckpoint(SHARED / "best.keras", save_best_only=True),
-            c.ModelCheckpoint(SHARED / "w.weights.h5", save_weights_only=True),
-            c.CSVLogger(SHARED / "log.csv"),
-            c.TensorBoard(SHARED / "tb"),
+            c.ModelCheckpoint(here.shared / "best.keras", save_best_only=True),
+            c.ModelCheckpoint(here.shared / "w.weights.h5", save_weights_only=True),
+            c.CSVLogger(here.shared / "log.csv"),
+            c.TensorBoard(here.shared / "tb"),
         ],
     )
-    if not PLACE.is_chief:
+    if not here.place.is_chief:
         return "chief's"
-    events = len(list(SHARED.glob("tb/train/events*")))
+    events = len(list(here.shared.glob("tb/train/events*")))
     return [
-        (SHARED / "log.csv").read_text().count("\n"),
+        (here.shared / "log.csv").read_text().count("\n"),
         events,
-        sorted(path.name for path in SHARED.iterdir()),
+        sorted(path.name for path in here.shared.iterdir()),
     ]
 
 
@@ -117,7 +63,7 @@ def one_worker_stops_within_an_epoch() -> Any:
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             seen.append(batch)
-            if PLACE.rank == PLACE.workers - 1 and len(seen) == 6:
+            if here.place.rank == here.place.workers - 1 and len(seen) == 6:
                 self.model.stop_training = True
 
     history = fit(model(), epochs=5, callbacks=[Stop()])
@@ -128,7 +74,7 @@ def one_worker_stops_within_an_epoch() -> Any:
 def one_worker_stops_at_the_end_of_an_epoch() -> Any:
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if PLACE.rank == PLACE.workers - 1 and epoch == 1:
+            if here.place.rank == here.place.workers - 1 and epoch == 1:
                 self.model.stop_training = True
 
     return len(fit(model(), epochs=5, callbacks=[Stop()])["loss"])
@@ -156,8 +102,8 @@ def shuffled_arrays() -> Any:
 @behaviour
 def differently_seeded_workers_share_one_order() -> Any:
     """The chief's weights and its order of the data hold for all."""
-    keras.utils.set_random_seed(10 + PLACE.rank)
-    with STRATEGY.scope():
+    keras.utils.set_random_seed(10 + here.place.rank)
+    with here.strategy.scope():
         made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
         made.compile("sgd", "sparse_categorical_crossentropy")
     history = fit(made)
@@ -173,7 +119,7 @@ def seeded_dataset() -> Any:
 
 @behaviour
 def different_data_on_each_worker() -> Any:
-    data = tf.data.Dataset.from_tensor_slices((X + PLACE.rank, Y)).batch(24)
+    data = tf.data.Dataset.from_tensor_slices((X + here.place.rank, Y)).batch(24)
     return fit(model(), x=data, y=None, batch_size=None)
 
 
@@ -210,15 +156,6 @@ def one_row_in_the_last_batch_shuffled() -> Any:
 
 
 @behaviour
-def normalization_with_one_row_in_the_last_batch() -> Any:
-    with STRATEGY.scope():
-        extra = [keras.layers.BatchNormalization()]
-    made = model(*extra)
-    history = fit(made, x=X[:25], y=Y[:25], validation_data=(X, Y))
-    return bool(np.isfinite(history["loss"] + history["val_loss"]).all())
-
-
-@behaviour
 def validation_dataset_beside_arrays() -> Any:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
     made = model()
@@ -252,7 +189,7 @@ class OptimizerInDict(keras.Model):
 
 def _trained_with(optimizer: Any = None) -> Any:
     keras.utils.set_random_seed(1)
-    with STRATEGY.scope():
+    with here.strategy.scope():
         made = prepare(OptimizerInDict())
         made.compile()
         if optimizer is not None:
@@ -282,20 +219,6 @@ def optimizer_out_of_sight() -> Any:
 
 
 @behaviour
-def accumulated_gradients() -> Any:
-    with STRATEGY.scope():
-        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    fit(model(optimizer=optimizer))
-
-
-@behaviour
-def average_that_overwrites() -> Any:
-    with STRATEGY.scope():
-        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
-    fit(model(optimizer=optimizer))
-
-
-@behaviour
 def class_weight_of_several_outputs() -> Any:
     fit(model(), y={"a": Y, "b": Y}, class_weight={0: 2.0})
 
@@ -314,7 +237,7 @@ def interrupted_and_restored() -> Any:
             if epoch == 2:
                 raise OSError("power cut")
 
-    folder = SHARED / f"restore-{PLACE.rank}"
+    folder = here.shared / f"restore-{here.place.rank}"
     with contextlib.suppress(OSError):
         fit(model(), epochs=4, callbacks=[keras.callbacks.BackupAndRestore(folder), Fail()])
     made = model()
@@ -349,7 +272,7 @@ def evaluates_fully_after_a_stop() -> Any:
 @behaviour
 def several_inputs_and_outputs() -> Any:
     keras.utils.set_random_seed(1)
-    with STRATEGY.scope():
+    with here.strategy.scope():
         a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
         joined = keras.layers.Concatenate()([a, b])
         made = prepare(
@@ -374,7 +297,7 @@ def several_inputs_and_outputs() -> Any:
 
 @behaviour
 def batch_normalization_and_dropout_run() -> Any:
-    with STRATEGY.scope():
+    with here.strategy.scope():
         extra = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dropout(0.3)]
     made = model(*extra)
     return bool(np.isfinite(fit(made, validation_data=(X, Y))["val_loss"]).all())
@@ -383,7 +306,7 @@ def batch_normalization_and_dropout_run() -> Any:
 @behaviour
 def embedding() -> Any:
     keras.utils.set_random_seed(1)
-    with STRATEGY.scope():
+    with here.strategy.scope():
         made = prepare(
             keras.Sequential(
                 [
@@ -437,7 +360,7 @@ class Gan(keras.Model):
 @behaviour
 def two_optimizers() -> Any:
     keras.utils.set_random_seed(1)
-    with STRATEGY.scope():
+    with here.strategy.scope():
         made = prepare(Gan())
         made.compile(
             [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)],
@@ -461,7 +384,7 @@ class ExtraLogs(keras.Model):
 @behaviour
 def logs_that_are_no_metrics() -> Any:
     keras.utils.set_random_seed(1)
-    with STRATEGY.scope():
+    with here.strategy.scope():
         made = prepare(ExtraLogs())
         made.compile("sgd", "sparse_categorical_crossentropy")
     history = fit(made, shuffle=False, batch_size=25)
@@ -495,7 +418,7 @@ def saved_as_plain_keras_and_loaded_again() -> Any:
     fit(made)
     file = Path(tempfile.mkdtemp()) / "model.keras"
     made.save(file)
-    with STRATEGY.scope():
+    with here.strategy.scope():
         again = prepare(keras.saving.load_model(file))
     same = np.array_equal(made.predict(X, verbose=0), again.predict(X, verbose=0))
     return [
@@ -509,13 +432,13 @@ def saved_as_plain_keras_and_loaded_again() -> Any:
 @behaviour
 def model_made_outside_the_scope() -> Any:
     made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-    with STRATEGY.scope():
+    with here.strategy.scope():
         prepare(made)
 
 
 @behaviour
 def compiled_outside_the_scope() -> Any:
-    with STRATEGY.scope():
+    with here.strategy.scope():
         made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
     made.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
     fit(made)
@@ -523,7 +446,7 @@ def compiled_outside_the_scope() -> Any:
 
 @behaviour
 def not_compiled() -> Any:
-    with STRATEGY.scope():
+    with here.strategy.scope():
         made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
     fit(made)
 
@@ -539,14 +462,14 @@ def a_make_train_function_of_its_own() -> Any:
         def make_train_function(self, force: bool = False) -> None:
             """Nothing."""
 
-    with STRATEGY.scope():
+    with here.strategy.scope():
         prepare(Own([keras.Input((6,)), keras.layers.Dense(3)]))
 
 
 @behaviour
 def distributed_dataset() -> Any:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
-    fit(model(), x=STRATEGY.experimental_distribute_dataset(data), y=None, batch_size=None)
+    fit(model(), x=here.strategy.experimental_distribute_dataset(data), y=None, batch_size=None)
 
 
 @behaviour
@@ -584,90 +507,12 @@ def data_that_ends_early() -> Any:
 
 @behaviour
 def backup_and_restore() -> Any:
-    return len(fit(model(), callbacks=[keras.callbacks.BackupAndRestore(SHARED / "b")])["loss"])
+    return len(
+        fit(model(), callbacks=[keras.callbacks.BackupAndRestore(here.shared / "b")])["loss"]
+    )
 
 
 @behaviour
 def evaluating_an_empty_dataset() -> Any:
     made = model()
     made.evaluate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0), verbose=0)
-
-
-# What upstream still gets wrong: the reasons for keras_compat.
-
-
-def plain_model(**options: Any) -> keras.Model:
-    keras.utils.set_random_seed(1)
-    with STRATEGY.scope():
-        made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
-        made.compile(keras.optimizers.SGD(0.5, **options), "sparse_categorical_crossentropy")
-    return made
-
-
-@behaviour
-def upstream_fit() -> Any:
-    return fit(plain_model())
-
-
-@behaviour
-def upstream_uneven_first_batch() -> Any:
-    return fit(plain_model(), batch_size=25)
-
-
-@behaviour
-def upstream_loss_is_divided_by_replicas() -> Any:
-    def losses() -> Any:
-        loss = keras.losses.MeanSquaredError()
-        with keras_compat.losses_of_one_device(tf.constant(0.5)):
-            mended = loss(tf.ones((4, 1)), tf.zeros((4, 1)))
-        return loss(tf.ones((4, 1)), tf.zeros((4, 1))), mended
-
-    pair = tf.function(lambda: STRATEGY.run(losses))()
-    return [float(STRATEGY.experimental_local_results(value)[0]) for value in pair]
-
-
-@behaviour
-def upstream_clips_before_reducing() -> Any:
-    return [_clipped_step(mended=False), _clipped_step(mended=True)]
-
-
-def _clipped_step(*, mended: bool) -> float:
-    """Returns what one step of SGD leaves of 0, with gradients 3 and 0 clipped at 2."""
-    with STRATEGY.scope():
-        variable = keras.Variable(np.zeros(1, np.float32))
-        optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
-        optimizer.build([variable])
-    if mended:
-        keras_compat.take_reduced_gradients(
-            optimizer,
-            lambda gradients: [
-                g / 2 for g in tf.distribute.get_replica_context().all_reduce("SUM", gradients)
-            ],
-        )
-
-    def step() -> None:
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        optimizer.apply([3.0 * tf.cast([replica == 0], tf.float32)], [variable])
-
-    tf.function(lambda: STRATEGY.run(step))()
-    return float(keras.ops.convert_to_numpy(variable)[0])
-
-
-def main(out: str, kind: str, replicas: str | None = None) -> None:
-    global STRATEGY, PLACE, SHARED
-    STRATEGY = make_strategy(kind, replicas=int(replicas) if replicas else None)
-    PLACE = placement_of(STRATEGY)
-    SHARED = Path(out).parent / "shared"
-    SHARED.mkdir(exist_ok=True)
-    results: dict[str, Any] = {}
-    for name, function in BEHAVIOURS.items():
-        print(name, flush=True)
-        try:
-            results[name] = function()
-        except Exception as error:
-            results[name] = {"error": [type(error).__name__, str(error)]}
-    Path(out.replace("RANK", str(PLACE.rank))).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,0 +1,197 @@
+"""What exactness costs: milliseconds a step with and without each part of it.
+
+    python -m benchmarks.exactness [--steps 60] [--rounds 7]
+
+runs every pair on two replicas of one process and on two workers over loopback, the two sides
+in turns, and writes the medians to benchmarks/results/exactness.json. Models are small, so
+that what is measured is the cost of the part and not of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "exactness.json"
+PLACES = ("2 replicas", "2 workers")
+FEATURES, CLASSES, UNITS, BATCH = 32, 10, 128, 64
+
+
+def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Returns, by what is compared, how the models without and with it are made.
+
+    A side that cannot run at this place (Keras alone on several workers) is left out.
+    """
+    import keras
+    from keras import layers
+
+    from tfmulti import prepare
+    from tfmulti.strategies import placement_of
+
+    def build(*middle: Callable[[], Any], prepared: Any = None, **compiled: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            inputs = x = keras.Input((FEATURES,))
+            for _ in range(3):
+                x = layers.Dense(UNITS, "relu")(x)
+                for make in middle:
+                    x = make()(x)
+            model = keras.Model(inputs, layers.Dense(CLASSES, "softmax")(x))
+            if prepared is not None:
+                prepare(model, seed=0, **prepared)
+            model.compile(
+                keras.optimizers.SGD(0.01),
+                compiled.get("loss", "sparse_categorical_crossentropy"),
+                metrics=["accuracy"],
+            )
+        return model
+
+    def norm(synchronized: bool) -> Callable[[], Any]:
+        return lambda: layers.BatchNormalization(synchronized=synchronized)
+
+    def one_number(y_true: Any, y_pred: Any) -> Any:
+        losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+        return keras.ops.mean(losses)
+
+    by_weight = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
+    found = {
+        "sync_batch_norm, 3 layers (without: each replica's own)": (
+            lambda: build(norm(False), prepared={"sync_batch_norm": False}),
+            lambda: build(norm(False), prepared={}),
+        ),
+        "moving statistics averaged, 3 layers (without: LayerNormalization)": (
+            lambda: build(layers.LayerNormalization, prepared={}),
+            lambda: build(norm(False), prepared={"sync_batch_norm": False}),
+        ),
+        "a loss of one number from all rows (without: a value for each row)": (
+            lambda: build(prepared={}),
+            lambda: build(prepared={}, loss=one_number),
+        ),
+        "mean_with_sample_weight (without: a mean over rows)": (
+            lambda: build(prepared={}),
+            lambda: build(prepared={}, loss=by_weight),
+        ),
+        "dropout of one device, 3 layers (without: no dropout)": (
+            lambda: build(prepared={}),
+            lambda: build(lambda: layers.Dropout(0.3), prepared={}),
+        ),
+        "microbatches 4 (without: 1)": (
+            lambda: build(prepared={}),
+            lambda: build(prepared={"microbatches": 4}),
+        ),
+    }
+    if placement_of(strategy).workers == 1:
+        found |= {
+            "all of it (without: Keras alone)": (lambda: build(), lambda: build(prepared={})),
+            "sync_batch_norm, 3 layers (without: Keras' synchronized=True)": (
+                lambda: build(norm(True)),
+                lambda: build(norm(True), prepared={}),
+            ),
+            "dropout of one device, 3 layers (without: Keras' own)": (
+                lambda: build(lambda: layers.Dropout(0.3)),
+                lambda: build(lambda: layers.Dropout(0.3), prepared={}),
+            ),
+        }
+    return found
+
+
+def measure(place: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Returns the medians of each pair's rounds; runs in every worker."""
+    import numpy as np
+    import tensorflow as tf
+
+    from tfmulti import make_strategy
+
+    kind = "mirrored" if place == "2 replicas" else "multi_worker_mirrored"
+    strategy = make_strategy(kind, replicas=2 if kind == "mirrored" else None)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((steps * BATCH, FEATURES)).astype(np.float32)
+    y = rng.integers(CLASSES, size=len(x))
+    weights = rng.uniform(0.5, 1.5, len(x)).astype(np.float32)
+    options = tf.data.Options()
+    options.autotune.enabled = False  # else the end of an epoch may wait for the tuner
+    data = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(BATCH, drop_remainder=True)
+    data = data.with_options(options)
+
+    def seconds(model: Any) -> float:
+        started = time.perf_counter()
+        model.fit(data, epochs=1, verbose=0)
+        return time.perf_counter() - started
+
+    found = {}
+    for name, pair in variants(strategy).items():
+        models = [make() for make in pair]
+        for model in models:
+            seconds(model)  # traces and compiles
+        times = [[seconds(model) / steps * 1000 for model in models] for _ in range(rounds)]
+        without, with_it = (statistics.median(column) for column in zip(*times, strict=True))
+        found[name] = {
+            "without_ms": round(without, 3),
+            "with_ms": round(with_it, 3),
+            "ratio": round(statistics.median(b / a for a, b in times), 3),
+        }
+        print(f"{place}  {name}: {found[name]}", file=sys.stderr, flush=True)
+    return found
+
+
+def run_place(place: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Measures a place in processes of its own, one a worker, and returns the chief's figures."""
+    count = 1 if place == "2 replicas" else 2
+    held = [socket.socket() for _ in range(count)]
+    for one in held:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", 0))
+    cluster = {"worker": [f"127.0.0.1:{one.getsockname()[1]}" for one in held]}
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for index in range(count):
+            env = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3")
+            if count > 1:
+                task = {"type": "worker", "index": index}
+                env["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+            out = str(Path(folder) / f"{index}.json")
+            argv = [sys.executable, "-m", "benchmarks.exactness", "--place", place, "--out", out]
+            argv += ["--steps", str(steps), "--rounds", str(rounds)]
+            quiet = {} if index == 0 else {"stderr": subprocess.DEVNULL}
+            processes.append(subprocess.Popen(argv, env=env, **quiet))
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise SystemExit(f"{place}: exit codes {codes}")
+        return json.loads((Path(folder) / "0.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--place", choices=PLACES, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.place:
+        Path(given.out).write_text(json.dumps(measure(given.place, given.steps, given.rounds)))
+        return
+    import keras
+    import tensorflow as tf
+
+    results = {
+        "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
+        "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
+        "model": f"3 × Dense({UNITS}), {BATCH} rows a batch; medians of {given.rounds} rounds",
+        "places": {place: run_place(place, given.steps, given.rounds) for place in PLACES},
+    }
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

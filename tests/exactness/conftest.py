@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.exactness import table
+from tests.exactness.running import Places
+from tests.support.cases import CASES
+
+
+@pytest.fixture(scope="session")
+def places(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Places]:
+    """Gives what the cases that were selected left at their places, and at what they equal."""
+    wanted = dict.fromkeys(
+        (place, params["case"])
+        for item in request.session.items
+        if "place" in (params := getattr(getattr(item, "callspec", None), "params", {}))
+        for place in (params["place"], CASES[params["case"]].compare)
+    )
+    found = Places(tmp_path_factory.mktemp("exactness"), wanted)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def measured(request: pytest.FixtureRequest) -> Iterator[table.Found]:
+    """Gives a place for the differences that are found; `--write-table` keeps them."""
+    found: table.Found = {}
+    yield found
+    if request.config.getoption("--write-table"):
+        assert table.is_whole(found), "--write-table needs all cases: run tests/exactness whole"
+        table.write(found)

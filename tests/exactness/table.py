@@ -1,0 +1,63 @@
+"""The table of README: how far each promise is from one device, at each place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.cases import CASES, PLACES
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "docs" / "exactness.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- exactness: begin -->", "<!-- exactness: end -->"
+
+PROMISES = {
+    1: "even, uneven, one-row and empty shares; all kinds of models",
+    2: "losses: reductions, functions, `add_loss`, several outputs, weights, masks, dicts, ragged",
+    3: "optimizers, clipping, averages, accumulation, microbatches",
+    4: "batch normalization (`sync_batch_norm`), group and layer normalization",
+    5: "dropout, noise, augmentation",
+    6: "mixed_bfloat16 (within its rounding, 4e-3)",
+    7: "AUC, F1, top-k, weighted and own metrics",
+    8: "3, 7 and 20 steps an execution",
+    10: "Dataset, PyDataset, repeated and of unknown length",
+}
+HEADS = {
+    "mirrored-2": "2 replicas",
+    "mirrored-3": "3 replicas",
+    "mirrored-8": "8 replicas",
+    "workers-2": "2 workers",
+    "workers-3": "3 workers",
+}
+
+Found = dict[str, dict[str, float]]  # case -> place -> largest difference
+
+
+def is_whole(found: Found) -> bool:
+    """Whether every case was measured at every one of its places."""
+    return all(set(case.places) <= found.get(name, {}).keys() for name, case in CASES.items())
+
+
+def of_promises(found: Found) -> str:
+    """Returns the table in Markdown: the worst case of each promise at each place."""
+    lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
+    for row, words in PROMISES.items():
+        cells = []
+        for place in HEADS:
+            values = [
+                found[n][place] for n, c in CASES.items() if c.row == row and place in c.places
+            ]
+            cells.append(f"{max(values):.1e}")
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write(found: Found) -> None:
+    """Writes each case's differences, and README's table of the worst."""
+    ordered = {name: {p: found[name][p] for p in PLACES if p in found[name]} for name in CASES}
+    FILE.write_text(json.dumps(ordered, indent=1) + "\n")
+    text = README.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    README.write_text(f"{before}{BEGIN}\n{of_promises(found)}\n{END}{after}")

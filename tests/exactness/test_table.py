@@ -1,0 +1,48 @@
+"""The promise: what one device computes, any number of replicas and workers compute.
+
+`pytest tests/exactness --write-table` writes what is measured here to README.md and
+docs/exactness.json; `pytest -m core` runs one case of each kind.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.exactness import table
+from tests.exactness.running import Places
+from tests.support.cases import CASES, CORE, CORE_PLACES
+from tests.support.comparing import largest_difference
+
+AT_PLACES = [
+    pytest.param(name, place, marks=[pytest.mark.core] * (name in CORE and place in CORE_PLACES))
+    for name, case in CASES.items()
+    for place in case.places
+]
+
+
+@pytest.mark.parametrize(("case", "place"), AT_PLACES)
+def test_the_numbers_of_one_device(
+    places: Places, measured: table.Found, case: str, place: str
+) -> None:
+    first, *others = [found[case] for found in places[place]]
+    for other in others:  # all workers have the same, to the bit
+        assert other.keys() == first.keys()
+        assert all(np.array_equal(first[name], other[name], equal_nan=True) for name in first)
+    expected = places[CASES[case].compare][0][case]
+    difference = largest_difference(first, expected)
+    measured.setdefault(case, {})[place] = difference
+    assert difference <= CASES[case].tolerance
+    if place == "one_device" and "microbatches" not in CASES[case].prepare:
+        assert difference == 0
+
+
+def test_the_table_in_readme_is_of_these_cases() -> None:
+    found = json.loads(table.FILE.read_text())
+    assert list(found) == list(CASES), "run: pytest tests/exactness --write-table"
+    assert table.is_whole(found)
+    assert table.of_promises(found) in table.README.read_text()
+    for name, case in CASES.items():
+        assert all(found[name][place] <= case.tolerance for place in case.places)

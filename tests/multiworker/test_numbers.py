@@ -1,0 +1,170 @@
+"""Randomness, moving statistics, overflow and decisions: on replicas and on workers alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.behaviours.common import X
+from tfmulti.sharding import batch_bounds, share_bounds
+
+KINDS = pytest.mark.parametrize("kind", ["mirrored", "multi_worker_mirrored"])
+Behaviours = Callable[..., list[dict[str, Any]]]
+
+
+def moving_averages(rows: int, batch: int, replicas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns moving mean and variance, averaged over the replicas by rows every step.
+
+    Momentum 0.5, from 0 and 1, over the first rows of the behaviours' data in order.
+    """
+    mean, variance = np.zeros(6), np.ones(6)
+    for step in range(-(-rows // batch)):
+        first, last = batch_bounds(step, rows, batch)
+        parts = [
+            X[first + a : first + b].astype(np.float64)
+            for a, b in (share_bounds(last - first, replicas, r) for r in range(replicas))
+            if b > a
+        ]
+        weights = [len(part) / (last - first) for part in parts]
+        mean = 0.5 * mean + 0.5 * sum(
+            w * part.mean(0) for w, part in zip(weights, parts, strict=True)
+        )
+        variance = 0.5 * variance + 0.5 * sum(
+            w * part.var(0) for w, part in zip(weights, parts, strict=True)
+        )
+    return mean, variance
+
+
+@KINDS
+def test_own_statistics_are_averaged_by_rows(behaviours: Behaviours, kind: str) -> None:
+    mean, variance = moving_averages(61, 24, 2)
+    early_mean, early_variance = moving_averages(48, 24, 2)
+    for worker in behaviours(kind, 2):
+        (means, variances), saved = worker["own_statistics_are_averaged_by_rows"]
+        assert all(found == pytest.approx(mean, abs=1e-6) for found in means)
+        assert all(found == pytest.approx(variance, abs=1e-6) for found in variances)
+        assert saved[0] == pytest.approx(early_mean, abs=1e-6)
+        assert saved[1] == pytest.approx(early_variance, abs=1e-6)
+
+
+@KINDS
+def test_they_are_averaged_after_several_steps(behaviours: Behaviours, kind: str) -> None:
+    """By the rows of all steps of an execution, so near the average of each step."""
+    mean, _ = moving_averages(61, 24, 2)
+    workers = behaviours(kind, 2)
+    for worker in workers:
+        means, variances = worker["own_statistics_of_several_steps_an_execution"]
+        assert all(found == means[0] for found in means)
+        assert all(found == variances[0] for found in variances)
+        assert means[0] == pytest.approx(mean, abs=0.02)
+        assert means == workers[0]["own_statistics_of_several_steps_an_execution"][0]
+
+
+@KINDS
+def test_a_replica_without_rows_leaves_statistics_alone(behaviours: Behaviours, kind: str) -> None:
+    mean, variance = moving_averages(25, 24, 2)
+    for worker in behaviours(kind, 2):
+        validated, evaluated, alone, (means, variances) = worker["own_statistics_without_rows"]
+        assert validated == pytest.approx(alone, abs=1e-6)
+        assert evaluated == pytest.approx(alone, abs=1e-6)
+        assert all(found == pytest.approx(mean, abs=1e-6) for found in means)
+        assert all(found == pytest.approx(variance, abs=1e-6) for found in variances)
+
+
+@KINDS
+def test_frozen_layers_stay_as_they_are(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind, 2):
+        expected = np.linspace(0.1, 0.7, 6).astype(np.float32).tolist()
+        assert all(found == expected for found in worker["frozen_layers_stay_as_they_are"])
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["masks_of_dropout", "one_mask_for_all_rows", "augmented_images"])
+def test_random_numbers_are_those_of_one_device(
+    behaviours: Behaviours, kind: str, name: str
+) -> None:
+    one = behaviours("one_device")[0][name]
+    for worker in behaviours(kind, 2):
+        assert np.asarray(worker[name]) == pytest.approx(np.asarray(one), abs=1e-5)
+
+
+@KINDS
+def test_no_two_rows_and_no_two_calls_share_a_mask(behaviours: Behaviours, kind: str) -> None:
+    first, second = (np.asarray(masks) for masks in behaviours(kind, 2)[0]["masks_of_dropout"])
+    rows = [tuple(row) for row in [*first, *second]]
+    assert len(set(rows)) == len(rows) == 26
+    assert 0.4 < (first == 0).mean() < 0.6
+
+
+@KINDS
+def test_choices_differ_between_replicas(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind, 2):
+        rows = [tuple(row) for row in worker["choices_differ_between_replicas"]]
+        assert len(set(rows)) == 8
+        assert worker == behaviours(kind, 2)[0] or rows == [
+            tuple(row) for row in behaviours(kind, 2)[0]["choices_differ_between_replicas"]
+        ]
+
+
+def test_weights_start_equal(behaviours: Behaviours) -> None:
+    found = [
+        replica
+        for worker in behaviours("multi_worker_mirrored", 2)
+        for replica in worker["weights_start_equal"]
+    ]
+    assert len(found) == 2
+    assert all(one == other for one, other in itertools.pairwise(found))
+
+
+@KINDS
+def test_an_overflow_on_one_replica_skips_the_step_everywhere(
+    behaviours: Behaviours, kind: str
+) -> None:
+    """Three of four steps are taken and the scale of 64 is halved, as on one device."""
+    one = behaviours("one_device")[0]["overflow_on_one_replica_skips_the_step"]
+    assert one[:3] == [3, 32.0, True]
+    workers = behaviours(kind, 2)
+    for worker in workers:
+        steps, scale, finite, weights = worker["overflow_on_one_replica_skips_the_step"]
+        assert [steps, scale, finite] == one[:3]
+        assert weights == workers[0]["overflow_on_one_replica_skips_the_step"][3]
+        for found, expected in zip(weights, one[3], strict=True):
+            assert np.asarray(found) == pytest.approx(np.asarray(expected), abs=1e-3)
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["running_logs", "learning_rates_and_best_models"])
+def test_what_is_shown_and_decided_is_of_the_global_data(
+    behaviours: Behaviours, kind: str, name: str
+) -> None:
+    one = behaviours("one_device")[0][name]
+    workers = behaviours(kind, 2)
+    for worker in workers:
+        assert worker[name] == workers[0][name]  # alike to the bit
+        for found, expected in zip(worker[name], one, strict=True):
+            assert np.asarray(found) == pytest.approx(np.asarray(expected), abs=2e-6)
+
+
+def test_something_was_decided(behaviours: Behaviours) -> None:
+    rates, losses, best, _ = behaviours("one_device")[0]["learning_rates_and_best_models"]
+    assert len(rates) < 12  # stopped early
+    assert len(set(rates)) > 2  # lowered twice or more
+    assert best[-1] == min(losses) < losses[-1]
+
+
+@KINDS
+def test_losses_of_outputs_are_means_over_rows(behaviours: Behaviours, kind: str) -> None:
+    for worker in [*behaviours(kind, 2), *behaviours("one_device")]:
+        kind_loss, size_loss, expected_kind, expected_size = worker["losses_of_outputs"]
+        assert kind_loss == pytest.approx(expected_kind, abs=1e-6)
+        assert size_loss == pytest.approx(expected_size, abs=1e-5)
+
+
+@KINDS
+def test_a_step_of_several_passes_counts_once(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind, 2):
+        assert worker["one_update_a_step_with_microbatches"] == [8, 8]

@@ -1,0 +1,315 @@
+"""Numbers that are looked at from inside a step, or at one moment of a run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.support.behaviours.common import X, Y, behaviour, fit, here, model
+from tests.support.models import of_two_outputs
+from tfmulti import prepare
+
+ONE_LEFT = {"x": X[:25], "y": Y[:25]}  # of a batch of 24: the last has one row
+OWN_STATISTICS = {"sync_batch_norm": False}
+
+
+def _normalized(**options: Any) -> keras.Model:
+    """Returns a model whose first layer normalizes: its statistics are those of the data."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        made = prepare(
+            keras.Sequential(
+                [
+                    keras.Input((6,)),
+                    keras.layers.BatchNormalization(momentum=0.5),
+                    keras.layers.Dense(3, "softmax"),
+                ]
+            ),
+            **OWN_STATISTICS,
+        )
+        made.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
+    return made
+
+
+def _own_folder() -> Path:
+    return Path(tempfile.mkdtemp(dir=here.shared.parent))
+
+
+def _statistics(made: keras.Model) -> list[list[list[float]]]:
+    """Returns moving mean and variance as each local replica has them."""
+    layer = made.layers[0]
+    return [
+        [value.numpy().tolist() for value in here.strategy.experimental_local_results(v.value)]
+        for v in (layer.moving_mean, layer.moving_variance)
+    ]
+
+
+@behaviour
+def own_statistics_are_averaged_by_rows() -> Any:
+    """Returns them after an epoch, in the model and in a file saved in the epoch's middle."""
+    made = _normalized()
+    path = _own_folder() / "model.keras"
+
+    class Save(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                self.model.save(path)
+
+    fit(made, x=X[:61], y=Y[:61], shuffle=False, epochs=1, callbacks=[Save()])
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        saved = keras.models.load_model(path, compile=False).layers[0]
+    early = [
+        keras.ops.convert_to_numpy(v).tolist() for v in (saved.moving_mean, saved.moving_variance)
+    ]
+    return [_statistics(made), early]
+
+
+@behaviour
+def own_statistics_of_several_steps_an_execution() -> Any:
+    made = _normalized(steps_per_execution=3)
+    fit(made, x=X[:61], y=Y[:61], shuffle=False, epochs=1)
+    return _statistics(made)
+
+
+@behaviour
+def own_statistics_without_rows() -> Any:
+    made = _normalized()
+    history = fit(made, **ONE_LEFT, shuffle=False, epochs=1, validation_data=(X, Y))
+    evaluated = made.evaluate(X, Y, verbose=0)
+    path = _own_folder() / "model.keras"
+    made.save(path)
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        alone = keras.models.load_model(path).evaluate(X, Y, verbose=0)
+    return [history["val_loss"][0], evaluated, alone, _statistics(made)]
+
+
+@behaviour
+def frozen_layers_stay_as_they_are() -> Any:
+    """Layers that do not learn are no moving statistics, even where rounding would move them."""
+    made = _normalized()
+    made.layers[0].trainable = False
+    made.layers[0].moving_mean.assign(np.linspace(0.1, 0.7, 6))
+    fit(made, epochs=1)
+    return _statistics(made)[0]
+
+
+def _drawn(layer: keras.layers.Layer, x: np.ndarray) -> list[np.ndarray]:
+    """Returns what a random layer makes of the rows, in two calls."""
+
+    class Always(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def call(self, x: Any) -> Any:
+            return self.layer(x, training=True)
+
+    with here.strategy.scope():
+        made = prepare(Always())
+    return [made.predict(x, batch_size=len(x), verbose=0) for _ in range(2)]
+
+
+@behaviour
+def masks_of_dropout() -> Any:
+    with here.strategy.scope():
+        layer = keras.layers.Dropout(0.5, seed=4)
+    return [found.tolist() for found in _drawn(layer, np.ones((13, 40), np.float32))]
+
+
+@behaviour
+def one_mask_for_all_rows() -> Any:
+    with here.strategy.scope():
+        layer = keras.layers.Dropout(0.5, noise_shape=(1, 40), seed=4)
+    return _drawn(layer, np.ones((13, 40), np.float32))[0].tolist()
+
+
+@behaviour
+def augmented_images() -> Any:
+    with here.strategy.scope():
+        layer = keras.layers.RandomTranslation(0.3, 0.3, seed=4)
+    images = np.arange(7 * 25, dtype=np.float32).reshape(7, 5, 5, 1)
+    return [found.tolist() for found in _drawn(layer, images)]
+
+
+class Chooses(keras.layers.Layer):
+    """Draws what cannot be drawn row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(9)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        chosen = keras.random.categorical(keras.ops.zeros_like(x), 30, seed=self.seed)
+        return keras.ops.cast(chosen, "float32")
+
+
+@behaviour
+def choices_differ_between_replicas() -> Any:
+    with here.strategy.scope():
+        layer = Chooses()
+    return _drawn(layer, np.zeros((8, 10), np.float32))[0].tolist()
+
+
+@behaviour
+def weights_start_equal() -> Any:
+    """Returns the weights of a model that each worker would draw differently."""
+    keras.utils.set_random_seed(100 + here.place.rank)
+    with here.strategy.scope():
+        made = prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]))
+    return [
+        value.numpy().tolist()
+        for value in here.strategy.experimental_local_results(made.weights[0].value)
+    ]
+
+
+@behaviour
+def overflow_on_one_replica_skips_the_step() -> Any:
+    """Returns steps taken and the scale after a batch whose last row overflows float16."""
+    x = X.copy()
+    x[47] = 6e4  # in the second batch of 24; times the weights it is beyond 65504
+    keras.utils.set_random_seed(1)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with here.strategy.scope():
+            optimizer = keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.01), initial_scale=64.0
+            )
+        made = model(keras.layers.Dense(8, dtype="float32"), optimizer=optimizer)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    made.layers[0].kernel.assign(np.full((6, 8), 0.5, np.float32))
+    fit(made, x=x, epochs=1, shuffle=False)
+    weights = [weight.tolist() for weight in made.get_weights()]
+    finite = all(np.isfinite(np.asarray(weight)).all() for weight in weights)
+    steps = int(keras.ops.convert_to_numpy(optimizer.iterations))
+    return [steps, float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)), finite, weights]
+
+
+@behaviour
+def running_logs() -> Any:
+    """Returns the logs of every step, as a progress bar shows them."""
+    seen: list[list[float]] = []
+
+    class Record(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append([float(logs["loss"]), float(logs["accuracy"])])
+
+    fit(model(), x=X[:61], y=Y[:61], epochs=2, callbacks=[Record()])
+    return seen
+
+
+@behaviour
+def losses_of_outputs() -> Any:
+    """Returns each output's loss as evaluated, and from the predictions."""
+    x = np.concatenate([X, X[:, :2]], 1)[:61]
+    y = {"kind": Y[:61], "size": x[:, :1] ** 2}
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        made = prepare(of_two_outputs())
+        made.compile("sgd", {"kind": "sparse_categorical_crossentropy", "size": "mse"})
+    found = made.evaluate(x, y, batch_size=24, verbose=0, return_dict=True)
+    predicted = made.predict(x, verbose=0)
+    kind = -np.log(predicted["kind"][np.arange(61), y["kind"]]).mean()
+    size = np.square(predicted["size"] - y["size"]).mean()
+    return [found["kind_loss"], found["size_loss"], float(kind), float(size)]
+
+
+class Adds(keras.Model):
+    """A step of its own that sums the losses of its rows."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(3, "softmax")
+        self.twice = twice
+        reduction = "sum_over_batch_size" if twice else "sum"
+        self.loss_object = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_object(y, self(x, training=True))
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        for _ in range(1 + self.twice):
+            self.optimizer.apply(gradients, weights)
+        return {"mean_loss": loss}
+
+
+def _with_own_step(*, twice: bool, **prepared: Any) -> keras.Model:
+    with here.strategy.scope():
+        made = prepare(Adds(twice), **prepared)
+        made.compile(keras.optimizers.SGD(0.1))
+    return made
+
+
+@behaviour
+def sum_in_a_step_of_its_own() -> Any:
+    return fit(_with_own_step(twice=False))
+
+
+@behaviour
+def microbatches_and_two_updates() -> Any:
+    return fit(_with_own_step(twice=True, microbatches=2))
+
+
+@behaviour
+def microbatches_and_a_loss_of_one_number() -> Any:
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        return tf.reduce_mean(tf.square(y_true - y_pred[:, :1]))
+
+    return fit(model(loss=loss, metrics=None, prepared={"microbatches": 2}))
+
+
+@behaviour
+def no_microbatches() -> Any:
+    return model(prepared={"microbatches": 0})
+
+
+@behaviour
+def one_update_a_step_with_microbatches() -> Any:
+    """Returns the steps that the optimizer and the callbacks count."""
+    steps: list[int] = []
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            steps.append(batch)
+
+    made = model(prepared={"microbatches": 5})
+    fit(made, callbacks=[Count()])
+    return [int(keras.ops.convert_to_numpy(made.optimizer.iterations)), len(steps)]
+
+
+@behaviour
+def learning_rates_and_best_models() -> Any:
+    """Returns what callbacks that decide by the metrics did, epoch by epoch."""
+    c = keras.callbacks
+    path = _own_folder() / "best.keras"
+    saved: list[float] = []
+
+    class Best(c.ModelCheckpoint):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            super().on_epoch_end(epoch, logs)
+            saved.append(float(self.best))
+
+    with here.strategy.scope():
+        optimizer = keras.optimizers.SGD(2.0)
+    made = model(optimizer=optimizer)
+    history = fit(
+        made,
+        epochs=12,
+        validation_split=0.25,
+        callbacks=[
+            Best(path, save_best_only=True),
+            c.ReduceLROnPlateau(patience=0, factor=0.5, monitor="val_loss"),
+            c.EarlyStopping(patience=4, restore_best_weights=True),
+        ],
+    )
+    return [history["learning_rate"], history["val_loss"], saved, made.get_weights()[0].tolist()]
