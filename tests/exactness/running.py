@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,10 @@ import numpy as np
 from tests.support.cases import CASES
 from tests.support.processes import run, run_workers
 
-LIMIT_S = 600  # of one place; the longest takes 200 s on two cores, beside another
+LIMIT_S = 600  # of one place; the longest takes 200 s on two cores
+
+# Tracing takes the time, on one thread; more would only wait for each other.
+ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 Arrays = dict[str, dict[str, np.ndarray]]
 
@@ -20,7 +23,8 @@ Arrays = dict[str, dict[str, np.ndarray]]
 class Places:
     """What the cases left at each place: case -> name -> array, an entry a worker.
 
-    All runs start when the first is asked for; the longest first, two at a time.
+    All runs start when the first is asked for: those of several workers one after the other,
+    the others two at a time, so that two cores are busy and no more.
     """
 
     def __init__(self, folder: Path, wanted: Iterable[tuple[str, str]]) -> None:
@@ -29,18 +33,32 @@ class Places:
         for place, case in wanted:
             self._cases.setdefault(place, []).append(case)
         self._futures: dict[str, Future[list[Arrays]]] = {}
-        self._pool = ThreadPoolExecutor(2)
+        self._workers = ThreadPoolExecutor(1)
+        self._replicas = ThreadPoolExecutor(2)
         self._lock = threading.Lock()
 
     def __getitem__(self, place: str) -> list[Arrays]:
         with self._lock:
             if not self._futures:
-                for name in sorted(self._cases, key=_how_long, reverse=True):
-                    self._futures[name] = self._pool.submit(self._run, name)
+                self._start()
         return self._futures[place].result()
 
+    def _start(self) -> None:
+        names = sorted(self._cases, key=lambda name: int(name.partition("-")[2] or 1), reverse=True)
+        several = [name for name in names if name.startswith("workers")]
+        for name in several:
+            self._futures[name] = self._workers.submit(self._run, name)
+        for name in names:
+            if name not in several:
+                self._futures[name] = self._replicas.submit(self._after, several, name)
+
+    def _after(self, others: list[str], place: str) -> list[Arrays]:
+        wait([self._futures[name] for name in others])
+        return self._run(place)
+
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        for pool in (self._workers, self._replicas):
+            pool.shutdown(cancel_futures=True)
 
     def _run(self, place: str) -> list[Arrays]:
         folder = self._folder / place
@@ -48,16 +66,11 @@ class Places:
         argv = ["-m", "tests.support.cases", str(folder / "out_RANK.npz"), place, "|".join(names)]
         kind, _, count = place.partition("-")
         if kind == "workers":
-            run_workers(argv, int(count), folder, limit_s=LIMIT_S)
+            run_workers(argv, int(count), folder, limit_s=LIMIT_S, env=ONE_THREAD)
         else:
-            done = run(argv, folder, limit_s=LIMIT_S)
+            done = run(argv, folder, limit_s=LIMIT_S, env=ONE_THREAD)
             assert done.returncode == 0, done.stderr[-6000:]
         return [_by_case(file) for file in sorted(folder.glob("out_*.npz"))]
-
-
-def _how_long(place: str) -> int:
-    kind, _, count = place.partition("-")
-    return int(count or 1) * (2 if kind == "workers" else 1)
 
 
 def _by_case(file: Path) -> Arrays:
