@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import run, run_workers
+from tests.support.processes import ONE_THREAD, run, run_workers
 
 LIMIT_S = 240  # of one process that runs all behaviours
 
@@ -62,8 +62,8 @@ def _start(module: str, out: Path, kind: str, count: int) -> None:
     argv = ["-m", module, str(out), kind]
     logs = out.parent / "logs"
     if kind == "multi_worker_mirrored":
-        run_workers(argv, count, logs, limit_s=LIMIT_S)
+        run_workers(argv, count, logs, limit_s=LIMIT_S, env=ONE_THREAD)
     else:
         replicas = [str(count)] if kind == "mirrored" else []
-        done = run([*argv, *replicas], logs, limit_s=LIMIT_S)
+        done = run([*argv, *replicas], logs, limit_s=LIMIT_S, env=ONE_THREAD)
         assert done.returncode == 0, done.stderr[-6000:]

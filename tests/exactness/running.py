@@ -10,12 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.cases import CASES
-from tests.support.processes import run, run_workers
+from tests.support.processes import ONE_THREAD, run, run_workers
 
 LIMIT_S = 600  # of one place; the longest takes 200 s on two cores
-
-# Tracing takes the time, on one thread; more would only wait for each other.
-ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 Arrays = dict[str, dict[str, np.ndarray]]
 

@@ -262,6 +262,10 @@ OPTIONS: dict[str, list[str]] = {
         "--precision",
         "mixed_bfloat16",
     ],
+    **{
+        name: ["--optimizer", name, "--epochs", "1", "--replicas", "2", "--model", "mlp"]
+        for name in ("adafactor", "lion", "muon")
+    },
     "text": [
         "--dataset",
         "synthetic:tokens=8,vocabulary=40,classes=2,examples=128",
@@ -289,6 +293,42 @@ def test_options(tmp_path: Path, name: str) -> None:
         assert "sgd at 0.006 (scaled from 0.003)" in done.stdout
     if name == "text":
         assert (report["global_batch_size"], report["steps"]) == (34, 4)
+
+
+NORMALIZED = """
+    import keras
+
+    def build(spec):
+        return keras.Sequential([
+            keras.Input(spec.input_shape), keras.layers.Rescaling(1 / 16), keras.layers.Flatten(),
+            keras.layers.BatchNormalization(momentum=0.8), keras.layers.Dense(16, "tanh"),
+            keras.layers.Dropout(0.3), keras.layers.Dense(10, "softmax")])
+"""
+
+
+def test_passes_and_batch_normalization_are_flags(tmp_path: Path) -> None:
+    """The same history on one device, on three replicas, and (without statistics) in passes."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(NORMALIZED))
+    same = ["--model", "mine:build", "--epochs", "2", "--verbose", "0"]
+    replicas = ["--replicas", "3"]
+    runs = {
+        "one": [],
+        "three": replicas,
+        "own": [*replicas, "--nosync_batch_norm"],
+        "one_plain": ["--model", "mlp"],
+        "passes": ["--model", "mlp", *replicas, "--microbatches", "4"],
+    }
+    history = {}
+    for name, flags in runs.items():
+        fit(tmp_path, *same, *flags, "--run_dir", name)
+        history[name] = report_of(tmp_path, name)["history"]
+    for left, right in (("one", "three"), ("one_plain", "passes")):
+        for metric, values in history[left].items():
+            assert history[right][metric] == pytest.approx(values, abs=1e-5)
+    assert history["own"]["loss"] != pytest.approx(history["one"]["loss"], abs=1e-5)
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert config["sync_batch_norm"] is False
+    assert json.loads((tmp_path / "passes" / "config.json").read_text())["microbatches"] == 4
 
 
 USER_SIDE = """

@@ -16,6 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# For processes beside each other: tracing takes the time, on one thread, and more threads would
+# only wait for each other.
+ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
 
 @contextlib.contextmanager
 def reserved_addresses(count: int) -> Iterator[list[str]]:
