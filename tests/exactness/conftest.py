@@ -15,9 +15,10 @@ def places(
 ) -> Iterator[Places]:
     """Gives what the cases that were selected left at their places, and at what they equal."""
     wanted = dict.fromkeys(
-        (place, params["case"])
+        (place, str(params["case"]))
         for item in request.session.items
-        if "place" in (params := getattr(getattr(item, "callspec", None), "params", {}))
+        if isinstance(item, pytest.Function) and "places" in item.fixturenames
+        for params in [item.callspec.params]
         for place in (params["place"], CASES[params["case"]].compare)
     )
     found = Places(tmp_path_factory.mktemp("exactness"), wanted)
