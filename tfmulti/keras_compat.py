@@ -11,7 +11,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | losses | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values`, `Loss.__call__` | keras#20585 | losses say by which rows they are averaged |
 | `add_loss` of a vector | `Trainer._aggregate_additional_loss` | keras#20585 | the same |
 | losses of outputs | `Trainer._compile_loss.metrics` | none | they count rows, not batches |
-| metric functions of one number | `MeanMetricWrapper._fn` | none | a metric can be told what it is computed from |
+| metrics of one number a batch | `MeanMetricWrapper._fn`, and `Mean.update_state` | none | a metric can be told what it is computed from |
 | random numbers | `backend.tensorflow.random.*`, `_cast_seed` | none | replicas have different masks |
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
@@ -64,6 +64,7 @@ def install() -> None:
     _replace(loss_module, "reduce_weighted_values", _part_of_global)
     _replace(keras.losses.Loss, "__call__", _from_all_rows_if_scalar)
     _replace(keras.metrics.MeanMetricWrapper, "update_state", _metric_from_all_rows_if_scalar)
+    _replace(keras.metrics.Mean, "update_state", _mean_of_shares)
     _replace(Trainer, "_aggregate_additional_loss", _added_loss)
     _replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
     _replace(TFOptimizer, "_all_reduce_sum_gradients", _unless_unknown)
@@ -141,6 +142,18 @@ def _metric_from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..
             return tf.zeros([])
 
         return losses.from_all_rows(share, update, y_true, y_pred, sample_weight)
+
+    return update_state
+
+
+def _mean_of_shares(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        share = partial()
+        one_number = share is not None and tf.convert_to_tensor(values).shape.rank == 0
+        if one_number and sample_weight is None:  # a batch counts once, whoever computed it
+            assert share is not None
+            sample_weight = share.weight
+        return original(self, values, sample_weight)
 
     return update_state
 

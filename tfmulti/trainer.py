@@ -67,8 +67,8 @@ def prepare(
         cls = type(model)
         derived = keras_compat.derived_class(cls, (cls, DistributedModel))
         object.__setattr__(model, "__class__", derived)
-        for name in ("train_function", "test_function", "predict_function"):
-            setattr(model, name, None)
+    for name in ("train_function", "test_function", "predict_function"):
+        setattr(model, name, None)
     remember(model, TrainerState(seed, microbatches, sync_batch_norm))
     return model
 

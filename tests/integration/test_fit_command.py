@@ -262,10 +262,6 @@ OPTIONS: dict[str, list[str]] = {
         "--precision",
         "mixed_bfloat16",
     ],
-    **{
-        name: ["--optimizer", name, "--epochs", "1", "--replicas", "2", "--model", "mlp"]
-        for name in ("adafactor", "lion", "muon")
-    },
     "text": [
         "--dataset",
         "synthetic:tokens=8,vocabulary=40,classes=2,examples=128",
@@ -307,28 +303,22 @@ NORMALIZED = """
 
 
 def test_passes_and_batch_normalization_are_flags(tmp_path: Path) -> None:
-    """The same history on one device, on three replicas, and (without statistics) in passes."""
+    """One device's history on three replicas; with each replica's own statistics another."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(NORMALIZED))
-    same = ["--model", "mine:build", "--epochs", "2", "--verbose", "0"]
     replicas = ["--replicas", "3"]
-    runs = {
+    history = {}
+    for name, flags in {
         "one": [],
         "three": replicas,
-        "own": [*replicas, "--nosync_batch_norm"],
-        "one_plain": ["--model", "mlp"],
-        "passes": ["--model", "mlp", *replicas, "--microbatches", "4"],
-    }
-    history = {}
-    for name, flags in runs.items():
-        fit(tmp_path, *same, *flags, "--run_dir", name)
+        "own": [*replicas, "--nosync_batch_norm", "--microbatches", "4"],
+    }.items():
+        fit(tmp_path, "--model", "mine:build", "--epochs", "1", *flags, "--run_dir", name)
         history[name] = report_of(tmp_path, name)["history"]
-    for left, right in (("one", "three"), ("one_plain", "passes")):
-        for metric, values in history[left].items():
-            assert history[right][metric] == pytest.approx(values, abs=1e-5)
-    assert history["own"]["loss"] != pytest.approx(history["one"]["loss"], abs=1e-5)
+    for metric, values in history["one"].items():
+        assert history["three"][metric] == pytest.approx(values, abs=1e-5)
+    assert history["own"]["loss"] != pytest.approx(history["one"]["loss"], abs=1e-4)
     config = json.loads((tmp_path / "own" / "config.json").read_text())
-    assert config["sync_batch_norm"] is False
-    assert json.loads((tmp_path / "passes" / "config.json").read_text())["microbatches"] == 4
+    assert (config["sync_batch_norm"], config["microbatches"]) == (False, 4)
 
 
 USER_SIDE = """

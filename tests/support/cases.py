@@ -134,6 +134,7 @@ def _models() -> dict[str, Case]:
         "subclassed-adam": Case(1, models.Subclassed, "adam", **few),
         "own train_step": Case(1, models.CustomStep, **LAST_OF_ONE),
         "own train_step-adam": Case(1, models.CustomStep, "adam", prepare_first=False, **few),
+        "own train_step, tracker of batches": Case(1, models.TracksBatches, **LAST_OF_ONE),
         "eagerly": Case(1, compile=_compiled(run_eagerly=True), **few, **UNEVEN),
     }
 

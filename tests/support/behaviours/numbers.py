@@ -72,7 +72,7 @@ def own_statistics_are_averaged_by_rows() -> Any:
 @behaviour
 def own_statistics_of_several_steps_an_execution() -> Any:
     made = _normalized(steps_per_execution=3)
-    fit(made, x=X[:61], y=Y[:61], shuffle=False, epochs=1)
+    fit(made, **ONE_LEFT, shuffle=False, epochs=1)
     return _statistics(made)
 
 
@@ -285,6 +285,21 @@ def one_update_a_step_with_microbatches() -> Any:
     made = model(prepared={"microbatches": 5})
     fit(made, callbacks=[Count()])
     return [int(keras.ops.convert_to_numpy(made.optimizer.iterations)), len(steps)]
+
+
+@behaviour
+def prepared_again() -> Any:
+    """Returns the losses of one step of a model that was prepared, used, and prepared anew."""
+    with here.strategy.scope():
+        norm = keras.layers.BatchNormalization()
+    made = model(norm)
+    start = made.get_weights()
+    found = []
+    for own in (True, False, True):
+        prepare(made, sync_batch_norm=own)
+        made.set_weights(start)
+        found.append(made.train_on_batch(X[:24], Y[:24])[0])
+    return found
 
 
 @behaviour
