@@ -117,6 +117,7 @@ class _SeededOrder(keras.utils.PyDataset):
         super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
         self._inner, self._random = inner, random.Random(seed)
         self._order = list(range(len(inner)))
+        self._random.shuffle(self._order)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -125,10 +126,11 @@ class _SeededOrder(keras.utils.PyDataset):
         return self._inner[self._order[index]]
 
     def on_epoch_begin(self) -> None:
-        self._random.shuffle(self._order)
         self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
+        # Keras starts its readers before on_epoch_begin, and has stopped them here.
+        self._random.shuffle(self._order)
         self._inner.on_epoch_end()
 
 
