@@ -88,6 +88,20 @@ def test_upstream_statistics_still_drift_apart(behaviours: Behaviours) -> None:
     assert np.abs(np.asarray(first) - second).max() > 1e-3
 
 
+def test_statistics_are_those_that_move() -> None:
+    """Of layers that learn and are not synchronized; no weights, no seeds, no metrics."""
+    frozen, moving, together = (
+        keras.layers.BatchNormalization(name=name) for name in ("frozen", "moving", "together")
+    )
+    frozen.trainable, together.synchronized = False, True
+    inner = keras.Sequential([keras.Input((2,)), moving, keras.layers.Dropout(0.5)])
+    made = keras.Sequential([keras.Input((2,)), frozen, inner, together, keras.layers.Dense(2)])
+    made.compile("sgd", "mse", metrics=["mae"])
+    found = keras_compat.moving_statistics(made, sync_batch_norm=False)
+    assert {id(v) for v in found} == {id(moving.moving_mean), id(moving.moving_variance)}
+    assert keras_compat.moving_statistics(made, sync_batch_norm=True) == []
+
+
 def test_upstream_synchronized_statistics_still_lose_digits(behaviours: Behaviours) -> None:
     """A reason for `BatchNormalization._moments`: 0, 1, 2, 3 have the variance 1.25 anywhere."""
     alone, mended = behaviours("mirrored", 2)[0]["upstream_synchronized_statistics_lose_digits"]
