@@ -39,7 +39,7 @@ from keras.src.trainers.trainer import Trainer
 
 from tfmulti import losses, normalization, randomness
 from tfmulti.errors import ModelError
-from tfmulti.share import current, partial
+from tfmulti.share import computing, current, partial
 
 Gradients = Sequence[Any]
 
@@ -68,6 +68,13 @@ def install() -> None:
     _replace(Trainer, "_aggregate_additional_loss", _added_loss)
     _replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
     _replace(TFOptimizer, "_all_reduce_sum_gradients", _unless_unknown)
+    for name in (
+        "_backend_update_step",
+        "_apply_weight_decay",
+        "_backend_increment_gradient_accumulators",
+        "_overwrite_model_variables_with_average_value",
+    ):
+        _replace(TFOptimizer, name, _on_each_replica)
     for name in ("uniform", "normal", "randint", "truncated_normal", "dropout"):
         _replace(random_module, name, _RANDOM[name])
     for name in ("categorical", "shuffle", "gamma", "binomial", "beta"):
@@ -95,11 +102,11 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         dtype: Any = None,
     ) -> Any:
         loss = original(values, sample_weight, mask, reduction, dtype)
-        share = partial()
-        if share is None:
-            return loss
         if tf.convert_to_tensor(values).shape.rank == 0:
             losses.note_scalar()
+            return loss
+        share = partial()
+        if share is None:
             return loss
         same_rank = loss_module.squeeze_or_expand_to_same_rank
         return losses.scaled_to_global(
@@ -117,10 +124,10 @@ def _from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]
         share = partial()
         if share is None:
             return original(self, y_true, y_pred, sample_weight)
-        with losses.watching_for_scalars() as seen:
-            loss = original(self, y_true, y_pred, sample_weight)
+        with losses.watching_for_scalars() as seen, computing(share.alone()):
+            original(self, y_true, y_pred, sample_weight)  # to see; no part of the compiled step
         if not seen:
-            return loss
+            return original(self, y_true, y_pred, sample_weight)
         compute = functools.partial(original, self)
         return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight)
 
@@ -130,7 +137,11 @@ def _from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]
 def _metric_from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         share = partial()
-        if share is None or self._fn(y_true, y_pred, **self._fn_kwargs).shape.rank != 0:
+        if share is None:
+            return original(self, y_true, y_pred, sample_weight)
+        with computing(share.alone()):
+            one_number = self._fn(y_true, y_pred, **self._fn_kwargs).shape.rank == 0
+        if not one_number:
             return original(self, y_true, y_pred, sample_weight)
         # One number a batch, of the whole batch; the replicas' states are summed later.
         context = tf.distribute.get_replica_context()
@@ -337,24 +348,22 @@ class _UpdatesReplica:
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
         return list(grads_and_vars)
 
-    def _backend_update_step(self, *args: Any) -> Any:
-        return self._plainly("_backend_update_step", *args)
 
-    def _apply_weight_decay(self, *args: Any) -> Any:
-        return self._plainly("_apply_weight_decay", *args)
+def _on_each_replica(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns Keras' method for all backends in place of TensorFlow's, for `_UpdatesReplica`.
 
-    def _backend_increment_gradient_accumulators(self, *args: Any) -> Any:
-        return self._plainly("_backend_increment_gradient_accumulators", *args)
+    It stands where TensorFlow's stood, so what an optimizer's class puts around it stays.
+    """
+    plain = getattr(BaseOptimizer, original.__name__)
 
-    def _overwrite_model_variables_with_average_value(self, *args: Any) -> Any:
-        return self._plainly("_overwrite_model_variables_with_average_value", *args)
-
-    def _plainly(self, name: str, *args: Any) -> Any:
-        """Calls Keras' method for all backends instead of TensorFlow's, on a replica."""
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = tf.distribute.get_replica_context()
-        if context is not None and context.num_replicas_in_sync > 1:
-            return getattr(BaseOptimizer, name)(self, *args)
-        return getattr(super(), name)(*args)
+        several = context is not None and context.num_replicas_in_sync > 1
+        if several and isinstance(self, _UpdatesReplica):
+            return plain(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return method
 
 
 class _ReducesFirst(_UpdatesReplica):

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmulti.errors import ModelError
 from tfmulti.replicas import gather_rows, sum_together
-from tfmulti.share import Share
+from tfmulti.share import Share, computing
 
 _thread = threading.local()
 
@@ -168,7 +168,8 @@ def from_all_rows(
         tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
     )
     y_pred = tf.nest.map_structure(lambda v: _all_rows_of_variable(share, v), y_pred)
-    loss = compute(y_true, y_pred, weights)
+    with computing(share.alone()):  # all rows are there; a loss within this one is as Keras has it
+        loss = compute(y_true, y_pred, weights)
     return _with_gradient_times(loss, tf.math.divide_no_nan(1.0, share.weight))
 
 

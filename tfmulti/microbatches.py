@@ -94,7 +94,7 @@ def run(model: keras.Model, step: Step, data: Any, share: Share, passes: int) ->
         step: computes one part of the rows, and updates the metrics by them.
     """
     parts = [_part(data, share, passes, number) for number in range(passes)]
-    divisors = _measured(step, parts)
+    divisors = _measured(model, step, parts)
     seeds = keras_compat.seed_variables(model)
     drawn = [tf.identity(seed.value) for seed in seeds]
     sums, logs = Collector(), []
@@ -130,15 +130,19 @@ def _part(data: Any, share: Share, passes: int, number: int) -> tuple[Any, Share
     return rows_of(data, begin, end), part
 
 
-def _measured(step: Step, parts: Sequence[tuple[Any, Share]]) -> Divisors:
+def _measured(model: keras.Model, step: Step, parts: Sequence[tuple[Any, Share]]) -> Divisors:
     """Returns what the losses divide by, over all passes and replicas.
 
     The passes are computed without effect: what only the losses' values need is no part of
     the compiled step, and a step without such losses is not measured further.
     """
     divisors = Divisors()
+    # Regularizers ask the scope for their weights; it must answer with the variables themselves.
+    weights = {id(v): v.value for v in model.trainable_variables}
     for rows, part in parts:
-        with keras.StatelessScope(), Collector().taking(), divisors.in_use():
+        scope = keras.StatelessScope()
+        scope.state_mapping.update(weights)
+        with scope, Collector().taking(), divisors.in_use():
             step(rows, part)
         if not divisors.any:
             break

@@ -98,10 +98,10 @@ def from_source(
     """Returns an endless dataset of this worker's `Shards`, from a step on."""
     with tf.device("CPU:0"):  # the data stays in the host's memory, batches go to the devices
         tensors = tf.nest.map_structure(tf.constant, source.data)
-    even = plan.share_is_constant and plan.global_batch_size % placement.replicas == 0
-    share_rows = plan.global_batch_size // placement.replicas if even else None
-    if share_rows == 1 and placement.replicas > 1:
-        share_rows = None  # an axis of size 1 would look like the rows (`randomness`)
+    # One replica's rows are known beforehand where all batches are alike. Those of several are
+    # not said, so that an axis of known size is none of rows (`randomness`).
+    alone = placement.replicas == 1 and plan.share_is_constant
+    share_rows = plan.global_batch_size if alone else None
 
     def shards(step: tf.Tensor) -> Shards:
         data, own_rows, first_rows = [], [], []

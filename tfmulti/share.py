@@ -38,6 +38,10 @@ class Share(NamedTuple):
     is_whole: bool
     sync_batch_norm: bool
 
+    def alone(self) -> Share:
+        """Returns the same as if nobody had other rows: Keras' own numbers of what is there."""
+        return self._replace(is_whole=True)
+
 
 _thread = threading.local()  # the replicas of a process are traced in threads of their own
 

@@ -38,7 +38,10 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "lamb": lambda: keras.optimizers.Lamb(0.01),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "lion": lambda: keras.optimizers.Lion(0.001),
-    "muon": lambda: keras.optimizers.Muon(0.01, exclude_layers=["dense_1"]),
+    "muon": lambda: keras.optimizers.Muon(
+        0.01, weight_decay=0.1, adam_weight_decay=0.9, exclude_layers=["dense_1"]
+    ),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
     "clipvalue": lambda: keras.optimizers.SGD(0.5, clipvalue=0.01),
     "clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1),
@@ -73,6 +76,21 @@ def root_loss(y_true: Any, y_pred: Any) -> Any:
 def vector_loss(y_true: Any, y_pred: Any) -> Any:
     """A value for each row."""
     return tf.reduce_sum(tf.square(_one_hot(y_true) - y_pred), -1)
+
+
+def _entropy_of_all() -> keras.losses.Loss:
+    return keras.losses.CategoricalCrossentropy(reduction="sum")
+
+
+class Together(keras.losses.Loss):
+    """Losses within a loss, one of them of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dice, self.entropy = keras.losses.Dice(), _entropy_of_all()
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self.dice(y_true, y_pred) + 0.1 * self.entropy(y_true, y_pred)
 
 
 def _loss(reduction: str) -> keras.losses.Loss:
@@ -170,6 +188,12 @@ def _losses() -> dict[str, Case]:
         "function of one number, weighted": Case(
             2, **TWO, feed=data.weighted, compile=_compiled(loss=root_loss), **UNEVEN
         ),
+        "losses within a loss": Case(
+            2,
+            feed=data.one_hot,
+            compile=lambda: {"loss": Together(), "metrics": [keras.losses.Dice()]},
+            **LAST_OF_ONE,
+        ),
         "function of a vector": Case(2, compile=_compiled(loss=vector_loss), **UNEVEN),
         "add_loss": Case(2, build=models.with_added_losses, validates=True, **UNEVEN),
         "regularizers": Case(2, models.regularized, **UNEVEN),
@@ -226,6 +250,7 @@ def _optimizers() -> dict[str, Case]:
             3, optimizer="clipvalue", compile=lambda: {"loss": _loss("sum")}, **parts, **UNEVEN
         ),
         "microbatches, dropout": Case(3, models.dropped, **parts, **UNEVEN),
+        "microbatches, regularizers": Case(3, models.regularized, **parts, **TWO, **UNEVEN),
         "microbatches, own train_step": Case(3, build=models.CustomStep, **TWO, **parts, **UNEVEN),
     }
     return cases
@@ -248,6 +273,7 @@ def _randomness() -> dict[str, Case]:
         "dropout and noise, even": Case(5, build=models.dropped, **TWO),
         "dropout of recurrent layers": Case(5, models.recurrent_dropped, **UNEVEN),
         "random numbers of all kinds": Case(5, models.noisy, **LAST_OF_ONE),
+        "random numbers of all kinds, even": Case(5, models.noisy, **TWO),
         "augmentation": Case(5, models.augmented, **UNEVEN),
     }
 

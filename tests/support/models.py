@@ -158,7 +158,7 @@ def recurrent_dropped() -> keras.Model:
 
 
 class Noise(keras.layers.Layer):
-    """Numbers of all kinds for each example, and one number for all."""
+    """Numbers of all kinds for each example, and a matrix and a number for all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,8 @@ class Noise(keras.layers.Layer):
         shape = keras.ops.shape(x)
         x = x + 0.1 * keras.random.truncated_normal(shape, seed=self.seed)
         x = x * keras.ops.cast(keras.random.randint(shape, 1, 4, seed=self.seed), x.dtype)
-        return x * keras.random.uniform((), 0.5, 1.5, seed=self.seed)
+        shared = keras.random.dropout(keras.ops.ones((16, 16)), 0.3, seed=self.seed)
+        return keras.ops.matmul(x, shared) * keras.random.uniform((), 0.5, 1.5, seed=self.seed)
 
 
 def noisy() -> keras.Model:
