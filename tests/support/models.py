@@ -169,7 +169,9 @@ class Noise(keras.layers.Layer):
         x = x + 0.1 * keras.random.truncated_normal(shape, seed=self.seed)
         x = x * keras.ops.cast(keras.random.randint(shape, 1, 4, seed=self.seed), x.dtype)
         shared = keras.random.dropout(keras.ops.ones((16, 16)), 0.3, seed=self.seed)
-        return keras.ops.matmul(x, shared) * keras.random.uniform((), 0.5, 1.5, seed=self.seed)
+        return (
+            0.1 * keras.ops.matmul(x, shared) * keras.random.uniform((), 0.5, 1.5, seed=self.seed)
+        )
 
 
 def noisy() -> keras.Model:
