@@ -39,6 +39,7 @@ from keras.src.trainers.trainer import Trainer
 
 from tfmulti import losses, normalization, randomness
 from tfmulti.errors import ModelError
+from tfmulti.replicas import metric_variables
 from tfmulti.share import computing, current, partial
 
 Gradients = Sequence[Any]
@@ -303,7 +304,7 @@ def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]
             for variable in layer._non_trainable_variables:
                 if tf.as_dtype(variable.dtype).is_floating:
                     found[id(variable)] = variable
-    metrics = {id(v) for metric in model.metrics for v in metric.variables}
+    metrics = {id(v) for v in metric_variables(model)}
     return [v for key, v in found.items() if key not in metrics]
 
 

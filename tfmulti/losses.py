@@ -12,28 +12,23 @@ replica's loss must be such that this mean is the loss of the global batch:
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfmulti.errors import ModelError
 from tfmulti.replicas import gather_rows, sum_together
-from tfmulti.share import Share, computing
+from tfmulti.share import PerThread, Share, computing
 
-_thread = threading.local()
+_compiled = PerThread(False)
+_divisors: PerThread[Divisors | None] = PerThread(None)
+_scalars: PerThread[list[bool] | None] = PerThread(None)
 
 
-@contextlib.contextmanager
-def compiled() -> Iterator[None]:
-    """Inside, losses are those given to `compile`, which Keras' own step handles."""
-    before = getattr(_thread, "compiled", False)
-    _thread.compiled = True
-    try:
-        yield
-    finally:
-        _thread.compiled = before
+def compiled() -> contextlib.AbstractContextManager[bool]:
+    """Inside the context, losses are those given to `compile`, which Keras' own step handles."""
+    return _compiled.set_to(True)
 
 
 class Divisors:
@@ -52,15 +47,10 @@ class Divisors:
     def any(self) -> bool:
         return bool(self._own)
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Inside, the losses of one pass find or leave their divisors here."""
+    def in_use(self) -> contextlib.AbstractContextManager[Divisors | None]:
+        """Inside the context, the losses of one pass find or leave their divisors here."""
         self._next = 0
-        _thread.divisors = self
-        try:
-            yield
-        finally:
-            _thread.divisors = None
+        return _divisors.set_to(self)
 
     def sum_up(self) -> None:
         """Ends the measuring: the divisors are those of all passes of all replicas."""
@@ -94,7 +84,7 @@ def scaled_to_global(
     if reduction in (None, "none"):
         return loss  # `summed_gradient` sees to what the step makes of a vector
     if reduction == "sum":
-        if not getattr(_thread, "compiled", False):
+        if not _compiled.get():
             raise ModelError(
                 "a loss with reduction='sum' is used in a step of the model's own, where tfmulti "
                 "cannot tell whether it is divided by the rows afterwards. Use "
@@ -106,7 +96,7 @@ def scaled_to_global(
         if own is None:
             return loss
         own = tf.where(share.own_rows > 0, own, 0.0)
-        divisors: Divisors | None = getattr(_thread, "divisors", None)
+        divisors = _divisors.get()
         total = divisors.total_of(own) if divisors else sum_together([own])[0]
         part = tf.math.divide_no_nan(own, total)
     return loss * tf.cast(tf.math.divide_no_nan(part, share.weight), loss.dtype)
@@ -130,20 +120,14 @@ def added_loss(share: Share, loss: Any) -> Any:
     return loss * tf.cast(tf.math.divide_no_nan(1.0, share.weight), loss.dtype)
 
 
-@contextlib.contextmanager
-def watching_for_scalars() -> Iterator[list[bool]]:
+def watching_for_scalars() -> contextlib.AbstractContextManager[list[bool] | None]:
     """Gives a list that is not empty when a loss function returned one number inside."""
-    before = getattr(_thread, "scalars", None)
-    _thread.scalars = []
-    try:
-        yield _thread.scalars
-    finally:
-        _thread.scalars = before
+    return _scalars.set_to([])
 
 
 def note_scalar() -> None:
     """Says that the loss that is being computed returned one number."""
-    seen = getattr(_thread, "scalars", None)
+    seen = _scalars.get()
     if seen is not None:
         seen.append(True)
 
@@ -159,7 +143,7 @@ def from_all_rows(
     Raises:
         ModelError: a step of several passes, where the rows are never there together.
     """
-    if getattr(_thread, "divisors", None) is not None:
+    if _divisors.get() is not None:
         raise ModelError(
             "a loss or metric function returns one number for the whole batch, which --microbatches"
             " splits. Return one value for each example, or leave --microbatches out."

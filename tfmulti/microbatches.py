@@ -9,8 +9,7 @@ the optimizer updates as it would for the whole batch. Unlike Keras'
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -20,11 +19,11 @@ from tfmulti import keras_compat, sharding
 from tfmulti.errors import ModelError
 from tfmulti.losses import Divisors
 from tfmulti.replicas import rows_of, weighed
-from tfmulti.share import Share, current
+from tfmulti.share import PerThread, Share, current
 
 Step = Callable[[Any, Share], dict[str, Any]]
 
-_thread = threading.local()
+_collector: PerThread[Collector | None] = PerThread(None)
 
 
 class Collector:
@@ -40,15 +39,10 @@ class Collector:
         self._sums: list[Any] = []
         self._taken = 0
 
-    @contextlib.contextmanager
-    def taking(self) -> Iterator[None]:
-        """Inside, in this thread, gradients that go to an optimizer's `apply` come here."""
+    def taking(self) -> contextlib.AbstractContextManager[Collector | None]:
+        """Inside the context, gradients that go to an optimizer's `apply` come here."""
         self._taken = 0
-        _thread.collector = self
-        try:
-            yield
-        finally:
-            _thread.collector = None
+        return _collector.set_to(self)
 
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
         """Adds the gradients of one pass to those of the passes before."""
@@ -80,7 +74,7 @@ class Collector:
 
 def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     """Keeps the gradients of a pass for later; returns False outside one."""
-    collector: Collector | None = getattr(_thread, "collector", None)
+    collector = _collector.get()
     if collector is None:
         return False
     collector.take(optimizer, gradients, variables)

@@ -10,6 +10,7 @@ import keras
 
 from tfmulti import keras_compat
 from tfmulti.errors import ModelError
+from tfmulti.replicas import metric_variables
 
 
 def check_compiled(model: keras.Model) -> None:
@@ -34,7 +35,7 @@ def check_scope(model: keras.Model) -> None:
     parts = {
         "model": model.variables,
         "optimizer": [v for o in optimizers_of(model) for v in o.variables],
-        "metrics": [v for metric in model.metrics for v in metric.variables],
+        "metrics": metric_variables(model),
     }
     for name, variables in parts.items():
         for variable in variables:

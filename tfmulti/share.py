@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -43,23 +43,42 @@ class Share(NamedTuple):
         return self._replace(is_whole=True)
 
 
-_thread = threading.local()  # the replicas of a process are traced in threads of their own
+Value = TypeVar("Value")
 
 
-@contextlib.contextmanager
-def computing(share: Share) -> Iterator[None]:
-    """Inside, in this thread, `current()` is this share."""
-    before = getattr(_thread, "share", None)
-    _thread.share = share
-    try:
-        yield
-    finally:
-        _thread.share = before
+class PerThread(Generic[Value]):
+    """A value of each thread's own: the replicas of a process are traced in several."""
+
+    def __init__(self, default: Value) -> None:
+        self._default = default
+        self._thread = threading.local()
+
+    def get(self) -> Value:
+        """Returns this thread's value."""
+        return getattr(self._thread, "value", self._default)
+
+    @contextlib.contextmanager
+    def set_to(self, value: Value) -> Iterator[Value]:
+        """Inside, in this thread, `get()` returns this value, which is also given."""
+        before = self.get()
+        self._thread.value = value
+        try:
+            yield value
+        finally:
+            self._thread.value = before
+
+
+_share: PerThread[Share | None] = PerThread(None)
+
+
+def computing(share: Share) -> contextlib.AbstractContextManager[Share | None]:
+    """Inside the context, in this thread, `current()` is this share."""
+    return _share.set_to(share)
 
 
 def current() -> Share | None:
     """Returns the share that this thread computes, or None outside a prepared model's step."""
-    return getattr(_thread, "share", None)
+    return _share.get()
 
 
 def partial() -> Share | None:
