@@ -30,25 +30,13 @@ def uniform(share: Share, shape: Any, low: Any, high: Any, dtype: Any, seed: tf.
     these rows in the tensor of the global batch; else all shares draw the same.
     """
     dtype = tf.as_dtype(dtype)
-    if dtype.is_integer:
-        bounds = (tf.cast(low, dtype), tf.cast(high, dtype))
-        return _aligned(
-            share,
-            shape,
-            dtype,
-            seed,
-            lambda **at: tf.raw_ops.StatelessRandomUniformIntV2(
-                minval=bounds[0], maxval=bounds[1], **at
-            ),
-        )
-    unit = _aligned(
-        share,
-        shape,
-        dtype,
-        seed,
-        lambda **at: tf.raw_ops.StatelessRandomUniformV2(dtype=dtype, **at),
-    )
     low, high = tf.cast(low, dtype), tf.cast(high, dtype)
+    if dtype.is_integer:
+        draw = tf.raw_ops.StatelessRandomUniformIntV2
+        return _aligned(share, shape, dtype.size, seed, draw, minval=low, maxval=high)
+    unit = _aligned(
+        share, shape, dtype.size, seed, tf.raw_ops.StatelessRandomUniformV2, dtype=dtype
+    )
     return unit * (high - low) + low
 
 
@@ -56,11 +44,7 @@ def normal(share: Share, shape: Any, mean: Any, stddev: Any, dtype: Any, seed: t
     """Returns normal numbers, as `tf.random.stateless_normal` has them; see `uniform`."""
     dtype = tf.as_dtype(dtype)
     numbers = _aligned(
-        share,
-        shape,
-        dtype,
-        seed,
-        lambda **at: tf.raw_ops.StatelessRandomNormalV2(dtype=dtype, **at),
+        share, shape, dtype.size, seed, tf.raw_ops.StatelessRandomNormalV2, dtype=dtype
     )
     return numbers * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
 
@@ -113,9 +97,14 @@ def shape_of(value: Any) -> list[Any]:
 
 
 def _aligned(
-    share: Share, shape: Any, dtype: tf.DType, seed: tf.Tensor, draw: Callable[..., Any]
+    share: Share,
+    shape: Any,
+    bytes_each: int,
+    seed: tf.Tensor,
+    draw: Callable[..., Any],
+    **options: Any,
 ) -> Any:
-    """Returns `draw(...)` of a shape from where this share's rows begin."""
+    """Returns `draw(..., **options)` of a shape from where this share's rows begin."""
     shape = _as_list(shape)
     count = (
         tf.reduce_prod(tf.cast(tf.stack(shape), tf.int64)) if shape else tf.constant(1, tf.int64)
@@ -125,7 +114,7 @@ def _aligned(
         start = tf.constant(0, tf.int64)
     else:
         start = share.first_row * rows * tf.math.floordiv(count, _at_least_one(shape[0]))
-    together = _BITS // max(32, 8 * dtype.size)  # numbers of one value of the counter
+    together = _BITS // max(32, 8 * bytes_each)  # numbers of one value of the counter
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     low = counter[0] + tf.cast(start // together, tf.uint64)
     high = counter[1] + tf.cast(low < counter[0], tf.uint64)
@@ -135,6 +124,7 @@ def _aligned(
         key=key,
         counter=tf.stack([low, high]),
         alg=tf.raw_ops.StatelessRandomGetAlg(),
+        **options,
     )
     return tf.reshape(numbers[skip : skip + count], shape)
 
