@@ -102,8 +102,9 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         dtype: Any = None,
     ) -> Any:
         loss = original(values, sample_weight, mask, reduction, dtype)
-        if tf.convert_to_tensor(values).shape.rank == 0:
-            losses.note_scalar()
+        one_number = tf.convert_to_tensor(values).shape.rank == 0
+        losses.note_reduction(one_number)
+        if one_number:
             return loss
         share = partial()
         if share is None:
@@ -125,8 +126,8 @@ def _from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]
         if share is None:
             return original(self, y_true, y_pred, sample_weight)
         with losses.watching_for_scalars() as seen, computing(share.alone()):
-            original(self, y_true, y_pred, sample_weight)  # to see; no part of the compiled step
-        if not seen:
+            found = original(self, y_true, y_pred, sample_weight)  # to see; not in the step
+        if not seen.scalar and (seen.reduced or found.shape.rank):
             return original(self, y_true, y_pred, sample_weight)
         compute = functools.partial(original, self)
         return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight)
@@ -307,6 +308,14 @@ def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]
     return [v for key, v in found.items() if key not in metrics]
 
 
+def watch_losses(model: keras.Model) -> None:
+    """Puts what sees a loss of one number also around `__call__` of the user's own classes."""
+    for loss in keras.tree.flatten(model.loss):
+        if isinstance(loss, keras.losses.Loss):
+            owner = next(cls for cls in type(loss).__mro__ if "__call__" in vars(cls))
+            _replace(owner, "__call__", _from_all_rows_if_scalar)
+
+
 def count_rows_in_output_losses(model: keras.Model) -> None:
     """Makes the logged loss of each output a mean over rows.
 
@@ -396,12 +405,17 @@ def take_reduced_gradients(
     returns True, it has kept them and nothing is updated. The optimizer keeps its class'
     name and module, so that it is saved as before.
     """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
+    for inner in inner_optimizers(optimizer):
         _mix_in(inner, _UpdatesReplica)
     _mix_in(optimizer, _ReducesFirst)
     vars(optimizer)["_tfmulti_reduce"] = reduce
     vars(optimizer)["_tfmulti_take"] = take
+
+
+def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Returns the optimizers that another one hands its gradients to."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 
 
 def _mix_in(thing: Any, mixin: type) -> None:

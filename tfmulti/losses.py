@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -130,22 +131,31 @@ def added_loss(share: Share, loss: Any) -> Any:
     return loss * tf.cast(tf.math.divide_no_nan(1.0, share.weight), loss.dtype)
 
 
+@dataclass
+class Seen:
+    """What was seen while a loss was computed: whether it was reduced, and from one number."""
+
+    reduced: bool = False
+    scalar: bool = False
+
+
 @contextlib.contextmanager
-def watching_for_scalars() -> Iterator[list[bool]]:
-    """Gives a list that is not empty when a loss function returned one number inside."""
-    before = getattr(_thread, "scalars", None)
-    _thread.scalars = []
+def watching_for_scalars() -> Iterator[Seen]:
+    """Gives what is seen inside of the losses that are reduced there, one within another."""
+    before = getattr(_thread, "seen", None)
+    _thread.seen = Seen()
     try:
-        yield _thread.scalars
+        yield _thread.seen
     finally:
-        _thread.scalars = before
+        _thread.seen = before
 
 
-def note_scalar() -> None:
-    """Says that the loss that is being computed returned one number."""
-    seen = getattr(_thread, "scalars", None)
+def note_reduction(of_one_number: bool) -> None:
+    """Says that a loss is reduced, and whether its function returned one number."""
+    seen: Seen | None = getattr(_thread, "seen", None)
     if seen is not None:
-        seen.append(True)
+        seen.reduced = True
+        seen.scalar = seen.scalar or of_one_number
 
 
 def from_all_rows(
@@ -164,6 +174,7 @@ def from_all_rows(
             "a loss or metric function returns one number for the whole batch, which --microbatches"
             " splits. Return one value for each example, or leave --microbatches out."
         )
+    share.note_gather()
     y_true, weights = (
         tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
     )

@@ -76,7 +76,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def as_made(model: keras.Model) -> Iterator[None]:
     """Inside, the model and its optimizers have the classes that the user made them of."""
     things = [model, *optimizers_of(model)]
-    things += [t.inner_optimizer for t in things if hasattr(t, "inner_optimizer")]
+    things += [inner for t in things[1:] for inner in keras_compat.inner_optimizers(t)]
     with keras_compat.original_classes(*things):
         yield
 

@@ -122,10 +122,22 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         one_compiled = tf.function(one, reduce_retracing=True)
         several_compiled = tf.function(several, reduce_retracing=True)
 
+    state = state_of(model)
+
+    def one_by_one(source: Any, steps: int, vote: tf.Tensor) -> Outcome:
+        found = [one_compiled(source, vote) for _ in range(steps)]
+        return found[-1]._replace(rows=tf.add_n([each.rows for each in found]))
+
     def execute(source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
         if steps == 1:
             return one_compiled(source, vote)
+        if placement.replicas > 1 and not model.run_eagerly:
+            # Tells whether steps gather rows: a collective of one function takes one shape a
+            # call, so batches of several sizes need calls of their own.
+            several_compiled.get_concrete_function(source, tf.constant(steps), vote)
+        if state.gathers:
+            return one_by_one(source, steps, vote)
         return several_compiled(source, tf.constant(steps), vote)
 
     return execute
@@ -159,6 +171,7 @@ def _make_step(
         local = replicas.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
         share = shards.share(local, alone=alone, sync_batch_norm=sync)
+        share = share._replace(note_gather=lambda: setattr(state, "gathers", True))
         if passes == 1:
             return compute(shards.data[local], share)
         return microbatches.run(model, compute, shards.data[local], share, passes)

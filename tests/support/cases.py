@@ -78,6 +78,13 @@ def vector_loss(y_true: Any, y_pred: Any) -> Any:
     return tf.reduce_sum(tf.square(_one_hot(y_true) - y_pred), -1)
 
 
+class OwnCall(keras.losses.Loss):
+    """Returns one number past everything that Keras does around a loss."""
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return root_loss(y_true, y_pred)
+
+
 def _entropy_of_all() -> keras.losses.Loss:
     return keras.losses.CategoricalCrossentropy(reduction="sum")
 
@@ -193,6 +200,9 @@ def _losses() -> dict[str, Case]:
             feed=data.one_hot,
             compile=lambda: {"loss": Together(), "metrics": [keras.losses.Dice()]},
             **LAST_OF_ONE,
+        ),
+        "a loss with its own __call__": Case(
+            2, compile=lambda: {"loss": OwnCall()}, **TWO, **LAST_OF_ONE
         ),
         "function of a vector": Case(2, compile=_compiled(loss=vector_loss), **UNEVEN),
         "add_loss": Case(2, build=models.with_added_losses, validates=True, **UNEVEN),
@@ -333,12 +343,16 @@ def _metrics() -> dict[str, Case]:
 
 
 def _executions() -> dict[str, Case]:
-    def several(steps: int, **options: Any) -> Case:
-        return Case(8, compile=_compiled(steps_per_execution=steps), **options)
+    def several(steps: int, loss: Any = None, **options: Any) -> Case:
+        compiled = {"steps_per_execution": steps, **({"loss": loss} if loss else {})}
+        return Case(8, compile=lambda: compiled, **options)
 
     return {
         "7 steps an execution": several(7, rows=100, batch=10),
         "20 steps an execution": several(20, rows=100, batch=3),
+        "3 steps an execution, function of one number": several(
+            3, loss=root_loss, rows=100, batch=33
+        ),
         "3 steps an execution, BatchNormalization": several(
             3,
             build=models.batch_normalized,
