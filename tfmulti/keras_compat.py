@@ -33,7 +33,7 @@ from keras.src.backend.tensorflow import random as random_module
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.random.seed_generator import draw_seed
+from keras.src.random.seed_generator import draw_seed, global_seed_generator
 from keras.src.trainers import data_adapters
 from keras.src.trainers.trainer import Trainer
 
@@ -199,8 +199,22 @@ def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
     return moments
 
 
+_shared_seeds: list[keras.random.SeedGenerator] = []  # all are kept: compiled steps hold them
+
+
+def share_global_seed(strategy: tf.distribute.Strategy) -> None:
+    """Gives steps that draw without a seed a generator that all replicas have.
+
+    Keras keeps one a thread, and replicas are traced in threads of their own.
+    """
+    with strategy.scope():
+        _shared_seeds.append(keras.random.SeedGenerator())
+        _shared_seeds[-1].state.assign(global_seed_generator().state)
+
+
 def _seed(seed: Any) -> tf.Tensor:
-    return random_module._cast_seed(draw_seed(seed))
+    drawn = draw_seed(seed) if seed is not None else _shared_seeds[-1].next(ordered=False)
+    return random_module._cast_seed(drawn)
 
 
 def _uniform(original: Callable[..., Any]) -> Callable[..., Any]:

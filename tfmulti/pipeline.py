@@ -26,6 +26,8 @@ from tfmulti.strategies import Placement
 
 PREFETCH_STEPS = 2  # one being read while the other waits; more only holds memory
 
+DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
+
 _MIXING_ROUNDS = 24  # with 4, the op's default, positions fail a chi-square test
 
 
@@ -129,7 +131,7 @@ def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Data
 
 def from_batch(batch: Any, placement: Placement) -> Shards:
     """Returns this worker's `Shards` of one global batch of tensors."""
-    rows = _rows(batch)
+    rows = _checked_rows(batch)
     data, own_rows, first_rows = [], [], []
     for local in range(placement.local_replicas):
         replica = tf.constant(placement.first_replica + local, tf.int64)
@@ -157,6 +159,17 @@ def _rows(batch: Any) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, tf.int64)[0]
+
+
+def _checked_rows(batch: Any) -> tf.Tensor:
+    """Returns the rows of a batch, or fails where its parts have different numbers of them."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    rows = _rows(leaves[0])
+    checks = [
+        tf.debugging.assert_equal(_rows(leaf), rows, message=DIFFERENT_ROWS) for leaf in leaves[1:]
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows)
 
 
 def _digest(batch: Any) -> tf.Tensor:

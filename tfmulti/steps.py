@@ -79,8 +79,9 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     themselves, and returns their `Outcome`; `votes` are this worker's.
     It raises `tf.errors.OutOfRangeError` where the iterator has no more data.
     """
-    keras_compat.install()
     strategy = model.distribute_strategy
+    keras_compat.install()
+    keras_compat.share_global_seed(strategy)
     one_step = _make_step(model, placement, training=training)
     states = _Statistics(model, placement) if training else None
 
@@ -285,8 +286,9 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     The source is an iterator of `Shards`, or `Shards`. Every worker gets all rows. It raises
     `tf.errors.OutOfRangeError` at the end of the data.
     """
-    keras_compat.install()
     strategy = model.distribute_strategy
+    keras_compat.install()
+    keras_compat.share_global_seed(strategy)
     sync = state_of(model).sync_batch_norm
 
     def predict(source: Any) -> Any:
