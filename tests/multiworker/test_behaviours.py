@@ -27,6 +27,8 @@ SAME_EVERYWHERE = [
     "embedding",
     "two_optimizers",
     "one_batch_at_a_time",
+    "two_adams_of_its_own",
+    "an_optimizer_for_each_layer",
 ]
 
 
@@ -132,6 +134,7 @@ def test_a_dataset_that_ends_early_ends_the_epoch(behaviours: Behaviours, kind: 
         ("no_microbatches", "ModelError", "must be at least 1"),
         ("class_weight_of_several_outputs", "DataError", "several parts"),
         ("ragged_array", "DataError", "a RaggedTensor cannot be read by rows"),
+        ("parts_of_different_rows", "DataError", "have different numbers of rows"),
         ("empty_dataset", "DataError", "no batches"),
         ("evaluating_an_empty_dataset", "DataError", "no batches"),
     ],

@@ -302,6 +302,70 @@ def prepared_again() -> Any:
     return found
 
 
+class TwoAdams(keras.Model):
+    """A step that updates its layers by optimizers of its own, which have slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)
+        self.optimizers = {"first": keras.optimizers.Adam(0.1), "second": keras.optimizers.Adam()}
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for layer, name in ((self.first, "first"), (self.second, "second")):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(
+                    keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+                )
+            weights = layer.trainable_variables
+            self.optimizers[name].apply(tape.gradient(loss, weights), weights)
+        return {"mean_loss": loss}
+
+
+@behaviour
+def two_adams_of_its_own() -> Any:
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        made = prepare(TwoAdams())
+        made.compile()
+    history = fit(made, x=X[:61], y=Y[:61], shuffle=False)
+    return [history, [weight.tolist() for weight in made.get_weights()]]
+
+
+@behaviour
+def an_optimizer_for_each_layer() -> Any:
+    """MultiOptimizer: Adam for the first layer, SGD for the rest."""
+    with here.strategy.scope():
+        adam, sgd = keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.1)
+        optimizer = keras.optimizers.MultiOptimizer(
+            lambda variable: adam if tuple(variable.shape) == (6, 8) else sgd
+        )
+    made = model(optimizer=optimizer)
+    history = fit(made, x=X[:61], y=Y[:61], shuffle=False)
+    return [history, [weight.tolist() for weight in made.get_weights()]]
+
+
+class Unseeded(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x + 0.01 * keras.random.normal(keras.ops.shape(x))
+
+
+@behaviour
+def noise_without_a_seed() -> Any:
+    with here.strategy.scope():
+        layer = Unseeded()
+    return fit(model(layer), epochs=1)
+
+
+@behaviour
+def parts_of_different_rows() -> Any:
+    data = tf.data.Dataset.from_tensors((X[:24], Y[:12])).repeat(2)
+    return fit(model(), x=data, y=None, batch_size=None)
+
+
 @behaviour
 def learning_rates_and_best_models() -> Any:
     """Returns what callbacks that decide by the metrics did, epoch by epoch."""
