@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, steps, stopping
 from tfmulti.errors import DataError
 from tfmulti.feed import Feed
+from tfmulti.pipeline import DIFFERENT_ROWS, different_rows
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
@@ -157,6 +158,9 @@ def predict(
         except tf.errors.OutOfRangeError:
             _check_data_was_enough(count, first, first)
             break
+        except tf.errors.InvalidArgumentError as error:
+            _check_rows_were_alike(error)
+            raise
         batches.append(outputs)
         callbacks.on_predict_batch_end(last, {"outputs": outputs})
         if model.stop_predicting:
@@ -180,6 +184,9 @@ def run(
         outcome = execute(source, count, _votes(model, wish))
     except tf.errors.OutOfRangeError:
         return None
+    except tf.errors.InvalidArgumentError as error:
+        _check_rows_were_alike(error)
+        raise
     several = placement_of(model.distribute_strategy).workers > 1
     if several and float(outcome.digest_spread) > 0.1:
         raise DataError(
@@ -188,6 +195,11 @@ def run(
             "shuffles alike everywhere."
         )
     return outcome
+
+
+def _check_rows_were_alike(error: tf.errors.InvalidArgumentError) -> None:
+    if DIFFERENT_ROWS in error.message:
+        raise DataError(different_rows()) from None
 
 
 def as_floats(logs: Logs) -> Logs:

@@ -15,6 +15,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | random numbers | `backend.tensorflow.random.*`, `_cast_seed` | none | replicas have different masks |
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
+| steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,11 +35,11 @@ from keras.src.backend.tensorflow import random as random_module
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.random.seed_generator import draw_seed
+from keras.src.random.seed_generator import draw_seed, global_seed_generator
 from keras.src.trainers import data_adapters
 from keras.src.trainers.trainer import Trainer
 
-from tfmulti import losses, normalization, randomness
+from tfmulti import losses, normalization, own_steps, randomness
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
 from tfmulti.share import computing, current, partial
@@ -76,10 +78,10 @@ def install() -> None:
         "_overwrite_model_variables_with_average_value",
     ):
         _replace(TFOptimizer, name, _on_each_replica)
-    for name in ("uniform", "normal", "randint", "truncated_normal", "dropout"):
-        _replace(random_module, name, _RANDOM[name])
-    for name in ("categorical", "shuffle", "gamma", "binomial", "beta"):
-        _replace(random_module, name, _with_seed_of_share)
+    for name, draw in randomness.DRAWS.items():
+        _replace(random_module, name, _drawn_by(draw))
+    for owner, name, function in own_steps.FUNCTIONS:
+        _replace(owner, name, _in_share(function))
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -88,6 +90,21 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         new = functools.wraps(original)(make(original))
         vars(new)["_tfmulti"] = True
         setattr(owner, name, new)
+
+
+def _in_share(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns what makes TensorFlow's function call `function(original, share, …)` in a share."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            share = partial()
+            if share is None:
+                return original(*args, **kwargs)
+            return function(original, share, *args, **kwargs)
+
+        return call
+
+    return make
 
 
 def _only_outside(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -103,8 +120,9 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         dtype: Any = None,
     ) -> Any:
         loss = original(values, sample_weight, mask, reduction, dtype)
-        if tf.convert_to_tensor(values).shape.rank == 0:
-            losses.note_scalar()
+        one_number = tf.convert_to_tensor(values).shape.rank == 0
+        losses.note_reduction(one_number)
+        if one_number:
             return loss
         share = partial()
         if share is None:
@@ -125,9 +143,12 @@ def _from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]
         share = partial()
         if share is None:
             return original(self, y_true, y_pred, sample_weight)
-        with losses.watching_for_scalars() as seen, computing(share.alone()):
-            original(self, y_true, y_pred, sample_weight)  # to see; no part of the compiled step
-        if not seen:
+        seen = losses.Seen()
+        with losses.watching(seen), computing(share.alone()):
+            found = original(self, y_true, y_pred, sample_weight)  # to see; not in the step
+        by_rows = not seen.scalar and (seen.reduced or found.shape.rank)
+        function = getattr(self, "fn", type(self))
+        if by_rows and not _mixes_rows(share, self, function, _values_of(self), y_true, y_pred):
             return original(self, y_true, y_pred, sample_weight)
         compute = functools.partial(original, self)
         return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight)
@@ -135,22 +156,45 @@ def _from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
+def _mixes_rows(
+    share: Any, owner: Any, function: Any, values: Callable[..., Any], y_true: Any, y_pred: Any
+) -> bool:
+    """Whether a row's value depends on other rows; of Keras' own functions it is known."""
+    if function.__module__.startswith("keras.src.") and function is not keras.losses.circle:
+        return False
+    return losses.depends_on_other_rows(share, owner, values, y_true, y_pred)
+
+
+def _values_of(loss: keras.losses.Loss) -> Callable[[Any, Any], Any]:
+    """Returns a loss' function of the values that Keras reduces, which takes what Keras takes."""
+
+    def values(y_true: Any, y_pred: Any) -> Any:
+        y_true, y_pred = keras.tree.map_structure(
+            lambda value: keras.ops.convert_to_tensor(value, loss.dtype), (y_true, y_pred)
+        )
+        return loss.call(y_true, y_pred)
+
+    return values
+
+
 def _metric_from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         share = partial()
         if share is None:
             return original(self, y_true, y_pred, sample_weight)
+        values = functools.partial(self._fn, **self._fn_kwargs)
         with computing(share.alone()):
-            one_number = self._fn(y_true, y_pred, **self._fn_kwargs).shape.rank == 0
-        if not one_number:
+            by_rows = values(y_true, y_pred).shape.rank != 0
+        if by_rows and not _mixes_rows(share, self, self._fn, values, y_true, y_pred):
             return original(self, y_true, y_pred, sample_weight)
-        # One number a batch, of the whole batch; the replicas' states are summed later.
+        # The numbers are of the whole batch; the replicas' states are summed later.
         context = tf.distribute.get_replica_context()
         counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
 
         def update(y_true: Any, y_pred: Any, weights: Any) -> Any:
-            weights = counts if weights is None else counts * tf.cast(weights, tf.float32)
-            original(self, y_true, y_pred, weights)
+            if weights is None:
+                weights = tf.ones(tf.shape(y_pred)[:1] if by_rows else [])
+            original(self, y_true, y_pred, counts * tf.cast(weights, tf.float32))
             return tf.zeros([])
 
         return losses.from_all_rows(share, update, y_true, y_pred, sample_weight)
@@ -199,96 +243,55 @@ def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
     return moments
 
 
+_shared_seeds: list[keras.random.SeedGenerator] = []  # all are kept: compiled steps hold them
+
+
+def share_global_seed(strategy: tf.distribute.Strategy) -> None:
+    """Gives steps that draw without a seed a generator that all replicas have.
+
+    Keras keeps one a thread, and replicas are traced in threads of their own.
+    """
+    with strategy.scope():
+        _shared_seeds.append(keras.random.SeedGenerator())
+        _shared_seeds[-1].state.assign(global_seed_generator().state)
+
+
 def _seed(seed: Any) -> tf.Tensor:
-    return random_module._cast_seed(draw_seed(seed))
+    drawn = draw_seed(seed) if seed is not None else _shared_seeds[-1].next(ordered=False)
+    return random_module._cast_seed(drawn)
 
 
-def _uniform(original: Callable[..., Any]) -> Callable[..., Any]:
-    def uniform(
-        shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None
-    ) -> Any:
-        share = partial()
-        if share is None:
-            return original(shape, minval, maxval, dtype, seed)
-        dtype = dtype or keras.config.floatx()
-        return randomness.uniform(share, shape, minval, maxval, dtype, _seed(seed))
+def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns what makes Keras' function one that calls `draw(share, seed, its arguments)`."""
 
-    return uniform
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+        mine = functools.partial(draw, original)
 
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            share = partial()
+            if share is None:
+                return original(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = bound.arguments
+            if "dtype" in arguments:
+                arguments["dtype"] = arguments["dtype"] or keras.config.floatx()
+            return mine(share, _seed(arguments.pop("seed")), **arguments)
 
-def _normal(original: Callable[..., Any]) -> Callable[..., Any]:
-    def normal(
-        shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None
-    ) -> Any:
-        share = partial()
-        if share is None:
-            return original(shape, mean, stddev, dtype, seed)
-        dtype = dtype or keras.config.floatx()
-        return randomness.normal(share, shape, mean, stddev, dtype, _seed(seed))
+        return drawn
 
-    return normal
-
-
-def _randint(original: Callable[..., Any]) -> Callable[..., Any]:
-    def randint(
-        shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None
-    ) -> Any:
-        share = partial()
-        if share is None:
-            return original(shape, minval, maxval, dtype, seed)
-        drawn = dtype if keras.backend.standardize_dtype(dtype) in ("int32", "int64") else "int64"
-        whole = randomness.uniform(share, shape, minval, maxval, drawn, _seed(seed))
-        return tf.cast(whole, dtype)
-
-    return randint
-
-
-def _truncated_normal(original: Callable[..., Any]) -> Callable[..., Any]:
-    def truncated_normal(
-        shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None
-    ) -> Any:
-        share = partial()
-        if share is None:
-            return original(shape, mean, stddev, dtype, seed)
-        return randomness.of_all_rows(
-            share, shape, lambda whole: original(whole, mean, stddev, dtype, seed)
-        )
-
-    return truncated_normal
-
-
-def _dropout(original: Callable[..., Any]) -> Callable[..., Any]:
-    def dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
-        share = partial()
-        if share is None or rate in (0.0, 1.0):
-            return original(inputs, rate, noise_shape, seed)
-        return randomness.dropout(share, inputs, rate, noise_shape, _seed(seed))
-
-    return dropout
-
-
-_RANDOM = {
-    "uniform": _uniform,
-    "normal": _normal,
-    "randint": _randint,
-    "truncated_normal": _truncated_normal,
-    "dropout": _dropout,
-}
-
-
-def _with_seed_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(*args: Any, seed: Any = None, **kwargs: Any) -> Any:
-        share = partial()
-        if share is not None:
-            seed = randomness.SeedOfShare(_seed(seed), share)
-        return original(*args, seed=seed, **kwargs)
-
-    return draw
+    return make
 
 
 def seed_variables(model: keras.Model) -> list[Any]:
     """Returns the Keras variables that hold where a model's random numbers go on."""
     return [v for v in model.non_trainable_variables if v.name == "seed_generator_state"]
+
+
+def layers_of(model: keras.Model) -> list[Any]:
+    """Returns the model, its layers, and theirs."""
+    return list(model._flatten_layers(include_self=True, recursive=True))
 
 
 def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]:
@@ -298,7 +301,7 @@ def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]
     replica has its own.
     """
     found = {}
-    for layer in model._flatten_layers(include_self=True, recursive=True):
+    for layer in layers_of(model):
         normalizes = isinstance(layer, keras.layers.BatchNormalization)
         if layer.trainable and not (normalizes and (sync_batch_norm or layer.synchronized)):
             for variable in layer._non_trainable_variables:
@@ -306,6 +309,14 @@ def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]
                     found[id(variable)] = variable
     metrics = {id(v) for v in metric_variables(model)}
     return [v for key, v in found.items() if key not in metrics]
+
+
+def watch_losses(model: keras.Model) -> None:
+    """Puts what sees a loss of one number also around `__call__` of the user's own classes."""
+    for loss in keras.tree.flatten(model.loss):
+        if isinstance(loss, keras.losses.Loss):
+            owner = next(cls for cls in type(loss).__mro__ if "__call__" in vars(cls))
+            _replace(owner, "__call__", _from_all_rows_if_scalar)
 
 
 def count_rows_in_output_losses(model: keras.Model) -> None:
@@ -397,12 +408,17 @@ def take_reduced_gradients(
     returns True, it has kept them and nothing is updated. The optimizer keeps its class'
     name and module, so that it is saved as before.
     """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
+    for inner in inner_optimizers(optimizer):
         _mix_in(inner, _UpdatesReplica)
     _mix_in(optimizer, _ReducesFirst)
     vars(optimizer)["_tfmulti_reduce"] = reduce
     vars(optimizer)["_tfmulti_take"] = take
+
+
+def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """Returns the optimizers that another one hands its gradients to."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 
 
 def _mix_in(thing: Any, mixin: type) -> None:

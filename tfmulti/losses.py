@@ -5,25 +5,31 @@ replica's loss must be such that this mean is the loss of the global batch:
 
 - a mean over rows stays as it is;
 - a sum, and a mean by weights or over what is not masked, is scaled to its part;
-- a function that returns one number (a root of a mean, a contrastive loss, …) is computed
-  from the rows of all replicas, since nothing else is right for every such function.
+- a function that returns one number (a root of a mean, …), or a value for each row that
+  depends on the other rows (a contrastive loss), is computed from the rows of all replicas,
+  since nothing else is right for every such function.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmulti.errors import ModelError
-from tfmulti.replicas import gather_rows, sum_together
+from tfmulti.replicas import gather_rows, rows_of, sum_together
 from tfmulti.share import PerThread, Share, computing
 
 _compiled = PerThread(False)
 _divisors: PerThread[Divisors | None] = PerThread(None)
-_scalars: PerThread[list[bool] | None] = PerThread(None)
+_seen: PerThread[Seen | None] = PerThread(None)
 
 
 def compiled() -> contextlib.AbstractContextManager[bool]:
@@ -66,6 +72,11 @@ class Divisors:
         else:
             self._own[place] += own
         return own
+
+
+def in_passes() -> bool:
+    """Whether the step takes several passes, of which this is one."""
+    return _divisors.get() is not None
 
 
 def scaled_to_global(
@@ -120,16 +131,65 @@ def added_loss(share: Share, loss: Any) -> Any:
     return loss * tf.cast(tf.math.divide_no_nan(1.0, share.weight), loss.dtype)
 
 
-def watching_for_scalars() -> contextlib.AbstractContextManager[list[bool] | None]:
-    """Gives a list that is not empty when a loss function returned one number inside."""
-    return _scalars.set_to([])
+@dataclass
+class Seen:
+    """What was seen while a loss was computed: whether it was reduced, and from one number."""
+
+    reduced: bool = False
+    scalar: bool = False
 
 
-def note_scalar() -> None:
-    """Says that the loss that is being computed returned one number."""
-    seen = _scalars.get()
+def watching(seen: Seen) -> contextlib.AbstractContextManager[Seen | None]:
+    """Inside, `seen` is told of the losses that are reduced, one within another."""
+    return _seen.set_to(seen)
+
+
+def note_reduction(of_one_number: bool) -> None:
+    """Says that a loss is reduced, and whether its function returned one number."""
+    seen = _seen.get()
     if seen is not None:
-        seen.append(True)
+        seen.reduced = True
+        seen.scalar = seen.scalar or of_one_number
+
+
+_coupled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def depends_on_other_rows(
+    share: Share, owner: Any, function: Callable[..., Any], y_true: Any, y_pred: Any
+) -> bool:
+    """Whether a function's value of a row changes when other rows are there or not.
+
+    It is tried on made-up numbers of the forms given: four rows, and the first two of them
+    alone (a contrastive loss compares an example with all others). What cannot be tried is
+    taken not to. The answer is kept as long as `owner` lives.
+    """
+    if owner not in _coupled:
+        with (
+            tf.init_scope(),
+            keras.StatelessScope(),
+            computing(share.alone()),
+            contextlib.suppress(Exception),
+        ):
+            left, right = (
+                tf.nest.map_structure(functools.partial(_made_up, labels=labels), value)
+                for value, labels in ((y_true, True), (y_pred, False))
+            )
+            whole = np.asarray(function(left, right))
+            half = np.asarray(function(*rows_of((left, right), 0, 2)))
+            _coupled[owner] = not np.allclose(whole[:2], half, 1e-4, 1e-6, equal_nan=True)
+    return _coupled.setdefault(owner, False)
+
+
+def _made_up(like: Any, labels: bool) -> tf.Tensor:
+    """Returns four rows of a tensor's form: labels 0 and 1 by turns, or numbers in (0, 1)."""
+    like = tf.convert_to_tensor(like)
+    shape = [4, *(5 if size is None else size for size in like.shape[1:])]
+    if labels and like.shape.rank is not None and np.prod(shape) == 4:
+        numbers = np.reshape([0, 1, 0, 1], shape)
+    else:
+        numbers = np.random.default_rng(0).uniform(size=shape)
+    return tf.cast(tf.constant(numbers), like.dtype)
 
 
 def from_all_rows(
@@ -143,11 +203,12 @@ def from_all_rows(
     Raises:
         ModelError: a step of several passes, where the rows are never there together.
     """
-    if _divisors.get() is not None:
+    if in_passes():
         raise ModelError(
-            "a loss or metric function returns one number for the whole batch, which --microbatches"
-            " splits. Return one value for each example, or leave --microbatches out."
+            "a loss or metric function needs all rows of a batch together, which --microbatches "
+            "splits. Return a value for each example from its own row, or leave --microbatches out."
         )
+    share.note_gather()
     y_true, weights = (
         tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.errors import ModelError
@@ -47,6 +48,18 @@ def check_scope(model: keras.Model) -> None:
                 )
 
 
+def check_rows_are_free(model: keras.Model) -> None:
+    """Raises ModelError where a layer keeps something for each row, and replicas share rows."""
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        return
+    for layer in keras_compat.layers_of(model):
+        if getattr(layer, "stateful", False):
+            raise ModelError(
+                f"the layer {layer.name!r} is stateful: it keeps a state for each row of a batch, "
+                "which replicas share out. Make it with stateful=False, or train on one device."
+            )
+
+
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the compiled optimizer, and those that the model holds for its own train_step.
 
@@ -77,7 +90,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def as_made(model: keras.Model) -> Iterator[None]:
     """Inside, the model and its optimizers have the classes that the user made them of."""
     things = [model, *optimizers_of(model)]
-    things += [t.inner_optimizer for t in things if hasattr(t, "inner_optimizer")]
+    things += [inner for t in things[1:] for inner in keras_compat.inner_optimizers(t)]
     with keras_compat.original_classes(*things):
         yield
 
@@ -100,4 +113,36 @@ def build(model: keras.Model, specs: Any) -> None:
         if type(model).train_step is keras.Model.train_step:
             raise
         # A train_step of its own may need no call(), as a GAN's: its parts are built.
+    build_optimizers(model, specs)
     check_scope(model)
+    check_rows_are_free(model)
+
+
+def build_optimizers(model: keras.Model, specs: Any) -> None:
+    """Builds the optimizers that a train_step of the user's own holds, in the scope.
+
+    It traces the step once without effect, to see which variables each one gets. On several
+    replicas they would build themselves too late, within the compiled step.
+    """
+    several = model.distribute_strategy.num_replicas_in_sync > 1
+    unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
+    if not unbuilt or not several:
+        return
+    found: dict[int, Any] = {}
+
+    def note(optimizer: Any, gradients: Any, variables: Any) -> bool:
+        found[id(optimizer)] = variables
+        return True
+
+    for optimizer in optimizers_of(model):
+        keras_compat.take_reduced_gradients(optimizer, list, note)
+    with contextlib.suppress(Exception), keras.StatelessScope():  # the step itself will tell
+        tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
+    with model.distribute_strategy.scope():
+        for optimizer in unbuilt:
+            if found.get(id(optimizer)) is not None:
+                optimizer.build(list(found[id(optimizer)]))
+
+
+def _spec(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, tf.TypeSpec) else tf.TensorSpec(leaf.shape, leaf.dtype)

@@ -19,12 +19,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti import sharding
+from tfmulti.errors import DataError
 from tfmulti.replicas import rows_of
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.steps import Shards
 from tfmulti.strategies import Placement
 
 PREFETCH_STEPS = 2  # one being read while the other waits; more only holds memory
+
+DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
 
 _MIXING_ROUNDS = 24  # with 4, the op's default, positions fail a chi-square test
 
@@ -124,12 +127,13 @@ def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Data
     def shards(*batch: Any) -> Shards:
         return from_batch(batch if len(batch) > 1 else batch[0], placement)
 
+    _check_known_rows(dataset.element_spec)
     return _untuned(dataset.map(shards, num_parallel_calls=1).prefetch(PREFETCH_STEPS))
 
 
 def from_batch(batch: Any, placement: Placement) -> Shards:
     """Returns this worker's `Shards` of one global batch of tensors."""
-    rows = _rows(batch)
+    rows = _checked_rows(batch)
     data, own_rows, first_rows = [], [], []
     for local in range(placement.local_replicas):
         replica = tf.constant(placement.first_replica + local, tf.int64)
@@ -157,6 +161,37 @@ def _rows(batch: Any) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, tf.int64)[0]
+
+
+def _check_known_rows(specs: Any) -> None:
+    """Raises DataError where it is known beforehand that the parts differ in their rows."""
+    shapes = [spec.shape for spec in tf.nest.flatten(specs) if spec is not None]
+    if any(shape.rank == 0 for shape in shapes):
+        raise DataError(
+            "a part of the Dataset's batches is one number, without rows. Batch the Dataset: "
+            "dataset.batch(global_batch_size)."
+        )
+    if len({shape[0] for shape in shapes if shape.rank and shape[0] is not None}) > 1:
+        raise DataError(different_rows())
+
+
+def different_rows() -> str:
+    """Returns what is wrong with such a batch, and what to do."""
+    return (
+        f"{DIFFERENT_ROWS}, so they cannot be shared out by rows. Give each part one row for "
+        "each example; what belongs to all examples belongs into the model."
+    )
+
+
+def _checked_rows(batch: Any) -> tf.Tensor:
+    """Returns the rows of a batch, or fails where its parts have different numbers of them."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    rows = _rows(leaves[0])
+    checks = [
+        tf.debugging.assert_equal(_rows(leaf), rows, message=DIFFERENT_ROWS) for leaf in leaves[1:]
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(rows)
 
 
 def _digest(batch: Any) -> tf.Tensor:

@@ -20,17 +20,21 @@ import tensorflow as tf
 
 from tfmulti.share import Share
 
+Draw = Callable[..., Any]  # (Keras' own function, share, drawn seed, Keras' arguments)
+
 _BITS = 128  # of one value of Philox' counter
 
 
-def uniform(share: Share, shape: Any, low: Any, high: Any, dtype: Any, seed: tf.Tensor) -> Any:
-    """Returns uniform numbers in [low, high), as `tf.random.stateless_uniform` has them.
+def uniform(
+    original: Draw, share: Share, seed: tf.Tensor, shape: Any, minval: Any, maxval: Any, dtype: Any
+) -> tf.Tensor:
+    """Returns uniform numbers in [minval, maxval), as `tf.random.stateless_uniform` has them.
 
     `shape` is that of this share: where its first axis counts rows, the numbers are those of
     these rows in the tensor of the global batch; else all shares draw the same.
     """
     dtype = tf.as_dtype(dtype)
-    low, high = tf.cast(low, dtype), tf.cast(high, dtype)
+    low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
     if dtype.is_integer:
         draw = tf.raw_ops.StatelessRandomUniformIntV2
         return _aligned(share, shape, dtype.size, seed, draw, minval=low, maxval=high)
@@ -40,7 +44,18 @@ def uniform(share: Share, shape: Any, low: Any, high: Any, dtype: Any, seed: tf.
     return unit * (high - low) + low
 
 
-def normal(share: Share, shape: Any, mean: Any, stddev: Any, dtype: Any, seed: tf.Tensor) -> Any:
+def randint(
+    original: Draw, share: Share, seed: tf.Tensor, shape: Any, minval: Any, maxval: Any, dtype: Any
+) -> tf.Tensor:
+    """Returns whole numbers in [minval, maxval); see `uniform`."""
+    known = keras.backend.standardize_dtype(dtype) in ("int32", "int64")
+    drawn = dtype if known else "int64"
+    return tf.cast(uniform(original, share, seed, shape, minval, maxval, drawn), dtype)
+
+
+def normal(
+    original: Draw, share: Share, seed: tf.Tensor, shape: Any, mean: Any, stddev: Any, dtype: Any
+) -> tf.Tensor:
     """Returns normal numbers, as `tf.random.stateless_normal` has them; see `uniform`."""
     dtype = tf.as_dtype(dtype)
     numbers = _aligned(
@@ -49,7 +64,9 @@ def normal(share: Share, shape: Any, mean: Any, stddev: Any, dtype: Any, seed: t
     return numbers * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
 
 
-def dropout(share: Share, inputs: Any, rate: float, noise_shape: Any, seed: tf.Tensor) -> Any:
+def dropout(
+    original: Draw, share: Share, seed: tf.Tensor, inputs: Any, rate: float, noise_shape: Any
+) -> tf.Tensor:
     """Returns the inputs with some elements 0 and the others scaled by 1 / (1 - rate)."""
 
     sizes = shape_of(inputs)
@@ -58,33 +75,80 @@ def dropout(share: Share, inputs: Any, rate: float, noise_shape: Any, seed: tf.T
 
     def sample(shape: Any, dtype: Any) -> Any:
         del shape  # the same sizes, but all unknown
-        return uniform(share, sizes, 0, 1, dtype, seed)
+        return uniform(original, share, seed, sizes, 0, 1, dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, sizes)
 
 
-def of_all_rows(share: Share, shape: Any, draw: Callable[[Any], Any]) -> Any:
-    """Returns this share's rows of `draw(shape of the global batch)`.
+def from_whole(
+    original: Draw, share: Share, seed: tf.Tensor, shape: Any, **parameters: Any
+) -> tf.Tensor:
+    """Returns this share's rows of the numbers of the global batch.
 
-    For distributions whose numbers cannot be reached without those before them.
+    For distributions whose numbers cannot be reached without those before them. Parameters
+    that are tensors are this share's own; then its numbers are too (`seed_of_share`).
     """
-    shape = list(shape)
+    shape = _as_list(shape)
     rows = _rows_per_row(share, shape)
+    own = any(getattr(value, "shape", ()) for value in parameters.values())
     if rows is None:
-        return draw(shape)
-    whole = draw([tf.cast(share.global_rows * rows, tf.int32), *shape[1:]])
+        return original(shape, **parameters, seed=_Drawn(seed))
+    if own:
+        return original(shape, **parameters, seed=_Drawn(seed_of_share(share, seed, shape)))
+    # Where the first axis counts no rows after all, all shares draw the same.
+    size = tf.where(rows > 0, share.global_rows * rows, tf.cast(shape[0], tf.int64))
+    whole = original([tf.cast(size, tf.int32), *shape[1:]], **parameters, seed=_Drawn(seed))
     first = share.first_row * rows
     return tf.reshape(whole[first : first + tf.cast(shape[0], tf.int64)], shape)
 
 
-class SeedOfShare(keras.random.SeedGenerator):
-    """A seed generator whose draws differ from share to share: no two have the same.
+def categorical(
+    original: Draw, share: Share, seed: tf.Tensor, logits: Any, num_samples: int, dtype: Any
+) -> tf.Tensor:
+    """Returns samples for each row of `logits`, as one device draws them for the whole batch."""
+    logits = tf.convert_to_tensor(logits)
+    rows = _rows_per_row(share, shape_of(logits))
+    if rows is None:
+        return original(logits, num_samples, dtype, seed=_Drawn(seed))
+    # Each row of the kernel has numbers of its own; what the other rows are is no matter.
+    before = tf.cast(share.first_row * rows, tf.int32)
+    padded = tf.pad(logits, [[before, 0], [0, 0]])
+    return original(padded, num_samples, dtype, seed=_Drawn(seed))[before:]
 
-    For what cannot be drawn row by row, such as a permutation of the rows of a share.
-    """
 
-    def __init__(self, seed: tf.Tensor, share: Share) -> None:
-        self._drawn = tf.random.fold_in(seed, share.first_row)
+def shuffle(original: Draw, share: Share, seed: tf.Tensor, x: Any, axis: int) -> tf.Tensor:
+    """Returns `x` in another order along `axis`: the rows of a share among themselves."""
+    size = shape_of(tf.convert_to_tensor(x))[axis]
+    return original(x, axis, seed=_Drawn(seed_of_share(share, seed, [size])))
+
+
+DRAWS: dict[str, Draw] = {
+    "uniform": uniform,
+    "randint": randint,
+    "normal": normal,
+    "dropout": dropout,
+    "truncated_normal": from_whole,
+    "gamma": from_whole,
+    "beta": from_whole,
+    "binomial": from_whole,
+    "categorical": categorical,
+    "shuffle": shuffle,
+}
+
+
+def seed_of_share(share: Share, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
+    """Returns a seed that differs from share to share, where the first axis counts rows."""
+    rows = _rows_per_row(share, shape)
+    if rows is None:
+        return seed
+    return tf.where(rows > 0, tf.random.fold_in(seed, share.first_row), seed)
+
+
+class _Drawn(keras.random.SeedGenerator):
+    """A seed generator whose seed is drawn already."""
+
+    def __init__(self, seed: tf.Tensor) -> None:
+        self._drawn = seed
 
     def next(self, ordered: bool = True) -> Any:
         return self._drawn

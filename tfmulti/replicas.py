@@ -36,7 +36,15 @@ def reduce_gradients(gradients: Sequence[Any]) -> list[Any]:
     present = [g for g in gradients if g is not None]
     if share is not None:
         present = [weighed(g, share.weight) for g in present]
-    reduced = iter(context.all_reduce(SUM, present) if present else [])
+    try:
+        reduced = iter(context.all_reduce(SUM, present) if present else [])
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise ModelError(
+            "the train_step applies gradients inside a condition, a loop or a tf.function of its "
+            "own, where replicas cannot meet. Compute them there, and apply them outside."
+        ) from None
     return [None if g is None else next(reduced) for g in gradients]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -28,6 +28,7 @@ class Share(NamedTuple):
         is_whole: whether this is always the whole global batch: one replica, one pass.
         sync_batch_norm: whether batch statistics are those of all replicas, whatever the
             layers say.
+        note_gather: is called when the step, as it is traced, gathers the rows of all replicas.
     """
 
     weight: tf.Tensor
@@ -37,6 +38,7 @@ class Share(NamedTuple):
     read_rows: int | None
     is_whole: bool
     sync_batch_norm: bool
+    note_gather: Callable[[], None] = lambda: None
 
     def alone(self) -> Share:
         """Returns the same as if nobody had other rows: Keras' own numbers of what is there."""

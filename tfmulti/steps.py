@@ -79,8 +79,9 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     themselves, and returns their `Outcome`; `votes` are this worker's.
     It raises `tf.errors.OutOfRangeError` where the iterator has no more data.
     """
-    keras_compat.install()
     strategy = model.distribute_strategy
+    keras_compat.install()
+    keras_compat.share_global_seed(strategy)
     one_step = _make_step(model, placement, training=training)
     states = _Statistics(model, placement) if training else None
 
@@ -117,16 +118,32 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         return last._replace(rows=rows[-1])
 
     if model.run_eagerly:
-        one_compiled, several_compiled = one, several
+        one_compiled: Callable[..., Outcome] = one
+        several_compiled: Any = several
     else:
         one_compiled = tf.function(one, reduce_retracing=True)
         several_compiled = tf.function(several, reduce_retracing=True)
+
+    state = state_of(model)
+    may_gather = placement.replicas > 1 and not model.run_eagerly
+
+    def one_by_one(source: Any, steps: int, vote: tf.Tensor) -> Outcome:
+        found = [one_compiled(source, vote) for _ in range(steps)]
+        return found[-1]._replace(rows=tf.add_n([each.rows for each in found]))
 
     def execute(source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
         if steps == 1:
             return one_compiled(source, vote)
-        return several_compiled(source, tf.constant(steps), vote)
+        count = tf.constant(steps)
+        if may_gather and several_compiled.experimental_get_tracing_count() == 0:
+            # Tells whether steps gather rows: a collective of one function takes one shape a
+            # call, so batches of several sizes need calls of their own.
+            several_compiled.get_concrete_function(source, count, vote)
+        if may_gather and state.gathers:
+            return one_by_one(source, steps, vote)
+        found: Outcome = several_compiled(source, count, vote)
+        return found
 
     return execute
 
@@ -145,6 +162,7 @@ def _make_step(
 
     def compute(data: Any, share: Share) -> Any:
         step = model.train_step if training else model.test_step
+        step = getattr(step, "python_function", step)  # of a @tf.function, which could not reduce
         fixed = share.read_rows is not None and not model.run_eagerly
         variables = [] if fixed or share.is_whole else replicas.metric_variables(model)
         before = [tf.identity(v.value) for v in variables]
@@ -159,6 +177,7 @@ def _make_step(
         local = replicas.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
         share = shards.share(local, alone=alone, sync_batch_norm=sync)
+        share = share._replace(note_gather=lambda: setattr(state, "gathers", True))
         if passes == 1:
             return compute(shards.data[local], share)
         return microbatches.run(model, compute, shards.data[local], share, passes)
@@ -272,8 +291,9 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     The source is an iterator of `Shards`, or `Shards`. Every worker gets all rows. It raises
     `tf.errors.OutOfRangeError` at the end of the data.
     """
-    keras_compat.install()
     strategy = model.distribute_strategy
+    keras_compat.install()
+    keras_compat.share_global_seed(strategy)
     sync = state_of(model).sync_batch_norm
 
     def predict(source: Any) -> Any:

@@ -19,7 +19,8 @@ class TrainerState:
     `seed` is that of the data order (None: drawn at each fit). `interrupted` is set by a
     signal of this process; `stopped_by` by the vote, alike on all workers. `steps` and
     `examples` count since the last `fit` began. A step takes `microbatches` passes, and batch
-    statistics over all replicas if `sync_batch_norm`.
+    statistics over all replicas if `sync_batch_norm`. `gathers` says that a step gathers rows,
+    which it can do once an execution only.
     """
 
     seed: int | None = None
@@ -29,6 +30,7 @@ class TrainerState:
     stopped_by: str | None = None
     steps: int = 0
     examples: int = 0
+    gathers: bool = False
 
 
 def votes(wants_stop: bool, interrupted: str | None) -> list[float]:

@@ -85,11 +85,13 @@ class DistributedModel(keras.Model):
             for optimizer in model_checks.optimizers_of(self):
                 keras_compat.take_reduced_gradients(optimizer, reduce_gradients, take)
             keras_compat.count_rows_in_output_losses(self)
+            keras_compat.watch_losses(self)
             self.train_function = steps.make_execution(self, self._placement, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
         if self.test_function is None or force:
             keras_compat.count_rows_in_output_losses(self)
+            keras_compat.watch_losses(self)
             self.test_function = steps.make_execution(self, self._placement, training=False)
 
     def make_predict_function(self, force: bool = False) -> None:

@@ -117,6 +117,27 @@ def test_upstream_still_needs_merge_call(behaviours: Behaviours, name: str) -> N
     assert "merge_call" in behaviours("mirrored", 2)[0][name]["error"][1]
 
 
+@pytest.mark.parametrize(
+    "name", ["upstream_an_update_needs_merge_call", "upstream_a_decay_needs_merge_call"]
+)
+def test_upstream_methods_still_need_merge_call(behaviours: Behaviours, name: str) -> None:
+    """The reason for `_backend_update_step` and `_apply_weight_decay`: accumulation calls both."""
+    assert "merge_call" in behaviours("mirrored", 2)[0][name]["error"][1]
+    updated, decayed = behaviours("mirrored", 2)[0]["updates_and_decays_within_a_condition"]
+    assert updated == [[0.5], [0.5]]
+    assert decayed == [[0.75], [0.75]]
+
+
+def test_upstream_functions_of_loops_still_divide_for_a_sum(behaviours: Behaviours) -> None:
+    """The reason for `own_steps`: two of four rows, 1 and 3, of two replicas.
+
+    Replicas' gradients meet as a mean, so theirs must be 2 (the mean of the rows), 1 (the sum
+    over 8, doubled) and 4 (not halved).
+    """
+    found = behaviours("mirrored", 2)[0]["upstream_functions_of_loops"]
+    assert found == [[1.0, 2.0], [0.5, 1.0], [2.0, 4.0]]
+
+
 def test_upstream_still_clips_before_reducing(behaviours: Behaviours) -> None:
     """The reason for `take_reduced_gradients`.
 

@@ -27,6 +27,9 @@ SAME_EVERYWHERE = [
     "embedding",
     "two_optimizers",
     "one_batch_at_a_time",
+    "two_adams_of_its_own",
+    "an_optimizer_for_each_layer",
+    "a_step_in_a_function",
 ]
 
 
@@ -129,9 +132,15 @@ def test_a_dataset_that_ends_early_ends_the_epoch(behaviours: Behaviours, kind: 
         ("sum_in_a_step_of_its_own", "ModelError", "reduction='sum_over_batch_size' there"),
         ("microbatches_and_two_updates", "ModelError", "updates more than once a step"),
         ("microbatches_and_a_loss_of_one_number", "ModelError", "which --microbatches splits"),
+        ("microbatches_and_a_clip_of_its_own", "ModelError", "knows only after the last pass"),
         ("no_microbatches", "ModelError", "must be at least 1"),
         ("class_weight_of_several_outputs", "DataError", "several parts"),
         ("ragged_array", "DataError", "a RaggedTensor cannot be read by rows"),
+        ("parts_of_different_rows", "DataError", "have different numbers of rows"),
+        ("parts_of_different_rows_found_later", "DataError", "have different numbers of rows"),
+        ("an_update_in_a_condition", "ModelError", "inside a condition"),
+        ("a_stateful_layer", "ModelError", "keeps a state for each row"),
+        ("a_part_of_one_number", "DataError", "without rows"),
         ("empty_dataset", "DataError", "no batches"),
         ("evaluating_an_empty_dataset", "DataError", "no batches"),
     ],

@@ -176,3 +176,11 @@ def test_preparing_again_counts(behaviours: Behaviours, kind: str) -> None:
         synchronized, own, again = worker["prepared_again"]
         assert again == synchronized
         assert abs(own - synchronized) > 1e-4
+
+
+@KINDS
+def test_noise_needs_no_seed(behaviours: Behaviours, kind: str) -> None:
+    workers = behaviours(kind, 2)
+    for worker in workers:
+        assert worker["noise_without_a_seed"] == workers[0]["noise_without_a_seed"]
+        assert np.isfinite(worker["noise_without_a_seed"]["loss"]).all()

@@ -78,6 +78,20 @@ def vector_loss(y_true: Any, y_pred: Any) -> Any:
     return tf.reduce_sum(tf.square(_one_hot(y_true) - y_pred), -1)
 
 
+def contrastive_loss(y_true: Any, y_pred: Any) -> Any:
+    """A value for each row, which depends on all others: which of them it is most like."""
+    likeness = tf.matmul(y_pred, y_pred, transpose_b=True)
+    same = tf.cast(tf.reshape(y_true, [-1, 1]) == tf.reshape(y_true, [1, -1]), y_pred.dtype)
+    return tf.reduce_mean(tf.square(same - likeness), -1)
+
+
+class OwnCall(keras.losses.Loss):
+    """Returns one number past everything that Keras does around a loss."""
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return root_loss(y_true, y_pred)
+
+
 def _entropy_of_all() -> keras.losses.Loss:
     return keras.losses.CategoricalCrossentropy(reduction="sum")
 
@@ -153,6 +167,10 @@ def _models() -> dict[str, Case]:
         "own train_step": Case(1, models.CustomStep, **LAST_OF_ONE),
         "own train_step-adam": Case(1, models.CustomStep, "adam", prepare_first=False, **few),
         "own train_step, tracker of batches": Case(1, models.TracksBatches, **LAST_OF_ONE),
+        "train_step of TensorFlow's guide": Case(1, models.GuideStep, **LAST_OF_ONE),
+        "train_step of TensorFlow's guide, with a batch size": Case(
+            1, models.GuideStepOf30, **TWO, **UNEVEN
+        ),
         "eagerly": Case(1, compile=_compiled(run_eagerly=True), **few, **UNEVEN),
     }
 
@@ -194,6 +212,16 @@ def _losses() -> dict[str, Case]:
             compile=lambda: {"loss": Together(), "metrics": [keras.losses.Dice()]},
             **LAST_OF_ONE,
         ),
+        "a loss with its own __call__": Case(
+            2, compile=lambda: {"loss": OwnCall()}, **TWO, **LAST_OF_ONE
+        ),
+        "function of a vector over all rows": Case(
+            2,
+            validates=True,
+            compile=_compiled(loss=contrastive_loss, metrics=[contrastive_loss]),
+            **LAST_OF_ONE,
+        ),
+        "Circle": Case(2, compile=lambda: {"loss": keras.losses.Circle(gamma=4)}, **TWO, **UNEVEN),
         "function of a vector": Case(2, compile=_compiled(loss=vector_loss), **UNEVEN),
         "add_loss": Case(2, build=models.with_added_losses, validates=True, **UNEVEN),
         "regularizers": Case(2, models.regularized, **UNEVEN),
@@ -333,12 +361,16 @@ def _metrics() -> dict[str, Case]:
 
 
 def _executions() -> dict[str, Case]:
-    def several(steps: int, **options: Any) -> Case:
-        return Case(8, compile=_compiled(steps_per_execution=steps), **options)
+    def several(steps: int, loss: Any = None, **options: Any) -> Case:
+        compiled = {"steps_per_execution": steps, **({"loss": loss} if loss else {})}
+        return Case(8, compile=lambda: compiled, **options)
 
     return {
         "7 steps an execution": several(7, rows=100, batch=10),
         "20 steps an execution": several(20, rows=100, batch=3),
+        "3 steps an execution, function of one number": several(
+            3, loss=root_loss, rows=100, batch=33
+        ),
         "3 steps an execution, BatchNormalization": several(
             3,
             build=models.batch_normalized,

@@ -8,14 +8,14 @@ import numpy as np
 def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
     """Returns the largest absolute difference over all arrays, relative to the largest weight.
 
-    The scale is at least 1: histories and slots are compared with the weights' size, or with
-    their own where they are larger (a loss that is a sum).
-    A NaN on one side alone, another shape or another name is an infinite difference.
+    What is larger than the weights (a loss that is a sum, a slot that counts) is compared with
+    its own size. A NaN on one side alone, another shape or another name is an infinite
+    difference.
     """
     if left.keys() != right.keys():
         return float("inf")
     weights = [np.abs(a).max() for name, a in left.items() if name.startswith("weight/")]
-    scale = max([1.0, *map(float, weights)])
+    scale = float(max(weights))
     worst = 0.0
     for name, a in left.items():
         b = right[name]

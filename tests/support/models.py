@@ -70,6 +70,40 @@ class CustomStep(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+class GuideStep(CustomStep):
+    """A step in the way of TensorFlow's guide to loops of one's own, which clips by itself."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(y, y_pred)
+            loss = tf.nn.compute_average_loss(losses)
+            penalties = [1e-2 * tf.nn.l2_loss(v) for v in self.trainable_variables]
+            loss += tf.nn.scale_regularization_loss(tf.add_n(penalties))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        norm = tf.linalg.global_norm(gradients)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.3 * norm, use_norm=norm)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        self.hits.update_state(y, y_pred)
+        return {"norm": norm} | {metric.name: metric.result() for metric in self.metrics}
+
+
+class GuideStepOf30(CustomStep):
+    """The same with the global batch's size given, whatever the batch."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True))
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=30)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
 class TracksBatches(CustomStep):
     """A step that tells its tracker the loss of a batch, and not how many rows it has."""
 
@@ -168,7 +202,14 @@ class Noise(keras.layers.Layer):
         shape = keras.ops.shape(x)
         x = x + 0.1 * keras.random.truncated_normal(shape, seed=self.seed)
         x = x * keras.ops.cast(keras.random.randint(shape, 1, 4, seed=self.seed), x.dtype)
+        x = x * keras.random.beta((shape[0], 1), 2.0, 3.0, seed=self.seed)
+        x = x + 0.1 * keras.random.gamma(shape, 0.5, seed=self.seed)
+        x = x + 0.1 * keras.random.binomial((*shape, 1), 3.0, 0.5, seed=self.seed)[..., 0]
+        kinds = keras.random.categorical(keras.ops.stop_gradient(x), 1, seed=self.seed)
+        x = x + 0.1 * keras.ops.cast(kinds, x.dtype)
+        order = keras.random.shuffle(keras.ops.arange(16), seed=self.seed)
         shared = keras.random.dropout(keras.ops.ones((16, 16)), 0.3, seed=self.seed)
+        shared = keras.ops.take(shared, order, 0) * keras.random.gamma((16,), 2.0, seed=self.seed)
         return (
             0.1 * keras.ops.matmul(x, shared) * keras.random.uniform((), 0.5, 1.5, seed=self.seed)
         )

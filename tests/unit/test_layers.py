@@ -34,6 +34,7 @@ LAYERS = [
     ["share", "strategies"],
     ["replicas"],
     ["losses", "normalization", "randomness"],
+    ["own_steps"],
     ["keras_compat"],
     ["microbatches", "model_checks"],
     ["steps"],

@@ -268,6 +268,31 @@ def microbatches_and_a_loss_of_one_number() -> Any:
     return fit(model(loss=loss, metrics=None, prepared={"microbatches": 2}))
 
 
+class ClipsByItself(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(data[0])))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"mean_loss": loss}
+
+
+@behaviour
+def microbatches_and_a_clip_of_its_own() -> Any:
+    with here.strategy.scope():
+        made = prepare(ClipsByItself(), microbatches=2)
+        made.compile("sgd")
+    return fit(made)
+
+
 @behaviour
 def no_microbatches() -> Any:
     return model(prepared={"microbatches": 0})
@@ -300,6 +325,153 @@ def prepared_again() -> Any:
         made.set_weights(start)
         found.append(made.train_on_batch(X[:24], Y[:24])[0])
     return found
+
+
+class TwoAdams(keras.Model):
+    """A step that updates its layers by optimizers of its own, which have slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)
+        self.optimizers = {"first": keras.optimizers.Adam(0.1), "second": keras.optimizers.Adam()}
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for layer, name in ((self.first, "first"), (self.second, "second")):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(
+                    keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+                )
+            weights = layer.trainable_variables
+            self.optimizers[name].apply(tape.gradient(loss, weights), weights)
+        return {"mean_loss": loss}
+
+
+@behaviour
+def two_adams_of_its_own() -> Any:
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        made = prepare(TwoAdams())
+        made.compile()
+    history = fit(made, x=X[:61], y=Y[:61], shuffle=False)
+    return [history, [weight.tolist() for weight in made.get_weights()]]
+
+
+@behaviour
+def an_optimizer_for_each_layer() -> Any:
+    """MultiOptimizer: Adam for the first layer, SGD for the rest."""
+    with here.strategy.scope():
+        adam, sgd = keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.1)
+        optimizer = keras.optimizers.MultiOptimizer(
+            lambda variable: adam if tuple(variable.shape) == (6, 8) else sgd
+        )
+    made = model(optimizer=optimizer)
+    history = fit(made, x=X[:61], y=Y[:61], shuffle=False)
+    return [history, [weight.tolist() for weight in made.get_weights()]]
+
+
+class Unseeded(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x + 0.01 * keras.random.normal(keras.ops.shape(x))
+
+
+@behaviour
+def noise_without_a_seed() -> Any:
+    with here.strategy.scope():
+        layer = Unseeded()
+    return fit(model(layer), epochs=1)
+
+
+class StepInAFunction(keras.Model):
+    """A train_step that is compiled already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def train_step(self, data: Any) -> dict[str, Any]:
+        loss, gradients = self.computed(data)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"mean_loss": loss}
+
+    def computed(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+            loss = tf.reduce_mean(losses)
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+
+class UpdatesSometimes(StepInAFunction):
+    """A train_step that updates within a condition."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        loss, gradients = self.computed(data)
+        if loss > 0.1:
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"mean_loss": loss}
+
+
+def _fit_own(made: keras.Model) -> Any:
+    keras.utils.set_random_seed(1)
+    prepare(made).compile("sgd")
+    history = fit(made, x=X[:61], y=Y[:61], shuffle=False)
+    return [history, [weight.tolist() for weight in made.get_weights()]]
+
+
+@behaviour
+def a_step_in_a_function() -> Any:
+    with here.strategy.scope():
+        return _fit_own(StepInAFunction())
+
+
+@behaviour
+def an_update_in_a_condition() -> Any:
+    with here.strategy.scope():
+        return _fit_own(UpdatesSometimes())
+
+
+@behaviour
+def a_stateful_layer() -> Any:
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        layers = [
+            keras.Input(batch_shape=(12, 6)),
+            keras.layers.Reshape((6, 1)),
+            keras.layers.LSTM(4, stateful=True),
+            keras.layers.Dense(3, "softmax"),
+        ]
+        made = prepare(keras.Sequential(layers))
+        made.compile("sgd", "sparse_categorical_crossentropy")
+    return fit(made, x=X[:24], y=Y[:24], batch_size=12)
+
+
+@behaviour
+def parts_of_different_rows() -> Any:
+    data = tf.data.Dataset.from_tensors((X[:24], Y[:12])).repeat(2)
+    return fit(model(), x=data, y=None, batch_size=None)
+
+
+@behaviour
+def parts_of_different_rows_found_later() -> Any:
+    forms = (tf.TensorSpec((None, 6)), tf.TensorSpec((None,), tf.int64))
+    data = tf.data.Dataset.from_generator(
+        lambda: iter([(X[:24], Y[:24]), (X[:24], Y[:12])]), output_signature=forms
+    )
+    return fit(model(), x=data, y=None, batch_size=None)
+
+
+@behaviour
+def a_part_of_one_number() -> Any:
+    data = tf.data.Dataset.from_tensors((X[:24], Y[:24], 1.0))
+    return fit(model(), x=data, y=None, batch_size=None)
 
 
 @behaviour

@@ -160,6 +160,71 @@ def upstream_gradients_cannot_accumulate() -> Any:
     return fit(plain_model(gradient_accumulation_steps=2), epochs=1)
 
 
+def _within_a_condition(name: str, *, mended: bool) -> list[Any]:
+    """Returns a variable after a method of SGD ran inside a condition, on each replica."""
+    with here.strategy.scope():
+        variable = keras.Variable(np.ones(1, np.float32))
+        optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
+        optimizer.build([variable])
+    if mended:
+        keras_compat.take_reduced_gradients(optimizer, list, lambda *_: False)
+
+    def replica_step() -> Any:
+        gradients = [tf.ones(1)]
+        first = [] if name == "_apply_weight_decay" else [gradients]
+        rest = [0.5] if name == "_backend_update_step" else []
+
+        def run() -> tf.Tensor:
+            getattr(optimizer, name)(*first, [variable], *rest)
+            return tf.constant(0)
+
+        tf.cond(tf.constant(True), run, lambda: tf.constant(0))
+        return tf.identity(variable.value)
+
+    return on_all_replicas(replica_step)
+
+
+@behaviour
+def upstream_an_update_needs_merge_call() -> Any:
+    return _within_a_condition("_backend_update_step", mended=False)
+
+
+@behaviour
+def upstream_a_decay_needs_merge_call() -> Any:
+    return _within_a_condition("_apply_weight_decay", mended=False)
+
+
+@behaviour
+def updates_and_decays_within_a_condition() -> Any:
+    return [
+        _within_a_condition(name, mended=True)
+        for name in ("_backend_update_step", "_apply_weight_decay")
+    ]
+
+
+def _first_step_of_a_loop(name: str) -> list[Any]:
+    """Returns what TensorFlow's function makes of two rows of a share, alone and inside it."""
+
+    def step() -> Any:
+        values = tf.constant([1.0, 3.0])
+        functions = {
+            "average": lambda: tf.nn.compute_average_loss(values),
+            "average of 8": lambda: tf.nn.compute_average_loss(values, global_batch_size=8),
+            "regularization": lambda: tf.nn.scale_regularization_loss(values),
+        }
+        alone = functions[name]()
+        with computing(_share(0.5, 2)):
+            return tf.stack([alone, functions[name]()])
+
+    keras_compat.install()
+    return on_all_replicas(step)[0]
+
+
+@behaviour
+def upstream_functions_of_loops() -> Any:
+    return [_first_step_of_a_loop(n) for n in ("average", "average of 8", "regularization")]
+
+
 @behaviour
 def upstream_clips_before_reducing() -> Any:
     return [_clipped_step(mended=False), _clipped_step(mended=True)]
