@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ONE_THREAD, run, run_workers
+from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
 
 LIMIT_S = 240  # of one process that runs all behaviours
 
@@ -24,6 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps together, in one of pytest-xdist's processes, the tests that read the same runs."""
+    for item in items:
+        if "places" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("exactness"))
+        elif "behaviours" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("behaviours"))
+
+
 Behaved = list[dict[str, Any]]
 
 
@@ -33,9 +42,9 @@ def behaviours(
 ) -> Iterator[Callable[..., Behaved]]:
     """Gives `behaviours(kind, count)`: what each worker's behaviours returned, by name.
 
-    Those that the selected tests name as a parameter start together, two at a time.
+    Those that the selected tests name as a parameter start together.
     """
-    pool = ThreadPoolExecutor(2)
+    pool = ThreadPoolExecutor(at_a_time())
 
     def behaved(kind: str, count: int) -> Behaved:
         folder = tmp_path_factory.mktemp(f"behaviours-{kind}-{count}")

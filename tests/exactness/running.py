@@ -1,4 +1,4 @@
-"""Runs the cases at each place once, in the background, two places at a time."""
+"""Runs the cases at each place once, in the background."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.cases import CASES
-from tests.support.processes import ONE_THREAD, run, run_workers
+from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
 
 LIMIT_S = 600  # of one place; the longest takes 200 s on two cores
 
@@ -21,7 +21,7 @@ class Places:
     """What the cases left at each place: case -> name -> array, an entry a worker.
 
     All runs start when the first is asked for: those of several workers one after the other,
-    the others two at a time, so that two cores are busy and no more.
+    then the others, so that two cores are busy and no more.
     """
 
     def __init__(self, folder: Path, wanted: Iterable[tuple[str, str]]) -> None:
@@ -31,7 +31,7 @@ class Places:
             self._cases.setdefault(place, []).append(case)
         self._futures: dict[str, Future[list[Arrays]]] = {}
         self._workers = ThreadPoolExecutor(1)
-        self._replicas = ThreadPoolExecutor(2)
+        self._replicas = ThreadPoolExecutor(at_a_time())
         self._lock = threading.Lock()
 
     def __getitem__(self, place: str) -> list[Arrays]:

@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
+def at_a_time() -> int:
+    """Returns how many processes a test starts beside each other: two cores, two in all."""
+    return 1 if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1" else 2
+
+
 @contextlib.contextmanager
 def reserved_addresses(count: int) -> Iterator[list[str]]:
     """Gives loopback addresses that nobody else gets while the context lasts.
