@@ -20,6 +20,7 @@ from tfmulti import keras_compat, steps, stopping
 from tfmulti.errors import DataError
 from tfmulti.feed import Feed
 from tfmulti.pipeline import DIFFERENT_ROWS, different_rows
+from tfmulti.resuming import Keeper, Progress
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
@@ -42,6 +43,7 @@ class Training:
     validation: Feed | None = None
     validation_steps: int | None = None
     validation_freq: Any = 1
+    keeper: Keeper | None = None
 
     @property
     def steps(self) -> int | None:
@@ -66,20 +68,27 @@ def train(model: keras.Model, training: Training) -> Logs:
     """Runs the epochs and returns the last one's logs."""
     several = placement_of(model.distribute_strategy).workers > 1
     vote = steps.make_vote(model.distribute_strategy) if several else None
-    callbacks, state = training.callbacks, state_of(model)
-    logs: Logs = {}
-    iterator = None
-    start = keras_compat.initial_epoch_of(model, training.initial_epoch)
-    for epoch in range(start, training.epochs):
-        model.reset_metrics()
-        callbacks.on_epoch_begin(epoch)
-        if iterator is None or not training.one_iterator:
-            iterator = training.feed.iterate(epoch * (training.steps or 0))
-        logs, ended = _epoch(model, iterator, training)
-        if ended:
-            iterator = None
+    callbacks, state, keeper = training.callbacks, state_of(model), training.keeper
+    resumed = keeper.start() if keeper else None
+    at = resumed or Progress(keras_compat.initial_epoch_of(model, training.initial_epoch))
+    logs, iterator = dict(at.logs), None
+    if keeper is not None and resumed and not at.step:
+        keeper.restore()
+    while at.epoch < training.epochs and not at.is_over:
+        if at.step:
+            callbacks.on_epoch_begin(at.epoch)
+            assert keeper is not None
+            keeper.restore()  # after it, since what it changes is in the backup already
+        else:
+            model.reset_metrics()
+            callbacks.on_epoch_begin(at.epoch)
+        if iterator is None:
+            iterator = training.feed.iterate(_first_step(training, at), at.batches)
+            at.goes_on = True
+        ended = _epoch(model, iterator, training, at)
         training.feed.end_epoch()
-        if training.validates(epoch) and state.stopped_by is None:
+        logs = dict(at.logs)
+        if training.validates(at.epoch) and state.stopped_by is None:
             found = model.evaluate(
                 training.validation,
                 steps=training.validation_steps,
@@ -89,32 +98,66 @@ def train(model: keras.Model, training: Training) -> Logs:
             logs |= {f"val_{name}": value for name, value in found.items()}
         if state.stopped_by is not None:
             break  # part of an epoch is no epoch: histories hold whole ones
-        callbacks.on_epoch_end(epoch, logs)
+        callbacks.on_epoch_end(at.epoch, logs)
+        at.epoch, at.step, at.logs = at.epoch + 1, 0, logs
+        if ended or not training.one_iterator:
+            iterator, at.goes_on, at.batches = None, False, 0
         wish = bool(model.stop_training)
         if _stops(model, wish, vote(_votes(model, wish)) if vote else None):
+            at.is_over = state.stopped_by is None
             break
+    if keeper is not None:
+        keeper.keep(at, wait=True)
     return logs
 
 
-def _epoch(model: keras.Model, iterator: Any, training: Training) -> tuple[Logs, bool]:
-    """Trains one epoch and returns its last logs, and whether the data came to its end."""
-    logs: Logs = {}
-    state = state_of(model)
-    for first, last in _executions(training.steps, model.steps_per_execution):
-        training.callbacks.on_train_batch_begin(first)
-        wish = bool(model.stop_training)
-        outcome = run(model, model.train_function, iterator, last - first + 1, wish)
-        if outcome is None:
+def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
+    """Whether the rest of the epoch is known to be in the iterator in use."""
+    return feed.holds(None if count is None else at.batches + count - at.step)
+
+
+def _next_of(iterator: Any) -> Any:
+    """Returns an Optional of the next `Shards`, or None at the end of the data."""
+    try:
+        taken = iterator.get_next_as_optional()
+    except tf.errors.InvalidArgumentError as error:
+        _check_rows_were_alike(error)
+        raise
+    return taken if taken.has_value() else None
+
+
+def _first_step(training: Training, at: Progress) -> int:
+    return at.epoch * (training.steps or 0) + at.step
+
+
+def _epoch(model: keras.Model, iterator: Any, training: Training, at: Progress) -> bool:
+    """Trains the rest of an epoch, and returns whether the data came to its end."""
+    state, keeper = state_of(model), training.keeper
+    sure = _is_sure(training.feed, training.steps, at)
+    at_once = model.steps_per_execution if sure else 1
+    for first, last in _executions(training.steps, at_once, at.step):
+        source = iterator if sure else _next_of(iterator)
+        if source is None:
             _check_data_was_enough(training.steps, first, state.steps)
-            return as_floats(logs), True
-        logs = outcome.logs
-        state.steps += last - first + 1
+            at.logs = as_floats(at.logs)
+            return True
+        training.callbacks.on_train_batch_begin(first)
+        count, wish = last - first + 1, bool(model.stop_training)
+        due = keeper is not None and keeper.wants(count)
+        outcome = run(model, model.train_function, source, count, wish, due)
+        state.steps += count
         state.examples += int(outcome.rows)
-        training.callbacks.on_train_batch_end(last, logs)
-        if _stops(model, bool(model.stop_training), outcome.votes):
+        at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.logs
+        training.callbacks.on_train_batch_end(last, at.logs)
+        stops = _stops(model, bool(model.stop_training), outcome.votes)
+        if keeper is not None and stopping.wants_backup(np.asarray(outcome.votes).tolist()):
+            at.logs = as_floats(at.logs)
+            keeper.keep(at)
+        if stops:
             model.stop_training = True
             break
-    return as_floats(logs), False
+    at.logs = as_floats(at.logs)
+    return False
 
 
 def evaluate(
@@ -125,14 +168,15 @@ def evaluate(
     callbacks.on_test_begin()
     model.reset_metrics()
     logs: Logs = {}
-    iterator = feed.iterate(0)
-    for first, last in _executions(count, model.steps_per_execution):
-        callbacks.on_test_batch_begin(first)
-        wish = bool(model.stop_evaluating)
-        outcome = run(model, model.test_function, iterator, last - first + 1, wish)
-        if outcome is None:
+    iterator, sure = feed.iterate(0), feed.holds(count)
+    for first, last in _executions(count, model.steps_per_execution if sure else 1):
+        source = iterator if sure else _next_of(iterator)
+        if source is None:
             _check_data_was_enough(count, first, first)
             break
+        callbacks.on_test_batch_begin(first)
+        wish = bool(model.stop_evaluating)
+        outcome = run(model, model.test_function, source, last - first + 1, wish)
         logs = outcome.logs
         callbacks.on_test_batch_end(last, logs)
         if _stops(model, bool(model.stop_evaluating), outcome.votes):
@@ -150,14 +194,15 @@ def predict(
     model.stop_predicting = False
     callbacks.on_predict_begin()
     batches = []
-    iterator = feed.iterate(0)
+    iterator, sure = feed.iterate(0), feed.holds(count)
     for first, last in _executions(count, 1):
-        callbacks.on_predict_batch_begin(first)
-        try:
-            outputs = model.predict_function(iterator)
-        except tf.errors.OutOfRangeError:
+        source = iterator if sure else _next_of(iterator)
+        if source is None:
             _check_data_was_enough(count, first, first)
             break
+        callbacks.on_predict_batch_begin(first)
+        try:
+            outputs = model.predict_function(source)
         except tf.errors.InvalidArgumentError as error:
             _check_rows_were_alike(error)
             raise
@@ -171,19 +216,22 @@ def predict(
 
 
 def run(
-    model: keras.Model, execute: steps.Execution, source: Any, count: int, wish: bool
-) -> steps.Outcome | None:
-    """Returns what an execution gave, or None where the data has come to its end.
+    model: keras.Model,
+    execute: steps.Execution,
+    source: Any,
+    count: int,
+    wish: bool,
+    backup: bool = False,
+) -> steps.Outcome:
+    """Returns what an execution gave.
 
-    `wish` is whether this worker wants to stop.
+    `wish` is whether this worker wants to stop, `backup` whether it wants one afterwards.
 
     Raises:
         DataError: the workers do not read the same batches; on all workers alike.
     """
     try:
-        outcome = execute(source, count, _votes(model, wish))
-    except tf.errors.OutOfRangeError:
-        return None
+        outcome = execute(source, count, _votes(model, wish, backup))
     except tf.errors.InvalidArgumentError as error:
         _check_rows_were_alike(error)
         raise
@@ -227,20 +275,22 @@ def draw_seed(model: keras.Model) -> int:
     return round(vote([drawn if place.is_chief else 0])[0] / place.local_replicas)
 
 
-def _executions(count: int | None, steps_per_execution: int) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last step of each execution of an epoch.
+def _executions(
+    count: int | None, steps_per_execution: int, start: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last step of each execution of an epoch, from a step on.
 
     Where the number of steps is unknown an execution is one step: the data may end anywhere.
     """
     if count is None:
-        yield from ((step, step) for step in itertools.count())
+        yield from ((step, step) for step in itertools.count(start))
     else:
-        for first in range(0, count, steps_per_execution):
+        for first in range(start, count, steps_per_execution):
             yield first, min(first + steps_per_execution, count) - 1
 
 
-def _votes(model: keras.Model, wish: bool) -> list[float]:
-    return stopping.votes(wish, state_of(model).interrupted)
+def _votes(model: keras.Model, wish: bool, backup: bool = False) -> list[float]:
+    return stopping.votes(wish, state_of(model).interrupted, wants_backup=backup)
 
 
 def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:

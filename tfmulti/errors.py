@@ -7,7 +7,8 @@
         ├── DeviceError          devices that this machine does not have
         ├── DataError            a data set: missing, damaged or of the wrong form
         ├── ModelError           a model that cannot be built or trained as asked
-        └── RunDirError          the run directory
+        ├── RunDirError          the run directory
+        └── ResumeError          a run that cannot go on from its backups
 
 Each message is one line: the value, the rule, the place and the next step.
 """
@@ -68,6 +69,10 @@ class ModelError(UserError):
 
 class RunDirError(UserError):
     """The run directory cannot be used."""
+
+
+class ResumeError(UserError):
+    """The run cannot go on from where its backups say."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

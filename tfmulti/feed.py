@@ -35,15 +35,29 @@ class Feed(Protocol):
     def endless(self) -> bool:
         """Whether one iterator goes on over all epochs."""
 
-    def iterate(self, first_step: int) -> Any:
+    @property
+    def form(self) -> dict[str, Any]:
+        """What must be the same for a run to resume: sizes by name."""
+
+    @property
+    def passes(self) -> int:
+        """How many iterators were made."""
+
+    def holds(self, batches: int | None) -> bool:
+        """Whether one iterator is known to give so many batches; None: without end."""
+
+    def iterate(self, first_step: int, skipped: int = 0) -> Any:
         """Returns an iterator of `Shards`.
 
-        An endless feed starts at that step, counted over all epochs; another one starts
-        a pass of its data.
+        A feed with random access starts at that step, counted over all epochs; another one
+        starts a pass of its data, and leaves out the first `skipped` batches.
         """
 
     def end_epoch(self) -> None:
         """Is called when an epoch's last step is done."""
+
+    def begin_after(self, passes: int) -> None:
+        """Puts a new feed where it is after so many iterators: each may shuffle for the next."""
 
 
 class SourceFeed:
@@ -53,6 +67,7 @@ class SourceFeed:
 
     def __init__(self, source: ArraySource, plan: pipeline.Plan, placement: Placement) -> None:
         self._source, self._plan, self._placement = source, plan, placement
+        self.passes = 0
         self._dataset: tf.data.Dataset | None = None
 
     @property
@@ -64,7 +79,18 @@ class SourceFeed:
         rows = self._plan.global_batch_size
         return map_arrays(lambda a: tf.TensorSpec([rows, *a.shape[1:]], a.dtype), self._source.data)
 
-    def iterate(self, first_step: int) -> Any:
+    @property
+    def form(self) -> dict[str, Any]:
+        return {
+            "examples": self._plan.examples,
+            "global_batch_size": self._plan.global_batch_size,
+        }
+
+    def holds(self, batches: int | None) -> bool:
+        return True
+
+    def iterate(self, first_step: int, skipped: int = 0) -> Any:
+        self.passes += 1
         if first_step:
             return iter(self._from(first_step))
         if self._dataset is None:
@@ -76,6 +102,9 @@ class SourceFeed:
 
     def end_epoch(self) -> None:
         pass
+
+    def begin_after(self, passes: int) -> None:
+        self.passes = passes
 
 
 class DatasetFeed:
@@ -90,6 +119,7 @@ class DatasetFeed:
             raise DataError(str(error)) from None
         if self.steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
+        self.passes = 0
         self._dataset = self._adapter.get_tf_dataset()
         self._shards = pipeline.from_dataset(self._dataset, placement)
 
@@ -102,12 +132,31 @@ class DatasetFeed:
     def specs(self) -> Any:
         return self._dataset.element_spec
 
-    def iterate(self, first_step: int) -> Any:
+    @property
+    def form(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def holds(self, batches: int | None) -> bool:
+        known = int(self._dataset.cardinality())
+        if known == tf.data.INFINITE_CARDINALITY:
+            return True
+        return batches is not None and batches <= max(known, self.steps or 0)
+
+    def iterate(self, first_step: int, skipped: int = 0) -> Any:
+        self.passes += 1
         self._adapter.on_epoch_begin()
-        return iter(self._shards)
+        iterator = iter(self._shards)
+        for _ in range(skipped):
+            next(iterator)
+        return iterator
 
     def end_epoch(self) -> None:
         self._adapter.on_epoch_end()
+
+    def begin_after(self, passes: int) -> None:
+        for _ in range(passes):
+            next(self.iterate(0), None)  # a shuffle draws its seed with the first batch
+            self.end_epoch()
 
 
 class _SeededOrder(keras.utils.PyDataset):

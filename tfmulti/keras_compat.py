@@ -256,6 +256,11 @@ def share_global_seed(strategy: tf.distribute.Strategy) -> None:
         _shared_seeds[-1].state.assign(global_seed_generator().state)
 
 
+def shared_seeds() -> list[keras.random.SeedGenerator]:
+    """Returns the generators of draws without a seed, in the order in which steps were made."""
+    return list(_shared_seeds)
+
+
 def _seed(seed: Any) -> tf.Tensor:
     drawn = draw_seed(seed) if seed is not None else _shared_seeds[-1].next(ordered=False)
     return random_module._cast_seed(drawn)

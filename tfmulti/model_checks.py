@@ -95,8 +95,10 @@ def as_made(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def build(model: keras.Model, specs: Any) -> None:
+def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     """Builds what a batch of this form needs, in the scope. Every worker calls it.
+
+    With `optimizers` also those of a train_step of its own, which one device needs no sooner.
 
     Raises:
         ModelError: a part was made outside the scope.
@@ -113,7 +115,8 @@ def build(model: keras.Model, specs: Any) -> None:
         if type(model).train_step is keras.Model.train_step:
             raise
         # A train_step of its own may need no call(), as a GAN's: its parts are built.
-    build_optimizers(model, specs)
+    if optimizers or model.distribute_strategy.num_replicas_in_sync > 1:
+        build_optimizers(model, specs)
     check_scope(model)
     check_rows_are_free(model)
 
@@ -124,9 +127,8 @@ def build_optimizers(model: keras.Model, specs: Any) -> None:
     It traces the step once without effect, to see which variables each one gets. On several
     replicas they would build themselves too late, within the compiled step.
     """
-    several = model.distribute_strategy.num_replicas_in_sync > 1
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
-    if not unbuilt or not several:
+    if not unbuilt:
         return
     found: dict[int, Any] = {}
 

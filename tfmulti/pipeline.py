@@ -187,11 +187,9 @@ def _checked_rows(batch: Any) -> tf.Tensor:
     """Returns the rows of a batch, or fails where its parts have different numbers of them."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     rows = _rows(leaves[0])
-    checks = [
-        tf.debugging.assert_equal(_rows(leaf), rows, message=DIFFERENT_ROWS) for leaf in leaves[1:]
-    ]
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        return tf.identity(rows)
+    for leaf in leaves[1:]:
+        tf.debugging.assert_equal(_rows(leaf), rows, message=DIFFERENT_ROWS)
+    return rows
 
 
 def _digest(batch: Any) -> tf.Tensor:

@@ -76,8 +76,9 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     """Returns `execute(source, steps, votes)` for training or for evaluation.
 
     `execute` runs `steps` steps from an iterator of `Shards`, or one step on the `Shards`
-    themselves, and returns their `Outcome`; `votes` are this worker's.
-    It raises `tf.errors.OutOfRangeError` where the iterator has no more data.
+    themselves or an Optional of them, and returns their `Outcome`; `votes` are this worker's.
+    An iterator must have that many batches: a step that finds none would still do what needs
+    no data, draw seeds and count itself.
     """
     strategy = model.distribute_strategy
     keras_compat.install()
@@ -101,7 +102,7 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     def one(source: Any, votes: tf.Tensor) -> Outcome:
         before = states.now() if states else ()
-        shards = source if isinstance(source, Shards) else next(source)
+        shards = _taken(source)
         rows = (*shards.own_rows, shards.rows)
         return outcome(shards, one_step(shards), votes, before, rows)
 
@@ -146,6 +147,15 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         return found
 
     return execute
+
+
+def _taken(source: Any) -> Shards:
+    if isinstance(source, Shards):
+        return source
+    taken: Shards = (
+        source.get_value() if isinstance(source, tf.experimental.Optional) else next(source)
+    )
+    return taken
 
 
 def _add(left: tuple[tf.Tensor, ...], right: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
@@ -288,8 +298,8 @@ def _first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:
 def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Any]:
     """Returns `predict(source)`: the outputs of a global batch, rows in order.
 
-    The source is an iterator of `Shards`, or `Shards`. Every worker gets all rows. It raises
-    `tf.errors.OutOfRangeError` at the end of the data.
+    The source is an iterator of `Shards`, `Shards`, or an Optional of them. Every worker gets
+    all rows.
     """
     strategy = model.distribute_strategy
     keras_compat.install()
@@ -297,7 +307,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     sync = state_of(model).sync_batch_norm
 
     def predict(source: Any) -> Any:
-        shards = source if isinstance(source, Shards) else next(source)
+        shards = _taken(source)
 
         def replica_step() -> Any:
             index = replicas.local_index(placement.local_replicas)

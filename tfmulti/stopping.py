@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
+VOTES = (*REASONS, "backup")  # what travels with each execution
 
 
 @dataclass
@@ -33,20 +34,29 @@ class TrainerState:
     gathers: bool = False
 
 
-def votes(wants_stop: bool, interrupted: str | None) -> list[float]:
-    """Returns this worker's vote for each reason."""
-    asked = {"requested"} if wants_stop else set()
-    return [float(reason in asked or reason == interrupted) for reason in REASONS]
+def votes(wants_stop: bool, interrupted: str | None, *, wants_backup: bool = False) -> list[float]:
+    """Returns this worker's vote for each of `VOTES`."""
+    asked = {"requested": wants_stop, "backup": wants_backup}
+    return [float(asked.get(vote, False) or vote == interrupted) for vote in VOTES]
 
 
 def verdict(counted: Sequence[float]) -> str | None:
     """Returns the weightiest reason that has a vote, or None to go on.
 
-    >>> verdict([1, 0, 2])
+    >>> verdict([1, 0, 2, 0])
     'SIGTERM'
     """
-    given = [reason for reason, count in zip(REASONS, counted, strict=True) if count > 0]
+    given = [reason for reason, count in zip(REASONS, counted, strict=False) if count > 0]
     return given[-1] if given else None
+
+
+def wants_backup(counted: Sequence[float]) -> bool:
+    """Returns whether a backup is to be made after this execution.
+
+    >>> wants_backup([0, 0, 0, 1])
+    True
+    """
+    return counted[VOTES.index("backup")] > 0
 
 
 def state_of(model: object) -> TrainerState:

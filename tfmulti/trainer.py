@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import epochs as epochs_loop
-from tfmulti import keras_compat, losses, model_checks, steps
+from tfmulti import keras_compat, losses, model_checks, resuming, steps
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.errors import ModelError
 from tfmulti.feed import make_feed, split_off_validation, weights_of_classes
@@ -139,6 +139,10 @@ class DistributedModel(keras.Model):
         if validation_split and validation_data is None:
             parts, validation_data = split_off_validation((x, y, sample_weight), validation_split)
             x, y, sample_weight = parts
+        backup = resuming.backup_in(callbacks)
+        record = resuming.find_record(self, backup)
+        drawn = epochs_loop.draw_seed(self) if shuffle else None
+        seed = resuming.seed_of(record, drawn, state_of(self).seed is not None)
         feed = make_feed(
             x,
             y,
@@ -146,7 +150,7 @@ class DistributedModel(keras.Model):
             placement=place,
             batch_size=batch_size,
             class_weight=class_weight,
-            seed=epochs_loop.draw_seed(self) if shuffle else None,
+            seed=seed,
             steps_per_epoch=steps_per_epoch,
         )
         validation = None
@@ -160,23 +164,29 @@ class DistributedModel(keras.Model):
                 batch_size=validation_batch_size or batch_size,
                 steps_per_epoch=validation_steps,
             )
-        model_checks.build(self, feed.specs)
+        model_checks.build(self, feed.specs, optimizers=backup is not None)
         count = steps_per_epoch or feed.steps
+        all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
+        self.stop_training = False
+        state = state_of(self)
+        state.steps, state.examples, state.stopped_by = 0, 0, None
+        self.make_train_function()
+        all_callbacks.on_train_begin()
+        keeper = None
+        if backup is not None:
+            feeds = {"training": feed} | ({"validation": validation} if validation else {})
+            keeper = resuming.Keeper(self, backup, record, all_callbacks, feeds, seed)
         training = epochs_loop.Training(
             feed,
-            _callback_list(self, callbacks, verbose, epochs, count, history=True),
+            all_callbacks,
             initial_epoch,
             epochs,
             steps_per_epoch,
             validation,
             validation_steps,
             validation_freq,
+            keeper,
         )
-        self.stop_training = False
-        state = state_of(self)
-        state.steps, state.examples, state.stopped_by = 0, 0, None
-        self.make_train_function()
-        training.callbacks.on_train_begin()
         logs = epochs_loop.train(self, training)
         if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
             self.optimizer.finalize_variable_values(self.trainable_weights)
@@ -304,7 +314,6 @@ def _on_batch(
     model.reset_metrics()
     shards = from_batch(batch, model._placement)
     outcome = epochs_loop.run(model, execute, shards, 1, False)
-    assert outcome is not None
     return _results(epochs_loop.as_floats(outcome.logs), return_dict)
 
 

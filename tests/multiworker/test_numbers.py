@@ -184,3 +184,12 @@ def test_noise_needs_no_seed(behaviours: Behaviours, kind: str) -> None:
     for worker in workers:
         assert worker["noise_without_a_seed"] == workers[0]["noise_without_a_seed"]
         assert np.isfinite(worker["noise_without_a_seed"]["loss"]).all()
+
+
+def test_the_end_of_data_is_no_step(behaviours: Behaviours) -> None:
+    """Keras alone draws seeds and counts a step when it finds the end of an unknown length."""
+    for place in (("one_device",), ("mirrored", 2), ("multi_worker_mirrored", 2)):
+        for worker in behaviours(*place):
+            known, unknown = worker["data_of_unknown_length"]
+            assert unknown == known
+            assert known[0] == 6

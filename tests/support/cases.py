@@ -381,7 +381,7 @@ def _executions() -> dict[str, Case]:
         "7 steps an execution": several(7, rows=100, batch=10, **FEWER),
         "20 steps an execution": several(20, rows=100, batch=3),
         "3 steps an execution, function of one number": several(
-            3, loss=root_loss, rows=100, batch=33, **FEWER
+            3, loss=root_loss, rows=100, batch=40, **FEWER
         ),
         "3 steps an execution, BatchNormalization": several(
             3,
@@ -394,7 +394,15 @@ def _executions() -> dict[str, Case]:
 def _feeds() -> dict[str, Case]:
     return {
         "Dataset": Case(10, **TWO, feed=data.dataset, **LAST_OF_ONE),
-        "Dataset of unknown length": Case(10, **TWO, feed=data.unknown_length, **UNEVEN),
+        "Dataset of unknown length": Case(
+            10,
+            models.dropped,
+            "adam",
+            feed=data.unknown_length,
+            compare="one_device",  # Keras alone counts a step that finds no data
+            **UNEVEN,
+            **TWO,
+        ),
         "repeated Dataset": Case(10, **TWO, feed=data.repeated),
         "PyDataset": Case(10, feed=data.pydataset, **UNEVEN),
     }

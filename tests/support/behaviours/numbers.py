@@ -373,6 +373,21 @@ def an_optimizer_for_each_layer() -> Any:
     return [history, [weight.tolist() for weight in made.get_weights()]]
 
 
+@behaviour
+def data_of_unknown_length() -> Any:
+    """Returns steps that the optimizer counts, and the history; and those of known length."""
+    found = []
+    for known in (True, False):
+        with here.strategy.scope():
+            mask, adam = keras.layers.Dropout(0.5, seed=1), keras.optimizers.Adam(0.1)
+        made = model(mask, optimizer=adam)
+        data = tf.data.Dataset.from_tensor_slices((X[:61], Y[:61])).batch(24)
+        data = data if known else data.filter(lambda *_: True)
+        history = fit(made, x=data, y=None, batch_size=None, validation_data=data)
+        found.append([int(keras.ops.convert_to_numpy(adam.iterations)), history])
+    return found
+
+
 class Unseeded(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         return x + 0.01 * keras.random.normal(keras.ops.shape(x))

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfmulti import backup
+from tfmulti.backup import Backups, DamagedBackup, Record
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+def record(step: int = 7) -> Record:
+    weights = np.arange(12, dtype=np.float32).reshape(3, 4)
+    tree = {"weights": {"a": weights}, "best": [np.array(0.1, np.float32), -0.0], "name": "é"}
+    return Record(step, tree)
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, np.ndarray):
+        return (left.dtype, left.tobytes()) == (right.dtype, right.tobytes())
+    return repr(left) == repr(right)
+
+
+@given(tree=st.dictionaries(st.text(), PLAIN), step=st.integers(0, 10**12))
+def test_a_record_comes_back_as_it_was(tree: dict[str, Any], step: int) -> None:
+    found = backup.from_bytes(backup.to_bytes(Record(step, tree)))
+    assert (found.step, same(found.tree, tree)) == (step, True)
+
+
+def test_arrays_come_back_to_the_bit() -> None:
+    assert same(backup.from_bytes(backup.to_bytes(record())).tree, record().tree)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_flipped_bit_is_found_or_changes_nothing(data: st.DataObject) -> None:
+    whole = backup.to_bytes(record())
+    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+    damaged = bytearray(whole)
+    damaged[bit // 8] ^= 1 << bit % 8
+    try:
+        found = backup.from_bytes(bytes(damaged))
+    except DamagedBackup:
+        return
+    assert same(found.tree, record().tree)  # zip has fields that nobody reads: dates, versions
+    assert found.step == 7
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999])
+def test_a_file_that_is_cut_off_is_found(part: float) -> None:
+    whole = backup.to_bytes(record())
+    with pytest.raises(DamagedBackup, match="cut off or damaged"):
+        backup.from_bytes(whole[: int(part * len(whole))])
+
+
+def test_the_newest_whole_one_is_found_and_the_damaged_are_named(tmp_path: Path) -> None:
+    backups = Backups(tmp_path / "b", keep=3)
+    assert backups.newest() == (None, [])
+    for step in (10, 20, 1_000_000_000):
+        path = backups.write(record(step))
+    path.write_bytes(path.read_bytes()[:-40])
+    found, wrong = backups.newest()
+    assert found is not None
+    assert found.step == 20
+    assert [words.partition(":")[0] for words in wrong] == [str(path)]
+
+
+def test_as_many_stay_as_asked_for(tmp_path: Path) -> None:
+    backups = Backups(tmp_path, keep=2)
+    (tmp_path / "notes.txt").write_text("not a backup")
+    for step in (1, 2, 3):
+        backups.write(record(step))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step-000000002.npz",
+        "step-000000003.npz",
+    ]
+
+
+@pytest.mark.parametrize("fault", ["full", "other bytes"])
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    backups = Backups(tmp_path, keep=1)
+    backups.write(record(1))
+    real = Path.write_bytes
+
+    def failing(self: Path, data: bytes) -> int:
+        real(self, data[:-1])
+        if fault == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(data) - 1
+
+    monkeypatch.setattr(Path, "write_bytes", failing)
+    with pytest.raises(OSError if fault == "full" else DamagedBackup):
+        backups.write(record(2))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000001.npz"]

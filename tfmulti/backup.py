@@ -1,0 +1,173 @@
+"""Backups: a run's position as one file, whole or absent.
+
+A record is what a run needs to go on as if it had never stopped: a tree of plain values
+(where it is, seeds, callbacks' states) and arrays (weights, slots, metrics in progress). Each
+is one `.npz` file: the arrays as NumPy writes them, and `record.json`, which has the tree and
+the SHA-256 of every array. Beside zip's own checksums that tells a damaged file from a whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfmulti.errors import TfmultiError
+from tfmulti.rundir import replacing
+
+FORMAT = 1
+_TREE = "record.json"
+_NAME = re.compile(r"step-(\d{9,})\.npz")
+
+
+class DamagedBackup(TfmultiError):
+    """A backup's file is not as it was written."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A position in a run.
+
+    `step` counts the optimizer steps since the run began. `tree` holds None, bool, int, float,
+    str, lists, dicts with text keys, and NumPy arrays.
+    """
+
+    step: int
+    tree: dict[str, Any]
+
+
+def to_bytes(record: Record) -> bytes:
+    """Returns the file of a record."""
+    arrays: list[np.ndarray] = []
+    tree = _without_arrays(record.tree, arrays)
+    blobs = [_npy(array) for array in arrays]
+    head = {
+        "format": FORMAT,
+        "step": record.step,
+        "tree": tree,
+        "sha256": [hashlib.sha256(blob).hexdigest() for blob in blobs],
+    }
+    text = json.dumps(head)
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        sealed = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
+        archive.writestr(_TREE, json.dumps(sealed))
+        for number, blob in enumerate(blobs):
+            archive.writestr(f"{number}.npy", blob)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Record:
+    """Returns the record that a file holds.
+
+    Raises:
+        DamagedBackup: it is cut off, a bit has changed, or a part is missing.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            sealed = json.loads(archive.read(_TREE))
+            text = sealed["text"]
+            if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
+                raise DamagedBackup("its description has changed since it was written")
+            head = json.loads(text)
+            if head["format"] != FORMAT:
+                raise DamagedBackup(
+                    f"it has format {head['format']}, but this version reads {FORMAT}"
+                )
+            arrays = []
+            for number, digest in enumerate(head["sha256"]):
+                blob = archive.read(f"{number}.npy")
+                if hashlib.sha256(blob).hexdigest() != digest:
+                    raise DamagedBackup(f"array {number} has changed since it was written")
+                arrays.append(np.load(io.BytesIO(blob), allow_pickle=False))
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError) as error:
+        raise DamagedBackup(f"it is cut off or damaged ({error})") from None
+    return Record(head["step"], _with_arrays(head["tree"], arrays))
+
+
+class Backups:
+    """The newest backups of a run in one folder. Only the chief reads and writes it.
+
+    Args:
+        keep: how many stay. An older one goes when a newer one was written and read again.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self._keep = folder, keep
+
+    def files(self) -> list[Path]:
+        """Returns the files of all backups, the newest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(found, key=_step_of, reverse=True)
+
+    def write(self, record: Record) -> Path:
+        """Writes a record, reads it again, and removes the oldest beyond `keep`.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written; what was there stays.
+            DamagedBackup: what is read is not what was written; what was there stays.
+        """
+        data = to_bytes(record)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step-{record.step:09d}.npz"
+        with replacing(path) as partial:
+            partial.write_bytes(data)
+            if partial.read_bytes() != data:
+                raise DamagedBackup(f"{path} does not hold what was written to it")
+        for old in self.files()[self._keep :]:
+            old.unlink()
+        return path
+
+    def newest(self) -> tuple[Record | None, list[str]]:
+        """Returns the newest whole record, and what is wrong with those newer than it."""
+        wrong: list[str] = []
+        for path in self.files():
+            try:
+                return from_bytes(path.read_bytes()), wrong
+            except (DamagedBackup, OSError) as error:
+                wrong.append(f"{path}: {error}")
+        return None, wrong
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _without_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Returns a tree for JSON, in which each array is its number, and appends the arrays."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        arrays.append(np.asarray(value))
+        return {"array": len(arrays) - 1}
+    if isinstance(value, Mapping):
+        return {"dict": {key: _without_arrays(item, arrays) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return [_without_arrays(item, arrays) for item in value]
+    return value
+
+
+def _with_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
+    if isinstance(value, list):
+        return [_with_arrays(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return arrays[value["array"]]
+    return {key: _with_arrays(item, arrays) for key, item in value["dict"].items()}

@@ -1,0 +1,171 @@
+"""What `fit` does with a Backup: makes one where it is due, and begins where the newest ends.
+
+Everything here runs on every worker; the chief's record is the one that counts, on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from tfmulti import backup, run_state
+from tfmulti.backup import Record
+from tfmulti.broadcast import broadcast
+from tfmulti.callbacks.backup import Backup
+from tfmulti.errors import ConfigError, ResumeError, UserError
+from tfmulti.feed import Feed
+from tfmulti.stopping import state_of
+from tfmulti.strategies import placement_of
+
+
+@dataclass
+class Progress:
+    """Where training is.
+
+    `epoch` epochs are whole; of the next one `step` steps are done, which left `logs`. If
+    `goes_on`, the next step takes from the iterator in use, which has given `batches` batches;
+    else it begins another. `is_over` says that a callback ended training.
+    """
+
+    epoch: int
+    step: int = 0
+    logs: dict[str, Any] = field(default_factory=dict)
+    goes_on: bool = False
+    batches: int = 0
+    is_over: bool = False
+
+
+def backup_in(callbacks: Any) -> Backup | None:
+    """Returns the Backup among the callbacks that `fit` was given.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    found = [callback for callback in given if isinstance(callback, Backup)]
+    if len(found) > 1:
+        raise ConfigError(f"fit was given {len(found)} Backup callbacks. Give one.")
+    return found[0] if found else None
+
+
+def find_record(model: keras.Model, keeper: Backup | None) -> Record | None:
+    """Returns the chief's record to resume from, on every worker; None to begin anew.
+
+    Raises:
+        ResumeError: on all workers, where the chief finds that it cannot be.
+    """
+    if keeper is None:
+        return None
+    strategy = model.distribute_strategy
+    found, error = None, None
+    if placement_of(strategy).is_chief:
+        try:
+            found = keeper.newest()
+        except UserError as wrong:
+            error = wrong
+    words = broadcast(strategy, str(error).encode() if error else None)
+    if words is not None:
+        raise ResumeError(words.decode()) from None
+    if placement_of(strategy).workers == 1:
+        return found
+    data = broadcast(strategy, backup.to_bytes(found) if found else None)
+    return None if data is None else backup.from_bytes(data)
+
+
+def seed_of(record: Record | None, drawn: int | None, fixed: bool) -> int | None:
+    """Returns the seed of the data order: the record's, where there is one.
+
+    Raises:
+        ResumeError: this run was given another.
+    """
+    if record is None:
+        return drawn
+    saved: int | None = record.tree["seed"]
+    if (fixed and saved != drawn) or (saved is None) != (drawn is None):
+        raise ResumeError(
+            f"saved seed={saved}, this run seed={drawn}. Use the saved one, or begin a new run in "
+            "a new folder."
+        )
+    return saved
+
+
+class Keeper:
+    """The backups of one `fit`: `record` is where it resumes, or None."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        settings: Backup,
+        record: Record | None,
+        callbacks: keras.callbacks.CallbackList,
+        feeds: Mapping[str, Feed],
+        seed: int | None,
+    ) -> None:
+        self._model, self._backup, self._record = model, settings, record
+        self._callbacks = run_state.CallbackStates(callbacks.callbacks)
+        self._feeds, self._seed = feeds, seed
+        self._data = {name: feed.form for name, feed in feeds.items()}
+        if record is not None:
+            _check_data(record.tree["data"], self._data)
+
+    def start(self) -> Progress | None:
+        """Returns where to begin, or None at the beginning."""
+        if self._record is None:
+            return None
+        return Progress(**self._record.tree["progress"])
+
+    def restore(self) -> None:
+        """Gives model, callbacks and feeds the state of the record."""
+        assert self._record is not None
+        tree = self._record.tree
+        run_state.restore(self._model, tree["model"])
+        self._callbacks.restore(tree["callbacks"])
+        for name, feed in self._feeds.items():
+            in_use = name == "training" and tree["progress"]["goes_on"]
+            feed.begin_after(tree["passes"][name] - in_use)
+        state = state_of(self._model)
+        state.steps, state.examples = self._record.step, tree["examples"]
+
+    def wants(self, count: int) -> bool:
+        """Whether this worker votes for a backup after the next `count` steps: the chief's say."""
+        chief = placement_of(self._model.distribute_strategy).is_chief
+        return chief and self._backup.wants(state_of(self._model).steps, count)
+
+    def keep(self, progress: Progress, *, wait: bool = False) -> None:
+        """Makes a backup of here; the chief writes it, in the background unless `wait`."""
+        state = state_of(self._model)
+        record = Record(
+            state.steps,
+            {
+                "progress": vars(progress).copy(),
+                "examples": state.examples,
+                "seed": self._seed,
+                "data": self._data,
+                "passes": {name: feed.passes for name, feed in self._feeds.items()},
+                "settings": self._backup.settings,
+                "model": run_state.capture(self._model),
+                "callbacks": self._callbacks.capture(),
+            },
+        )
+        if placement_of(self._model.distribute_strategy).is_chief:
+            self._backup.keep(record, wait=wait)
+
+    def finish(self) -> None:
+        """Waits until the last backup is written."""
+        self._backup.finish()
+
+
+def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for part, form in now.items():
+        for name, value in form.items():
+            before = saved.get(part, {}).get(name)
+            if before != value:
+                raise ResumeError(
+                    f"saved {name}={before} of the {part} data, this run {name}={value}. Give the "
+                    "same data and batch, or begin a new run in a new folder."
+                )

@@ -1,0 +1,255 @@
+"""The state of a run in progress, out of a model and back into it.
+
+`capture` and `restore` run on every worker: metrics hold a part on each replica. What they
+give and take is a tree of plain values and NumPy arrays (`backup.Record`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat, replicas
+from tfmulti.errors import ResumeError
+from tfmulti.model_checks import optimizers_of
+from tfmulti.strategies import placement_of
+
+Tree = dict[str, Any]
+
+# Their attributes are the terminal's, or are set anew by what they watch.
+_STATELESS = (keras.callbacks.ProgbarLogger, keras.callbacks.LambdaCallback)
+
+# Given anew by `fit`; and Keras turns a `min_delta`'s sign when the callback is first used.
+_SETTINGS = ("params", "_params", "min_delta")
+
+
+def capture(model: keras.Model) -> Tree:
+    """Returns weights, optimizers' variables, metrics in progress and random generators."""
+    return {
+        "variables": {key: _value(v) for key, v in _variables(model).items()},
+        "metrics": _metric_states(model),
+        "seeds": [_value(generator.state) for generator in keras_compat.shared_seeds()],
+        "random": _random_states(),
+    }
+
+
+def restore(model: keras.Model, tree: Tree) -> None:
+    """Gives a built model the state that `capture` returned, of the same form.
+
+    Raises:
+        ResumeError: the model or its optimizer has other variables.
+    """
+    variables = _variables(model)
+    _check_same(variables, tree["variables"])
+    for key, variable in variables.items():
+        variable.assign(tree["variables"][key])
+    _set_metric_states(model, tree["metrics"])
+    for generator, state in zip(keras_compat.shared_seeds(), tree["seeds"], strict=False):
+        generator.state.assign(state)
+    _set_random_states(tree["random"])
+
+
+def _variables(model: keras.Model) -> dict[str, Any]:
+    """Returns all variables but the metrics', by a name that is the same in the next process."""
+    metrics = {id(v) for v in replicas.metric_variables(model)}
+    groups: dict[str, Sequence[Any]] = {"model": model.variables}
+    for number, optimizer in enumerate(optimizers_of(model)):
+        groups[f"optimizer {number}" if number else "optimizer"] = optimizer.variables
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for group, variables in groups.items():
+        for number, variable in enumerate(variables):
+            if id(variable) not in metrics and id(variable) not in seen:
+                seen.add(id(variable))
+                found[f"{group} {number} {variable.name}"] = variable
+    return found
+
+
+def _check_same(variables: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for key in [*variables, *saved]:
+        here = tuple(variables[key].shape) if key in variables else None
+        there = np.shape(saved[key]) if key in saved else None
+        if here != there:
+            raise ResumeError(
+                f"the model has changed: its variable {key!r} is "
+                f"{_words(there)} in the backup and {_words(here)} now. Build the same model and "
+                "optimizer, or give a new folder."
+            )
+
+
+def _words(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else f"of shape {shape}"
+
+
+def _value(variable: Any) -> np.ndarray:
+    # Every worker reads: a variable that is synchronized on reading needs them all.
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _metric_states(model: keras.Model) -> Tree:
+    """Returns each metric variable's value on every replica, [replicas, …]; a collective."""
+    variables = replicas.metric_variables(model)
+    strategy = model.distribute_strategy
+    if not variables:
+        return {}
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def states() -> Any:
+        def on_replica() -> list[tf.Tensor]:
+            context = tf.distribute.get_replica_context()
+            count = context.num_replicas_in_sync
+            is_own = tf.range(count) == tf.cast(context.replica_id_in_sync_group, tf.int32)
+            own = []
+            for variable in variables:
+                value = tf.convert_to_tensor(variable.value)
+                here = tf.reshape(is_own, [count, *[1] * value.shape.rank])
+                own.append(tf.where(here, value, tf.zeros([], value.dtype)))
+            return replicas.sum_together(own)
+
+        return strategy.experimental_local_results(strategy.run(on_replica))[0]
+
+    names = _names(variables)
+    return {name: value.numpy() for name, value in zip(names, states(), strict=True)}
+
+
+def _set_metric_states(model: keras.Model, saved: Tree) -> None:
+    """Gives each replica its part; where their number has changed, the first gets the sum."""
+    strategy = model.distribute_strategy
+    place = placement_of(strategy)
+    variables = replicas.metric_variables(model)
+    names = _names(variables)
+    if set(names) != set(saved):
+        raise ResumeError(
+            f"the metrics have changed: {', '.join(sorted(saved))} in the backup, "
+            f"{', '.join(sorted(names))} now. Compile with the same, or give a new folder."
+        )
+    parts = {
+        n: _shared_out(saved[n], v, place.replicas) for n, v in zip(names, variables, strict=True)
+    }
+
+    def on_replica() -> None:
+        number = place.first_replica + replicas.local_index(place.local_replicas)
+        for name, variable in zip(names, variables, strict=True):
+            variable.assign(parts[name][number])
+
+    strategy.run(on_replica)
+
+
+def _shared_out(states: np.ndarray, variable: Any, count: int) -> np.ndarray:
+    if len(states) == count:
+        return states
+    if variable.aggregation == "mean":
+        return np.stack([states.mean(0, dtype=states.dtype)] * count)
+    if variable.aggregation == "only_first_replica":
+        return np.stack([states[0]] * count)
+    return np.stack([states.sum(0, dtype=states.dtype), *[np.zeros_like(states[0])] * (count - 1)])
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+    return [f"{number} {variable.name}" for number, variable in enumerate(variables)]
+
+
+def _random_states() -> Tree:
+    kind, numbers, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, following = random.getstate()
+    return {
+        "numpy": [str(kind), np.asarray(numbers), int(position), int(has_gauss), float(gauss)],
+        "python": [version, np.array(words, np.uint64), following],
+    }
+
+
+def _set_random_states(saved: Tree) -> None:
+    kind, numbers, position, has_gauss, gauss = saved["numpy"]
+    np.random.set_state((kind, numbers, position, has_gauss, gauss))
+    version, words, following = saved["python"]
+    random.setstate((version, tuple(int(word) for word in words), following))
+
+
+class CallbackStates:
+    """What callbacks have learned since training began.
+
+    A callback that has `get_state()` and `set_state(state)` speaks for itself. Of others it is
+    the attributes of plain values and arrays that have changed since `fit` called
+    `on_train_begin`: EarlyStopping's patience and best weights, ModelCheckpoint's best, the
+    counts of a callback of one's own; not their settings.
+    """
+
+    def __init__(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
+        self._callbacks = _named(callbacks)
+        self._before = {name: _plain_attributes(c) for name, c in self._callbacks.items()}
+
+    def capture(self) -> Tree:
+        """Returns each callback's state by its name."""
+        return {name: self._state(name, c) for name, c in self._callbacks.items()}
+
+    def restore(self, saved: Tree) -> None:
+        """Gives the callbacks that are here their states."""
+        for name, callback in self._callbacks.items():
+            state = saved.get(name)
+            if state is None:
+                continue
+            if hasattr(callback, "set_state"):
+                callback.set_state(state)
+            else:
+                vars(callback).update(state)
+
+    def _state(self, name: str, callback: keras.callbacks.Callback) -> Any:
+        if hasattr(callback, "get_state"):
+            return callback.get_state()
+        before = self._before[name]
+        return {
+            key: value
+            for key, value in _plain_attributes(callback).items()
+            if key not in before or not _same(before[key], value)
+        }
+
+
+def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for callback in callbacks:
+        if isinstance(callback, _STATELESS):
+            continue
+        name, count = type(callback).__qualname__, 1
+        while f"{name} {count}" in found:
+            count += 1
+        found[f"{name} {count}"] = callback
+    return found
+
+
+def _plain_attributes(callback: Any) -> Tree:
+    return {
+        key: _copied(value)
+        for key, value in vars(callback).items()
+        if key not in _SETTINGS and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (bool, int, float, str, np.ndarray, np.generic))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_copied(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return np.array(value) if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return bool(np.array_equal(left, right))
+    return bool(type(left) is type(right) and left == right)
