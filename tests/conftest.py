@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps together, in one of pytest-xdist's processes, the tests that read the same runs."""
     for item in items:
