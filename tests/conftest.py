@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
 
@@ -24,14 +25,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class TogetherByRuns(LoadScopeScheduling):  # type: ignore[misc]
     """Keeps together, in one of pytest-xdist's processes, the tests that read the same runs."""
-    for item in items:
-        if "places" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("exactness"))
-        elif "behaviours" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("behaviours"))
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder = nodeid.split("/")[1]
+        return {"mirrored": "multiworker"}.get(folder, folder) if folder in SHARED else nodeid
+
+
+SHARED = ("exactness", "mirrored", "multiworker")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByRuns:
+    return TogetherByRuns(config, log)
 
 
 Behaved = list[dict[str, Any]]

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfmulti.callbacks.backup import Backup
     from tfmulti.cluster import Cluster, Task
     from tfmulti.config import FitConfig
     from tfmulti.errors import TfmultiError, UserError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
+    "Backup": "tfmulti.callbacks.backup",
     "Cluster": "tfmulti.cluster",
     "Task": "tfmulti.cluster",
     "FitConfig": "tfmulti.config",
@@ -29,6 +31,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "Backup",
     "Cluster",
     "FitConfig",
     "FitReport",

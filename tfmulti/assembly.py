@@ -14,6 +14,7 @@ from tfmulti import preflight, registry
 from tfmulti.config import FitConfig
 from tfmulti.console import quiet_stderr, speaker
 from tfmulti.errors import ConfigError, ModelError
+from tfmulti.gpus import visible_gpus
 from tfmulti.models import user as user_model
 from tfmulti.optimizers import make_optimizer
 from tfmulti.selection import BatchSizes, Selection, batch_sizes, select
@@ -54,7 +55,7 @@ def set_up(job: preflight.Job) -> Setup:
     several = selection.strategy == "multi_worker_mirrored"
     if chief and several and job.cluster is not None and job.cluster.size > 1:
         say("waiting", f"for the {job.cluster.size} workers {', '.join(job.cluster.addresses)}")
-    if not gpus and preflight.visible_gpus(os.environ):
+    if not gpus and visible_gpus(os.environ):
         say(
             "warning",
             "this machine has GPUs, but TensorFlow does not see them. "

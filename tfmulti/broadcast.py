@@ -50,7 +50,8 @@ def _make_sum(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray], np.nda
     def on_replica(values: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         first = replicas.local_index(placement_of(strategy).local_replicas) == 0
-        return context.all_reduce(replicas.SUM, values if first else tf.zeros_like(values))
+        # The identity is on the replica's device, which the function's argument is not.
+        return context.all_reduce(replicas.SUM, tf.identity(values) * int(first))
 
     @tf.function  # type: ignore[untyped-decorator]
     def total(values: tf.Tensor) -> tf.Tensor:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tfmulti import registry
-from tfmulti.errors import ConfigError, did_you_mean
+from tfmulti.errors import ConfigError, ResumeError, RunDirError, did_you_mean
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 DECAYS = ("constant", "cosine")
+RESUME = ("auto", "never", "must")
 VERBOSITIES = ("auto", "0", "1", "2")
 
 
@@ -133,13 +134,31 @@ class FitConfig:
         1, "Optimizer steps of one call into TensorFlow; more hides the cost of a call.", low=1
     )
     run_dir: str | None = _flag(
-        None, "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME.", path=True
+        None,
+        "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME. The same command "
+        "with the folder of a run that was stopped goes on with it.",
+        path=True,
     )
+    resume: str = _flag(
+        "auto",
+        "auto: go on with the run in --run_dir, if it holds one; must: fail if it holds none; "
+        "never: fail if it holds one.",
+        choices=RESUME,
+    )
+    backup_every_s: float = _flag(
+        60.0, "Seconds between two backups of a run in progress; 0: none by time.", low=0
+    )
+    backup_every_steps: int | None = _flag(
+        None, "A backup also after each so many optimizer steps.", low=1
+    )
+    keep_backups: int = _flag(2, "How many backups stay, the newest.", low=1)
     export_dir: str | None = _flag(
         None, "Also write a SavedModel for serving to this folder.", path=True
     )
     verbose: str = _flag(
-        "auto", "0: silent, 1: progress bar, 2: a line an epoch, auto: 1.", choices=VERBOSITIES
+        "auto",
+        "0: silent, 1: progress bar, 2: a line an epoch, auto: 1 on a terminal, else 2.",
+        choices=VERBOSITIES,
     )
     dry_run: bool = _flag(
         False,
@@ -193,10 +212,55 @@ class FitConfig:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
-        """Returns the configuration as JSON, without this run's own paths and `dry_run`."""
-        left_out = {"run_dir", "export_dir", "dry_run"}
+        """Returns the configuration as JSON, without what belongs to this start alone."""
+        left_out = {"run_dir", "export_dir", "dry_run", "resume"}
         values = {k: v for k, v in dataclasses.asdict(self).items() if k not in left_out}
         return json.dumps(values, indent=2) + "\n"
+
+
+# What may change between a stop and the resumption: where and for how long it runs.
+_FREE = {
+    "strategy",
+    "replicas",
+    "ignore_cluster",
+    "epochs",
+    "global_batch_size",  # one follows from the other; what counts is compared with the data
+    "per_replica_batch_size",
+    "microbatches",
+    "steps_per_execution",
+    "run_dir",
+    "export_dir",
+    "resume",
+    "backup_every_s",
+    "backup_every_steps",
+    "keep_backups",
+    "verbose",
+    "dry_run",
+}
+
+
+def check_same_run(saved: dict[str, Any], config: FitConfig, path: str) -> None:
+    """Checks that a resolved configuration is that of the run in a folder.
+
+    Raises:
+        ResumeError: a value differs that the run's numbers depend on.
+        RunDirError: the folder holds something else.
+    """
+    for item in dataclasses.fields(FitConfig):
+        now = getattr(config, item.name)
+        if item.name in _FREE:
+            continue
+        if item.name not in saved:
+            raise RunDirError(
+                f"--run_dir {path} holds another run: its config.json has no {item.name!r}. Give a "
+                "new --run_dir."
+            )
+        if saved[item.name] != now:
+            raise ResumeError(
+                f"--run_dir {path} holds a run with {item.name}={saved[item.name]!r}, and this one "
+                f"has {item.name}={now!r}. Give --{item.name}={saved[item.name]}, or a new "
+                "--run_dir."
+            )
 
 
 def read_config_file(path: str) -> dict[str, Any]:

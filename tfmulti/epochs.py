@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, steps, stopping
 from tfmulti.errors import DataError
 from tfmulti.feed import Feed
+from tfmulti.launched import teller
 from tfmulti.pipeline import DIFFERENT_ROWS, different_rows
 from tfmulti.resuming import Keeper, Progress
 from tfmulti.stopping import state_of
@@ -72,6 +73,7 @@ def train(model: keras.Model, training: Training) -> Logs:
     resumed = keeper.start() if keeper else None
     at = resumed or Progress(keras_compat.initial_epoch_of(model, training.initial_epoch))
     logs, iterator = dict(at.logs), None
+    teller().begin()
     if keeper is not None and resumed and not at.step:
         keeper.restore()
     while at.epoch < training.epochs and not at.is_over:
@@ -86,6 +88,7 @@ def train(model: keras.Model, training: Training) -> Logs:
             iterator = training.feed.iterate(_first_step(training, at), at.batches)
             at.goes_on = True
         ended = _epoch(model, iterator, training, at)
+        teller().busy()
         training.feed.end_epoch()
         logs = dict(at.logs)
         if training.validates(at.epoch) and state.stopped_by is None:
@@ -148,6 +151,7 @@ def _epoch(model: keras.Model, iterator: Any, training: Training, at: Progress) 
         state.steps += count
         state.examples += int(outcome.rows)
         at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.logs
+        teller().step(state.steps)
         training.callbacks.on_train_batch_end(last, at.logs)
         stops = _stops(model, bool(model.stop_training), outcome.votes)
         if keeper is not None and stopping.wants_backup(np.asarray(outcome.votes).tolist()):

@@ -128,6 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("tfmulti: the workers evaluate; this evaluator task has nothing to do.")
             return errors.EXIT_DONE
         job = preflight.check(config, cluster)
+        if job.done is not None:
+            print(
+                f"{'done':<10} {config.run_dir} has all {job.done.epochs} epochs; nothing is left "
+                "to do. Give more --epochs, or a new --run_dir."
+            )
+            return errors.EXIT_DONE
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with quiet_stderr():
             from tfmulti import loop  # 4 s for TensorFlow: only when all that can be is checked

@@ -18,6 +18,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
+| `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or a public writer given to it |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
 """  # noqa: E501
 
@@ -468,6 +469,12 @@ def batches_of(x: Any, class_weight: Any = None) -> Any:
     It has `get_tf_dataset()`, `num_batches`, `on_epoch_begin()` and `on_epoch_end()`.
     """
     return data_adapters.get_data_adapter(x=x, class_weight=class_weight)
+
+
+def flush_tensorboard(callback: keras.callbacks.TensorBoard) -> None:
+    """Writes the events that a TensorBoard callback holds in memory to its files."""
+    for writer in callback._writers.values():
+        writer.flush()
 
 
 def initial_epoch_of(model: keras.Model, initial_epoch: int) -> int:

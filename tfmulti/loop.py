@@ -7,6 +7,7 @@ writing files) is no collective.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,6 +18,7 @@ import keras
 
 from tfmulti import artifacts, preflight
 from tfmulti.assembly import Setup, compile_model, make_model, set_up
+from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.history_file import HistoryFile
 from tfmulti.callbacks.model_file import ModelFile
 from tfmulti.callbacks.tensorboard import TensorBoard
@@ -44,7 +46,8 @@ def fit(
         UserError: a mistake in the configuration, the cluster, the data or the model.
         KeyboardInterrupt: Ctrl-C ended it; what was reached is saved.
     """
-    report = run(preflight.check(config, cluster, env))
+    job = preflight.check(config, cluster, env)
+    report = job.done or run(job)
     if report.stopped_by == "SIGINT":
         raise KeyboardInterrupt
     return report
@@ -66,7 +69,9 @@ def run(job: preflight.Job) -> FitReport:
             setup.place.replicas, run_dir.tensorboard / "train" if run_dir else None
         )
         started = time.perf_counter()
-        history = train(setup, model, [throughput, *file_callbacks(run_dir)])
+        history = train(
+            setup, model, [throughput, *file_callbacks(run_dir), backup(setup, run_dir)]
+        )
         seconds = time.perf_counter() - started
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= test(setup, model)
@@ -102,6 +107,17 @@ def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
     ]
 
 
+def backup(setup: Setup, run_dir: RunDir | None) -> Backup:
+    """Returns the callback that keeps the run's position. Every worker has it."""
+    config = setup.config
+    return Backup(
+        run_dir.backups if run_dir else "the chief's",
+        every_steps=config.backup_every_steps,
+        every_s=config.backup_every_s or None,
+        keep=config.keep_backups,
+    )
+
+
 def train(
     setup: Setup, model: keras.Model, callbacks: list[keras.callbacks.Callback]
 ) -> dict[str, list[float]]:
@@ -115,7 +131,7 @@ def train(
         validation_data=setup.data.validation,
         validation_batch_size=_batch_for(setup, setup.data.validation),
         callbacks=callbacks,
-        verbose="auto" if verbose == "auto" else int(verbose) if setup.place.is_chief else 0,
+        verbose=_verbosity(verbose) if setup.place.is_chief else 0,
     )
     return dict(history.history)
 
@@ -179,6 +195,13 @@ def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: F
         artifacts.draw_curves(run_dir.curves, report.history, title)
     if setup.config.export_dir is not None:
         artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
+
+
+def _verbosity(asked: str) -> int:
+    """Returns Keras' number: a progress bar on a terminal, a line an epoch in a log."""
+    if asked == "auto":
+        return 1 if sys.stdout.isatty() else 2
+    return int(asked)
 
 
 def _batch_for(setup: Setup, part: Any) -> int | None:

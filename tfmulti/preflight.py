@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfmulti import registry
 from tfmulti.cluster import Cluster
-from tfmulti.config import FitConfig
+from tfmulti.config import FitConfig, check_same_run, read_config_file
 from tfmulti.environments import check_trains, find_cluster
-from tfmulti.errors import ConfigError, ModelError, RunDirError
+from tfmulti.errors import ConfigError, ModelError, ResumeError, RunDirError
+from tfmulti.gpus import visible_gpus
+from tfmulti.report import FitReport
 from tfmulti.rundir import RunDir, check_writable
 from tfmulti.selection import batch_sizes, select
 from tfmulti.sources.data import Data, size_of, with_validation
@@ -23,11 +24,13 @@ class Job:
     """A checked configuration with what it names: the cluster, and the data.
 
     `data` is None for a user's own function, which may only run when the devices are set up.
+    `done` is the report of the run in --run_dir, where that has come to its end.
     """
 
     config: FitConfig
     cluster: Cluster | None
     data: Data | None
+    done: FitReport | None = None
 
 
 def check(
@@ -42,7 +45,7 @@ def check(
     if cluster is None:
         cluster, _ = find_cluster(env)
     check_trains(cluster)
-    gpus = visible_gpus(env)
+    gpus, goes_on = len(visible_gpus(env)), False
     selection = select(
         config.strategy,
         replicas=config.replicas,
@@ -51,7 +54,9 @@ def check(
         ignore_cluster=config.ignore_cluster,
     )
     if config.run_dir is not None:
-        RunDir(config.run_dir).check_unused()
+        goes_on = _goes_on(config, RunDir(config.run_dir))
+    elif config.resume == "must":
+        raise ResumeError("--resume must, but no --run_dir was given to say which run.")
     elif not config.dry_run:
         check_writable("run_dir", Path("runs"))
     if config.export_dir is not None:
@@ -63,7 +68,41 @@ def check(
         workers = cluster.size if cluster and selection.strategy == "multi_worker_mirrored" else 1
         check_model_takes(resolved, data)
         check_batch(resolved, data, workers * selection.local_replicas)
-    return Job(resolved, None if config.ignore_cluster else cluster, data)
+    done = None
+    if goes_on and config.run_dir is not None:
+        run_dir = RunDir(config.run_dir)
+        check_same_run(read_config_file(str(run_dir.config)), resolved, str(run_dir.path))
+        done = _report_of(run_dir, resolved)
+    return Job(resolved, None if config.ignore_cluster else cluster, data, done)
+
+
+def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
+    """Returns whether the folder holds a run to go on with; without writing.
+
+    Raises:
+        ResumeError: there is none, and there must be.
+        RunDirError: the folder cannot be used.
+    """
+    if config.resume != "never" and run_dir.holds_run():
+        run_dir.check_writable()
+        return True
+    if config.resume == "must":
+        raise ResumeError(
+            f"--resume must, but --run_dir {run_dir.path} holds no run. Give the folder of the run "
+            "to go on with, or leave --resume out."
+        )
+    run_dir.check_unused()
+    return False
+
+
+def _report_of(run_dir: RunDir, config: FitConfig) -> FitReport | None:
+    """Returns the report of a run that has nothing left to do, or None."""
+    try:
+        report = FitReport.from_json(run_dir.report.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return None
+    whole = report.stopped_by is None and config.epochs is not None
+    return report if whole and report.epochs_asked >= (config.epochs or 0) else None
 
 
 def load_data(config: FitConfig) -> Data | None:
@@ -125,16 +164,6 @@ def check_batch(config: FitConfig, data: Data, replicas: int) -> None:
             f"{given} is larger than the training data, which has {rows} examples. "
             f"Use at most {rows} in all."
         )
-
-
-def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Returns how many GPUs a program would see, without asking CUDA or TensorFlow."""
-    present = sum(bool(re.fullmatch(r"nvidia\d+", entry.name)) for entry in devices.iterdir())
-    listed = env.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return present
-    chosen = [name for name in listed.split(",") if name.strip() not in ("", "-1")]
-    return min(present, len(chosen))
 
 
 def _check_places(config: FitConfig) -> None:

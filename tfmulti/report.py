@@ -13,8 +13,10 @@ class FitReport:
 
     `history` holds one list per metric, an entry an epoch. `metrics` are the final ones:
     the last epoch's, and `test_…` where the data has a test part. `examples` counts each
-    training example that an optimizer step saw. `seconds` is the time of the training loop,
-    validation included, without start-up. On workers other than the chief `run_dir` is None.
+    training example that an optimizer step saw, also before the run was resumed. `seconds` is the
+    time of the training loop since then, validation included, without start-up. `epochs_asked`
+    is what the run was to train, of which a callback may have spared some. On workers other
+    than the chief `run_dir` is None.
     """
 
     strategy: str
@@ -33,9 +35,21 @@ class FitReport:
     seconds: float
     examples_per_second: float
     weights_sha256: str
+    epochs_asked: int = 0
     stopped_by: str | None = None
     run_dir: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> FitReport:
+        """Returns the report that a report.json holds.
+
+        Raises:
+            ValueError, TypeError: it is none of this version's.
+        """
+        values = json.loads(text)
+        values["devices"] = tuple(values["devices"])
+        return cls(**values)

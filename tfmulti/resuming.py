@@ -5,7 +5,8 @@ Everything here runs on every worker; the chief's record is the one that counts,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,10 @@ from tfmulti import backup, run_state
 from tfmulti.backup import Record
 from tfmulti.broadcast import broadcast
 from tfmulti.callbacks.backup import Backup
-from tfmulti.errors import ConfigError, ResumeError, UserError
+from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError, UserError
 from tfmulti.feed import Feed
-from tfmulti.stopping import state_of
+from tfmulti.signals import SignalWatch, is_watched
+from tfmulti.stopping import interrupt, state_of
 from tfmulti.strategies import placement_of
 
 
@@ -51,6 +53,27 @@ def backup_in(callbacks: Any) -> Backup | None:
     if len(found) > 1:
         raise ConfigError(f"fit was given {len(found)} Backup callbacks. Give one.")
     return found[0] if found else None
+
+
+@contextlib.contextmanager
+def saving_at_signals(model: keras.Model, keeper: Backup | None) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM to a program of the user's own end training with a backup.
+
+    At its end KeyboardInterrupt follows, or SystemExit(143): saved, start me again. Without a
+    Backup, or where the command watches already, nothing is different.
+    """
+    if keeper is None or is_watched():
+        yield
+        return
+    with SignalWatch() as watch:
+        watch.stop = lambda reason: interrupt(model, reason)
+        yield
+        watch.finished()
+    stopped_by = state_of(model).stopped_by
+    if stopped_by == "SIGINT":
+        raise KeyboardInterrupt
+    if stopped_by == "SIGTERM":
+        raise SystemExit(EXIT_TERMINATED)
 
 
 def find_record(model: keras.Model, keeper: Backup | None) -> Record | None:

@@ -42,6 +42,14 @@ class RunDir:
     def model(self) -> Path:
         return self.path / "model.keras"
 
+    @property
+    def backups(self) -> Path:
+        return self.path / "backups"
+
+    def holds_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self.config.is_file()
+
     def check_unused(self) -> None:
         """Checks that a new run can be written here, without writing.
 
@@ -51,15 +59,19 @@ class RunDir:
         try:
             if self.path.exists() and not self.path.is_dir():
                 raise RunDirError(f"--run_dir {self.path} is a file. Give a folder.")
-            for artifact in (self.config, self.history, self.report, self.model):
+            for artifact in (self.config, self.history, self.report, self.model, self.backups):
                 if artifact.exists():
                     raise RunDirError(
                         f"--run_dir {self.path} holds another run ({artifact.name} is there). "
                         "Give a new --run_dir, or remove that folder."
                     )
-            check_writable("run_dir", self.path)
+            self.check_writable()
         except PermissionError as error:
             raise RunDirError(f"--run_dir {self.path}: {error.strerror}.") from None
+
+    def check_writable(self) -> None:
+        """Raises RunDirError where the folder cannot be written."""
+        check_writable("run_dir", self.path)
 
     def create(self) -> None:
         """Makes the folder.

@@ -40,6 +40,14 @@ def default_signals() -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
+_watches = 0  # how many are entered
+
+
+def is_watched() -> bool:
+    """Whether a SignalWatch is there already, so that another one would take its signals."""
+    return _watches > 0
+
+
 class SignalWatch:
     """A context in which SIGINT and SIGTERM ask `stop` to stop, instead of ending the process.
 
@@ -65,6 +73,8 @@ class SignalWatch:
         self._active = threading.current_thread() is threading.main_thread()
         if not self._active:
             return self
+        global _watches
+        _watches += 1
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -88,6 +98,8 @@ class SignalWatch:
         self._done.set()
         if not self._active:
             return
+        global _watches
+        _watches -= 1
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -90,6 +90,7 @@ def make_report(
         seconds=seconds,
         examples_per_second=speed,
         weights_sha256=artifacts.weights_sha256(model),
+        epochs_asked=setup.epochs,
         stopped_by=state.stopped_by,
         run_dir=str(run_dir.path) if run_dir else None,
         versions={"tensorflow": tf.__version__, "keras": keras.__version__},
@@ -101,6 +102,10 @@ def summarize(setup: Setup, report: FitReport) -> None:
     say = say_for(setup)
     if report.stopped_by:
         say("stopped", f"by {report.stopped_by} after step {report.steps}; saved what was reached")
+        if setup.config.run_dir:
+            say("go on", "with the same command")
+        elif report.run_dir:
+            say("go on", f"with the same command and --run_dir {report.run_dir}")
     words = [f"{name} {number(value)}" for name, value in report.metrics.items()]
     say("metrics", ", ".join(words) or "none: no epoch was finished")
     say(

@@ -187,10 +187,11 @@ class DistributedModel(keras.Model):
             validation_freq,
             keeper,
         )
-        logs = epochs_loop.train(self, training)
-        if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
-            self.optimizer.finalize_variable_values(self.trainable_weights)
-        training.callbacks.on_train_end(logs)
+        with resuming.saving_at_signals(self, backup):
+            logs = epochs_loop.train(self, training)
+            if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+                self.optimizer.finalize_variable_values(self.trainable_weights)
+            training.callbacks.on_train_end(logs)
         return self.history
 
     def evaluate(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.processes import clean_env
+from tfmulti.config import FitConfig
 
 TWO = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": %s}}'
 SMALL = ["--global_batch_size", "4"]
@@ -45,7 +46,14 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--model", "nowhere:build"], {}, "no module 'nowhere'"),
     (["--model", "transformer"], {}, "takes tokens data"),
     (["--dataset", "regression", "--model", "cnn"], {}, "Use --model linear or mlp"),
-    (["--run_dir", "used"], {}, "holds another run"),
+    (["--run_dir", "used"], {}, "holds another run: its config.json has no 'dataset'"),
+    (["--run_dir", "begun", "--resume", "never"], {}, "holds another run (config.json is there)"),
+    (["--run_dir", "begun", "--seed", "4"], {}, "a run with seed=0, and this one has seed=4"),
+    (["--run_dir", "begun", "--optimizer", "sgd"], {}, "Give --optimizer=adam, or a new"),
+    (["--run_dir", "new", "--resume", "must"], {}, "--run_dir new holds no run"),
+    (["--resume", "must"], {}, "--resume must, but no --run_dir"),
+    (["--resume", "perhaps"], {}, "Known: auto, must, never"),
+    (["--keep_backups", "0"], {}, "--keep_backups is 0, but it must be at least 1"),
     (["--run_dir", "whole.npz"], {}, "is a file"),
     (["--export_dir", "used"], {}, "is not an empty folder"),
     (["--strategy", "multi_worker_mirrored"], {}, "TF_CONFIG is not set"),
@@ -84,6 +92,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     (folder / "odd.json").write_text('{"epoch": 3}')
     (folder / "used").mkdir()
     (folder / "used" / "config.json").write_text("{}")
+    (folder / "begun").mkdir()
+    (folder / "begun" / "config.json").write_text(FitConfig().resolved("image").to_json())
     (outside / "in.json").write_text(json.dumps([*MISTAKES, [["--help"], {}, ""]]))
     before = sorted(folder.rglob("*"))
     subprocess.run(

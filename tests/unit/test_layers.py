@@ -17,10 +17,24 @@ PACKAGE = Path(tfmulti.__file__).parent
 # The order of BUILD.md's layer map: a module imports only from lines above its own.
 LAYERS = [
     ["errors"],
-    ["cluster", "console", "report", "rundir", "sharding", "signals", "stopping"],
+    [
+        "cluster",
+        "console",
+        "gpus",
+        "launched",
+        "report",
+        "rundir",
+        "sharding",
+        "signals",
+        "stopping",
+    ],
     ["environments", "registry"],
     ["config"],
     ["selection"],
+    ["launch.policy", "launch.addresses", "launch.guard", "launch.shim", "launch.config"],
+    ["launch.workers"],
+    ["launch.supervisor"],
+    ["launch.__main__"],
     ["sources.arrays", "backup"],
     ["sources.data", "sources.options"],
     [
@@ -52,8 +66,8 @@ LAYERS = [
     ["loop"],
     ["fit"],
 ]
-STANDARD_LIBRARY_ALONE = [name for layer in LAYERS[:5] for name in layer]
-WITHOUT_TENSORFLOW = [name for layer in LAYERS[:9] for name in layer]
+STANDARD_LIBRARY_ALONE = [name for layer in LAYERS[:9] for name in layer]
+WITHOUT_TENSORFLOW = [name for layer in LAYERS[:13] for name in layer]
 
 
 def modules() -> dict[str, Path]:

@@ -10,6 +10,7 @@ import pytest
 from tfmulti import preflight, registry
 from tfmulti.config import FitConfig
 from tfmulti.errors import ConfigError, DeviceError, ModelError
+from tfmulti.gpus import visible_gpus
 from tfmulti.sources.data import Data
 
 
@@ -24,11 +25,17 @@ def devices(folder: Path, count: int) -> Path:
 )
 def test_visible_gpus(tmp_path: Path, listed: str | None, seen: int) -> None:
     env = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert preflight.visible_gpus(env, devices(tmp_path, 4)) == seen
+    assert len(visible_gpus(env, devices(tmp_path, 4))) == seen
+
+
+def test_gpus_are_named_as_the_list_names_them(tmp_path: Path) -> None:
+    folder = devices(tmp_path, 2)
+    assert visible_gpus({}, folder) == ("0", "1")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, 1"}, folder) == ("GPU-a", "1")
 
 
 def test_more_replicas_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "visible_gpus", lambda env: 2)
+    monkeypatch.setattr(preflight, "visible_gpus", lambda env: ("0", "1"))
     with pytest.raises(DeviceError, match="replicas is 3, but this machine has 2 visible GPUs"):
         preflight.check(FitConfig(replicas=3), env={})
 

@@ -24,6 +24,21 @@ class HistoryFile(keras.callbacks.Callback):
         rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
         row = {"epoch": epoch + 1, **(logs or {}), "learning_rate": rate}
         self._rows.append(row)
+        self._write()
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the rows so far, for a backup."""
+        return {"rows": list(self._rows)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Writes the file as it was at the backup: later epochs are trained again."""
+        self._rows = list(state["rows"])
+        if self._rows:
+            self._write()
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
         names = list(dict.fromkeys(name for r in self._rows for name in r))
         text = io.StringIO()
         writer = csv.DictWriter(text, names, lineterminator="\n")

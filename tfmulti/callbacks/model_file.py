@@ -28,6 +28,13 @@ class ModelFile(keras.callbacks.Callback):
         self._last = clock()
         self._wait_s = EVERY_S
 
+    def get_state(self) -> dict[str, Any]:
+        """Returns nothing: what it counts is this process' time."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Does nothing; see `get_state`."""
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         started = self._clock()
         if started - self._last < self._wait_s:

@@ -46,6 +46,15 @@ class Throughput(keras.callbacks.Callback):
         if self._folder is not None:
             self._writer = tf.summary.create_file_writer(str(self._folder))
 
+    def get_state(self) -> dict[str, Any]:
+        """Returns nothing, for what it measures is this process; writes what it has to the disk."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Does nothing; see `get_state`."""
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._started = self._clock()
         state = state_of(self.model)

@@ -1,0 +1,21 @@
+"""Which GPUs a program would see, without asking CUDA or TensorFlow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """Returns the names by which CUDA_VISIBLE_DEVICES may list this machine's GPUs.
+
+    Those that it lists already, as far as there are so many; else their numbers.
+    """
+    found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in devices.iterdir())
+    present = sorted(int(match[1]) for match in found if match)
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return tuple(map(str, present))
+    chosen = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
+    return tuple(chosen[: len(present)])

@@ -1,0 +1,146 @@
+"""What the launcher does after an attempt: a pure function of what happened.
+
+An attempt is one start of the whole job. MultiWorkerMirroredStrategy cannot take a worker
+back, so when one fails all are ended and started again, and resume from their backup.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER
+
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one worker did not end well.
+
+    `exit_code` is its own, or 128 + the number of the signal that ended it. `found_s` is when
+    it was noticed (or written down by the worker itself), in seconds of one clock for all.
+    """
+
+    rank: int
+    what: str
+    exit_code: int
+    found_s: float
+    step: int | None = None
+    traceback: str = ""
+    last_line: str = ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How an attempt ended: `failures` is empty where all workers ended well.
+
+    `step` is the furthest that a worker told; None where none told one.
+    """
+
+    failures: tuple[Failure, ...]
+    step: int | None = None
+
+    @property
+    def cause(self) -> Failure:
+        """The earliest failure: the others follow from it."""
+        return min(self.failures, key=lambda failure: failure.found_s)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How often the job may still be started again.
+
+    `used` counts the restarts since the job last moved on, `furthest` is the step it reached.
+    """
+
+    max_restarts: int
+    used: int = 0
+    furthest: int = -1
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start all workers again after `delay_s`, with this budget left."""
+
+    delay_s: float
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the job with an exit code, and say why where that is not plain."""
+
+    exit_code: int
+    why: str = ""
+
+
+def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
+    """Returns what to do after an attempt.
+
+    A user's mistake (exit code 2) and Ctrl-C are never answered by a restart. The first restart
+    after the job moved on is at once, the following ones wait 1, 2, 4, … seconds.
+
+    >>> crash = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
+    >>> next_action(Attempt((crash,), step=90), Budget(max_restarts=3, used=2, furthest=40))
+    Restart(delay_s=0.0, budget=Budget(max_restarts=3, used=1, furthest=90))
+    >>> next_action(Attempt((crash,), step=40), Budget(max_restarts=3, used=3, furthest=40))
+    Stop(exit_code=1, why='3 restarts without progress are used up (--max-restarts 3)')
+    """
+    if not attempt.failures:
+        return Stop(EXIT_DONE)
+    code = attempt.cause.exit_code
+    if code == EXIT_USER:
+        return Stop(code, "a mistake in what was asked for is not tried again")
+    if code == EXIT_INTERRUPTED:
+        return Stop(code, "it was interrupted")
+    furthest = max(budget.furthest, -1 if attempt.step is None else attempt.step)
+    used = 0 if furthest > budget.furthest else budget.used
+    if used >= budget.max_restarts:
+        plural = "" if budget.max_restarts == 1 else "s"
+        return Stop(
+            code,
+            f"{budget.max_restarts} restart{plural} without progress are used up "
+            f"(--max-restarts {budget.max_restarts})"
+            if budget.max_restarts
+            else "",
+        )
+    delay = 0.0 if used == 0 else min(FIRST_DELAY_S * 2 ** (used - 1), LONGEST_DELAY_S)
+    return Restart(delay, Budget(budget.max_restarts, used + 1, furthest))
+
+
+def words_of_exit(returncode: int) -> tuple[str, int]:
+    """Returns what a process' return code says, and the exit code that a shell would give.
+
+    >>> words_of_exit(-9)
+    ('was killed by SIGKILL (by hand, or by the system for want of memory)', 137)
+    >>> words_of_exit(3)
+    ('exited with 3', 3)
+    """
+    if returncode >= 0:
+        if returncode == EXIT_TERMINATED:
+            return "was asked to stop by SIGTERM, and saved what was reached", returncode
+        return f"exited with {returncode}", returncode
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hint = " (by hand, or by the system for want of memory)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}", 128 - returncode
+
+
+def stalled(steps: Sequence[tuple[float, float]], now_s: float, timeout_s: float) -> list[int]:
+    """Returns the ranks of the workers that have ended no step for too long.
+
+    Args:
+        steps: of each worker, when it last ended a step (or began its first), and how long its
+            longest one took; one that trains no more has an infinite time.
+        timeout_s: at least so long, and never below five of the longest steps.
+    """
+    return [
+        rank
+        for rank, (last_s, longest_s) in enumerate(steps)
+        if now_s - last_s > max(timeout_s, 5 * longest_s)
+    ]

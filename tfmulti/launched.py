@@ -1,0 +1,117 @@
+"""What a worker tells the launcher that started it: how far it is, and why it failed.
+
+The launcher names two files in the environment. Nothing happens where it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
+
+_LINE = "{step:>15d} {phase:<12} {ended_s:>18.3f} {longest_s:>12.3f}\n"
+TRAINING, BUSY = "training", "busy"  # BUSY: tracing, evaluating, saving; no step can be expected
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a worker told last: its step, when that ended, and how long the longest took.
+
+    The clock is `time.monotonic`, which all processes of a machine share.
+    """
+
+    step: int
+    phase: str
+    ended_s: float
+    longest_s: float
+
+
+class Teller:
+    """Writes this worker's step where the launcher reads it: one line, always in its place.
+
+    Args:
+        path: the file, or None where no launcher listens.
+        clock: returns seconds.
+    """
+
+    def __init__(self, path: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644) if path else None
+        self._clock = clock
+        self._last: float | None = None
+        self._longest_s = 0.0
+        self._step = 0
+
+    def begin(self) -> None:
+        """Says that the first step follows: it traces, and so does one of another shape later."""
+        self._last = self._clock()
+        self._tell(BUSY, self._last)
+
+    def step(self, step: int) -> None:
+        """Says that a step has ended, and that the next one follows."""
+        now = self._clock()
+        if self._last is not None:
+            self._longest_s = max(self._longest_s, now - self._last)
+        self._step, self._last = step, now
+        self._tell(TRAINING, now)
+
+    def busy(self) -> None:
+        """Says that something else than a step follows."""
+        self._last = None
+        self._tell(BUSY, self._clock())
+
+    def _tell(self, phase: str, now: float) -> None:
+        if self._file is not None:
+            line = _LINE.format(
+                step=self._step, phase=phase, ended_s=now, longest_s=self._longest_s
+            )
+            os.pwrite(self._file, line.encode(), 0)
+
+
+_teller: Teller | None = None
+
+
+def teller(env: Mapping[str, str] | None = None) -> Teller:
+    """Returns this process' teller."""
+    global _teller
+    if _teller is None:
+        _teller = Teller((os.environ if env is None else env).get(PROGRESS_FILE))
+    return _teller
+
+
+def read_progress(path: Path) -> Told | None:
+    """Returns what a worker told last, or None if it has not yet."""
+    try:
+        step, phase, ended_s, longest_s = path.read_text().split()
+        return Told(int(step), phase, float(ended_s), float(longest_s))
+    except (OSError, ValueError):
+        return None
+
+
+def write_error(path: Path, error: BaseException, rank: int) -> None:
+    """Writes error.json: what went wrong in this worker, when, and where."""
+    content = {
+        "message": str(error) or type(error).__name__,
+        "type": type(error).__name__,
+        "traceback": "".join(traceback.format_exception(error)),
+        "rank": rank,
+        "time_s": time.monotonic(),
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2))
+    os.replace(partial, path)
+
+
+def read_error(path: Path) -> dict[str, Any] | None:
+    """Returns the content of error.json, or None where there is none that is whole."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "time_s" in content else None
