@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.errors import TfmultiError
-from tfmulti.rundir import replacing
+from tfmulti.rundir import remove_partial, replacing
 
 FORMAT = 1
 _TREE = "record.json"
@@ -126,6 +126,7 @@ class Backups:
                 raise DamagedBackup(f"{path} does not hold what was written to it")
         for old in self.files()[self._keep :]:
             old.unlink()
+        remove_partial(self.folder)
         return path
 
     def newest(self) -> tuple[Record | None, list[str]]:

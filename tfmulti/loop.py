@@ -27,7 +27,7 @@ from tfmulti.cluster import Cluster
 from tfmulti.config import FitConfig
 from tfmulti.console import number
 from tfmulti.report import FitReport
-from tfmulti.rundir import RunDir, default_run_dir, write_text
+from tfmulti.rundir import RunDir, default_run_dir, remove_partial, write_text
 from tfmulti.signals import SignalWatch
 from tfmulti.sources.data import size_of
 from tfmulti.stopping import interrupt, state_of
@@ -93,6 +93,7 @@ def make_run_dir(setup: Setup) -> RunDir | None:
     else:
         run_dir = RunDir(config.run_dir)
     run_dir.create()
+    remove_partial(run_dir.path)
     write_text(run_dir.config, config.to_json())
     return run_dir
 

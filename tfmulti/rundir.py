@@ -134,6 +134,15 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
+def remove_partial(folder: Path) -> None:
+    """Removes what a process that was killed has left half written. Nobody else writes here."""
+    for partial in folder.glob(".partial-*"):
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a text file: whole, or as it was."""
     with replacing(path) as partial:

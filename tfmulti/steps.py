@@ -8,6 +8,7 @@ worker's part of a global batch, one share a local replica.
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -193,7 +194,13 @@ def _make_step(
         return microbatches.run(model, compute, shards.data[local], share, passes)
 
     def one_step(shards: Shards) -> Any:
-        return strategy.run(lambda: replica_step(shards))
+        python = random.getstate()
+
+        def alike(shards: Shards = shards) -> Any:
+            random.setstate(python)  # AugMix draws by it, once, when a replica is traced
+            return replica_step(shards)
+
+        return strategy.run(alike)
 
     return one_step if model.run_eagerly else tf.function(one_step, reduce_retracing=True)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
+import pty
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -16,6 +21,7 @@ import pytest
 from tests.support.processes import (
     Finished,
     Processes,
+    clean_env,
     processes,
     reserved_addresses,
     run,
@@ -65,7 +71,21 @@ def test_the_first_command_learns_digits(first: tuple[Path, Finished]) -> None:
         "written    a: ",
     ):
         assert words in done.stdout
-    assert "━" in done.stdout, "no progress bar"
+    assert "━" not in done.stdout, "a progress bar in a file"
+
+
+def test_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
+    mine, its = pty.openpty()
+    argv = [sys.executable, *FIT, "--epochs", "1", "--run_dir", "r"]
+    process = subprocess.Popen(argv, cwd=tmp_path, env=clean_env(), stdout=its, stderr=its)
+    os.close(its)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(mine, 4096):
+            shown += part
+    os.close(mine)
+    assert process.wait(LIMIT_S) == 0
+    assert "━" in shown.decode()
 
 
 def test_it_leaves_all_files(first: tuple[Path, Finished]) -> None:
@@ -78,6 +98,7 @@ def test_it_leaves_all_files(first: tuple[Path, Finished]) -> None:
         "curves.png",
         "tensorboard",
         "model.keras",
+        "backups",
     }
     assert (folder / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
     with open(folder / "a" / "history.csv", newline="") as file:

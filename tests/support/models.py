@@ -229,6 +229,8 @@ def augmented() -> keras.Model:
             layers.RandomFlip(seed=1),
             layers.RandomTranslation(0.3, 0.3, seed=2),
             layers.RandomBrightness(0.4, value_range=(-1, 1), seed=3),
+            layers.MixUp(seed=4),
+            layers.CutMix(seed=5),
             layers.Flatten(),
             layers.Dense(CLASSES, "softmax"),
         ]

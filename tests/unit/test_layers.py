@@ -49,7 +49,7 @@ LAYERS = [
     ["replicas", "callbacks.backup"],
     ["broadcast"],
     ["losses", "normalization", "randomness"],
-    ["own_steps"],
+    ["mixing", "own_steps"],
     ["keras_compat"],
     ["microbatches", "model_checks"],
     ["run_state", "steps"],

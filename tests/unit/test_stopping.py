@@ -90,7 +90,8 @@ def test_another_thread_than_the_main_one_is_left_alone() -> None:
         with SignalWatch():
             pass
 
+    before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before

@@ -38,6 +38,7 @@ class LaunchConfig:
         start_timeout_s: from the first worker that listens until all do.
         shutdown_grace_s: from SIGTERM to SIGKILL.
         stall_timeout_s: without the end of any step; at least five of the longest steps.
+        standby: whether processes with TensorFlow imported wait for the next attempt.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -56,6 +57,7 @@ class LaunchConfig:
     start_timeout_s: float = 300.0
     shutdown_grace_s: float = 30.0
     stall_timeout_s: float = 15.0
+    standby: bool = True
 
     def __post_init__(self) -> None:
         if not self.program:
@@ -116,6 +118,13 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "S",
         "Seconds without the end of any step, at least five of the longest steps; 0: never.",
     ),
+    (
+        "no-standby",
+        None,
+        None,
+        "Keep no processes with TensorFlow imported in readiness: saves their memory, 0.4 GB a "
+        "worker, and makes a restart four seconds slower.",
+    ),
     ("module", None, None, "The program is a module, as in python -m."),
     ("no-python", None, None, "The program is a command, not Python's."),
 )
@@ -170,6 +179,7 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         start_timeout_s=_seconds("start-timeout", given.start_timeout),
         shutdown_grace_s=_seconds("shutdown-grace-s", given.shutdown_grace_s),
         stall_timeout_s=_seconds("stall-timeout-s", given.stall_timeout_s) or math.inf,
+        standby=not given.no_standby and not given.no_python,
     )
 
 

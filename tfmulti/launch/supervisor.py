@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from tfmulti.launch.addresses import reserved, silent
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
-from tfmulti.launch.workers import Worker, Workers, worker_env
+from tfmulti.launch.workers import Standby, Worker, Workers, worker_env
 from tfmulti.launched import TRAINING, read_error
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,13 +37,14 @@ class Stopped(Exception):
 def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of the job: 0, that of the worker that failed, or 128 + signal."""
     guard = Guard(config.shutdown_grace_s)
+    standby = Standby(config, guard)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
     budget, number = Budget(config.max_restarts), 0
     try:
         while True:
             folder = _folder(config.log_dir, number)
             with stopping_by_signals():
-                found = attempt(config, guard, env, folder, run_id, number)
+                found = attempt(config, guard, standby, env, folder, run_id, number)
                 action = policy.next_action(found, budget)
                 if found.failures:
                     report(found, folder)
@@ -61,6 +62,7 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
         say(f"{stop}: all workers have ended")
         return 128 + stop.number
     finally:
+        standby.end()
         guard.close()
 
 
@@ -78,6 +80,7 @@ _first_of: dict[Path, int] = {}
 def attempt(
     config: LaunchConfig,
     guard: Guard,
+    standby: Standby,
     env: Mapping[str, str],
     folder: Path,
     run_id: str,
@@ -87,13 +90,17 @@ def attempt(
     cores = os.cpu_count() or 1
     with (
         reserved(config.workers) as addresses,
-        Workers(config, guard, folder, len(str(config.workers - 1))) as workers,
+        Workers(config, guard, standby, folder, len(str(config.workers - 1))) as workers,
     ):
-        for rank in range(config.workers):
-            child = worker_env(config, env, addresses, rank, run_id, number, cores)
-            workers.start(child, addresses[rank])
+        envs = [
+            worker_env(config, env, addresses, rank, run_id, number, cores)
+            for rank in range(config.workers)
+        ]
+        for child, address in zip(envs, addresses, strict=True):
+            workers.start(child, address)
         try:
-            failures = Watch(config, workers).until_the_end()
+            watch = Watch(config, workers, lambda: standby.fill(envs))
+            failures = watch.until_the_end()
             if failures:
                 failures += settle(config, workers, failures)
         except Stopped as stop:
@@ -129,8 +136,11 @@ def _first_of_each(failures: list[Failure]) -> list[Failure]:
 class Watch:
     """Looks at the workers of an attempt until they have ended, or one of them has failed."""
 
-    def __init__(self, config: LaunchConfig, workers: Workers) -> None:
+    def __init__(
+        self, config: LaunchConfig, workers: Workers, when_training: Callable[[], None]
+    ) -> None:
         self._config, self._workers = config, workers
+        self._when_training: Callable[[], None] | None = when_training
         self._stopped_since: dict[int, float] = {}
         self._all_listen = config.workers == 1
         self._first_listened_s: float | None = None
@@ -144,7 +154,15 @@ class Watch:
             failures = failures or self._frozen(running) or self._silent() or self._stalled(running)
             if failures or not running:
                 return failures
+            self._prepare()
             time.sleep(self._config.monitor_interval_s)
+
+    def _prepare(self) -> None:
+        """Prepares for a restart, once all workers train: before, it would slow the start."""
+        told = [worker.told for worker in self._workers.all]
+        if self._when_training and all(t is not None and t.step > 0 for t in told):
+            self._when_training()
+            self._when_training = None
 
     def _frozen(self, running: list[Worker]) -> list[Failure]:
         now = time.monotonic()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,18 +18,23 @@ from typing import IO
 from tfmulti.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
-from tfmulti.launch.shim import STACKS_FILE
+from tfmulti.launch.shim import STACKS_FILE, STANDBY
 from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, Told, read_progress
 
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 
 
+SHIM = (sys.executable, "-m", "tfmulti.launch.shim")
+
+
+def arguments(config: LaunchConfig) -> list[str]:
+    """Returns what the shim is given to run."""
+    return [*(["-m"] if config.module else []), *config.program]
+
+
 def command(config: LaunchConfig) -> list[str]:
     """Returns the command line of a worker."""
-    if not config.python:
-        return list(config.program)
-    module = ["-m"] if config.module else []
-    return [sys.executable, "-m", "tfmulti.launch.shim", *module, *config.program]
+    return [*SHIM, *arguments(config)] if config.python else list(config.program)
 
 
 def worker_env(
@@ -107,11 +114,65 @@ class Worker:
         return ""
 
 
+class Standby:
+    """Processes that have imported TensorFlow already, one for each worker of the next attempt.
+
+    They are made when the workers train with tfmulti, so that TensorFlow is what they need.
+    """
+
+    def __init__(self, config: LaunchConfig, guard: Guard) -> None:
+        self._config, self._guard = config, guard
+        self._spare: dict[int, subprocess.Popen[bytes]] = {}
+
+    def fill(self, envs: Sequence[Mapping[str, str]]) -> None:
+        """Starts what is missing, with the environments that the workers have now."""
+        for rank, env in enumerate(envs):
+            if rank not in self._spare and self._config.standby:
+                self._spare[rank] = _start([*SHIM, STANDBY], env, stdin=subprocess.PIPE)
+                self._guard.add(self._spare[rank].pid)
+
+    def take(self, rank: int, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+        """Returns a process that becomes the worker, or None where none is there."""
+        spare = self._spare.pop(rank, None)
+        if spare is None or spare.poll() is not None:
+            return None
+        assert spare.stdin is not None
+        order = {"env": dict(env), "arguments": arguments(self._config)}
+        try:
+            spare.stdin.write(json.dumps(order).encode() + b"\n")
+            spare.stdin.close()
+        except BrokenPipeError:
+            return None
+        return spare
+
+    def end(self) -> None:
+        """Ends those that were not needed."""
+        for spare in self._spare.values():
+            send(spare.pid, signal.SIGKILL)
+            spare.wait()
+            self._guard.remove(spare.pid)
+        self._spare.clear()
+
+
+def _start(argv: list[str], env: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        argv,
+        env=dict(env),
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
 class Workers:
     """All workers of one attempt. A context: whatever happens, none is left at its end."""
 
-    def __init__(self, config: LaunchConfig, guard: Guard, folder: Path, width: int) -> None:
+    def __init__(
+        self, config: LaunchConfig, guard: Guard, standby: Standby, folder: Path, width: int
+    ) -> None:
         self._config, self._guard, self._folder, self._width = config, guard, folder, width
+        self._standby = standby
         self.all: list[Worker] = []
 
     def __enter__(self) -> Workers:
@@ -134,15 +195,10 @@ class Workers:
             ERROR_FILE: str((folder / "error.json").absolute()),
             STACKS_FILE: str((folder / "stacks.txt").absolute()),
         }
-        process = subprocess.Popen(
-            command(self._config),
-            env=child,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._guard.add(process.pid)
+        process = self._standby.take(rank, child)
+        if process is None:
+            process = _start(command(self._config), child, stdin=subprocess.DEVNULL)
+            self._guard.add(process.pid)
         worker = Worker(rank, process, folder, address)
         self.all.append(worker)
         for name, source, terminal in (
@@ -178,8 +234,6 @@ class Workers:
 
     def end(self, grace_s: float) -> None:
         """Sends SIGTERM to all, waits, and sends SIGKILL to those that are left."""
-        import signal
-
         if grace_s:
             self.signal(signal.SIGTERM)
             self.signal(signal.SIGCONT)  # one that is frozen hears it only then

@@ -1,0 +1,155 @@
+"""Runs of two real workers under the launcher, with faults; what they leave equals the bit.
+
+Each run has several faults, each of which costs a start. `whole` is the run without any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.processes import Finished, Processes, run
+
+LIMIT_S = 240
+LAUNCH = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--shutdown-grace-s", "10"]
+
+
+def argv(folder: Path, schedule: str, *flags: str) -> list[str]:
+    program = ["-m", "tests.support.chaos", str(folder / "out.npz"), str(folder), schedule]
+    return [*LAUNCH, "--log-dir", str(folder / "logs"), *flags, *program]
+
+
+def launched(folder: Path, schedule: str = "", *flags: str) -> Finished:
+    folder.mkdir(exist_ok=True)
+    return run(argv(folder, schedule, *flags), folder / "launcher", limit_s=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    folder = tmp_path_factory.mktemp("whole")
+    done = launched(folder)
+    assert done.returncode == 0, done.stderr
+    return left_in(folder)
+
+
+def left_in(folder: Path) -> dict[str, np.ndarray]:
+    with np.load(folder / "out.npz") as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def assert_as_if_nothing_had_happened(folder: Path, whole: dict[str, np.ndarray]) -> None:
+    found = left_in(folder)
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert found[name].tobytes() == value.tobytes(), name
+
+
+def test_kills_of_any_worker_at_any_time(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    """Worker 0, worker 1, both, in a backup, in the evaluation: five kills in one run."""
+    schedule = "0.0.0.kill 0.4.1.kill 0.v.0.kill 1.1.0.half 1.3.*.kill"
+    done = launched(tmp_path, schedule)
+    assert done.returncode == 0, done.stderr
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+    assert done.stderr.count("[launch] starting all workers again") == 5
+    assert "[launch] worker 1 was killed by SIGKILL" in done.stderr
+    assert not list((tmp_path / "backups").glob(".partial*99*"))
+
+
+def test_errors_freezes_and_notices(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    """An exception, an exit, a frozen worker, a damaged backup, and SIGTERM to one worker."""
+    schedule = "0.1.1.raise 0.3.0.exit 1.0.1.stop 1.4.0.damage 2.2.1.term"
+    done = launched(tmp_path, schedule)
+    assert done.returncode == 0, done.stderr
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+    for words in (
+        "[launch] worker 1 exited with 1 (RuntimeError: the data was on fire) at step 2",
+        'raise RuntimeError("the data was on fire")',
+        "[launch] worker 0 exited with 3 at step 4",
+        "[launch] worker 1 is frozen (SIGSTOP)",
+        "going on from step",
+        "was asked to stop by SIGTERM, and saved what was reached",
+    ):
+        assert words in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_loses_nothing(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    folder = tmp_path / "backups"
+    folder.mkdir()
+    with mounted(folder, "256k"):
+        done = launched(tmp_path, "0.2.0.fill 1.0.0.kill 1.3.0.free 2.0.1.kill")
+        assert done.returncode == 0, done.stderr
+        assert_as_if_nothing_had_happened(tmp_path, whole)
+        assert "No space left on device. Training goes on; the older ones stay" in done.stderr
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, size: str) -> Iterator[None]:
+    """Puts a file system of its own, of that size, in the place of a folder."""
+    options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    subprocess.run(["mount", *options], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_what_cannot_go_on_ends_with_the_cause(tmp_path: Path) -> None:
+    done = launched(tmp_path, "0.0.1.exit 0.1.1.raise 0.1.0.raise", "--max-restarts", "0")
+    assert done.returncode == 3
+    assert "[launch] worker 1 exited with 3 at step 1" in done.stderr
+    assert "[launch] ending with exit code 3" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_launcher_itself_is_ended(
+    tmp_path: Path, whole: dict[str, np.ndarray], number: signal.Signals
+) -> None:
+    """Nothing is left running; the same command goes on."""
+    processes = Processes(tmp_path / "launcher")
+    try:
+        launcher = processes.start(argv(tmp_path, ""))
+        wait_for(lambda: any((tmp_path / "backups").glob("step-*")))
+        children = workers_of(launcher.pid)
+        assert len(children) in (2, 3, 4)  # two workers, and those in readiness for them
+        launcher.send_signal(number)
+        code = launcher.wait(LIMIT_S)
+        assert code == (-9 if number == signal.SIGKILL else 143)
+        wait_for(lambda: not any(map(is_alive, children)), 15)
+    finally:
+        processes.end()
+    done = launched(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+
+
+def wait_for(happened: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def workers_of(launcher: int) -> list[int]:
+    """Returns the processes that the launcher has started, its guard left out."""
+    done = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(launcher)], capture_output=True, text=True
+    )
+    lines = [line.split(None, 1) for line in done.stdout.splitlines()]
+    return [int(pid) for pid, words in lines if "tfmulti.launch.shim" in words]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -1,0 +1,159 @@
+"""A training program in which faults happen at given places, each once.
+
+    python -m tests.support.chaos OUT.npz FOLDER 'EPOCH.STEP.WORKER.ACTION …'
+
+A user's script with `Backup`, run by the launcher. STEP counts from 0 within the epoch and means
+its end, or `v` the first validation batch of the epoch; WORKER `*` is each of them. Actions:
+
+- kill, exit, raise, term, stop: of this process (SIGKILL, exit code 3, an exception, SIGTERM to
+  itself, SIGSTOP);
+- half: SIGKILL in the midst of writing the next backup;
+- damage: a bit of the newest backup is turned, then SIGKILL;
+- fill, free: the file system of the backups is filled to the last byte, and emptied again.
+
+The chief leaves weights, optimizer, history and the validation's results in OUT.npz.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from tfmulti import Backup, make_strategy, prepare
+from tfmulti.backup import Backups
+from tfmulti.strategies import placement_of
+
+EPOCHS, ROWS, BATCH = 3, 67, 12  # six steps an epoch, the last one of seven rows
+EVERY_STEPS = 2
+
+
+class Chaos(keras.callbacks.Callback):
+    """Does what the schedule says, each entry once over all attempts."""
+
+    def __init__(self, folder: Path, schedule: str, rank: int) -> None:
+        super().__init__()
+        self._folder, self._rank = folder, rank
+        self._schedule = [tuple(entry.split(".")) for entry in schedule.split()]
+        self._epoch = 0
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._at(str(batch))
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 0:
+            self._at("v")
+
+    def _at(self, step: str) -> None:
+        for number, (epoch, at, worker, action) in enumerate(self._schedule):
+            if (int(epoch), at) == (self._epoch, step) and worker in ("*", str(self._rank)):
+                mark = self._folder / f"done-{number}-{self._rank}"
+                if not mark.exists():
+                    mark.touch()
+                    getattr(self, f"_{action}")()
+
+    def _kill(self) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def _exit(self) -> NoReturn:
+        os._exit(3)
+
+    def _raise(self) -> NoReturn:
+        raise RuntimeError("the data was on fire")
+
+    def _term(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _half(self) -> None:
+        def write(backups: Backups, record: Any) -> NoReturn:
+            (backups.folder / ".partial-1-step-000000099.npz").write_bytes(b"half of it")
+            self._kill()
+
+        Backups.write = write  # type: ignore[method-assign,assignment]
+
+    def _damage(self) -> None:
+        newest = Backups(self._folder / "backups").files()[0]
+        data = bytearray(newest.read_bytes())
+        data[len(data) // 2] ^= 1
+        newest.write_bytes(data)
+        self._kill()
+
+    def _fill(self) -> None:
+        with open(self._folder / "backups" / "filler", "wb", buffering=0) as file:
+            try:
+                while file.write(b"x" * 512):
+                    pass
+            except OSError:
+                pass
+
+    def _free(self) -> None:
+        (self._folder / "backups" / "filler").unlink()
+
+
+def main(out: str, folder: str, schedule: str = "") -> None:
+    strategy = make_strategy()
+    place = placement_of(strategy)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((ROWS, 8)).astype(np.float32)
+    y = rng.integers(0, 3, ROWS)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(16, "relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(3, "softmax"),
+            ]
+        )
+        prepare(model, seed=3, sync_batch_norm=False)
+        model.compile(
+            keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"]
+        )
+    c = keras.callbacks
+    callbacks = [
+        c.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=1.0),
+        c.EarlyStopping("loss", patience=9, restore_best_weights=True),
+        Backup(f"{folder}/backups", every_steps=EVERY_STEPS, every_s=None),
+        Chaos(Path(folder), schedule, place.rank),
+    ]
+    history = model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        validation_data=(x[:20], y[:20]),
+        callbacks=callbacks,
+        verbose=2 if place.is_chief else 0,
+    ).history
+    if place.is_chief:
+        left = {f"history/{name}": np.array(values) for name, values in history.items()}
+        left |= {f"weight/{i}": weight for i, weight in enumerate(model.get_weights())}
+        left |= {
+            f"slot/{i}": keras.ops.convert_to_numpy(v)
+            for i, v in enumerate(model.optimizer.variables)
+        }
+        np.savez(out, **left)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,266 @@
+"""The launcher without a worker: its decisions, its command line, its small parts."""
+
+from __future__ import annotations
+
+import io
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tfmulti.errors import ConfigError
+from tfmulti.launch import addresses, policy
+from tfmulti.launch.config import LaunchConfig, parse
+from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, Stop, next_action
+from tfmulti.launch.workers import command, copy_lines, worker_env
+from tfmulti.launched import Teller, Told, read_error, read_progress, write_error
+
+CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
+
+
+def failed(code: int = 1, step: int | None = None) -> Attempt:
+    return Attempt((Failure(0, "", code, 0.0),), step)
+
+
+def test_a_job_that_is_done_stops() -> None:
+    assert next_action(Attempt((), 100), Budget(3)) == Stop(0)
+
+
+@pytest.mark.parametrize("code", [2, 130])
+def test_mistakes_and_interrupts_are_not_tried_again(code: int) -> None:
+    action = next_action(failed(code), Budget(3))
+    assert isinstance(action, Stop)
+    assert action.exit_code == code
+
+
+def test_restarts_without_progress_wait_longer_and_end() -> None:
+    budget, delays = Budget(6), []
+    while isinstance(action := next_action(failed(137), budget), Restart):
+        delays.append(action.delay_s)
+        budget = action.budget
+    assert delays == [0, 1, 2, 4, 8, 16]
+    assert action == Stop(137, "6 restarts without progress are used up (--max-restarts 6)")
+
+
+def test_a_run_that_moves_on_never_ends() -> None:
+    budget = Budget(1)
+    for step in range(50):
+        action = next_action(failed(step=step), budget)
+        assert isinstance(action, Restart)
+        assert (action.delay_s, action.budget.furthest) == (0.0, step)
+        budget = action.budget
+
+
+def test_no_restart_is_asked_for() -> None:
+    assert next_action(failed(), Budget(0)) == Stop(1, "")
+
+
+def test_the_cause_is_what_was_first() -> None:
+    late = Failure(0, "", 1, found_s=9.0)
+    assert Attempt((late, CRASH)).cause == CRASH
+
+
+def test_workers_that_end_no_step_are_seen() -> None:
+    times = [(100.0, 0.1), (80.0, 0.1), (80.0, 9.0), (float("inf"), 0.0)]
+    assert policy.stalled(times, now_s=110.0, timeout_s=15) == [1]
+
+
+PROGRAM = ["-m", "tfmulti.fit", "--epochs", "3"]
+
+
+def test_the_command_line_is_torchruns() -> None:
+    words = ["--nproc_per_node=2", "--max-restarts", "5", "--log_dir", "l", "--tee", "1"]
+    config = parse([*words, "--redirects", "2", *PROGRAM], "", {})
+    assert config.program == ("tfmulti.fit", "--epochs", "3")
+    assert (config.module, config.workers, config.max_restarts) == (True, 2, 5)
+    assert (config.log_dir, config.terminal, config.files) == (
+        Path("l"),
+        ("stdout",),
+        ("stdout", "stderr"),
+    )
+    script = parse(["--nproc-per-node", "2", "train.py", "--nproc-per-node", "9"], "", {})
+    assert (script.program, script.module) == (("train.py", "--nproc-per-node", "9"), False)
+
+
+@pytest.mark.parametrize("flags", [["--run_dir", "r/a"], ["--run_dir=r/a"]])
+def test_logs_stand_in_the_run_directory(flags: list[str]) -> None:
+    assert parse(["-m", "tfmulti.fit", *flags], "", {}).log_dir == Path("r/a/logs")
+    assert parse(["train.py"], "", {}).log_dir == Path("logs")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "no program was given"),
+        (["--nproc-per-nod", "2", "x.py"], "did you mean 'nproc-per-node'"),
+        (["--nproc-per-node", "0", "x.py"], "must be a whole number from 1"),
+        (["--nproc-per-node", "gpu", "x.py"], "has no GPU that a program may see"),
+        (["--max-restarts", "-1", "x.py"], "must be a whole number from 0"),
+        (["--monitor-interval", "soon", "x.py"], "must be a number of seconds"),
+        (["--stall-timeout-s", "inf", "x.py"], "must be a number of seconds"),
+        (["--tee", "4", "x.py"], "1 (stdout), 2 (stderr) or 3 (both)"),
+        (["--log-dir"], "expected one argument"),
+    ],
+)
+def test_mistakes_on_the_command_line(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv, "", {})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"), [(3, "more than the 2 GPUs"), (4, "more than the 2 GPUs")]
+)
+def test_more_workers_than_gpus(workers: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LaunchConfig(program=("x",), workers=workers, gpus=("0", "1"))
+
+
+def test_gpus_that_cannot_be_shared_evenly() -> None:
+    with pytest.raises(ConfigError, match="cannot be shared evenly"):
+        LaunchConfig(program=("x",), workers=2, gpus=("0", "1", "2"))
+
+
+def test_each_worker_gets_its_place_and_its_devices() -> None:
+    config = LaunchConfig(program=("x",), workers=2, gpus=("4", "5", "6", "7"))
+    env = {"PATH": "p", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    child = worker_env(config, env, ["a:1", "b:2"], 1, "job", 3, cores=8)
+    assert child["TF_CONFIG"] == (
+        '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
+    )
+    wanted = {
+        "PATH": "p",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "TFMULTI_RUN_ID": "job",
+        "TFMULTI_ATTEMPT": "3",
+        "CUDA_VISIBLE_DEVICES": "6,7",
+    }
+    assert {name: child[name] for name in wanted} == wanted
+    assert env == {"PATH": "p", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+
+
+def test_cores_are_shared_unless_the_user_says_otherwise() -> None:
+    config = LaunchConfig(program=("x",), workers=3)
+    child = worker_env(config, {"OMP_NUM_THREADS": "7"}, ["a:1"] * 1 + ["b:1", "c:1"], 0, "", 0, 8)
+    assert (child["TF_NUM_INTRAOP_THREADS"], child["OMP_NUM_THREADS"]) == ("2", "7")
+
+
+def test_commands() -> None:
+    shim = [sys.executable, "-m", "tfmulti.launch.shim"]
+    assert command(LaunchConfig(program=("a.py", "-x"))) == [*shim, "a.py", "-x"]
+    assert command(LaunchConfig(program=("m", "-x"), module=True)) == [*shim, "-m", "m", "-x"]
+    assert command(LaunchConfig(program=("echo", "-x"), python=False)) == ["echo", "-x"]
+
+
+def test_addresses_are_nobody_elses_until_a_server_listens() -> None:
+    with addresses.reserved(2) as (first, second):
+        assert addresses.silent([first, second]) == [0, 1]
+        port = int(first.rpartition(":")[2])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.socket() as server:  # as gRPC does
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            assert addresses.silent([first, second]) == [1]
+
+
+def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    source = io.BytesIO("one\r\n1/2\r2/2\nüber".encode())
+    copy_lines(source, tmp_path / "log", terminal, "[worker 3] ")
+    assert (tmp_path / "log").read_bytes() == "one\r\n1/2\r2/2\nüber".encode()
+    assert terminal.getvalue() == "[worker 3] one\n[worker 3] 2/2\n[worker 3] über\n"
+
+
+def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
+    times = iter([10.0, 13.0, 13.5, 20.0])
+    path = tmp_path / "progress"
+    assert read_progress(path) is None
+    teller = Teller(str(path), lambda: next(times))
+    teller.begin()
+    assert read_progress(path) == Told(0, "busy", 10.0, 0.0)
+    teller.step(7)
+    teller.step(8)
+    assert read_progress(path) == Told(8, "training", 13.5, 3.0)
+    teller.busy()
+    assert read_progress(path) == Told(8, "busy", 20.0, 3.0)
+
+
+def test_errors_are_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    assert read_error(path) is None
+    try:
+        raise KeyError("weights")
+    except KeyError as error:
+        write_error(path, error, rank=2)
+    found = read_error(path)
+    assert found is not None
+    assert (found["type"], found["message"], found["rank"]) == ("KeyError", "'weights'", 2)
+    assert 'raise KeyError("weights")' in found["traceback"]
+    path.write_text('{"message"')
+    assert read_error(path) is None
+
+
+GUARDED = """
+    import subprocess, sys, time
+    from tfmulti.launch.guard import Guard
+
+    guard = Guard(grace_s=0.3)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    wait = "import time; print(1, flush=True); time.sleep(60)"
+    for code in (wait, deaf + wait):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+        )
+        child.stdout.readline()
+        guard.add(child.pid)
+        print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_no_worker_outlives_a_launcher_that_is_killed() -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(GUARDED)], stdout=subprocess.PIPE
+    )
+    assert launcher.stdout is not None
+    children = [int(launcher.stdout.readline()) for _ in range(2)]
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    launcher.stdout.close()
+    deadline = time.monotonic() + 5
+    while any(is_alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in children)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_the_launcher_starts_without_tensorflow(tmp_path: Path) -> None:
+    code = "import sys; import tfmulti.launch.__main__; print(sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert not {"'tensorflow'", "'keras'", "'numpy'"} & set(done.stdout.strip("[]\n").split(", "))
+
+
+@pytest.mark.parametrize(("signal_number", "code"), [(9, 137), (15, 143)])
+def test_what_an_exit_says(signal_number: int, code: int) -> None:
+    words, found = policy.words_of_exit(-signal_number)
+    assert found == code
+    assert signal.Signals(signal_number).name in words
