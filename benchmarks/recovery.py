@@ -1,0 +1,122 @@
+"""How long a job of two workers stands still when one is killed, beside torchrun.
+
+    python -m benchmarks.recovery [--rounds 3] [--torch PYTHON_WITH_TORCH]
+
+SIGKILLs worker 1 of a small network's training, the sides in turns, and writes the medians to
+benchmarks/results/recovery.json: seconds from the signal to the first step that ends after it in
+the restarted job, and the steps that are trained again. PyTorch's CPU build is needed for its
+side; without it, it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results" / "recovery.json"
+STEPS, EVERY, KILL_AFTER_S, LIMIT_S = 3000, 20, 8.0, 90.0
+
+
+def commands(torch: str | None) -> dict[str, list[str]]:
+    """Returns each side's command, without its arguments."""
+    peers = ROOT / "benchmarks" / "peers"
+    launch = [sys.executable, "-m", "tfmulti.launch", "--nproc-per-node", "2"]
+    sides = {
+        "tfmulti": [*launch, str(peers / "recovery_tfmulti.py")],
+        "tfmulti --no-standby": [*launch, "--no-standby", str(peers / "recovery_tfmulti.py")],
+    }
+    if torch:
+        run = [torch, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        sides["torchrun"] = [
+            *run,
+            "--standalone",
+            "--max-restarts",
+            "3",
+            str(peers / "recovery_torch.py"),
+        ]
+    return sides
+
+
+def told(folder: Path) -> list[tuple[int, float]]:
+    """Returns the steps that worker 0 has ended, and when."""
+    lines = (folder / "steps-0").read_text().splitlines() if (folder / "steps-0").exists() else []
+    return [(int(line.split()[0]), float(line.split()[1])) for line in lines if " " in line]
+
+
+def one_round(command: list[str]) -> tuple[float, int]:
+    """Returns the seconds until training goes on after a kill, and the steps done twice."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {**os.environ, **quiet, "PYTHONPATH": str(ROOT)}
+        argv = [*command, str(folder), str(STEPS), str(EVERY)]
+        with open(folder / "output", "wb") as output:
+            job = subprocess.Popen(
+                argv, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True
+            )
+        try:
+            wait_for(lambda: len(told(folder)) > EVERY, job, folder)
+            time.sleep(KILL_AFTER_S)  # what waits in readiness is ready by then
+            killed_s = time.monotonic()
+            os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+            time.sleep(0.3)
+            before = [step for step, ended_s in told(folder) if ended_s <= killed_s + 0.3]
+            wait_for(lambda: told(folder)[-1][1] > killed_s + 0.3, job, folder)
+            first = next(entry for entry in told(folder) if entry[1] > killed_s + 0.3)
+            return first[1] - killed_s, before[-1] - first[0] + 1
+        finally:
+            job.send_signal(signal.SIGTERM)
+            try:
+                job.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
+
+
+def wait_for(happened: object, job: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    assert callable(happened)
+    while not happened():
+        if time.monotonic() > deadline or job.poll() is not None:
+            raise SystemExit((folder / "output").read_text()[-3000:])
+        time.sleep(0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--torch", help="a Python that has PyTorch")
+    given = parser.parse_args()
+    found: dict[str, list[tuple[float, int]]] = {}
+    for number in range(given.rounds):
+        for name, command in commands(given.torch).items():
+            found.setdefault(name, []).append(one_round(command))
+            seconds, lost = found[name][-1]
+            print(
+                f"round {number + 1}  {name:<22} {seconds:6.2f} s, {lost} steps again", flush=True
+            )
+    results = {
+        "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
+        "a backup every": f"{EVERY} steps",
+        "sides": {
+            name: {
+                "seconds": round(statistics.median(s for s, _ in rounds), 2),
+                "steps_again": statistics.median(n for _, n in rounds),
+            }
+            for name, rounds in found.items()
+        },
+    }
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
