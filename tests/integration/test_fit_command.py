@@ -28,6 +28,7 @@ from tests.support.processes import (
     run_workers,
     tf_config,
 )
+from tfmulti.launched import read_progress
 
 FIT = ["-m", "tfmulti.fit"]
 LIMIT_S = 120
@@ -149,6 +150,57 @@ def test_config_json_starts_the_same_run_again(first: tuple[Path, Finished]) -> 
     again, before = report_of(folder, "b"), report_of(folder, "a")
     assert again["weights_sha256"] == before["weights_sha256"]
     assert again["history"] == before["history"]
+
+
+def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Returns TensorBoard's scalars by part and name, the times of things left out."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    found = {}
+    for part in ("train", "validation"):
+        events = EventAccumulator(str(folder / "tensorboard" / part), {"tensors": 0})
+        events.Reload()
+        for tag in events.Tags()["tensors"]:
+            if "throughput" not in tag:
+                values = events.Tensors(tag)
+                found[f"{part} {tag}"] = [
+                    (v.step, float(tensor_util.make_ndarray(v.tensor_proto))) for v in values
+                ]
+    return found
+
+
+def test_a_run_killed_at_any_time_ends_like_the_one_that_was_not(
+    first: tuple[Path, Finished], tmp_path: Path
+) -> None:
+    """SIGKILL within the third epoch, in the sixth, and while the resumed one starts."""
+    folder, _ = first
+    argv = [*FIT, "--run_dir", str(tmp_path / "r"), "--backup_every_steps", "7", "--verbose", "0"]
+    with processes(tmp_path / "logs") as group:
+        for number, until in enumerate((45, 100, 0)):
+            progress = tmp_path / f"progress-{number}"
+            process = group.start(argv, {"TFMULTI_PROGRESS_FILE": str(progress)})
+            wait_for_step(progress, until)
+            process.kill()
+            process.wait()
+        whole = tmp_path / "r" / "backups"
+        assert len([path for path in whole.iterdir() if path.name.startswith("step-")]) == 2
+    done = run(argv, tmp_path / "last", limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    mine, its = tmp_path / "r", folder / "a"
+    assert (mine / "history.csv").read_text() == (its / "history.csv").read_text()
+    left, right = (json.loads((at / "report.json").read_text()) for at in (mine, its))
+    for name in ("weights_sha256", "history", "metrics", "steps", "examples", "epochs"):
+        assert left[name] == right[name]
+    assert scalars_of(mine) == scalars_of(its)
+    assert list(mine.glob(".partial*")) == []
+
+
+def wait_for_step(progress: Path, step: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while (told := read_progress(progress)) is None or told.step < step:
+        assert time.monotonic() < deadline, "no such step in time"
+        time.sleep(0.005)
 
 
 def test_the_same_command_again_has_nothing_left_to_do(first: tuple[Path, Finished]) -> None:

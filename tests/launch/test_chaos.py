@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.comparing import largest_difference
 from tests.support.processes import Finished, Processes, run
 
 LIMIT_S = 240
@@ -107,6 +108,15 @@ def test_what_cannot_go_on_ends_with_the_cause(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "[launch] worker 1 exited with 3 at step 1" in done.stderr
     assert "[launch] ending with exit code 3" in done.stderr
+
+
+def test_one_worker_goes_on_where_two_stopped(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    """In the midst of an epoch: the metrics' parts of two replicas become one."""
+    done = launched(tmp_path, "1.2.1.exit", "--max-restarts", "0")
+    assert done.returncode == 3
+    done = launched(tmp_path, "", "--nproc-per-node", "1")
+    assert done.returncode == 0, done.stderr
+    assert largest_difference(left_in(tmp_path), whole) <= 1e-6
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -8,7 +8,7 @@ its end, or `v` the first validation batch of the epoch; WORKER `*` is each of t
 - kill, exit, raise, term, stop: of this process (SIGKILL, exit code 3, an exception, SIGTERM to
   itself, SIGSTOP);
 - half: SIGKILL in the midst of writing the next backup;
-- damage: a bit of the newest backup is turned, then SIGKILL;
+- damage: some bytes of the newest backup are changed, then SIGKILL;
 - fill, free: the file system of the backups is filled to the last byte, and emptied again.
 
 The chief leaves weights, optimizer, history and the validation's results in OUT.npz.
@@ -92,7 +92,8 @@ class Chaos(keras.callbacks.Callback):
     def _damage(self) -> None:
         newest = Backups(self._folder / "backups").files()[0]
         data = bytearray(newest.read_bytes())
-        data[len(data) // 2] ^= 1
+        for place in range(len(data) // 2, len(data) // 2 + 64):
+            data[place] ^= 1  # some single bytes of the format nobody reads
         newest.write_bytes(data)
         self._kill()
 
@@ -125,7 +126,7 @@ def main(out: str, folder: str, schedule: str = "") -> None:
                 keras.layers.Dense(3, "softmax"),
             ]
         )
-        prepare(model, seed=3, sync_batch_norm=False)
+        prepare(model, seed=3)
         model.compile(
             keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"]
         )

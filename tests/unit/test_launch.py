@@ -63,6 +63,9 @@ def test_no_restart_is_asked_for() -> None:
 def test_the_cause_is_what_was_first() -> None:
     late = Failure(0, "", 1, found_s=9.0)
     assert Attempt((late, CRASH)).cause == CRASH
+    early = Failure(2, "lost another worker", 1, found_s=1.0, follows=True)
+    assert Attempt((early, late, CRASH)).cause == CRASH
+    assert Attempt((early,)).cause == early
 
 
 def test_workers_that_end_no_step_are_seen() -> None:

@@ -21,7 +21,8 @@ class Failure:
     """Why one worker did not end well.
 
     `exit_code` is its own, or 128 + the number of the signal that ended it. `found_s` is when
-    it was noticed (or written down by the worker itself), in seconds of one clock for all.
+    it was noticed (or written down by the worker itself), in seconds of one clock for all. It
+    `follows` from another one where it says that another worker was lost.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Failure:
     step: int | None = None
     traceback: str = ""
     last_line: str = ""
+    follows: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Attempt:
 
     @property
     def cause(self) -> Failure:
-        """The earliest failure: the others follow from it."""
-        return min(self.failures, key=lambda failure: failure.found_s)
+        """The earliest failure that does not follow from another one."""
+        return min(self.failures, key=lambda failure: (failure.follows, failure.found_s))
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,10 @@ def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
         )
     delay = 0.0 if used == 0 else min(FIRST_DELAY_S * 2 ** (used - 1), LONGEST_DELAY_S)
     return Restart(delay, Budget(budget.max_restarts, used + 1, furthest))
+
+
+# What TensorFlow raises in a worker whose peer is gone.
+LOST_A_WORKER = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 
 
 def words_of_exit(returncode: int) -> tuple[str, int]:

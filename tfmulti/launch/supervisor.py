@@ -232,23 +232,33 @@ def exit_of(worker: Worker) -> Failure | None:
     found_s = worker.exited_s or time.monotonic()
     if written is None:
         return failure(worker, what, exit_code, found_s)
-    lines = str(written["message"]).strip().splitlines()
+    follows = written["type"] in policy.LOST_A_WORKER
+    lines = str(written["message"]).strip().splitlines() or [""]
     message = lines[-1 if lines[0].startswith("in user code") else 0].strip()[:300]
     return failure(
         worker,
-        f"{what} ({written['type']}: {message})",
+        f"{what} ({written['type']}: {'another worker was lost' if follows else message})",
         exit_code,
         min(found_s, float(written["time_s"])),
         str(written["traceback"]),
+        follows=follows,
     )
 
 
 def failure(
-    worker: Worker, what: str, exit_code: int, found_s: float, traceback: str = ""
+    worker: Worker,
+    what: str,
+    exit_code: int,
+    found_s: float,
+    traceback: str = "",
+    *,
+    follows: bool = False,
 ) -> Failure:
     told = worker.told
     step = told.step if told else None
-    return Failure(worker.rank, what, exit_code, found_s, step, traceback, worker.last_line())
+    return Failure(
+        worker.rank, what, exit_code, found_s, step, traceback, worker.last_line(), follows
+    )
 
 
 def show_stacks(running: list[Worker]) -> None:

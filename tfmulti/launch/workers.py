@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tfmulti.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
@@ -82,6 +82,7 @@ class Worker:
     address: str
     readers: list[threading.Thread] = field(default_factory=list)
     exited_s: float | None = None
+    silent_s: list[float] = field(default_factory=lambda: [float("inf")])  # its output's end
 
     @property
     def told(self) -> Told | None:
@@ -210,7 +211,7 @@ class Workers:
             log = folder / f"{name}.log" if name in self._config.files else None
             prefix = f"[worker {rank:>{self._width}}] "
             reader = threading.Thread(
-                target=copy_lines, args=(source, log, shown, prefix), daemon=True
+                target=_read, args=(worker, source, log, shown, prefix), daemon=True
             )
             reader.start()
             worker.readers.append(reader)
@@ -223,7 +224,7 @@ class Workers:
             if worker.process.poll() is None:
                 running.append(worker)
             elif worker.exited_s is None:
-                worker.exited_s = time.monotonic()
+                worker.exited_s = min(time.monotonic(), *worker.silent_s)
                 self._guard.remove(worker.process.pid)
         return running
 
@@ -245,6 +246,11 @@ class Workers:
         for worker in self.all:
             worker.process.wait()
         self.running()
+
+
+def _read(worker: Worker, source: IO[bytes], *rest: Any) -> None:
+    copy_lines(source, *rest)
+    worker.silent_s.append(time.monotonic())  # its end, nearer than the next look at it
 
 
 def copy_lines(source: IO[bytes], log: Path | None, terminal: IO[str] | None, prefix: str) -> None:

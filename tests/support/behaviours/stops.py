@@ -1,0 +1,197 @@
+"""Runs that are stopped at a step and go on from their backup, against one that was not."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tests.support.behaviours.common import X, Y, behaviour, here, model
+from tfmulti import Backup
+
+EPOCHS, BATCH, ROWS = 3, 24, 61  # 24, 24, 13
+
+
+class Stopped(Exception):
+    """In place of SIGKILL: everything of the fit is thrown away."""
+
+
+class StopsAt(keras.callbacks.Callback):
+    """Stops after so many steps of this start, or in the evaluation after them."""
+
+    def __init__(self, steps: int, in_evaluation: bool = False) -> None:
+        super().__init__()
+        self._left, self._in_evaluation = steps, in_evaluation
+
+    def get_state(self) -> Any:
+        return {}
+
+    def set_state(self, state: Any) -> None:
+        pass
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if self._left == 0 and not self._in_evaluation:
+            raise Stopped
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._left <= 0 and self._in_evaluation:
+            raise Stopped
+
+
+class Counts(keras.callbacks.Callback):
+    """A callback of the user's own, whose state is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(float(logs["loss"]))
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(BATCH * index, BATCH * (index + 1))
+        return X[:ROWS][rows], Y[:ROWS][rows]
+
+
+def _slices() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X[:ROWS], Y[:ROWS])).shuffle(ROWS, seed=3)
+
+
+def _generated() -> Any:
+    for start in itertools.cycle(range(0, ROWS, BATCH)):
+        yield X[:ROWS][start : start + BATCH], Y[:ROWS][start : start + BATCH]
+
+
+FEEDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "arrays": lambda: {"x": X[:ROWS], "y": Y[:ROWS], "batch_size": BATCH},
+    "Dataset": lambda: {"x": _slices().batch(BATCH)},
+    "Dataset of unknown length": lambda: {"x": _slices().batch(BATCH).filter(lambda *_: True)},
+    "repeated Dataset": lambda: {"x": _slices().repeat().batch(BATCH), "steps_per_epoch": 3},
+    "PyDataset": lambda: {"x": Batches()},
+    "generator": lambda: {"x": _generated(), "steps_per_epoch": 3},
+}
+
+
+def _run(
+    feed: Callable[[], dict[str, Any]],
+    folder: Path | None,
+    stop: StopsAt | None,
+    steps_per_execution: int = 1,
+) -> Any:
+    """Returns what a fit leaves, or None where it was stopped."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        mask, norm = keras.layers.Dropout(0.3), keras.layers.BatchNormalization()
+        adam = keras.optimizers.Adam(0.05)
+    made = model(
+        mask,
+        norm,
+        prepared={"seed": 4, "sync_batch_norm": False},
+        optimizer=adam,
+        steps_per_execution=steps_per_execution,
+    )
+    c, counts = keras.callbacks, Counts()
+    best = c.EarlyStopping("loss", patience=1, restore_best_weights=True)
+    callbacks = [
+        c.LearningRateScheduler(lambda _, rate: 0.9 * rate),
+        c.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=0.05),
+        best,
+        counts,
+    ]
+    if folder is not None:
+        callbacks.append(Backup(folder, every_steps=2, every_s=None))
+    if stop is not None:
+        callbacks.append(stop)
+    try:
+        history = made.fit(
+            **feed(),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=callbacks,
+            validation_data=(X[60:], Y[60:]),
+            validation_batch_size=20,
+        ).history
+    except Stopped:
+        return None
+    values = [keras.ops.convert_to_numpy(v) for v in (*made.weights, *adam.variables)]
+    digest = hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
+    return [history, counts.losses, digest, float(best.best), int(best.wait)]
+
+
+def _stopped(
+    feed: Callable[[], dict[str, Any]], stops: list[StopsAt], steps_per_execution: int = 1
+) -> bool:
+    whole = _run(feed, None, None, steps_per_execution)
+    with tempfile.TemporaryDirectory() as name:
+        for stop in stops:
+            assert _run(feed, Path(name), stop, steps_per_execution) is None
+        return bool(_run(feed, Path(name), None, steps_per_execution) == whole)
+
+
+EVERYWHERE = ("arrays", "Dataset of unknown length")  # the others: on one device, for the time
+
+
+def _behaviour(name: str, feed: Callable[[], dict[str, Any]]) -> None:
+    def stopped_within_epochs() -> bool | None:
+        """Once after three steps, then after four more."""
+        if here.place.replicas > 1 and name not in EVERYWHERE:
+            return None
+        return _stopped(feed, [StopsAt(3), StopsAt(4)])
+
+    stopped_within_epochs.__name__ = f"stopped: {name}"
+    behaviour(stopped_within_epochs)
+
+
+for _name, _feed in FEEDS.items():
+    _behaviour(_name, _feed)
+
+
+@behaviour
+def stopped_in_the_evaluation() -> bool:
+    return _stopped(FEEDS["arrays"], [StopsAt(3, in_evaluation=True)])
+
+
+@behaviour
+def stopped_between_executions() -> bool:
+    return _stopped(FEEDS["arrays"], [StopsAt(3)], steps_per_execution=2)
+
+
+@behaviour
+def resumed_otherwise() -> Any:
+    """Returns what is said when the run that should go on is another one."""
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "b"
+        _run(FEEDS["arrays"], folder, StopsAt(4))
+
+        def try_again(**changed: Any) -> None:
+            options = {"units": 8, "seed": 4, "rows": ROWS, "resume": "auto", **changed}
+            with here.strategy.scope():
+                extra = keras.layers.Dense(options["units"])
+            made = model(extra, prepared={"seed": options["seed"]})
+            rows = options["rows"]
+            backup = Backup(options.get("folder", folder), resume=options["resume"])
+            try:
+                made.fit(X[:rows], Y[:rows], batch_size=BATCH, verbose=0, callbacks=[backup])
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+
+        try_again()
+        try_again(seed=5)
+        try_again(rows=60)
+        try_again(resume="never")
+        try_again(resume="must", folder=Path(name) / "nothing")
+    return said
