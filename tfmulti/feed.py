@@ -155,7 +155,7 @@ class DatasetFeed:
 
     def begin_after(self, passes: int) -> None:
         for _ in range(passes):
-            next(self.iterate(0), None)  # a shuffle draws its seed with the first batch
+            self.iterate(0)  # an iterator draws the seed of its shuffle when it is made
             self.end_epoch()
 
 

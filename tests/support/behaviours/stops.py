@@ -107,7 +107,7 @@ def _run(
     best = c.EarlyStopping("loss", patience=1, restore_best_weights=True)
     callbacks = [
         c.LearningRateScheduler(lambda _, rate: 0.9 * rate),
-        c.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=0.05),
+        c.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=1.0),
         best,
         counts,
     ]
