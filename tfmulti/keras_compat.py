@@ -12,7 +12,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | `add_loss` of a vector | `Trainer._aggregate_additional_loss` | keras#20585 | the same |
 | losses of outputs | `Trainer._compile_loss.metrics` | none | they count rows, not batches |
 | metrics of one number a batch | `MeanMetricWrapper._fn`, and `Mean.update_state` | none | a metric can be told what it is computed from |
-| random numbers | `backend.tensorflow.random.*`, `_cast_seed` | none | replicas have different masks |
+| random numbers | `backend.tensorflow.random.*`, `_cast_seed`, `draw_seed`, `global_seed_generator` | none | replicas have different masks |
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
 | layers that mix rows | public: `MixUp.call`, `CutMix.call` | none | they know of shares |

@@ -5,7 +5,9 @@ When one fails after an upgrade, look whether `keras_compat` can lose that funct
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -159,3 +161,20 @@ def test_backup_and_restore_still_speaks_through_a_private_name() -> None:
     assert keras_compat.initial_epoch_of(model, 2) == 2
     model._initial_epoch = 5
     assert keras_compat.initial_epoch_of(model, 2) == 5
+
+
+def test_tensorboard_still_has_no_flush_of_its_own(tmp_path: Path) -> None:
+    """The reason for `flush_tensorboard`."""
+    callback = keras.callbacks.TensorBoard(str(tmp_path))
+    assert not hasattr(callback, "flush")
+    keras_compat.flush_tensorboard(callback)
+
+
+def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
+    """The reason for `share_global_seed`: replicas are traced in threads of their own."""
+    found = [keras_compat.global_seed_generator()]
+    thread = threading.Thread(target=lambda: found.append(keras_compat.global_seed_generator()))
+    thread.start()
+    thread.join()
+    assert found[0] is keras_compat.global_seed_generator()
+    assert found[0] is not found[1]
