@@ -88,7 +88,9 @@ def from_bytes(data: bytes) -> Record:
                 if hashlib.sha256(blob).hexdigest() != digest:
                     raise DamagedBackup(f"array {number} has changed since it was written")
                 arrays.append(np.load(io.BytesIO(blob), allow_pickle=False))
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError) as error:
+    except DamagedBackup:
+        raise
+    except Exception as error:  # zip and npy have many ways to be broken
         raise DamagedBackup(f"it is cut off or damaged ({error})") from None
     return Record(head["step"], _with_arrays(head["tree"], arrays))
 
@@ -124,8 +126,9 @@ class Backups:
             partial.write_bytes(data)
             if partial.read_bytes() != data:
                 raise DamagedBackup(f"{path} does not hold what was written to it")
-        for old in self.files()[self._keep :]:
-            old.unlink()
+        newer = [old for old in self.files() if _step_of(old) > record.step]
+        for old in [*newer, *self.files()[len(newer) + self._keep :]]:
+            old.unlink()  # newer ones were damaged, so that the run went on from before them
         remove_partial(self.folder)
         return path
 

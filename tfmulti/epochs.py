@@ -74,7 +74,8 @@ def train(model: keras.Model, training: Training) -> Logs:
     at = resumed or Progress(keras_compat.initial_epoch_of(model, training.initial_epoch))
     logs, iterator = dict(at.logs), None
     teller().begin()
-    if keeper is not None and resumed and not at.step:
+    trained = False
+    if keeper is not None and resumed and (not at.step or at.epoch >= training.epochs):
         keeper.restore()
     while at.epoch < training.epochs and not at.is_over:
         if at.step:
@@ -87,8 +88,10 @@ def train(model: keras.Model, training: Training) -> Logs:
         if iterator is None:
             iterator = training.feed.iterate(_first_step(training, at), at.batches)
             at.goes_on = True
+        if keeper is not None and resumed:
+            keeper.restore_random_states()  # last: a feed that is replayed may draw
+        resumed, trained = None, True
         ended = _epoch(model, iterator, training, at)
-        teller().busy()
         training.feed.end_epoch()
         logs = dict(at.logs)
         if training.validates(at.epoch) and state.stopped_by is None:
@@ -109,7 +112,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         if _stops(model, wish, vote(_votes(model, wish)) if vote else None):
             at.is_over = state.stopped_by is None
             break
-    if keeper is not None:
+    if keeper is not None and trained:
         keeper.keep(at, wait=True)
     return logs
 
@@ -147,6 +150,7 @@ def _epoch(model: keras.Model, iterator: Any, training: Training, at: Progress) 
         training.callbacks.on_train_batch_begin(first)
         count, wish = last - first + 1, bool(model.stop_training)
         due = keeper is not None and keeper.wants(count)
+        teller().works()
         outcome = run(model, model.train_function, source, count, wish, due)
         state.steps += count
         state.examples += int(outcome.rows)

@@ -261,8 +261,8 @@ def share_global_seed(strategy: tf.distribute.Strategy) -> None:
 
 
 def shared_seeds() -> list[keras.random.SeedGenerator]:
-    """Returns the generators of draws without a seed, in the order in which steps were made."""
-    return list(_shared_seeds)
+    """Returns the generators of draws without a seed: Keras' own, then those of steps."""
+    return [global_seed_generator(), *_shared_seeds]
 
 
 def _seed(seed: Any) -> tf.Tensor:

@@ -16,20 +16,20 @@ from typing import Any
 
 PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
 
-_LINE = "{step:>15d} {phase:<12} {ended_s:>18.3f} {longest_s:>12.3f}\n"
+_LINE = "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f}\n"
 TRAINING, BUSY = "training", "busy"  # BUSY: tracing, evaluating, saving; no step can be expected
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a worker told last: its step, when that ended, and how long the longest took.
+    """What a worker told last: its step, since when it does what, and the longest step so far.
 
     The clock is `time.monotonic`, which all processes of a machine share.
     """
 
     step: int
     phase: str
-    ended_s: float
+    since_s: float
     longest_s: float
 
 
@@ -44,32 +44,30 @@ class Teller:
     def __init__(self, path: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644) if path else None
         self._clock = clock
-        self._last: float | None = None
+        self._since = 0.0
         self._longest_s = 0.0
         self._step = 0
 
     def begin(self) -> None:
-        """Says that the first step follows: it traces, and so does one of another shape later."""
-        self._last = self._clock()
-        self._tell(BUSY, self._last)
+        """Says that training begins. The first step traces: nobody knows how long that takes."""
+        self._tell(BUSY, self._clock())
+
+    def works(self) -> None:
+        """Says that a step is computed from now on, in which workers may wait for each other."""
+        self._since = self._clock()
+        self._tell(TRAINING if self._longest_s else BUSY, self._since)
 
     def step(self, step: int) -> None:
-        """Says that a step has ended, and that the next one follows."""
+        """Says that a step has ended; what follows (callbacks, a backup) may take its time."""
         now = self._clock()
-        if self._last is not None:
-            self._longest_s = max(self._longest_s, now - self._last)
-        self._step, self._last = step, now
-        self._tell(TRAINING, now)
-
-    def busy(self) -> None:
-        """Says that something else than a step follows."""
-        self._last = None
-        self._tell(BUSY, self._clock())
+        self._longest_s = max(self._longest_s, now - self._since)
+        self._step = step
+        self._tell(BUSY, now)
 
     def _tell(self, phase: str, now: float) -> None:
         if self._file is not None:
             line = _LINE.format(
-                step=self._step, phase=phase, ended_s=now, longest_s=self._longest_s
+                step=self._step, phase=phase, since_s=now, longest_s=self._longest_s
             )
             os.pwrite(self._file, line.encode(), 0)
 
@@ -88,8 +86,8 @@ def teller(env: Mapping[str, str] | None = None) -> Teller:
 def read_progress(path: Path) -> Told | None:
     """Returns what a worker told last, or None if it has not yet."""
     try:
-        step, phase, ended_s, longest_s = path.read_text().split()
-        return Told(int(step), phase, float(ended_s), float(longest_s))
+        step, phase, since_s, longest_s = path.read_text().split()
+        return Told(int(step), phase, float(since_s), float(longest_s))
     except (OSError, ValueError):
         return None
 

@@ -116,6 +116,7 @@ def backup(setup: Setup, run_dir: RunDir | None) -> Backup:
         every_steps=config.backup_every_steps,
         every_s=config.backup_every_s or None,
         keep=config.keep_backups,
+        resume="must" if config.resume == "must" else "auto",
     )
 
 
@@ -190,12 +191,12 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:
     """Writes model, report and curves. Runs on the chief, so nothing here is a collective."""
     artifacts.save_model(model, run_dir.model)
-    artifacts.write_report(run_dir, report)
+    if setup.config.export_dir is not None and report.stopped_by is None:
+        artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
+    artifacts.write_report(run_dir, report)  # says that the run is done: after the export
     title = f"{setup.config.dataset}, {setup.config.model}, {report.replicas} replicas"
     if report.epochs:
         artifacts.draw_curves(run_dir.curves, report.history, title)
-    if setup.config.export_dir is not None:
-        artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
 
 
 def _verbosity(asked: str) -> int:

@@ -59,8 +59,6 @@ def check(
         raise ResumeError("--resume must, but no --run_dir was given to say which run.")
     elif not config.dry_run:
         check_writable("run_dir", Path("runs"))
-    if config.export_dir is not None:
-        _check_export_dir(Path(config.export_dir))
     _check_places(config)
     data = load_data(config)
     resolved = config.resolved(data.spec.kind if data and data.spec else None)
@@ -73,6 +71,8 @@ def check(
         run_dir = RunDir(config.run_dir)
         check_same_run(read_config_file(str(run_dir.config)), resolved, str(run_dir.path))
         done = _report_of(run_dir, resolved)
+    if config.export_dir is not None and done is None:
+        _check_export_dir(Path(config.export_dir))
     return Job(resolved, None if config.ignore_cluster else cluster, data, done)
 
 

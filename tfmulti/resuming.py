@@ -16,7 +16,7 @@ from tfmulti import backup, run_state
 from tfmulti.backup import Record
 from tfmulti.broadcast import broadcast
 from tfmulti.callbacks.backup import Backup
-from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError, UserError
+from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError
 from tfmulti.feed import Feed
 from tfmulti.signals import SignalWatch, is_watched
 from tfmulti.stopping import interrupt, state_of
@@ -85,11 +85,12 @@ def find_record(model: keras.Model, keeper: Backup | None) -> Record | None:
     if keeper is None:
         return None
     strategy = model.distribute_strategy
-    found, error = None, None
+    found: Record | None = None
+    error: Exception | None = None
     if placement_of(strategy).is_chief:
         try:
             found = keeper.newest()
-        except UserError as wrong:
+        except Exception as wrong:  # the other workers wait for word
             error = wrong
     words = broadcast(strategy, str(error).encode() if error else None)
     if words is not None:
@@ -146,13 +147,18 @@ class Keeper:
         """Gives model, callbacks and feeds the state of the record."""
         assert self._record is not None
         tree = self._record.tree
-        run_state.restore(self._model, tree["model"])
-        self._callbacks.restore(tree["callbacks"])
         for name, feed in self._feeds.items():
             in_use = name == "training" and tree["progress"]["goes_on"]
             feed.begin_after(tree["passes"][name] - in_use)
+        run_state.restore(self._model, tree["model"])
+        self._callbacks.restore(tree["callbacks"])
         state = state_of(self._model)
         state.steps, state.examples = self._record.step, tree["examples"]
+
+    def restore_random_states(self) -> None:
+        """Gives Python's and NumPy's generators the states of the record."""
+        assert self._record is not None
+        run_state.set_random_states(self._record.tree["model"]["random"])
 
     def wants(self, count: int) -> bool:
         """Whether this worker votes for a backup after the next `count` steps: the chief's say."""

@@ -51,7 +51,7 @@ def restore(model: keras.Model, tree: Tree) -> None:
     _set_metric_states(model, tree["metrics"])
     for generator, state in zip(keras_compat.shared_seeds(), tree["seeds"], strict=False):
         generator.state.assign(state)
-    _set_random_states(tree["random"])
+    set_random_states(tree["random"])
 
 
 def _variables(model: keras.Model) -> dict[str, Any]:
@@ -163,7 +163,8 @@ def _random_states() -> Tree:
     }
 
 
-def _set_random_states(saved: Tree) -> None:
+def set_random_states(saved: Tree) -> None:
+    """Gives Python's and NumPy's generators the states that `capture` found."""
     kind, numbers, position, has_gauss, gauss = saved["numpy"]
     np.random.set_state((kind, numbers, position, has_gauss, gauss))
     version, words, following = saved["python"]

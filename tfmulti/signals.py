@@ -130,5 +130,17 @@ class SignalWatch:
         self._exit(128 + number)
 
 
+def _forget_in_child() -> None:
+    """In a forked child: its signals are its own, not the training's."""
+    if _watches:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+            for number in WATCHED:
+                signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 def _ignore(number: int, frame: object) -> None:
     """Does nothing in the main thread: the watching thread has the signal already."""

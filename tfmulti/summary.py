@@ -116,7 +116,8 @@ def summarize(setup: Setup, report: FitReport) -> None:
     if report.run_dir is not None:
         files = ", ".join(sorted(p.name for p in Path(report.run_dir).iterdir()))
         say("written", f"{report.run_dir}: {files}")
-    if setup.config.export_dir is not None and report.run_dir is not None:
+    exported = setup.config.export_dir is not None and report.stopped_by is None
+    if exported and report.run_dir is not None and setup.config.export_dir is not None:
         say("exported", setup.config.export_dir)
 
 

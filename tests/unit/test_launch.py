@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import addresses, policy
 from tfmulti.launch.config import LaunchConfig, parse
 from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, Stop, next_action
+from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
 from tfmulti.launch.workers import command, copy_lines, worker_env
 from tfmulti.launched import Teller, Told, read_error, read_progress, write_error
 
@@ -86,14 +88,14 @@ def test_the_command_line_is_torchruns() -> None:
         ("stdout",),
         ("stdout", "stderr"),
     )
-    script = parse(["--nproc-per-node", "2", "train.py", "--nproc-per-node", "9"], "", {})
-    assert (script.program, script.module) == (("train.py", "--nproc-per-node", "9"), False)
+    script = parse(["--nproc-per-node", "2", __file__, "--nproc-per-node", "9"], "", {})
+    assert (script.program, script.module) == ((__file__, "--nproc-per-node", "9"), False)
 
 
 @pytest.mark.parametrize("flags", [["--run_dir", "r/a"], ["--run_dir=r/a"]])
 def test_logs_stand_in_the_run_directory(flags: list[str]) -> None:
     assert parse(["-m", "tfmulti.fit", *flags], "", {}).log_dir == Path("r/a/logs")
-    assert parse(["train.py"], "", {}).log_dir == Path("logs")
+    assert parse([__file__], "", {}).log_dir == Path("logs")
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,8 @@ def test_logs_stand_in_the_run_directory(flags: list[str]) -> None:
         (["--stall-timeout-s", "inf", "x.py"], "must be a number of seconds"),
         (["--tee", "4", "x.py"], "1 (stdout), 2 (stderr) or 3 (both)"),
         (["--log-dir"], "expected one argument"),
+        (["nowhere.py"], "there is no script 'nowhere.py'"),
+        (["--no-python", "nosuchcommand"], "there is no command 'nosuchcommand'"),
     ],
 )
 def test_mistakes_on_the_command_line(argv: list[str], words: str) -> None:
@@ -121,16 +125,16 @@ def test_mistakes_on_the_command_line(argv: list[str], words: str) -> None:
 )
 def test_more_workers_than_gpus(workers: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        LaunchConfig(program=("x",), workers=workers, gpus=("0", "1"))
+        LaunchConfig(program=("x",), module=True, workers=workers, gpus=("0", "1"))
 
 
 def test_gpus_that_cannot_be_shared_evenly() -> None:
     with pytest.raises(ConfigError, match="cannot be shared evenly"):
-        LaunchConfig(program=("x",), workers=2, gpus=("0", "1", "2"))
+        LaunchConfig(program=("x",), module=True, workers=2, gpus=("0", "1", "2"))
 
 
 def test_each_worker_gets_its_place_and_its_devices() -> None:
-    config = LaunchConfig(program=("x",), workers=2, gpus=("4", "5", "6", "7"))
+    config = LaunchConfig(program=("x",), module=True, workers=2, gpus=("4", "5", "6", "7"))
     env = {"PATH": "p", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     child = worker_env(config, env, ["a:1", "b:2"], 1, "job", 3, cores=8)
     assert child["TF_CONFIG"] == (
@@ -151,14 +155,14 @@ def test_each_worker_gets_its_place_and_its_devices() -> None:
 
 
 def test_cores_are_shared_unless_the_user_says_otherwise() -> None:
-    config = LaunchConfig(program=("x",), workers=3)
+    config = LaunchConfig(program=("x",), module=True, workers=3)
     child = worker_env(config, {"OMP_NUM_THREADS": "7"}, ["a:1"] * 1 + ["b:1", "c:1"], 0, "", 0, 8)
     assert (child["TF_NUM_INTRAOP_THREADS"], child["OMP_NUM_THREADS"]) == ("2", "7")
 
 
 def test_commands() -> None:
     shim = [sys.executable, "-m", "tfmulti.launch.shim"]
-    assert command(LaunchConfig(program=("a.py", "-x"))) == [*shim, "a.py", "-x"]
+    assert command(LaunchConfig(program=(__file__, "-x"))) == [*shim, __file__, "-x"]
     assert command(LaunchConfig(program=("m", "-x"), module=True)) == [*shim, "-m", "m", "-x"]
     assert command(LaunchConfig(program=("echo", "-x"), python=False)) == ["echo", "-x"]
 
@@ -185,17 +189,18 @@ def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> Non
 
 
 def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
-    times = iter([10.0, 13.0, 13.5, 20.0])
+    times = iter([10.0, 11.0, 14.0, 15.0, 15.5, 16.0])
     path = tmp_path / "progress"
     assert read_progress(path) is None
     teller = Teller(str(path), lambda: next(times))
     teller.begin()
-    assert read_progress(path) == Told(0, "busy", 10.0, 0.0)
+    teller.works()
+    assert read_progress(path) == Told(0, "busy", 11.0, 0.0)  # traces
     teller.step(7)
+    teller.works()
+    assert read_progress(path) == Told(7, "training", 15.0, 3.0)
     teller.step(8)
-    assert read_progress(path) == Told(8, "training", 13.5, 3.0)
-    teller.busy()
-    assert read_progress(path) == Told(8, "busy", 20.0, 3.0)
+    assert read_progress(path) == Told(8, "busy", 15.5, 3.0)
 
 
 def test_errors_are_written_whole(tmp_path: Path) -> None:
@@ -267,3 +272,27 @@ def test_what_an_exit_says(signal_number: int, code: int) -> None:
     words, found = policy.words_of_exit(-signal_number)
     assert found == code
     assert signal.Signals(signal_number).name in words
+
+
+def test_a_signal_waits_until_a_worker_is_known() -> None:
+    seen = []
+
+    def start() -> None:
+        with stopping_by_signals() as signals, signals.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            seen.append("the rest is done")
+
+    with pytest.raises(Stopped) as caught:
+        start()
+    assert (caught.value.number, seen) == (signal.SIGTERM, ["the rest is done"])
+
+
+def test_attempts_of_two_jobs_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert [folder_for_attempt(tmp_path / "l").name for _ in range(3)] == [
+        "attempt_0",
+        "attempt_1",
+        "attempt_2",
+    ]
+    (tmp_path / "f").touch()
+    with pytest.raises(ConfigError, match="--log-dir"):
+        folder_for_attempt(tmp_path / "f")

@@ -9,6 +9,7 @@ chief reads and writes the folder.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 import keras
 
-from tfmulti.backup import Backups, DamagedBackup, Record
+from tfmulti.backup import Backups, Record
 from tfmulti.errors import ConfigError, ResumeError
 
 RESUME = ("auto", "never", "must")
@@ -66,7 +67,7 @@ class Backup(keras.callbacks.Callback):
         if resume not in RESUME:
             raise ConfigError(f"Backup(resume={resume!r}) must be one of {', '.join(RESUME)}.")
         self.resume = resume
-        self.settings = dict(settings or {})
+        self.settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._backups = Backups(Path(folder), keep)
         self._every_steps, self._every_s, self._clock = every_steps, every_s, clock
         self._last = clock()
@@ -144,7 +145,7 @@ class Backup(keras.callbacks.Callback):
     def _write(self, record: Record) -> None:
         try:
             self._backups.write(record)
-        except (OSError, DamagedBackup) as error:
+        except Exception as error:  # no fault of a backup ends the run
             say(f"no backup at step {record.step}: {error}. Training goes on; the older ones stay.")
 
 

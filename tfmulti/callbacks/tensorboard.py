@@ -22,7 +22,11 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), write_graph=False)
-        self._earlier = sorted(folder.rglob("*tfevents*")) if folder.is_dir() else []
+        found = sorted(folder.rglob("*tfevents*")) if folder.is_dir() else []
+        for path in found:
+            if path.name.startswith(".partial-"):
+                path.unlink()  # a process was killed while it rewrote one
+        self._earlier = [path for path in found if not path.name.startswith(".partial-")]
         self._begun_epoch = 0
 
     def get_state(self) -> dict[str, Any]:
@@ -42,7 +46,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         super().on_train_batch_begin(batch, logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._take_out_what_comes_again()
+        self._take_out_what_comes_again(-1)  # also what this evaluation has written before
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -51,9 +55,9 @@ class TensorBoard(keras.callbacks.TensorBoard):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         super().on_test_end(_scalars(logs))
 
-    def _take_out_what_comes_again(self) -> None:
+    def _take_out_what_comes_again(self, more: int = 0) -> None:
         if self._earlier:
-            step = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
+            step = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)) + more
             for path in self._earlier:
                 keep_before(path, self._begun_epoch, step)
             self._earlier = []

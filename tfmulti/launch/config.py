@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,11 @@ class LaunchConfig:
                 "no program was given. Write: python -m tfmulti.launch --nproc-per-node 2 "
                 "-m tfmulti.fit …, or a script of your own."
             )
+        name = self.program[0]
+        if self.python and not self.module and not Path(name).is_file():
+            raise ConfigError(f"there is no script {name!r}. Give its path, or -m for a module.")
+        if not self.python and shutil.which(name) is None:
+            raise ConfigError(f"there is no command {name!r}. Give its path.")
         if self.gpus and self.workers > len(self.gpus):
             raise ConfigError(
                 f"--nproc-per-node {self.workers} is more than the {len(self.gpus)} GPUs of this "

@@ -21,6 +21,7 @@ import signal
 import sys
 from pathlib import Path
 
+from tfmulti.errors import TfmultiError
 from tfmulti.launched import ERROR_FILE, write_error
 
 STACKS_FILE, STANDBY = "TFMULTI_STACKS_FILE", "--standby"
@@ -61,6 +62,9 @@ def main() -> None:
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit:
         raise
+    except TfmultiError as error:
+        print(f"tfmulti: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except BaseException as error:
         path = os.environ.get(ERROR_FILE)
         if path and not isinstance(error, KeyboardInterrupt):

@@ -8,11 +8,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from tfmulti.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from tfmulti.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, ConfigError
 from tfmulti.launch import policy
 from tfmulti.launch.addresses import reserved, silent
 from tfmulti.launch.config import LaunchConfig
@@ -42,9 +42,9 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
     budget, number = Budget(config.max_restarts), 0
     try:
         while True:
-            folder = _folder(config.log_dir, number)
-            with stopping_by_signals():
-                found = attempt(config, guard, standby, env, folder, run_id, number)
+            folder = folder_for_attempt(config.log_dir)
+            with stopping_by_signals() as signals:
+                found = attempt(config, guard, standby, signals, env, folder, run_id, number)
                 action = policy.next_action(found, budget)
                 if found.failures:
                     report(found, folder)
@@ -66,21 +66,33 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
         guard.close()
 
 
-def _folder(log_dir: Path, number: int) -> Path:
-    """Returns a folder for an attempt that no earlier launch has used."""
-    taken = [p.name for p in log_dir.glob("attempt_*")] if log_dir.is_dir() else []
-    numbers = [int(name.rpartition("_")[2]) for name in taken if name[8:].isdigit()]
-    first = _first_of.setdefault(log_dir, max(numbers, default=-1) + 1)
-    return log_dir / f"attempt_{first + number}"
+def folder_for_attempt(log_dir: Path) -> Path:
+    """Makes and returns a folder that no other attempt has, of this job or another one.
 
-
-_first_of: dict[Path, int] = {}
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    number = 0
+    while True:
+        try:
+            folder = log_dir / f"attempt_{number}"
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            if log_dir.is_file():
+                raise ConfigError(f"--log-dir {log_dir} is a file. Give a folder.") from None
+        except OSError as error:
+            raise ConfigError(
+                f"--log-dir {log_dir} cannot be made: {error.strerror}. Give another folder."
+            ) from None
 
 
 def attempt(
     config: LaunchConfig,
     guard: Guard,
     standby: Standby,
+    signals: Signals,
     env: Mapping[str, str],
     folder: Path,
     run_id: str,
@@ -96,9 +108,10 @@ def attempt(
             worker_env(config, env, addresses, rank, run_id, number, cores)
             for rank in range(config.workers)
         ]
-        for child, address in zip(envs, addresses, strict=True):
-            workers.start(child, address)
         try:
+            for child, address in zip(envs, addresses, strict=True):
+                with signals.held():  # else a worker could be there that nobody knows of
+                    workers.start(child, address)
             watch = Watch(config, workers, lambda: standby.fill(envs))
             failures = watch.until_the_end()
             if failures:
@@ -208,7 +221,7 @@ class Watch:
         """Returns all workers if no step has ended for too long in any of them."""
         told = [(worker, worker.told) for worker in running]
         times = [
-            (t.ended_s, t.longest_s) if t is not None and t.phase == TRAINING else (float("inf"), 0)
+            (t.since_s, t.longest_s) if t is not None and t.phase == TRAINING else (float("inf"), 0)
             for _, t in told
         ]
         late = policy.stalled(times, time.monotonic(), self._config.stall_timeout_s)
@@ -217,7 +230,7 @@ class Watch:
         show_stacks(running)
         quiet = time.monotonic() - max(ended for ended, _ in times)
         return [
-            failure(worker, f"has ended no step for {quiet:.0f} s", 1, t.ended_s if t else 0.0)
+            failure(worker, f"has ended no step for {quiet:.0f} s", 1, t.since_s if t else 0.0)
             for worker, t in told
         ]
 
@@ -280,7 +293,8 @@ def report(found: Attempt, folder: Path) -> None:
     at = "" if cause.step is None else f" at step {cause.step}"
     say(f"worker {cause.rank} {cause.what}{at}")
     if cause.traceback:
-        print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
     elif cause.last_line:
         say(f"its last line: {cause.last_line}")
     for other in found.failures:
@@ -289,20 +303,43 @@ def report(found: Attempt, folder: Path) -> None:
     say(f"all output: {folder}")
 
 
+class Signals:
+    """Raises `Stopped` when a signal comes, or when the context is left in which it is held."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._pending: int | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_held:
+            raise Stopped(number)
+        self._pending = number
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._pending is not None:
+            raise Stopped(self._pending)
+
+
 @contextmanager
-def stopping_by_signals() -> Iterator[None]:
+def stopping_by_signals() -> Iterator[Signals]:
     """Inside, SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread."""
+    signals = Signals()
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
-
-    before = {number: signal.signal(number, handle) for number in STOPPING}
+    heard = [n for n in STOPPING if signal.getsignal(n) is not signal.SIG_IGN]  # nohup's stays
+    before = {number: signal.signal(number, signals.handle) for number in heard}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def say(words: str) -> None:
-    print(f"[launch] {words}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # a terminal that is gone
+        print(f"[launch] {words}", file=sys.stderr, flush=True)

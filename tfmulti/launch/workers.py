@@ -229,9 +229,9 @@ class Workers:
         return running
 
     def signal(self, number: int) -> None:
-        """Sends a signal to each worker that runs, and to what it has started."""
+        """Sends a signal to each worker that runs; what it has started, it ends itself."""
         for worker in self.running():
-            send(worker.process.pid, number)
+            worker.process.send_signal(number)
 
     def end(self, grace_s: float) -> None:
         """Sends SIGTERM to all, waits, and sends SIGKILL to those that are left."""
