@@ -23,7 +23,7 @@ from tests.support.processes import (
     Processes,
     clean_env,
     processes,
-    reserved_addresses,
+    reserved,
     run,
     run_workers,
     tf_config,
@@ -252,7 +252,7 @@ def test_two_replicas_and_two_workers_train_as_one_device(
 
 
 def test_three_workers_with_a_chief_and_an_evaluator(tmp_path: Path) -> None:
-    with reserved_addresses(4) as a, processes(tmp_path / "logs") as group:
+    with reserved(4) as a, processes(tmp_path / "logs") as group:
         cluster = {"chief": [a[0]], "worker": [a[1], a[2]], "evaluator": [a[3]]}
         for kind, index in (("chief", 0), ("worker", 0), ("worker", 1), ("evaluator", 0)):
             config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
@@ -499,7 +499,7 @@ def wait_for_epoch(group: Processes, epoch: int) -> None:
 def test_signals_save_what_was_reached(
     tmp_path: Path, number: signal.Signals, workers: int, to: list[int]
 ) -> None:
-    with reserved_addresses(workers) as addresses, processes(tmp_path / "logs") as group:
+    with reserved(workers) as addresses, processes(tmp_path / "logs") as group:
         started = [
             group.start(
                 [*FIT, "--epochs", "100000", "--run_dir", "r", "--verbose", "2"],
@@ -523,7 +523,7 @@ def test_signals_save_what_was_reached(
 
 def test_a_worker_that_waits_for_another_ends_on_ctrl_c(tmp_path: Path) -> None:
     """SIGTERM is another matter there: TensorFlow has put its own handler in place by then."""
-    with reserved_addresses(2) as addresses, processes(tmp_path / "logs") as group:
+    with reserved(2) as addresses, processes(tmp_path / "logs") as group:
         worker = group.start(
             [*FIT, "--run_dir", "r"], {"TF_CONFIG": tf_config(addresses, 0)}, tmp_path
         )

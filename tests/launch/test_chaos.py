@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.support.comparing import largest_difference
-from tests.support.processes import Finished, Processes, run
+from tests.support.processes import Finished, Processes, is_alive, run
 
 LIMIT_S = 240
 LAUNCH = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--shutdown-grace-s", "10"]
@@ -155,11 +155,3 @@ def workers_of(launcher: int) -> list[int]:
     )
     lines = [line.split(None, 1) for line in done.stdout.splitlines()]
     return [int(pid) for pid, words in lines if "tfmulti.launch.shim" in words]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tfmulti.launch.addresses import reserved
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,20 +27,13 @@ def at_a_time() -> int:
     return 1 if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1" else 2
 
 
-@contextlib.contextmanager
-def reserved_addresses(count: int) -> Iterator[list[str]]:
-    """Gives loopback addresses that nobody else gets while the context lasts.
-
-    The ports stay bound here, but do not listen: the kernel gives them to no one who asks
-    for any free port, while a server that names one (with SO_REUSEADDR, as gRPC does) may
-    listen on it.
-    """
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("127.0.0.1", 0))
-        yield [f"127.0.0.1:{held.getsockname()[1]}" for held in sockets]
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -166,7 +160,7 @@ def run_workers(
     Raises:
         AssertionError: one of them failed or hung; the message holds every worker's log.
     """
-    with reserved_addresses(count) as addresses, processes(folder) as group:
+    with reserved(count) as addresses, processes(folder) as group:
         for index in range(count):
             group.start(argv, {**(env or {}), "TF_CONFIG": tf_config(addresses, index)}, cwd)
         finished = group.wait(limit_s)

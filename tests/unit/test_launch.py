@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import is_alive
 from tfmulti.errors import ConfigError
 from tfmulti.launch import addresses, policy
 from tfmulti.launch.config import LaunchConfig, parse
@@ -249,14 +250,6 @@ def test_no_worker_outlives_a_launcher_that_is_killed() -> None:
     while any(is_alive(pid) for pid in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in children)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_the_launcher_starts_without_tensorflow(tmp_path: Path) -> None:

@@ -136,7 +136,12 @@ def settle(config: LaunchConfig, workers: Workers, failures: list[Failure]) -> l
     deadline = time.monotonic() + (config.shutdown_grace_s if saves else SETTLE_S)
     while workers.running() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return [f for w in workers.all for f in [exit_of(w)] if f is not None]
+    return failed(workers)
+
+
+def failed(workers: Workers) -> list[Failure]:
+    """Returns the failures of the workers that have ended, and not well."""
+    return [found for worker in workers.all if (found := exit_of(worker)) is not None]
 
 
 def _first_of_each(failures: list[Failure]) -> list[Failure]:
@@ -163,8 +168,12 @@ class Watch:
         """Returns what failed first, or nothing."""
         while True:
             running = self._workers.running()
-            failures = [f for w in self._workers.all for f in [exit_of(w)] if f is not None]
-            failures = failures or self._frozen(running) or self._silent() or self._stalled(running)
+            failures = (
+                failed(self._workers)
+                or self._frozen(running)
+                or self._silent()
+                or self._stalled(running)
+            )
             if failures or not running:
                 return failures
             self._prepare()
