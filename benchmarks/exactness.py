@@ -60,6 +60,16 @@ def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], A
     def norm(synchronized: bool) -> Callable[[], Any]:
         return lambda: layers.BatchNormalization(synchronized=synchronized)
 
+    def augmented(of_all_rows: bool) -> Callable[[], Any]:
+        class OfShare(layers.RandAugment):
+            call = layers.RandAugment.call.__wrapped__  # as Keras has it
+
+        kind = layers.RandAugment if of_all_rows else OfShare
+        images = layers.Reshape((8, 16, 1))
+        return lambda: keras.Sequential(
+            [images, kind(value_range=(-3, 3), seed=1), layers.Flatten()]
+        )
+
     def one_number(y_true: Any, y_pred: Any) -> Any:
         losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
         return keras.ops.mean(losses)
@@ -85,6 +95,10 @@ def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], A
         "dropout of one device, 3 layers (without: no dropout)": (
             lambda: build(prepared={}),
             lambda: build(lambda: layers.Dropout(0.3), prepared={}),
+        ),
+        "RandAugment of all rows, 3 layers (without: of each replica's)": (
+            lambda: build(augmented(False), prepared={}),
+            lambda: build(augmented(True), prepared={}),
         ),
         "microbatches 4 (without: 1)": (
             lambda: build(prepared={}),

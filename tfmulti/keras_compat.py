@@ -15,7 +15,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | random numbers | `backend.tensorflow.random.*`, `_cast_seed`, `draw_seed`, `global_seed_generator` | none | replicas have different masks |
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
-| layers that mix rows | public: `MixUp.call`, `CutMix.call` | none | they know of shares |
+| layers that look at all rows | public: `call` of `mixing.LAYERS` | none | they know of shares |
 | steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
@@ -84,7 +84,7 @@ def install() -> None:
         _replace(random_module, name, _drawn_by(draw))
     for owner, name, function in own_steps.FUNCTIONS:
         _replace(owner, name, _in_share(function))
-    for layer in (keras.layers.MixUp, keras.layers.CutMix):
+    for layer in mixing.LAYERS:
         _replace(layer, "call", _in_share(mixing.mixed))
 
 

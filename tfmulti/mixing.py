@@ -1,4 +1,4 @@
-"""Layers that mix the examples of a batch, such as MixUp: from the rows of all replicas.
+"""Layers whose output for an example depends on the others: from the rows of all replicas.
 
 Each replica gathers the rows, does what one device would do, and keeps its own of the result.
 """
@@ -8,12 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmulti.errors import ModelError
 from tfmulti.losses import in_passes
 from tfmulti.replicas import SUM, gather_rows
 from tfmulti.share import Share, computing
+
+LAYERS = (
+    keras.layers.MixUp,
+    keras.layers.CutMix,
+    keras.layers.Equalization,  # one histogram of all rows
+    keras.layers.RandAugment,  # holds an Equalization
+)
 
 
 def mixed(
@@ -28,7 +36,7 @@ def mixed(
         return original(layer, data, training=training)
     if in_passes():
         raise ModelError(
-            f"the layer {layer.name!r} mixes the rows of a batch, which --microbatches splits. Put "
+            f"the layer {layer.name!r} looks at all rows of a batch, which --microbatches splits. Put "
             "it into the data (dataset.map), or leave --microbatches out."
         )
     share.note_gather()

@@ -315,6 +315,7 @@ def _randomness() -> dict[str, Case]:
         "random numbers of all kinds": Case(5, models.noisy, **LAST_OF_ONE),
         "random numbers of all kinds, even": Case(5, models.noisy, **TWO),
         "augmentation": Case(5, models.augmented, **UNEVEN, **FEWER),
+        "augmentation by histograms of all rows": Case(5, models.equalized, **UNEVEN, **FEWER),
     }
 
 

@@ -237,6 +237,31 @@ def augmented() -> keras.Model:
     )
 
 
+class Equalized(keras.layers.Layer):
+    """Keras' Equalization, which a functional model would leave out: its output is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.equalization = layers.Equalization(value_range=(-3, 3))
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.equalization(x, training=training)
+
+
+def equalized() -> keras.Model:
+    """Images of 2×4, the examples themselves, changed by histograms of all rows."""
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Reshape((2, 4, 1)),
+            layers.RandAugment(value_range=(-3, 3), seed=1),
+            Equalized(),
+            layers.Flatten(),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
 def regularized() -> keras.Model:
     return keras.Sequential(
         [
