@@ -36,8 +36,8 @@ def mixed(
         return original(layer, data, training=training)
     if in_passes():
         raise ModelError(
-            f"the layer {layer.name!r} looks at all rows of a batch, which --microbatches splits. Put "
-            "it into the data (dataset.map), or leave --microbatches out."
+            f"the layer {layer.name!r} looks at all rows of a batch, which --microbatches "
+            "splits. Put it into the data (dataset.map), or leave --microbatches out."
         )
     share.note_gather()
     data = tf.nest.map_structure(tf.convert_to_tensor, data)
