@@ -16,13 +16,16 @@ from typing import Any
 
 PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
 
-_LINE = "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f}\n"
+_LINE = "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f} {saved:>15d} {asked:d}\n"
 TRAINING, BUSY = "training", "busy"  # BUSY: tracing, evaluating, saving; no step can be expected
 
 
 @dataclass(frozen=True)
 class Told:
     """What a worker told last: its step, since when it does what, and the longest step so far.
+
+    `saved` is the step of the newest backup, -1 for none. It was `asked` to stop where the signal
+    came to this worker itself.
 
     The clock is `time.monotonic`, which all processes of a machine share.
     """
@@ -31,6 +34,8 @@ class Told:
     phase: str
     since_s: float
     longest_s: float
+    saved: int = -1
+    asked: bool = False
 
 
 class Teller:
@@ -47,6 +52,8 @@ class Teller:
         self._since = 0.0
         self._longest_s = 0.0
         self._step = 0
+        self._saved, self._asked = -1, False
+        self._last = (BUSY, 0.0)
 
     def begin(self) -> None:
         """Says that training begins. The first step traces: nobody knows how long that takes."""
@@ -64,10 +71,26 @@ class Teller:
         self._step = step
         self._tell(BUSY, now)
 
+    def saved(self, step: int) -> None:
+        """Says that a backup of that step is whole."""
+        self._saved = step
+        self._tell(*self._last)
+
+    def asked(self) -> None:
+        """Says that this worker got a signal to stop."""
+        self._asked = True
+        self._tell(*self._last)
+
     def _tell(self, phase: str, now: float) -> None:
+        self._last = (phase, now)
         if self._file is not None:
             line = _LINE.format(
-                step=self._step, phase=phase, since_s=now, longest_s=self._longest_s
+                step=self._step,
+                phase=phase,
+                since_s=now,
+                longest_s=self._longest_s,
+                saved=self._saved,
+                asked=self._asked,
             )
             os.pwrite(self._file, line.encode(), 0)
 
@@ -86,8 +109,10 @@ def teller(env: Mapping[str, str] | None = None) -> Teller:
 def read_progress(path: Path) -> Told | None:
     """Returns what a worker told last, or None if it has not yet."""
     try:
-        step, phase, since_s, longest_s = path.read_text().split()
-        return Told(int(step), phase, float(since_s), float(longest_s))
+        step, phase, since_s, longest_s, saved, asked = path.read_text().split()
+        return Told(
+            int(step), phase, float(since_s), float(longest_s), int(saved), bool(int(asked))
+        )
     except (OSError, ValueError):
         return None
 

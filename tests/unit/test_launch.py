@@ -11,16 +11,19 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.processes import is_alive
 from tfmulti.errors import ConfigError
 from tfmulti.launch import addresses, policy
-from tfmulti.launch.config import LaunchConfig, parse
+from tfmulti.launch.config import LaunchConfig, check_devices
+from tfmulti.launch.flags import parse
+from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, Stop, next_action
 from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
-from tfmulti.launch.workers import command, copy_lines, worker_env
+from tfmulti.launch.workers import Order, command, worker_env
 from tfmulti.launched import Teller, Told, read_error, read_progress, write_error
 
 CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
@@ -83,7 +86,7 @@ def test_the_command_line_is_torchruns() -> None:
     words = ["--nproc_per_node=2", "--max-restarts", "5", "--log_dir", "l", "--tee", "1"]
     config = parse([*words, "--redirects", "2", *PROGRAM], "", {})
     assert config.program == ("tfmulti.fit", "--epochs", "3")
-    assert (config.module, config.workers, config.max_restarts) == (True, 2, 5)
+    assert (config.module, config.per_node, config.max_restarts) == (True, "2", 5)
     assert (config.log_dir, config.terminal, config.files) == (
         Path("l"),
         ("stdout",),
@@ -105,7 +108,7 @@ def test_logs_stand_in_the_run_directory(flags: list[str]) -> None:
         ([], "no program was given"),
         (["--nproc-per-nod", "2", "x.py"], "did you mean 'nproc-per-node'"),
         (["--nproc-per-node", "0", "x.py"], "must be a whole number from 1"),
-        (["--nproc-per-node", "gpu", "x.py"], "has no GPU that a program may see"),
+        (["--nproc-per-node", "gpu", "-m", "x"], "has no GPU that a program may see"),
         (["--max-restarts", "-1", "x.py"], "must be a whole number from 0"),
         (["--monitor-interval", "soon", "x.py"], "must be a number of seconds"),
         (["--stall-timeout-s", "inf", "x.py"], "must be a number of seconds"),
@@ -122,22 +125,24 @@ def test_mistakes_on_the_command_line(argv: list[str], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "words"), [(3, "more than the 2 GPUs"), (4, "more than the 2 GPUs")]
+    ("workers", "gpus", "words"),
+    [(3, 2, "more than the 2 GPUs"), (4, 2, "more than the 2 GPUs"), (2, 3, "be shared evenly")],
 )
-def test_more_workers_than_gpus(workers: int, words: str) -> None:
+def test_gpus_are_shared_evenly_or_not_at_all(workers: int, gpus: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        LaunchConfig(program=("x",), module=True, workers=workers, gpus=("0", "1"))
+        check_devices(workers, gpus)
 
 
-def test_gpus_that_cannot_be_shared_evenly() -> None:
-    with pytest.raises(ConfigError, match="cannot be shared evenly"):
-        LaunchConfig(program=("x",), module=True, workers=2, gpus=("0", "1", "2"))
+MODULE = LaunchConfig(program=("x",), module=True, shutdown_grace_s=7.0)
+
+
+def order(rank: int = 1, **others: Any) -> Order:
+    return Order(rank, rank, 2, ("a:1", "b:2"), "job", 3, "/logs", **others)
 
 
 def test_each_worker_gets_its_place_and_its_devices() -> None:
-    config = LaunchConfig(program=("x",), module=True, workers=2, gpus=("4", "5", "6", "7"))
     env = {"PATH": "p", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    child = worker_env(config, env, ["a:1", "b:2"], 1, "job", 3, cores=8)
+    child = worker_env(MODULE, env, order(gpus=2, saved_step=40), ("4", "5", "6", "7"), cores=8)
     assert child["TF_CONFIG"] == (
         '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
     )
@@ -149,6 +154,8 @@ def test_each_worker_gets_its_place_and_its_devices() -> None:
         "LOCAL_WORLD_SIZE": "2",
         "TFMULTI_RUN_ID": "job",
         "TFMULTI_ATTEMPT": "3",
+        "TFMULTI_GRACE_S": "7",
+        "TFMULTI_SAVED_STEP": "40",
         "CUDA_VISIBLE_DEVICES": "6,7",
     }
     assert {name: child[name] for name in wanted} == wanted
@@ -156,8 +163,7 @@ def test_each_worker_gets_its_place_and_its_devices() -> None:
 
 
 def test_cores_are_shared_unless_the_user_says_otherwise() -> None:
-    config = LaunchConfig(program=("x",), module=True, workers=3)
-    child = worker_env(config, {"OMP_NUM_THREADS": "7"}, ["a:1"] * 1 + ["b:1", "c:1"], 0, "", 0, 8)
+    child = worker_env(MODULE, {"OMP_NUM_THREADS": "7"}, order(0), (), cores=5)
     assert (child["TF_NUM_INTRAOP_THREADS"], child["OMP_NUM_THREADS"]) == ("2", "7")
 
 
@@ -183,10 +189,17 @@ def test_addresses_are_nobody_elses_until_a_server_listens() -> None:
 
 def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> None:
     terminal = io.StringIO()
-    source = io.BytesIO("one\r\n1/2\r2/2\nüber".encode())
-    copy_lines(source, tmp_path / "log", terminal, "[worker 3] ")
-    assert (tmp_path / "log").read_bytes() == "one\r\n1/2\r2/2\nüber".encode()
-    assert terminal.getvalue() == "[worker 3] one\n[worker 3] 2/2\n[worker 3] über\n"
+    output = Output(MODULE, {"stdout": terminal, "stderr": io.StringIO()})
+    output.begin(tmp_path, workers=12)
+    for line in (b"one\r\n", b"1/2\r2/2\n", "über".encode()):
+        output.line(3, "stdout", line)
+    output.line(3, "stderr", b"a warning\n")
+    folder = tmp_path / "worker_3"
+    assert (folder / "stdout.log").read_bytes() == "one\r\n1/2\r2/2\nüber".encode()
+    assert terminal.getvalue() == "[worker  3] one\n[worker  3] 2/2\n[worker  3] über\n"
+    assert (output.last_line(3), output.last_line(2)) == ("a warning", "")
+    output.begin(tmp_path / "next", workers=1)
+    assert output.last_line(3) == ""
 
 
 def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
@@ -202,6 +215,9 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     assert read_progress(path) == Told(7, "training", 15.0, 3.0)
     teller.step(8)
     assert read_progress(path) == Told(8, "busy", 15.5, 3.0)
+    teller.saved(8)
+    teller.asked()
+    assert read_progress(path) == Told(8, "busy", 15.5, 3.0, saved=8, asked=True)
 
 
 def test_errors_are_written_whole(tmp_path: Path) -> None:

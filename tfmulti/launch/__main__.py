@@ -22,13 +22,13 @@ import sys
 from collections.abc import Sequence
 
 from tfmulti.errors import TfmultiError
-from tfmulti.launch import config, supervisor
+from tfmulti.launch import flags, supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     try:
-        job = config.parse(sys.argv[1:] if argv is None else argv, __doc__ or "")
+        job = flags.parse(sys.argv[1:] if argv is None else argv, __doc__ or "")
         return supervisor.run(job)
     except TfmultiError as error:
         print(f"tfmulti: {error}", file=sys.stderr)

@@ -6,10 +6,12 @@ import contextlib
 import socket
 from collections.abc import Iterator, Sequence
 
+LOOPBACK = "127.0.0.1"
+
 
 @contextlib.contextmanager
-def reserved(count: int, host: str = "127.0.0.1") -> Iterator[list[str]]:
-    """Gives `host:port` addresses that stay this job's while the context lasts.
+def reserved(count: int, host: str = LOOPBACK) -> Iterator[list[str]]:
+    """Gives `host:port` addresses of this machine that stay this job's while the context lasts.
 
     The ports are bound here but do not listen: the kernel gives them to no one who asks for
     any free port, while a server that names one (with SO_REUSEADDR, as gRPC does) may listen.
@@ -18,7 +20,7 @@ def reserved(count: int, host: str = "127.0.0.1") -> Iterator[list[str]]:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((host, 0))
+            held.bind((host if host == LOOPBACK else "", 0))  # a name may be another interface's
         yield [f"{host}:{held.getsockname()[1]}" for held in sockets]
 
 

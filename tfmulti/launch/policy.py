@@ -22,7 +22,8 @@ class Failure:
 
     `exit_code` is its own, or 128 + the number of the signal that ended it. `found_s` is when
     it was noticed (or written down by the worker itself), in seconds of one clock for all. It
-    `follows` from another one where it says that another worker was lost.
+    `follows` from another one where it says that another worker was lost. It was `notice` that
+    ended it where the worker itself, and not all of them, was asked to stop.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Failure:
     traceback: str = ""
     last_line: str = ""
     follows: bool = False
+    notice: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Attempt:
 
     @property
     def cause(self) -> Failure:
-        """The earliest failure that does not follow from another one."""
-        return min(self.failures, key=lambda failure: (failure.follows, failure.found_s))
+        """The earliest failure that does not follow from another one; a notice is before all."""
+        return min(self.failures, key=lambda f: (not f.notice, f.follows, f.found_s))
 
 
 @dataclass(frozen=True)

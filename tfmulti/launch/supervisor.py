@@ -7,22 +7,23 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from tfmulti.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, ConfigError
-from tfmulti.launch import policy
-from tfmulti.launch.addresses import reserved, silent
+from tfmulti.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, ConfigError
+from tfmulti.launch import members, policy
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.guard import Guard
+from tfmulti.launch.connect import join
+from tfmulti.launch.crew import Crew
+from tfmulti.launch.members import Placement, Standing
+from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
-from tfmulti.launch.workers import Standby, Worker, Workers, worker_env
-from tfmulti.launched import TRAINING, read_error
+from tfmulti.launch.pool import Pool, TooFew, sources_of
+from tfmulti.launch.watch import Regroup, Watch
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FROZEN_S = 5.0  # a worker that is stopped for so long does not go on by itself
 SETTLE_S = 0.5  # after the first failure: for the workers that failed before it was seen
 
 
@@ -36,34 +37,142 @@ class Stopped(Exception):
 
 def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of the job: 0, that of the worker that failed, or 128 + signal."""
-    guard = Guard(config.shutdown_grace_s)
-    standby = Standby(config, guard)
+    if config.by_hand and config.node_rank:
+        return join(config, sources_of(config).now()[0], env)
+    output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
-    budget, number = Budget(config.max_restarts), 0
+    pool = Pool(config, env, run_id, output.line, say)
+    code = EXIT_FAILED
     try:
-        while True:
-            folder = folder_for_attempt(config.log_dir)
-            with stopping_by_signals() as signals:
-                found = attempt(config, guard, standby, signals, env, folder, run_id, number)
-                action = policy.next_action(found, budget)
-                if found.failures:
-                    report(found, folder)
-                if isinstance(action, Stop):
-                    if found.failures:
-                        why = f": {action.why}" if action.why else ""
-                        say(f"ending with exit code {action.exit_code}{why}")
-                    return action.exit_code
-                budget, number = action.budget, number + 1
-                left = budget.max_restarts - budget.used
-                wait = f" in {action.delay_s:g} s" if action.delay_s else ""
-                say(f"starting all workers again{wait} ({left} more without progress)")
-                time.sleep(action.delay_s)
-    except Stopped as stop:
-        say(f"{stop}: all workers have ended")
-        return 128 + stop.number
+        code = Job(config, pool, output, run_id).run()
     finally:
-        standby.end()
-        guard.close()
+        pool.close(code)
+    return code
+
+
+class Job:
+    """One job over its attempts: what is remembered from one to the next."""
+
+    def __init__(self, config: LaunchConfig, pool: Pool, output: Output, run_id: str) -> None:
+        self._config, self._pool, self._output = config, pool, output
+        self._run_id = run_id
+        self._budget = Budget(config.max_restarts)
+        self._standing = Standing()
+        self._saved_step = -1
+        self._number = 0
+        self._before: Placement | None = None
+
+    def run(self) -> int:
+        """Returns the job's exit code."""
+        try:
+            while True:
+                with stopping_by_signals() as signals:
+                    code = self._once(signals)
+                    if code is not None:
+                        return code
+        except Stopped as stop:
+            say(f"{stop}: all workers have ended")
+            return 128 + stop.number
+        except TooFew as error:
+            say(str(error))
+            return EXIT_FAILED
+
+    def _once(self, signals: Signals) -> int | None:
+        """Makes one attempt; returns the exit code if the job ends with it."""
+        placement = self._pool.assemble(self._standing)
+        self._say_who(placement)
+        folder = folder_for_attempt(self._config.log_dir)
+        found = self._attempt(placement, folder, signals)
+        self._number += 1
+        if found is None:
+            say("starting all workers again, on the machines that are there")
+            return None
+        if found.failures:
+            report(found, folder)
+        action = policy.next_action(found, self._budget)
+        if isinstance(action, Stop):
+            if found.failures:
+                why = f": {action.why}" if action.why else ""
+                say(f"ending with exit code {action.exit_code}{why}")
+            return action.exit_code
+        self._remember(found, placement, action.budget)
+        left = self._budget.max_restarts - self._budget.used
+        wait = f" in {action.delay_s:g} s" if action.delay_s else ""
+        say(f"starting all workers again{wait} ({left} more without progress)")
+        time.sleep(action.delay_s)
+        return None
+
+    def _remember(self, found: Attempt, placement: Placement, budget: Budget) -> None:
+        host = members.ranks_of(placement)[found.cause.rank][0]
+        if host in self._pool.machines:  # one that does not answer is not there anyway
+            self._standing = members.after(
+                self._standing,
+                found,
+                host,
+                progressed=budget.furthest > self._budget.furthest,
+                now_s=time.monotonic(),
+            )
+        self._budget = budget
+
+    def _say_who(self, placement: Placement) -> None:
+        if self._before is not None and placement != self._before:
+            workers = sum(count for _, count in placement)
+            words = ", ".join(f"{count} on {host}" for host, count in placement)
+            say(f"going on with {workers} worker{'s' if workers > 1 else ''}: {words}")
+        self._before = placement
+
+    def _attempt(self, placement: Placement, folder: Path, signals: Signals) -> Attempt | None:
+        """Starts all workers, waits until they have ended or one has failed, and ends the rest.
+
+        Returns None where the job is to go on with other machines.
+        """
+        self._output.begin(folder, len(members.ranks_of(placement)))
+        with Crew(self._pool.machines, placement, self._pool.lost) as crew:
+            watch = Watch(
+                self._config, crew, self._output, lambda: self._wants_others(placement), say
+            )
+            try:
+                with signals.held():  # else a worker could be there that nobody knows of
+                    crew.start(self._run_id, self._number, self._saved_step, self._output.folder_of)
+                failures = watch.until_the_end()
+                if failures:
+                    failures = self._settled(crew, watch, failures)
+            except Stopped as stop:
+                say(f"{stop}: asking {len(crew.running())} workers to stop")
+                crew.end(self._config.shutdown_grace_s)
+                raise
+            except Regroup:
+                crew.end(self._config.shutdown_grace_s)
+                self._note_backups(crew)
+                return None
+            steps = self._note_backups(crew)
+            # Those that are left wait in a collective for the one that is gone, deaf to SIGTERM;
+            # the end of the context ends them at once.
+            return Attempt(tuple(first_of_each(failures)), max(steps, default=None))
+
+    def _wants_others(self, placement: Placement) -> bool:
+        self._pool.poll()
+        choice = self._pool.choice(self._standing)
+        return choice is not None and sorted(choice) != sorted(placement)
+
+    def _note_backups(self, crew: Crew) -> list[int]:
+        """Returns the steps that the workers told, and notes the newest backup."""
+        told = [seen.told for seen in crew.look() if seen.told]
+        self._saved_step = max([self._saved_step, *(one.saved for one in told)])
+        return [one.step for one in told]
+
+    def _settled(self, crew: Crew, watch: Watch, failures: list[Failure]) -> list[Failure]:
+        """Returns also the failures of the workers that end by themselves soon after the first.
+
+        One that was asked to stop takes all others with it at the same step: they get the time
+        to save.
+        """
+        saves = any(f.exit_code in (EXIT_TERMINATED, EXIT_INTERRUPTED) for f in failures)
+        wait_s = self._config.shutdown_grace_s if saves else SETTLE_S
+        deadline = time.monotonic() + wait_s
+        while crew.running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return failures + watch.failed(crew.look())
 
 
 def folder_for_attempt(log_dir: Path) -> Path:
@@ -88,212 +197,12 @@ def folder_for_attempt(log_dir: Path) -> Path:
             ) from None
 
 
-def attempt(
-    config: LaunchConfig,
-    guard: Guard,
-    standby: Standby,
-    signals: Signals,
-    env: Mapping[str, str],
-    folder: Path,
-    run_id: str,
-    number: int,
-) -> Attempt:
-    """Starts all workers, waits until they have ended or one has failed, and ends the rest."""
-    cores = os.cpu_count() or 1
-    with (
-        reserved(config.workers) as addresses,
-        Workers(config, guard, standby, folder, len(str(config.workers - 1))) as workers,
-    ):
-        envs = [
-            worker_env(config, env, addresses, rank, run_id, number, cores)
-            for rank in range(config.workers)
-        ]
-        try:
-            for child, address in zip(envs, addresses, strict=True):
-                with signals.held():  # else a worker could be there that nobody knows of
-                    workers.start(child, address)
-            watch = Watch(config, workers, lambda: standby.fill(envs))
-            failures = watch.until_the_end()
-            if failures:
-                failures += settle(config, workers, failures)
-        except Stopped as stop:
-            say(f"{stop}: asking {len(workers.running())} workers to stop")
-            workers.end(config.shutdown_grace_s)
-            raise
-        steps = [told.step for worker in workers.all if (told := worker.told)]
-        # Those that are left wait in a collective for the one that is gone, deaf to SIGTERM; the
-        # end of the context ends them at once.
-        return Attempt(tuple(_first_of_each(failures)), max(steps, default=None))
-
-
-def settle(config: LaunchConfig, workers: Workers, failures: list[Failure]) -> list[Failure]:
-    """Returns the failures of the workers that end by themselves soon after the first.
-
-    One that was asked to stop takes all others with it at the same step: they get the time to
-    save.
-    """
-    saves = any(f.exit_code in (EXIT_TERMINATED, EXIT_INTERRUPTED) for f in failures)
-    deadline = time.monotonic() + (config.shutdown_grace_s if saves else SETTLE_S)
-    while workers.running() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return failed(workers)
-
-
-def failed(workers: Workers) -> list[Failure]:
-    """Returns the failures of the workers that have ended, and not well."""
-    return [found for worker in workers.all if (found := exit_of(worker)) is not None]
-
-
-def _first_of_each(failures: list[Failure]) -> list[Failure]:
+def first_of_each(failures: list[Failure]) -> list[Failure]:
+    """Returns one failure a worker, in the order in which they were found."""
     found: dict[int, Failure] = {}
     for failure in failures:
         found.setdefault(failure.rank, failure)
     return sorted(found.values(), key=lambda failure: failure.found_s)
-
-
-class Watch:
-    """Looks at the workers of an attempt until they have ended, or one of them has failed."""
-
-    def __init__(
-        self, config: LaunchConfig, workers: Workers, when_training: Callable[[], None]
-    ) -> None:
-        self._config, self._workers = config, workers
-        self._when_training: Callable[[], None] | None = when_training
-        self._stopped_since: dict[int, float] = {}
-        self._all_listen = config.workers == 1
-        self._first_listened_s: float | None = None
-        self._asked_s = 0.0
-
-    def until_the_end(self) -> list[Failure]:
-        """Returns what failed first, or nothing."""
-        while True:
-            running = self._workers.running()
-            failures = (
-                failed(self._workers)
-                or self._frozen(running)
-                or self._silent()
-                or self._stalled(running)
-            )
-            if failures or not running:
-                return failures
-            self._prepare()
-            time.sleep(self._config.monitor_interval_s)
-
-    def _prepare(self) -> None:
-        """Prepares for a restart, once all workers train: before, it would slow the start."""
-        told = [worker.told for worker in self._workers.all]
-        if self._when_training and all(t is not None and t.step > 0 for t in told):
-            self._when_training()
-            self._when_training = None
-
-    def _frozen(self, running: list[Worker]) -> list[Failure]:
-        now = time.monotonic()
-        found = []
-        for worker in running:
-            if not worker.is_stopped():
-                self._stopped_since.pop(worker.rank, None)
-                continue
-            since = self._stopped_since.setdefault(worker.rank, now)
-            if now - since > FROZEN_S:
-                found.append(failure(worker, "is frozen (SIGSTOP)", 128 + signal.SIGSTOP, since))
-        return found
-
-    def _silent(self) -> list[Failure]:
-        """Returns the workers that do not listen although others have for long."""
-        now = time.monotonic()
-        if self._all_listen or now - self._asked_s < 1.0:
-            return []
-        self._asked_s = now
-        if any(worker.told for worker in self._workers.all):
-            self._all_listen = True  # a step has ended: all were there
-            return []
-        missing = silent([worker.address for worker in self._workers.all])
-        self._all_listen = not missing
-        if self._all_listen or len(missing) == len(self._workers.all):
-            return []
-        self._first_listened_s = self._first_listened_s or now
-        if now - self._first_listened_s < self._config.start_timeout_s:
-            return []
-        return [
-            failure(
-                worker,
-                f"does not listen at {worker.address}, {self._config.start_timeout_s:g} s after "
-                "another worker did: does it still load its data, or wait for something?",
-                1,
-                now,
-            )
-            for worker in self._workers.all
-            if worker.rank in missing
-        ]
-
-    def _stalled(self, running: list[Worker]) -> list[Failure]:
-        """Returns all workers if no step has ended for too long in any of them."""
-        told = [(worker, worker.told) for worker in running]
-        times = [
-            (t.since_s, t.longest_s) if t is not None and t.phase == TRAINING else (float("inf"), 0)
-            for _, t in told
-        ]
-        late = policy.stalled(times, time.monotonic(), self._config.stall_timeout_s)
-        if not late or len(late) < len(running):
-            return []
-        show_stacks(running)
-        quiet = time.monotonic() - max(ended for ended, _ in times)
-        return [
-            failure(worker, f"has ended no step for {quiet:.0f} s", 1, t.since_s if t else 0.0)
-            for worker, t in told
-        ]
-
-
-def exit_of(worker: Worker) -> Failure | None:
-    """Returns a worker's failure if it has ended, and not well."""
-    code = worker.process.poll()
-    if not code:
-        return None
-    what, exit_code = policy.words_of_exit(code)
-    written = read_error(worker.error_file)
-    found_s = worker.exited_s or time.monotonic()
-    if written is None:
-        return failure(worker, what, exit_code, found_s)
-    follows = written["type"] in policy.LOST_A_WORKER
-    lines = str(written["message"]).strip().splitlines() or [""]
-    message = lines[-1 if lines[0].startswith("in user code") else 0].strip()[:300]
-    return failure(
-        worker,
-        f"{what} ({written['type']}: {'another worker was lost' if follows else message})",
-        exit_code,
-        min(found_s, float(written["time_s"])),
-        str(written["traceback"]),
-        follows=follows,
-    )
-
-
-def failure(
-    worker: Worker,
-    what: str,
-    exit_code: int,
-    found_s: float,
-    traceback: str = "",
-    *,
-    follows: bool = False,
-) -> Failure:
-    told = worker.told
-    step = told.step if told else None
-    return Failure(
-        worker.rank, what, exit_code, found_s, step, traceback, worker.last_line(), follows
-    )
-
-
-def show_stacks(running: list[Worker]) -> None:
-    """Shows where each worker stands, by the stacks of its Python threads."""
-    for worker in running:
-        os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    for worker in running:
-        try:
-            stacks = worker.stacks_file.read_text().rstrip()
-        except OSError:
-            stacks = "(none: not a Python program)"
-        say(f"worker {worker.rank} stands at:\n{stacks}")
 
 
 def report(found: Attempt, folder: Path) -> None:
@@ -350,5 +259,6 @@ def stopping_by_signals() -> Iterator[Signals]:
 
 
 def say(words: str) -> None:
+    """Shows the user a line."""
     with suppress(OSError):  # a terminal that is gone
         print(f"[launch] {words}", file=sys.stderr, flush=True)

@@ -1,16 +1,16 @@
-"""The processes of one attempt on this machine: started, read, looked at, ended."""
+"""The processes of one attempt on one machine: started, read, looked at, ended."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,12 +19,52 @@ from tfmulti.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
 from tfmulti.launch.shim import STACKS_FILE, STANDBY
-from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, Told, read_progress
+from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, Told, read_error, read_progress
 
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-
-
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")
+
+Sink = Callable[[int, str, bytes], None]  # takes rank, stream and line of what a worker writes
+
+
+@dataclass(frozen=True)
+class Order:
+    """A worker to start: its place in the job, and what it is told of it."""
+
+    rank: int
+    local_rank: int
+    local_world: int
+    addresses: tuple[str, ...]
+    run_id: str
+    attempt: int
+    folder: str  # on its machine, for its logs, progress, error and stacks
+    gpus: int = 0
+    saved_step: int = -1  # of the newest backup that a worker told of
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A worker at one look. Times are in seconds of the launcher's `time.monotonic`."""
+
+    rank: int
+    pid: int
+    returncode: int | None = None
+    ended_s: float | None = None
+    told: Told | None = None
+    error: Mapping[str, Any] | None = None
+    frozen: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.returncode is None
+
+    def shifted(self, by_s: float) -> Seen:
+        """Returns the same in the time of another clock, which shows `by_s` more."""
+        told = self.told and dataclasses.replace(self.told, since_s=self.told.since_s + by_s)
+        ended_s = None if self.ended_s is None else self.ended_s + by_s
+        error = self.error and {**self.error, "time_s": float(self.error["time_s"]) + by_s}
+        return dataclasses.replace(self, told=told, ended_s=ended_s, error=error)
 
 
 def arguments(config: LaunchConfig) -> list[str]:
@@ -38,81 +78,92 @@ def command(config: LaunchConfig) -> list[str]:
 
 
 def worker_env(
-    config: LaunchConfig,
-    env: Mapping[str, str],
-    addresses: Sequence[str],
-    rank: int,
-    run_id: str,
-    attempt: int,
-    cores: int,
+    config: LaunchConfig, env: Mapping[str, str], order: Order, gpus: Sequence[str], cores: int
 ) -> dict[str, str]:
     """Returns the environment of a worker: `env`, its place in the cluster, and its devices.
 
     Without GPUs each worker gets its part of the cores; what the user has set stays.
     """
-    cluster = Cluster(tuple(addresses), Task("worker", rank))
+    cluster = Cluster(order.addresses, Task("worker", order.rank))
+    folder = Path(order.folder)
     child = {
         **env,
         "TF_CONFIG": cluster.to_tf_config(),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(config.workers),
-        "LOCAL_WORLD_SIZE": str(config.workers),
-        "TFMULTI_RUN_ID": run_id,
-        "TFMULTI_ATTEMPT": str(attempt),
+        "RANK": str(order.rank),
+        "LOCAL_RANK": str(order.local_rank),
+        "WORLD_SIZE": str(len(order.addresses)),
+        "LOCAL_WORLD_SIZE": str(order.local_world),
+        "TFMULTI_RUN_ID": order.run_id,
+        "TFMULTI_ATTEMPT": str(order.attempt),
+        "TFMULTI_GRACE_S": f"{config.shutdown_grace_s:g}",
+        "TFMULTI_SAVED_STEP": str(order.saved_step),
         "PYTHONUNBUFFERED": "1",
+        PROGRESS_FILE: str(folder / "progress"),
+        ERROR_FILE: str(folder / "error.json"),
+        STACKS_FILE: str(folder / "stacks.txt"),
     }
-    if config.gpus:
-        each = len(config.gpus) // config.workers
-        own = config.gpus[rank * each : (rank + 1) * each]
-        child["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    if gpus:
+        first = order.local_rank * order.gpus
+        child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + order.gpus])
     else:
         for name in _THREADS:
-            child.setdefault(name, str(max(1, cores // config.workers)))
+            child.setdefault(name, str(max(1, cores // order.local_world)))
     return child
 
 
 @dataclass
 class Worker:
-    """One process, its folder of logs, and the threads that read its output."""
+    """One process, its folder, and the threads that read its output."""
 
     rank: int
     process: subprocess.Popen[bytes]
     folder: Path
-    address: str
     readers: list[threading.Thread] = field(default_factory=list)
-    exited_s: float | None = None
+    ended_s: float | None = None
     silent_s: list[float] = field(default_factory=lambda: [float("inf")])  # its output's end
 
-    @property
-    def told(self) -> Told | None:
-        return read_progress(self.folder / "progress")
+    def look(self) -> Seen:
+        """Returns what can be seen of it now."""
+        returncode = self.process.poll()
+        if returncode is not None and self.ended_s is None:
+            # The end of its output is nearer to its own than the next look at it.
+            self.ended_s = min(time.monotonic(), *self.silent_s)
+        return Seen(
+            self.rank,
+            self.process.pid,
+            returncode,
+            self.ended_s,
+            read_progress(self.folder / "progress"),
+            read_error(self.folder / "error.json") if returncode is not None else None,
+            returncode is None and self._is_stopped(),
+        )
 
-    @property
-    def error_file(self) -> Path:
-        return self.folder / "error.json"
-
-    @property
-    def stacks_file(self) -> Path:
-        return self.folder / "stacks.txt"
-
-    def is_stopped(self) -> bool:
-        """Whether the process is frozen, by SIGSTOP or a debugger."""
+    def _is_stopped(self) -> bool:
         try:
             text = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
             return False
         return text.rpartition(")")[2].split()[0] in ("T", "t")
 
-    def last_line(self) -> str:
-        """Returns the last line that it wrote to its logs, standard error first."""
-        for name in ("stderr.log", "stdout.log"):
-            with contextlib.suppress(OSError), open(self.folder / name, "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-                if lines:
-                    return lines[-1]
-        return ""
+    def stacks(self) -> str:
+        """Returns what faulthandler has written of it, after SIGUSR1."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "stacks.txt").read_text().rstrip()
+        return "(none: not a Python program)"
+
+    def read(self, sink: Sink) -> None:
+        """Gives each line that it writes to `sink`, in threads of their own."""
+        for name, source in (("stdout", self.process.stdout), ("stderr", self.process.stderr)):
+            assert source is not None
+            reader = threading.Thread(target=self._read, args=(name, source, sink), daemon=True)
+            reader.start()
+            self.readers.append(reader)
+
+    def _read(self, name: str, source: IO[bytes], sink: Sink) -> None:
+        with source:
+            for line in iter(source.readline, b""):
+                sink(self.rank, name, line)
+        self.silent_s.append(time.monotonic())
 
 
 class Standby:
@@ -127,14 +178,15 @@ class Standby:
 
     def fill(self, envs: Sequence[Mapping[str, str]]) -> None:
         """Starts what is missing, with the environments that the workers have now."""
-        for rank, env in enumerate(envs):
-            if rank not in self._spare and self._config.standby:
-                self._spare[rank] = _start([*SHIM, STANDBY], env, stdin=subprocess.PIPE)
-                self._guard.add(self._spare[rank].pid)
+        for place, env in enumerate(envs):
+            if place not in self._spare and self._config.standby:
+                spare = start([*SHIM, STANDBY], env, stdin=subprocess.PIPE)
+                self._guard.add(spare.pid)
+                self._spare[place] = spare
 
-    def take(self, rank: int, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+    def take(self, place: int, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """Returns a process that becomes the worker, or None where none is there."""
-        spare = self._spare.pop(rank, None)
+        spare = self._spare.pop(place, None)
         if spare is None or spare.poll() is not None:
             return None
         assert spare.stdin is not None
@@ -155,7 +207,8 @@ class Standby:
         self._spare.clear()
 
 
-def _start(argv: list[str], env: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
+def start(argv: Sequence[str], env: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
+    """Starts a process in a group of its own whose output can be read."""
     return subprocess.Popen(
         argv,
         env=dict(env),
@@ -164,104 +217,3 @@ def _start(argv: list[str], env: Mapping[str, str], stdin: int) -> subprocess.Po
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-
-
-class Workers:
-    """All workers of one attempt. A context: whatever happens, none is left at its end."""
-
-    def __init__(
-        self, config: LaunchConfig, guard: Guard, standby: Standby, folder: Path, width: int
-    ) -> None:
-        self._config, self._guard, self._folder, self._width = config, guard, folder, width
-        self._standby = standby
-        self.all: list[Worker] = []
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end(grace_s=0.0)
-        for worker in self.all:
-            for reader in worker.readers:
-                reader.join(2.0)  # a child of the worker's own may hold its output open
-
-    def start(self, env: Mapping[str, str], address: str) -> Worker:
-        """Starts the next worker in a process group of its own."""
-        rank = len(self.all)
-        folder = self._folder / f"worker_{rank}"
-        folder.mkdir(parents=True, exist_ok=True)
-        child = {
-            **env,
-            PROGRESS_FILE: str((folder / "progress").absolute()),
-            ERROR_FILE: str((folder / "error.json").absolute()),
-            STACKS_FILE: str((folder / "stacks.txt").absolute()),
-        }
-        process = self._standby.take(rank, child)
-        if process is None:
-            process = _start(command(self._config), child, stdin=subprocess.DEVNULL)
-            self._guard.add(process.pid)
-        worker = Worker(rank, process, folder, address)
-        self.all.append(worker)
-        for name, source, terminal in (
-            ("stdout", process.stdout, sys.stdout),
-            ("stderr", process.stderr, sys.stderr),
-        ):
-            assert source is not None
-            shown = terminal if name in self._config.terminal else None
-            log = folder / f"{name}.log" if name in self._config.files else None
-            prefix = f"[worker {rank:>{self._width}}] "
-            reader = threading.Thread(
-                target=_read, args=(worker, source, log, shown, prefix), daemon=True
-            )
-            reader.start()
-            worker.readers.append(reader)
-        return worker
-
-    def running(self) -> list[Worker]:
-        """Returns the workers that have not ended, and notes when the others did."""
-        running = []
-        for worker in self.all:
-            if worker.process.poll() is None:
-                running.append(worker)
-            elif worker.exited_s is None:
-                worker.exited_s = min(time.monotonic(), *worker.silent_s)
-                self._guard.remove(worker.process.pid)
-        return running
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to each worker that runs; what it has started, it ends itself."""
-        for worker in self.running():
-            worker.process.send_signal(number)
-
-    def end(self, grace_s: float) -> None:
-        """Sends SIGTERM to all, waits, and sends SIGKILL to those that are left."""
-        if grace_s:
-            self.signal(signal.SIGTERM)
-            self.signal(signal.SIGCONT)  # one that is frozen hears it only then
-            deadline = time.monotonic() + grace_s
-            while self.running() and time.monotonic() < deadline:
-                time.sleep(0.02)
-        for worker in self.all:
-            send(worker.process.pid, signal.SIGKILL)  # the group: also what it left behind
-        for worker in self.all:
-            worker.process.wait()
-        self.running()
-
-
-def _read(worker: Worker, source: IO[bytes], *rest: Any) -> None:
-    copy_lines(source, *rest)
-    worker.silent_s.append(time.monotonic())  # its end, nearer than the next look at it
-
-
-def copy_lines(source: IO[bytes], log: Path | None, terminal: IO[str] | None, prefix: str) -> None:
-    """Copies a stream line by line to a file as it is, and to the terminal with a prefix."""
-    with open(log, "ab", buffering=0) if log else contextlib.nullcontext() as file, source:
-        for line in iter(source.readline, b""):
-            if file is not None:
-                with contextlib.suppress(OSError):  # a full disk does not end the run
-                    file.write(line)
-            if terminal is not None:
-                text = line.decode(errors="replace").replace("\b", "").rstrip("\r\n")
-                with contextlib.suppress(OSError, ValueError):
-                    terminal.write(f"{prefix}{text.rpartition(chr(13))[2]}\n")
-                    terminal.flush()

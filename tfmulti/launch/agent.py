@@ -1,0 +1,206 @@
+"""The launcher's hands on another machine: starts, watches and ends the workers there.
+
+    python -m tfmulti.launch.agent
+
+is run over SSH and obeys the lines on its standard input (`remote`). Where the command was
+started by hand on each machine, `serve` obeys those that come from the first one. When the
+connection ends, or is silent for eight seconds, the agent ends, and its guard ends the workers:
+SIGTERM first, and SIGKILL after the grace period.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tfmulti.errors import ConfigError
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.machine import Here
+from tfmulti.launch.remote import LOST_S, Link
+from tfmulti.launch.workers import Order, Seen
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_S = 0.1  # between two looks at the workers
+WORD_S = 1.0  # between two words to the launcher, at most
+
+# What a worker's program may depend on, and which is the same on each machine of a job.
+FORWARDED = ("PYTHON", "TF_", "TFMULTI_", "KERAS_", "XLA_", "GRPC_", "NCCL_", "OMP_", "MKL_")
+
+
+def forwarded(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the part of the launcher's environment that goes to other machines."""
+    return {name: value for name, value in env.items() if name.startswith(FORWARDED)}
+
+
+def serve(link: Link, config: LaunchConfig | None, env: Mapping[str, str]) -> int | None:
+    """Obeys a launcher until the job is done; returns its exit code, or None if it is gone.
+
+    Args:
+        config: of the command that was started by hand here; None: the launcher sends it.
+
+    Raises:
+        ConfigError: the launcher does not want this machine.
+    """
+    first = link.receive()
+    if first is not None and "fails" in first:
+        raise ConfigError(first["fails"])
+    if first is None or "begin" not in first:
+        return None
+    begin = first["begin"]
+    try:
+        if config is None:
+            os.chdir(begin["folder"])
+            env = {**env, **begin["env"]}
+            config = _config(begin["config"])
+    except OSError:
+        link.send({"fails": f"no folder {begin['folder']}. Jobs need it on each machine."})
+        return None
+    except ConfigError as error:
+        link.send({"fails": str(error)})
+        return None
+    with (
+        _alone(f"{begin['run_id']}-{begin['name']}"),
+        tempfile.TemporaryDirectory(prefix="tfmulti-") as folder,
+    ):
+        here = Here(config, env, begin["name"], _sink(link))
+        return Agent(link, here, Path(folder)).run()
+
+
+def _config(values: dict[str, Any]) -> LaunchConfig:
+    return LaunchConfig(**{**values, "program": tuple(values["program"])})
+
+
+def sent_config(config: LaunchConfig) -> dict[str, Any]:
+    """Returns what an agent must know of the job, as JSON."""
+    names = ("program", "module", "python", "shutdown_grace_s", "standby")
+    return {name: getattr(config, name) for name in names}
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Waits until the agent that was cut off before, and all of its workers, have ended.
+
+    Its guard holds the lock as long as one of them is there.
+    """
+    path = Path(tempfile.gettempdir()) / f"tfmulti-{os.getuid()}-{name.replace('/', '_')}.lock"
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sink(link: Link) -> Callable[[int, str, bytes], None]:
+    def send(rank: int, stream: str, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            link.send({"line": [rank, stream, line.decode("latin-1")]})
+
+    return send
+
+
+class Agent:
+    """Obeys the lines of a launcher."""
+
+    def __init__(self, link: Link, here: Here, folder: Path) -> None:
+        self._link, self._here, self._folder = link, here, folder
+        self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._heard_s = time.monotonic()
+        self._noted: int | None = None
+
+    def run(self) -> int | None:
+        """Returns the job's exit code; None leaves the workers to the guard.
+
+        A signal to the agent is a notice that the machine goes: its workers are asked to stop,
+        which saves what all have reached.
+        """
+        for number in STOPPING:
+            signal.signal(number, self._note)
+        self._link.send({"hello": {"cores": self._here.cores, "gpus": self._here.gpus}})
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._end_if_stuck, daemon=True).start()
+        said: list[Seen] | None = None
+        said_s = 0.0
+        while time.monotonic() - self._heard_s < LOST_S:
+            with contextlib.suppress(queue.Empty):
+                order = self._orders.get(timeout=LOOK_S)
+                if order is None:
+                    return None
+                if order["do"] == "close":
+                    self._here.close()
+                    return int(order["code"])
+                said = None  # what it brought about is told with the answer
+                if not self._obey(order):
+                    return None
+            looks = self._here.look()
+            if self._noted is not None and not any(seen.runs for seen in looks):
+                self._say({})
+                return 128 + self._noted
+            if looks != said or time.monotonic() - said_s > WORD_S:
+                said, said_s = looks, time.monotonic()
+                if not self._say({}):
+                    return None
+        return None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = number
+        self._here.stop()
+
+    def _end_if_stuck(self) -> None:
+        """Ends the process where the main thread waits to write to who does not read."""
+        while time.monotonic() - self._heard_s < LOST_S + 2:
+            time.sleep(0.5)
+        os._exit(1)
+
+    def _obey(self, order: dict[str, Any]) -> bool:
+        arguments = order.get("with", [])
+        if order["do"] in ("start", "prepare"):
+            arguments = [[self._order(values) for values in arguments[0]]]
+        try:
+            answer = {"gives": getattr(self._here, order["do"])(*arguments)}
+        except OSError as error:
+            answer = {"fails": f"{order['do']}: {error}"}
+        return self._say({"id": order["id"], **answer})
+
+    def _order(self, values: dict[str, Any]) -> Order:
+        folder = self._folder / f"attempt_{values['attempt']}" / f"worker_{values['rank']}"
+        known = {**values, "addresses": tuple(values["addresses"]), "folder": str(folder)}
+        return Order(**known)
+
+    def _say(self, words: dict[str, Any]) -> bool:
+        looks = [dataclasses.asdict(seen) for seen in self._here.look()]
+        try:
+            self._link.send({**words, "looks": looks, "now_s": time.monotonic()})
+        except OSError:
+            return False
+        return True
+
+    def _listen(self) -> None:
+        while (message := self._link.receive()) is not None:
+            self._heard_s = time.monotonic()
+            if message.get("do") != "ping":
+                self._orders.put(message)
+        self._orders.put(None)
+
+
+def main() -> int:
+    """Serves the launcher at the other end of standard input and output."""
+    # The workers' and this program's own prints must not get between the lines.
+    writer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(Link(sys.stdin.buffer, writer), None, os.environ)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main())  # the guard ends what is left

@@ -1,0 +1,264 @@
+"""How machines come to each other: over SSH, or by a connection to the first one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+from tfmulti.errors import EXIT_USER, ConfigError
+from tfmulti.launch.agent import STOPPING, forwarded, sent_config, serve
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.hosts import Host
+from tfmulti.launch.machine import Unreachable
+from tfmulti.launch.remote import Link, There
+from tfmulti.launch.workers import Sink
+
+CONNECT_S = 10
+RETRY_S = 1.0
+GREETING_S = 5.0
+_GONE = 75  # of the process that serves: the connection was lost
+# What SSH says of things that no waiting heals.
+_HOPELESS = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
+
+
+def begin_of(
+    config: LaunchConfig, env: Mapping[str, str], name: str, run_id: str
+) -> dict[str, Any]:
+    """Returns the first message to an agent: the job, and where it runs."""
+    return {
+        "name": name,
+        "run_id": run_id,
+        "folder": os.getcwd(),
+        "env": forwarded(env),
+        "config": sent_config(config),
+    }
+
+
+def ssh_command(config: LaunchConfig, name: str) -> list[str]:
+    """Returns the command that starts an agent on a machine, with this Python, in this folder."""
+    options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+    path = os.environ.get("PYTHONPATH")
+    env = f"env PYTHONPATH={shlex.quote(path)} " if path else ""
+    there = (
+        f"cd {shlex.quote(os.getcwd())} && exec {env}{shlex.quote(sys.executable)} "
+        "-m tfmulti.launch.agent"
+    )
+    return [*shlex.split(config.ssh), *options, name.strip("[]"), there]
+
+
+def over_ssh(
+    config: LaunchConfig, env: Mapping[str, str], host: Host, run_id: str, sink: Sink
+) -> There:
+    """Starts an agent on a machine.
+
+    Raises:
+        ConfigError: SSH is not allowed in, or what the job needs is not there.
+        Unreachable: the machine does not answer.
+    """
+    try:
+        ssh = subprocess.Popen(
+            ssh_command(config, host.name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher, which ends it
+        )
+    except OSError as error:
+        raise ConfigError(f"--ssh {config.ssh}: {error.strerror}. Install OpenSSH.") from None
+    assert ssh.stdin is not None
+    assert ssh.stdout is not None
+    assert ssh.stderr is not None
+    words: list[str] = []
+    listener = threading.Thread(target=_keep, args=(ssh.stderr, words), daemon=True)
+    listener.start()
+
+    def why() -> str:
+        listener.join(1.0)
+        return words[-1] if words else ""
+
+    def close() -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ssh.wait(2.0)  # the agent ends by itself
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ssh.pid, signal.SIGKILL)
+        ssh.wait()
+
+    link = Link(ssh.stdout, ssh.stdin, close)
+    try:
+        return There(host.name, link, begin_of(config, env, host.name, run_id), sink, why)
+    except Unreachable as error:
+        close()
+        said = why()
+        if any(word in said for word in _HOPELESS):
+            raise ConfigError(
+                f"{host.name} does not let SSH in: {said}. Make `{config.ssh} {host.name} true` "
+                "work without a question."
+            ) from None
+        if ssh.returncode not in (255, -signal.SIGKILL):  # what was to be run there has failed
+            raise ConfigError(
+                f"{host.name}: {said or error}. The folder, Python and tfmulti must be at the same "
+                "paths on each machine."
+            ) from None
+        raise Unreachable(said or str(error)) from None
+
+
+def _keep(source: IO[bytes], words: list[str]) -> None:
+    with source:
+        for line in iter(source.readline, b""):
+            if text := line.decode(errors="replace").strip():
+                words.append(text)
+
+
+class Door:
+    """Where the machines on which the command was started by hand come in.
+
+    Whoever can reach the port and knows the job's program can take part in it, as in
+    TensorFlow's own protocol: both are for networks whose machines trust each other.
+
+    Raises:
+        ConfigError: the port is not free.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        try:
+            self._server = socket.create_server(("", config.master_port))
+        except OSError as error:
+            raise ConfigError(
+                f"--master-port {config.master_port}: {error.strerror}. Give another port, the "
+                "same on each machine."
+            ) from None
+        self._waiting: dict[int, tuple[Link, socket.socket]] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def come_in(
+        self, place: int, host: Host, env: Mapping[str, str], run_id: str, sink: Sink
+    ) -> There:
+        """Returns the machine of that place.
+
+        Raises:
+            Unreachable: it has not come yet.
+        """
+        with self._lock:
+            link, _ = self._waiting.pop(place, (None, None))
+        if link is None:
+            raise Unreachable(f"the command with --node-rank {place} has not been started there")
+        begin = begin_of(self._config, env, host.name, run_id)
+        return There(host.name, link, begin, sink, lambda: "")
+
+    def close(self) -> None:
+        """Lets nobody in any more."""
+        self._server.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        connection.settimeout(GREETING_S)
+        link = link_of(connection)
+        first = link.receive() or {}
+        connection.settimeout(None)
+        program = "\0".join(self._config.program).encode()
+        if not hmac.compare_digest(str(first.get("program", "")).encode(), program):
+            with contextlib.suppress(OSError):
+                link.send({"fails": "the first machine runs another program or other flags of it"})
+            link.close()
+            return
+        with self._lock:
+            before = self._waiting.get(int(first["place"]))
+            self._waiting[int(first["place"])] = (link, connection)
+        if before is not None:
+            before[0].close()
+
+
+def link_of(connection: socket.socket) -> Link:
+    """Returns the lines of a connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def close() -> None:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+    return Link(connection.makefile("rb"), connection.makefile("wb"), close)
+
+
+def join(config: LaunchConfig, first: Host, env: Mapping[str, str]) -> int:
+    """Serves the first machine until the job is done; returns the job's exit code.
+
+    When the connection is lost the workers here are ended, and it is tried again: the job may
+    go on with this machine when it can be reached once more.
+    """
+    assert config.node_rank is not None
+    deadline = time.monotonic() + config.start_timeout_s
+    while True:
+        try:
+            address = (first.name.strip("[]"), config.master_port)
+            connection = socket.create_connection(address, CONNECT_S)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{first.name}:{config.master_port} has not answered for "
+                    f"{config.start_timeout_s:g} s ({error.strerror or error}). Start the command "
+                    "with --node-rank 0 there, or open the port."
+                ) from None
+            time.sleep(RETRY_S)
+            continue
+        connection.settimeout(None)
+        code = _served(connection, config, env)
+        if code is not None:
+            return code
+        deadline = time.monotonic() + config.start_timeout_s
+
+
+def _served(connection: socket.socket, config: LaunchConfig, env: Mapping[str, str]) -> int | None:
+    """Returns the job's exit code, or None where the connection was lost.
+
+    In a process of its own, with whose end all workers end.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(_serve_once(connection, config, env))
+        finally:
+            os._exit(_GONE)
+    connection.close()
+    before = {
+        number: signal.signal(number, lambda *_: os.kill(child, signal.SIGTERM))
+        for number in STOPPING
+    }
+    try:
+        _, status = os.waitpid(child, 0)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    code = os.waitstatus_to_exitcode(status)
+    return None if code < 0 or code == _GONE else code
+
+
+def _serve_once(connection: socket.socket, config: LaunchConfig, env: Mapping[str, str]) -> int:
+    link = link_of(connection)
+    link.send({"place": config.node_rank, "program": "\0".join(config.program)})
+    try:
+        code = serve(link, config, env)
+    except ConfigError as error:
+        print(f"tfmulti: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER
+    return _GONE if code is None else code

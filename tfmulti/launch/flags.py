@@ -1,0 +1,223 @@
+"""The launcher's command line, in torchrun's words."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tfmulti.errors import ConfigError, did_you_mean
+from tfmulti.gpus import visible_gpus
+from tfmulti.launch.config import LaunchConfig, check_devices
+from tfmulti.launch.hosts import parse_hosts, slots_of
+
+STREAMS: dict[str, tuple[str, ...]] = {
+    "0": (),
+    "1": ("stdout",),
+    "2": ("stderr",),
+    "3": ("stdout", "stderr"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaint is an exception instead of the end of the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See python -m tfmulti.launch --help.")
+
+
+# name, default, what stands for a value (None: a switch), help
+_FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
+    (
+        "nproc-per-node",
+        "1",
+        "N|auto|cpu|gpu",
+        "Workers on a machine. auto: one a GPU, or one; gpu: one a GPU; cpu: one a core.",
+    ),
+    ("hosts", None, "H1:N,H2:N", "Machines and the workers on each, started over SSH."),
+    ("hostfile", None, "FILE", "The same as a file: a line `host slots=N` for each."),
+    (
+        "host-discovery-script",
+        None,
+        "CMD",
+        "A program that prints the machines of now, a line host:N for each; asked every 5 s.",
+    ),
+    (
+        "nnodes",
+        None,
+        "N|MIN:MAX",
+        "Machines. With a range the job goes on while the least are there, and grows at the next "
+        "backup when others answer. Default: all that are named.",
+    ),
+    (
+        "min-workers",
+        None,
+        "N",
+        "The least workers with which the job goes on. Default: all, or one with --nnodes MIN:MAX.",
+    ),
+    (
+        "node-rank",
+        None,
+        "N",
+        "Place of this machine among them, if you start this command on each by hand.",
+    ),
+    ("master-port", "29500", "PORT", "Where the others reach the first one, if started by hand."),
+    ("ssh", "ssh", "CMD", "How to run a command on another machine, as in 'ssh -p 2222'."),
+    (
+        "max-restarts",
+        "3",
+        "N",
+        "Restarts of the whole job without progress; a run that moved on earns them back.",
+    ),
+    ("monitor-interval", "0.1", "S", "Seconds between two looks at the workers."),
+    (
+        "log-dir",
+        None,
+        "DIR",
+        "Folder of the workers' output and errors. Default: logs/ in the --run_dir that the "
+        "program is given, else logs/ here.",
+    ),
+    ("tee", "3", "STREAMS", "Streams for terminal and files: 0 none, 1 stdout, 2 stderr, 3 both."),
+    ("redirects", "0", "STREAMS", "Streams for the files alone."),
+    (
+        "start-timeout",
+        "300",
+        "S",
+        "Seconds for all machines to answer, and from the first worker that listens until all do.",
+    ),
+    ("shutdown-grace-s", "30", "S", "Seconds from SIGTERM to SIGKILL."),
+    (
+        "stall-timeout-s",
+        "15",
+        "S",
+        "Seconds without the end of any step, at least five of the longest steps; 0: never.",
+    ),
+    (
+        "no-standby",
+        None,
+        None,
+        "Keep no processes with TensorFlow imported in readiness: saves their memory, 0.4 GB a "
+        "worker, and makes a restart four seconds slower.",
+    ),
+    ("module", None, None, "The program is a module, as in python -m."),
+    ("no-python", None, None, "The program is a command, not Python's."),
+)
+_SHORT = {"module": "-m", "tee": "-t", "redirects": "-r"}
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """Returns the parser of the launcher's own flags; `_` and `-` in them are the same."""
+    parser = _Parser(
+        prog="python -m tfmulti.launch",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, default, metavar, words in _FLAGS:
+        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+        names = [*([_SHORT[name]] if name in _SHORT else []), *spellings]
+        if metavar is None:
+            parser.add_argument(*names, action="store_true", help=words)
+        else:
+            shown = f" Default: {default}." if default else ""
+            parser.add_argument(*names, default=default, metavar=metavar, help=words + shown)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="What the workers run.")
+    return parser
+
+
+def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) -> LaunchConfig:
+    """Returns what a command line asks for. `SystemExit(0)` after `--help`.
+
+    Raises:
+        ConfigError: an unknown flag or a wrong value.
+    """
+    given, unknown = make_parser(doc).parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0].lstrip("-").replace("_", "-")
+        raise ConfigError(f"no flag --{name}; {did_you_mean(name, [f[0] for f in _FLAGS])}")
+    program = given.program[1:] if given.program[:1] == ["--"] else given.program
+    terminal = _streams("tee", given.tee)
+    only_files = _streams("redirects", given.redirects)
+    if given.nproc_per_node not in ("auto", "gpu", "cpu"):
+        _whole("nproc-per-node", given.nproc_per_node, 1)
+    config = LaunchConfig(
+        program=tuple(program),
+        module=given.module,
+        python=not given.no_python,
+        per_node=given.nproc_per_node,
+        hosts=parse_hosts(given.hosts) if given.hosts else (),
+        hostfile=Path(given.hostfile) if given.hostfile else None,
+        discovery=given.host_discovery_script,
+        nodes=_range("nnodes", given.nnodes),
+        min_workers=_whole("min-workers", given.min_workers, 1) if given.min_workers else None,
+        node_rank=_whole("node-rank", given.node_rank, 0) if given.node_rank else None,
+        master_port=_whole("master-port", given.master_port, 1),
+        ssh=given.ssh,
+        max_restarts=_whole("max-restarts", given.max_restarts, 0),
+        monitor_interval_s=_seconds("monitor-interval", given.monitor_interval),
+        log_dir=Path(given.log_dir) if given.log_dir else _default_log_dir(program),
+        terminal=tuple(name for name in terminal if name not in only_files),
+        files=tuple(dict.fromkeys([*terminal, *only_files])),
+        start_timeout_s=_seconds("start-timeout", given.start_timeout),
+        shutdown_grace_s=_seconds("shutdown-grace-s", given.shutdown_grace_s),
+        stall_timeout_s=_seconds("stall-timeout-s", given.stall_timeout_s) or math.inf,
+        standby=not given.no_standby and not given.no_python,
+    )
+    if not (config.hosts or config.hostfile or config.discovery):
+        gpus = len(visible_gpus(env))
+        check_devices(slots_of(config.per_node, gpus), gpus)
+    return config
+
+
+def _default_log_dir(program: Sequence[str]) -> Path:
+    """Returns logs/ in the run directory that the program's own flags name, or here."""
+    for at, word in enumerate(program):
+        name, equals, value = word.partition("=")
+        if name in ("--run_dir", "-run_dir"):
+            if equals:
+                return Path(value) / "logs"
+            if at + 1 < len(program):
+                return Path(program[at + 1]) / "logs"
+    return Path("logs")
+
+
+def _range(name: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    least = _whole(name, low, 1)
+    most = _whole(name, high, 1) if colon else least
+    if most < least:
+        raise ConfigError(f"--{name} is {text!r}, but MIN:MAX must not fall. Write {high}:{low}.")
+    return least, most
+
+
+def _whole(name: str, text: str, low: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if value < low:
+        raise ConfigError(f"--{name} is {text!r}, but it must be a whole number from {low}.")
+    return value
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"--{name} is {text!r}, but it must be a number of seconds.")
+    return value
+
+
+def _streams(name: str, text: str) -> tuple[str, ...]:
+    if text not in STREAMS:
+        raise ConfigError(
+            f"--{name} is {text!r}, but it must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both)."
+        )
+    return STREAMS[text]

@@ -1,0 +1,243 @@
+"""The machines of a job: those that answer, and those that are looked for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from tfmulti.errors import ConfigError, TfmultiError
+from tfmulti.launch.addresses import LOOPBACK
+from tfmulti.launch.config import LaunchConfig, check_devices
+from tfmulti.launch.connect import Door, over_ssh
+from tfmulti.launch.hosts import Host, Sources, is_here, slots_of
+from tfmulti.launch.machine import Here, Machine, Unreachable
+from tfmulti.launch.members import Limits, Placement, Standing, choose
+from tfmulti.launch.workers import Sink
+
+RETRY_S = 3.0  # between two tries to reach a machine
+REFRESH_S = 5.0  # between two looks at a host file or at what a script says
+JOIN_S = 30.0  # for machines of a range that are started by hand, before it begins without
+EVERY = 10**6  # more machines than there are
+
+
+class TooFew(TfmultiError):
+    """Not enough machines answer."""
+
+
+class Pool:
+    """Looks for the machines that the configuration names, in the background.
+
+    Make it before any thread is started. `poll` never waits; it is to be called often.
+
+    Args:
+        say: shows a line to the user.
+
+    Raises:
+        ConfigError: the machines are named in a way that cannot be.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        env: Mapping[str, str],
+        run_id: str,
+        sink: Sink,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._env, self._run_id = config, env, run_id
+        self._sink, self._say = sink, say
+        self._sources = sources_of(config)
+        self.hosts = self._sources.now()
+        self._here_name = name_here(config, self.hosts)
+        self._here = Here(config, env, self._here_name or LOOPBACK, sink)
+        self._door = Door(config) if config.by_hand else None
+        self.machines: dict[str, Machine] = {}
+        self.reasons: dict[str, str] = {}
+        self._tried: set[str] = set()
+        self._next_try: dict[str, float] = {}
+        self._found: queue.Queue[tuple[str, Machine | Exception]] = queue.Queue()
+        self._sources_found: queue.Queue[tuple[tuple[Host, ...], ConfigError | None]] = (
+            queue.Queue()
+        )
+        self._next_refresh_s = time.monotonic() + REFRESH_S
+        self._begun_s = time.monotonic()
+        self.limits = limits_of(config, self.hosts, self._here.gpus)
+
+    def assemble(self, standing: Standing) -> Placement:
+        """Waits until enough machines answer, and returns who takes part.
+
+        Before the first attempt each machine is given its chance; later those that answer go on.
+
+        Raises:
+            ConfigError: a machine cannot be used at all.
+            TooFew: not enough answered within the start's time limit.
+        """
+        deadline = time.monotonic() + self._config.start_timeout_s
+        shown: dict[str, str] = {}
+        while True:
+            self.poll()
+            placement = self.choice(standing)
+            if placement and self._all_had_their_chance():
+                self._check_devices(placement)
+                return placement
+            for name, why in self.reasons.items():
+                if shown.get(name) != why:
+                    self._say(f"waiting for {name}: {why}")
+                    shown[name] = why
+            if time.monotonic() > deadline:
+                waited = f"{self._config.start_timeout_s:g} s (--start-timeout)"
+                why = "; ".join(f"{n}: {w}" for n, w in self.reasons.items()) or "none is named"
+                raise TooFew(f"too few machines for {waited}: {why}. Start them, or open the way.")
+            time.sleep(0.02)
+
+    def choice(self, standing: Standing) -> Placement | None:
+        """Returns who would take part in an attempt that began now."""
+        answering = [
+            (host.name, self._slots(host, machine))
+            for host in self.hosts
+            if (machine := self.machines.get(host.name)) is not None
+        ]
+        return choose(answering, standing, self.limits, time.monotonic())
+
+    def poll(self) -> None:
+        """Takes in what has changed, and looks for what is missing."""
+        self._take_hosts()
+        now = time.monotonic()
+        for place, host in enumerate(self.hosts):
+            if host.name in self.machines or now < self._next_try.get(host.name, 0.0):
+                continue
+            self._next_try[host.name] = float("inf")
+            if host.name == self._here_name:
+                self._found.put((host.name, self._here))
+            else:
+                arguments = (place, host)
+                threading.Thread(target=self._seek, args=arguments, daemon=True).start()
+        while not self._found.empty():
+            self._take(*self._found.get())
+
+    def lost(self, name: str, why: str) -> None:
+        """Says that a machine does not answer any more. It is looked for again."""
+        machine = self.machines.pop(name, None)
+        if machine is not None and machine is not self._here:
+            machine.close()
+        self.reasons[name] = why
+        self._next_try[name] = time.monotonic() + RETRY_S
+
+    def close(self, code: int) -> None:
+        """Ends everything on all machines."""
+        for machine in self.machines.values():
+            if machine is not self._here:
+                machine.close(code)
+        self._here.close()
+        if self._door is not None:
+            self._door.close()
+
+    def _slots(self, host: Host, machine: Machine) -> int:
+        return host.slots or slots_of(self._config.per_node, machine.gpus, machine.cores)
+
+    def _check_devices(self, placement: Placement) -> None:
+        for name, workers in placement:
+            if name != LOOPBACK and self.limits.max_nodes == self.limits.min_nodes:
+                check_devices(workers, self.machines[name].gpus, name)
+
+    def _all_had_their_chance(self) -> bool:
+        if self._door is not None and time.monotonic() - self._begun_s < JOIN_S:
+            return all(host.name in self.machines for host in self.hosts)
+        return all(host.name in self._tried for host in self.hosts)
+
+    def _take_hosts(self) -> None:
+        while not self._sources_found.empty():
+            self.hosts, error = self._sources_found.get()
+            if error is not None:
+                self._say(f"{error} The machines stay as they were.")
+            self._next_refresh_s = time.monotonic() + REFRESH_S
+        if self._sources.may_change and time.monotonic() > self._next_refresh_s:
+            self._next_refresh_s = float("inf")
+            threading.Thread(target=self._refresh, daemon=True).start()
+
+    def _refresh(self) -> None:
+        try:
+            self._sources_found.put((self._sources.now(), None))
+        except ConfigError as error:
+            self._sources_found.put((self.hosts, error))
+
+    def _seek(self, place: int, host: Host) -> None:
+        try:
+            if self._door is not None:
+                here = self._door.come_in(place, host, self._env, self._run_id, self._sink)
+            else:
+                here = over_ssh(self._config, self._env, host, self._run_id, self._sink)
+            self._found.put((host.name, here))
+        except (ConfigError, Unreachable) as error:
+            self._found.put((host.name, error))
+
+    def _take(self, name: str, found: Machine | Exception) -> None:
+        first = name not in self._tried
+        self._tried.add(name)
+        if not isinstance(found, Exception):
+            self.machines[name] = found
+            self.reasons.pop(name, None)
+            return
+        if isinstance(found, ConfigError) and first:
+            raise found
+        self.reasons[name] = str(found)
+        wait_s = RETRY_S if self._door is None else 0.1
+        self._next_try[name] = time.monotonic() + wait_s
+
+
+def sources_of(config: LaunchConfig) -> Sources:
+    """Returns where the machines of a configuration are named; without, this one."""
+    hosts = config.hosts
+    if not (hosts or config.hostfile or config.discovery):
+        hosts = (Host(LOOPBACK),)
+    return Sources(hosts, config.hostfile, config.discovery)
+
+
+def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
+    """Returns this machine's name among the hosts, or None where it is none of them.
+
+    Raises:
+        ConfigError: it has a name that the others cannot use, or its place is another's.
+    """
+    if config.by_hand:
+        assert config.node_rank is not None
+        if config.node_rank >= len(hosts):
+            raise ConfigError(
+                f"--node-rank is {config.node_rank}, but {len(hosts)} machines are named: count "
+                "from 0."
+            )
+        return hosts[config.node_rank].name
+    here = [host.name for host in hosts if is_here(host.name)]
+    if len(hosts) > 1 and any(name in ("localhost", LOOPBACK, "[::1]") for name in here):
+        raise ConfigError(
+            f"{here[0]} is a machine's name for itself alone. Give the name or address under which "
+            "the other machines reach it."
+        )
+    return here[0] if here else None
+
+
+def limits_of(config: LaunchConfig, hosts: tuple[Host, ...], gpus: int) -> Limits:
+    """Returns how many machines and workers the job may have.
+
+    Raises:
+        ConfigError: fewer are named than it needs.
+    """
+    fixed = config.nodes is None and config.min_workers is None and config.discovery is None
+    low, high = config.nodes or ((len(hosts), len(hosts)) if fixed else (1, EVERY))
+    if low == high:
+        fixed = config.min_workers is None
+    if low > len(hosts) and not config.discovery:
+        raise ConfigError(
+            f"{low} machines are wanted (--nnodes), but {len(hosts)} are named. Name more."
+        )
+    slots = [host.slots or slots_of(config.per_node, gpus) for host in hosts]
+    every = sum(slots[:high])
+    if config.min_workers and not config.discovery and config.min_workers > every:
+        raise ConfigError(
+            f"--min-workers {config.min_workers} is more than the {every} workers of the job."
+        )
+    remote = config.per_node in ("auto", "gpu", "cpu") and any(h.slots is None for h in hosts)
+    least = config.min_workers or (every if fixed and not (remote and len(hosts) > 1) else 1)
+    return Limits(low, high, least)

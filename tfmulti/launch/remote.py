@@ -1,0 +1,187 @@
+"""A machine behind a connection: what `machine.Machine` asks goes to its agent, line by line.
+
+Each line is a JSON object. The launcher sends `{"do": name, "id": n, "with": […]}`, of which a
+`ping` a second has no id; the agent answers `{"id": n, "gives": …}` or `{"id": n, "fails":
+words}`, and sends by itself `{"line": [rank, stream, text]}` and `{"looks": […], "now_s": s}`.
+The first line of the launcher is `{"begin": {…}}`, that of the agent `{"hello": {…}}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from tfmulti.errors import ConfigError
+from tfmulti.launch.machine import Unreachable
+from tfmulti.launch.workers import Order, Seen, Sink
+from tfmulti.launched import Told
+
+PING_S = 1.0
+LOST_S = 8.0  # without a word, after which the other side is taken for gone
+ANSWER_S = 60.0  # for one thing that was asked, while words still come
+HELLO_S = 30.0
+
+
+class Link:
+    """Lines of JSON in both directions. Writing is safe from any thread."""
+
+    def __init__(
+        self, reader: IO[bytes], writer: IO[bytes], close: Callable[[], None] = lambda: None
+    ) -> None:
+        self._reader, self._writer, self._close = reader, writer, close
+        self._lock = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends one message. Raises OSError where nobody reads any more."""
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            with self._lock:
+                self._writer.write(data)
+                self._writer.flush()
+        except ValueError as error:  # the file was closed
+            raise OSError(str(error)) from None
+
+    def receive(self) -> dict[str, Any] | None:
+        """Returns the next message, or None at the end, or where it is no JSON."""
+        try:
+            line = self._reader.readline()
+            message = json.loads(line) if line else None
+        except (OSError, ValueError):
+            return None
+        return message if isinstance(message, dict) else None
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._close()
+
+
+class There:
+    """A machine whose agent is at the other end of a link.
+
+    Args:
+        why: returns what is known of a connection that has ended.
+
+    Raises:
+        ConfigError: the agent says that the job cannot run there.
+        Unreachable: it does not say hello.
+    """
+
+    def __init__(
+        self, name: str, link: Link, begin: dict[str, Any], sink: Sink, why: Callable[[], str]
+    ) -> None:
+        self.name = name
+        self._link, self._sink, self._why = link, sink, why
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._looks: list[Seen] = []
+        self._ended = False
+        self._number = 0
+        self._heard_s = time.monotonic()
+        self._tell({"begin": begin})
+        threading.Thread(target=self._listen, daemon=True).start()
+        hello = self._answer(HELLO_S, HELLO_S)
+        if "fails" in hello:
+            self.close()
+            raise ConfigError(f"{name}: {hello['fails']}")
+        self.cores: int = hello["hello"]["cores"]
+        self.gpus: int = hello["hello"]["gpus"]
+        threading.Thread(target=self._ping, daemon=True).start()
+
+    def reserve(self, count: int) -> list[str]:
+        addresses: list[str] = self._ask("reserve", count)
+        return addresses
+
+    def start(self, orders: Sequence[Order]) -> None:
+        self._ask("start", [dataclasses.asdict(order) for order in orders])
+
+    def look(self) -> list[Seen]:
+        self._check(LOST_S)
+        return self._looks
+
+    def silent(self, addresses: Sequence[str]) -> list[int]:
+        places: list[int] = self._ask("silent", list(addresses))
+        return places
+
+    def stacks(self) -> dict[int, str]:
+        return {int(rank): text for rank, text in self._ask("stacks").items()}
+
+    def prepare(self, orders: Sequence[Order]) -> None:
+        self._ask("prepare", [dataclasses.asdict(order) for order in orders])
+
+    def stop(self) -> None:
+        self._ask("stop")
+
+    def kill(self) -> None:
+        self._ask("kill")
+
+    def close(self, code: int = 0) -> None:
+        """Ends what runs there, if it can still be reached; else its agent does so by itself."""
+        with contextlib.suppress(OSError):
+            self._link.send({"do": "close", "code": code})
+        self._ended = True
+        self._link.close()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._link.send(message)
+        except OSError:
+            self._ended = True
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        self._check(LOST_S)
+        self._number += 1
+        self._tell({"do": name, "id": self._number, "with": arguments})
+        while True:
+            found = self._answer(ANSWER_S, LOST_S)
+            if found.get("id") == self._number:
+                break
+        if "fails" in found:
+            raise Unreachable(str(found["fails"]))
+        return found["gives"]
+
+    def _answer(self, limit_s: float, lost_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            self._check(lost_s)
+            with contextlib.suppress(queue.Empty):
+                if (found := self._answers.get(timeout=0.2)) is not None:
+                    return found
+        raise Unreachable(f"it has not answered for {limit_s:g} s")
+
+    def _check(self, lost_s: float) -> None:
+        if self._ended:
+            why = self._why()
+            raise Unreachable("its connection ended" + (f": {why}" if why else ""))
+        if time.monotonic() - self._heard_s > lost_s:
+            raise Unreachable(f"no word from it for {lost_s:g} s")
+
+    def _ping(self) -> None:
+        while not self._ended:
+            self._tell({"do": "ping"})
+            time.sleep(PING_S)
+
+    def _listen(self) -> None:
+        while (message := self._link.receive()) is not None:
+            self._heard_s = time.monotonic()
+            if "line" in message:
+                rank, stream, text = message["line"]
+                self._sink(rank, stream, text.encode("latin-1"))
+                continue
+            if "looks" in message:
+                shift_s = time.monotonic() - float(message["now_s"])
+                self._looks = [seen_of(look).shifted(shift_s) for look in message["looks"]]
+            if "id" in message or "hello" in message or "fails" in message:
+                self._answers.put(message)
+        self._ended = True
+        self._answers.put(None)
+
+
+def seen_of(values: dict[str, Any]) -> Seen:
+    """Returns the `Seen` of its JSON."""
+    told = values.pop("told")
+    return Seen(**values, told=None if told is None else Told(**told))

@@ -1,0 +1,205 @@
+"""Looks at the workers of an attempt until they have ended, or something is wrong with them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from tfmulti.launch import policy
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.crew import Crew
+from tfmulti.launch.output import Output
+from tfmulti.launch.policy import Failure
+from tfmulti.launch.workers import Seen
+from tfmulti.launched import TRAINING
+
+FROZEN_S = 5.0  # a worker that is stopped for so long does not go on by itself
+
+
+class Regroup(Exception):
+    """The job can have other machines than it has, and a backup to go on from was made."""
+
+
+class Watch:
+    """Looks at an attempt's workers.
+
+    Args:
+        wants_others: returns whether the job would have other workers if it began now.
+        show: says a line to the user.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        crew: Crew,
+        output: Output,
+        wants_others: Callable[[], bool],
+        show: Callable[[str], None],
+    ) -> None:
+        self._config, self._crew, self._output = config, crew, output
+        self._wants_others, self._show = wants_others, show
+        self._is_prepared = False
+        self._frozen_since: dict[int, float] = {}
+        self._all_listen = len(crew.places) == 1
+        self._first_listened_s: float | None = None
+        self._asked_s = 0.0
+        self._saved_before: int | None = None
+
+    def until_the_end(self) -> list[Failure]:
+        """Returns what failed first, or nothing.
+
+        Raises:
+            Regroup: other machines are there, and the newest backup is newer than they.
+        """
+        while True:
+            seen = self._crew.look()
+            failures = (
+                self.failed(seen)
+                or self._unreachable(seen)
+                or self._frozen(seen)
+                or self._silent(seen)
+                or self._stalled(seen)
+            )
+            if failures or not any(one.runs for one in seen):
+                return failures
+            self._prepare(seen)
+            self._look_for_others(seen)
+            time.sleep(self._config.monitor_interval_s)
+
+    def failed(self, seen: list[Seen]) -> list[Failure]:
+        """Returns the failures of the workers that have ended, and not well."""
+        return [found for one in seen if (found := self._exit_of(one)) is not None]
+
+    def _unreachable(self, seen: list[Seen]) -> list[Failure]:
+        lost = self._crew.lost
+        return [
+            self._failure(
+                rank,
+                next((one for one in seen if one.rank == rank), None),
+                f"is on {host}, which does not answer any more ({lost[host]})",
+                1,
+                self._crew.lost_s,
+            )
+            for rank, (host, _, _) in self._crew.places.items()
+            if host in lost
+        ]
+
+    def _prepare(self, seen: list[Seen]) -> None:
+        """Prepares for a restart, once all workers train: before, it would slow the start."""
+        if not self._is_prepared and all(one.told and one.told.step > 0 for one in seen):
+            self._crew.prepare()
+            self._is_prepared = True
+
+    def _look_for_others(self, seen: list[Seen]) -> None:
+        if not self._wants_others():
+            self._saved_before = None
+            return
+        saved = max((one.told.saved for one in seen if one.told), default=-1)
+        if self._saved_before is None:
+            self._saved_before = saved
+            self._show("other workers can take part: they do from the next backup on")
+        elif saved > self._saved_before:
+            raise Regroup
+
+    def _frozen(self, seen: list[Seen]) -> list[Failure]:
+        now = time.monotonic()
+        found = []
+        for one in seen:
+            if not one.frozen:
+                self._frozen_since.pop(one.rank, None)
+                continue
+            since = self._frozen_since.setdefault(one.rank, now)
+            if now - since > FROZEN_S:
+                words = "is frozen (SIGSTOP)"
+                found.append(self._failure(one.rank, one, words, 128 + signal.SIGSTOP, since))
+        return found
+
+    def _silent(self, seen: list[Seen]) -> list[Failure]:
+        """Returns the workers that do not listen although others have for long."""
+        now = time.monotonic()
+        if self._all_listen or now - self._asked_s < 1.0:
+            return []
+        self._asked_s = now
+        if any(one.told for one in seen):
+            self._all_listen = True  # a step has ended: all were there
+            return []
+        missing = self._crew.silent()
+        self._all_listen = not missing
+        if self._all_listen or len(missing) == len(seen):
+            return []
+        self._first_listened_s = self._first_listened_s or now
+        if now - self._first_listened_s < self._config.start_timeout_s:
+            return []
+        after = f"{self._config.start_timeout_s:g} s after another worker did"
+        return [
+            self._failure(
+                one.rank,
+                one,
+                f"does not listen at {self._crew.addresses[one.rank]}, {after}: does it still load "
+                "its data, wait for something, or does a firewall stand between?",
+                1,
+                now,
+            )
+            for one in seen
+            if one.rank in missing
+        ]
+
+    def _stalled(self, seen: list[Seen]) -> list[Failure]:
+        """Returns all workers if no step has ended for too long in any of them."""
+        running = [one for one in seen if one.runs]
+        times = [
+            (one.told.since_s, one.told.longest_s)
+            if one.told is not None and one.told.phase == TRAINING
+            else (float("inf"), 0.0)
+            for one in running
+        ]
+        late = policy.stalled(times, time.monotonic(), self._config.stall_timeout_s)
+        if not late or len(late) < len(running):
+            return []
+        for rank, stacks in self._crew.stacks().items():
+            self._show(f"worker {rank} stands at:\n{stacks}")
+        quiet = time.monotonic() - max(ended for ended, _ in times)
+        words = f"has ended no step for {quiet:.0f} s"
+        return [
+            self._failure(one.rank, one, words, 1, one.told.since_s if one.told else 0.0)
+            for one in running
+        ]
+
+    def _exit_of(self, one: Seen) -> Failure | None:
+        if not one.returncode:
+            return None
+        what, code = policy.words_of_exit(one.returncode)
+        notice = bool(one.told and one.told.asked)
+        found_s = one.ended_s or time.monotonic()
+        if one.error is None:
+            return self._failure(one.rank, one, what, code, found_s, notice=notice)
+        self._output.keep_error(one.rank, one.error)
+        follows = one.error["type"] in policy.LOST_A_WORKER
+        lines = str(one.error["message"]).strip().splitlines() or [""]
+        message = lines[-1 if lines[0].startswith("in user code") else 0].strip()[:300]
+        return self._failure(
+            one.rank,
+            one,
+            f"{what} ({one.error['type']}: {'another worker was lost' if follows else message})",
+            code,
+            min(found_s, float(one.error["time_s"])),
+            traceback=str(one.error["traceback"]),
+            follows=follows,
+        )
+
+    def _failure(
+        self,
+        rank: int,
+        one: Seen | None,
+        what: str,
+        code: int,
+        found_s: float,
+        *,
+        traceback: str = "",
+        follows: bool = False,
+        notice: bool = False,
+    ) -> Failure:
+        step = one.told.step if one and one.told else None
+        last = self._output.last_line(rank)
+        return Failure(rank, what, code, found_s, step, traceback, last, follows, notice)
