@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
+SAVED = "TFMULTI_SAVED"  # JSON: of each folder of backups, the step of the newest
 
-_LINE = "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f} {saved:>15d} {asked:d}\n"
+_LINE = (
+    "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f} {asked:d} {saved:>15d} {folder}\n"
+)
 TRAINING, BUSY = "training", "busy"  # BUSY: tracing, evaluating, saving; no step can be expected
 
 
@@ -24,8 +28,8 @@ TRAINING, BUSY = "training", "busy"  # BUSY: tracing, evaluating, saving; no ste
 class Told:
     """What a worker told last: its step, since when it does what, and the longest step so far.
 
-    `saved` is the step of the newest backup, -1 for none. It was `asked` to stop where the signal
-    came to this worker itself.
+    It was `asked` to stop where the signal came to this worker itself. `saved` is the step of the
+    newest backup, -1 for none, and `folder` where that is.
 
     The clock is `time.monotonic`, which all processes of a machine share.
     """
@@ -34,8 +38,9 @@ class Told:
     phase: str
     since_s: float
     longest_s: float
-    saved: int = -1
     asked: bool = False
+    saved: int = -1
+    folder: str = ""
 
 
 class Teller:
@@ -52,8 +57,9 @@ class Teller:
         self._since = 0.0
         self._longest_s = 0.0
         self._step = 0
-        self._saved, self._asked = -1, False
+        self._asked, self._saved, self._folder = False, -1, ""
         self._last = (BUSY, 0.0)
+        self._lock = threading.Lock()  # signals and backups have threads of their own
 
     def begin(self) -> None:
         """Says that training begins. The first step traces: nobody knows how long that takes."""
@@ -71,28 +77,31 @@ class Teller:
         self._step = step
         self._tell(BUSY, now)
 
-    def saved(self, step: int) -> None:
-        """Says that a backup of that step is whole."""
-        self._saved = step
-        self._tell(*self._last)
+    def saved(self, step: int, folder: str) -> None:
+        """Says that a backup of that step is whole, and in which folder."""
+        self._saved, self._folder = step, folder
+        self._tell()
 
     def asked(self) -> None:
         """Says that this worker got a signal to stop."""
         self._asked = True
-        self._tell(*self._last)
+        self._tell()
 
-    def _tell(self, phase: str, now: float) -> None:
-        self._last = (phase, now)
-        if self._file is not None:
-            line = _LINE.format(
-                step=self._step,
-                phase=phase,
-                since_s=now,
-                longest_s=self._longest_s,
-                saved=self._saved,
-                asked=self._asked,
-            )
-            os.pwrite(self._file, line.encode(), 0)
+    def _tell(self, phase: str | None = None, now: float = 0.0) -> None:
+        with self._lock:
+            if phase is not None:
+                self._last = (phase, now)
+            if self._file is not None:
+                line = _LINE.format(
+                    step=self._step,
+                    phase=self._last[0],
+                    since_s=self._last[1],
+                    longest_s=self._longest_s,
+                    asked=self._asked,
+                    saved=self._saved,
+                    folder=self._folder,
+                )
+                os.pwrite(self._file, line.encode(), 0)
 
 
 _teller: Teller | None = None
@@ -109,12 +118,25 @@ def teller(env: Mapping[str, str] | None = None) -> Teller:
 def read_progress(path: Path) -> Told | None:
     """Returns what a worker told last, or None if it has not yet."""
     try:
-        step, phase, since_s, longest_s, saved, asked = path.read_text().split()
+        line = path.read_text().split("\n", 1)[0]  # what follows is left of a longer one
+        step, phase, since_s, longest_s, asked, saved, *folder = line.split(maxsplit=6)
         return Told(
-            int(step), phase, float(since_s), float(longest_s), int(saved), bool(int(asked))
+            int(step),
+            phase,
+            float(since_s),
+            float(longest_s),
+            bool(int(asked)),
+            int(saved),
+            "".join(folder),
         )
     except (OSError, ValueError):
         return None
+
+
+def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
+    """Returns the step of the newest backup that the job has made in a folder, or -1."""
+    known: dict[str, int] = json.loads((os.environ if env is None else env).get(SAVED) or "{}")
+    return known.get(folder, -1)
 
 
 def write_error(path: Path, error: BaseException, rank: int) -> None:

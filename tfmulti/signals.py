@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from tfmulti.launched import teller
+
 GRACE_S = 4.0  # to the end of a step; Ctrl-C is to end everything within five seconds
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
@@ -115,6 +117,7 @@ class SignalWatch:
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._seen += 1
+        teller().asked()
         if self.stop is None or self._seen > 1:
             self._end(number, "nothing more is saved" if self._seen > 1 else "nothing was begun")
         elif not self._done.is_set():

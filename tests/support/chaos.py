@@ -11,6 +11,8 @@ its end, or `v` the first validation batch of the epoch; WORKER `*` is each of t
 - damage: some bytes of the newest backup are changed, then SIGKILL;
 - fill, free: the file system of the backups is filled to the last byte, and emptied again.
 
+CHAOS_STEP_S in the environment makes each step last longer.
+
 The chief leaves weights, optimizer, history and the validation's results in OUT.npz.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,6 +55,7 @@ class Chaos(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(float(os.environ.get("CHAOS_STEP_S", "0")))
         self._at(str(batch))
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import signal
@@ -24,7 +25,15 @@ from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, Stop, next_action
 from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
 from tfmulti.launch.workers import Order, command, worker_env
-from tfmulti.launched import Teller, Told, read_error, read_progress, write_error
+from tfmulti.launched import (
+    SAVED,
+    Teller,
+    Told,
+    read_error,
+    read_progress,
+    saved_before,
+    write_error,
+)
 
 CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
 
@@ -142,7 +151,7 @@ def order(rank: int = 1, **others: Any) -> Order:
 
 def test_each_worker_gets_its_place_and_its_devices() -> None:
     env = {"PATH": "p", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    child = worker_env(MODULE, env, order(gpus=2, saved_step=40), ("4", "5", "6", "7"), cores=8)
+    child = worker_env(MODULE, env, order(gpus=2, saved={"/b": 40}), ("4", "5", "6", "7"), cores=8)
     assert child["TF_CONFIG"] == (
         '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
     )
@@ -155,7 +164,7 @@ def test_each_worker_gets_its_place_and_its_devices() -> None:
         "TFMULTI_RUN_ID": "job",
         "TFMULTI_ATTEMPT": "3",
         "TFMULTI_GRACE_S": "7",
-        "TFMULTI_SAVED_STEP": "40",
+        "TFMULTI_SAVED": '{"/b": 40}',
         "CUDA_VISIBLE_DEVICES": "6,7",
     }
     assert {name: child[name] for name in wanted} == wanted
@@ -215,9 +224,14 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     assert read_progress(path) == Told(7, "training", 15.0, 3.0)
     teller.step(8)
     assert read_progress(path) == Told(8, "busy", 15.5, 3.0)
-    teller.saved(8)
+    teller.saved(8, "/runs/a long name/b")
     teller.asked()
-    assert read_progress(path) == Told(8, "busy", 15.5, 3.0, saved=8, asked=True)
+    told = Told(8, "busy", 15.5, 3.0, asked=True, saved=8, folder="/runs/a long name/b")
+    assert read_progress(path) == told
+    teller.saved(9, "/b")
+    assert read_progress(path) == dataclasses.replace(told, saved=9, folder="/b")
+    assert saved_before("/b", {SAVED: '{"/b": 9}'}) == 9
+    assert saved_before("/b", {}) == -1
 
 
 def test_errors_are_written_whole(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ chief reads and writes the folder.
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ import keras
 
 from tfmulti.backup import Backups, Record
 from tfmulti.errors import ConfigError, ResumeError
+from tfmulti.launched import saved_before, teller
 
 RESUME = ("auto", "never", "must")
 
@@ -113,6 +115,13 @@ class Backup(keras.callbacks.Callback):
                 f"there is no whole backup in {folder} to resume from. Give the folder of a run "
                 "that has one, or begin a new run in a new folder."
             )
+        saved = saved_before(str(folder.absolute()))
+        if saved > (record.step if record else -1) and not wrong:
+            raise ResumeError(
+                f"this job made a backup at step {saved} in {folder}, which "
+                f"{socket.gethostname()} does not see. Put the folder where all machines see it, "
+                "such as on NFS."
+            )
         if record is not None:
             self._check_settings(record.tree["settings"])
         return record
@@ -144,7 +153,8 @@ class Backup(keras.callbacks.Callback):
 
     def _write(self, record: Record) -> None:
         try:
-            self._backups.write(record)
+            path = self._backups.write(record)
+            teller().saved(record.step, str(path.parent.absolute()))
         except Exception as error:  # no fault of a backup ends the run
             say(f"no backup at step {record.step}: {error}. Training goes on; the older ones stay.")
 

@@ -45,9 +45,13 @@ class Crew:
         self._on_each(lambda machine: machine.kill())
 
     def start(
-        self, run_id: str, attempt: int, saved_step: int, folder: Callable[[int], Path]
+        self,
+        run_id: str,
+        attempt: int,
+        saved: Mapping[str, int],
+        folder: Callable[[int], Path],
     ) -> None:
-        """Starts all workers at once."""
+        """Starts all workers at once; see `Order` for what they are told."""
         counts = dict(self.placement)
         found = self._on_each(lambda machine: machine.reserve(counts[machine.name]))
         if self.lost:
@@ -64,7 +68,7 @@ class Crew:
                 attempt,
                 str(folder(rank)),
                 gpus,
-                saved_step,
+                dict(saved),
             )
             self._orders.setdefault(name, []).append(order)
         self._on_each(lambda machine: machine.start(self._orders[machine.name]))

@@ -21,10 +21,12 @@ from tfmulti.launch.members import Placement, Standing
 from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
 from tfmulti.launch.pool import Pool, TooFew, sources_of
+from tfmulti.launch.remote import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SETTLE_S = 0.5  # after the first failure: for the workers that failed before it was seen
+LOOK_FOR_CAUSE_S = LOST_S + 2.0  # after a failure that follows from another one
 
 
 class Stopped(Exception):
@@ -58,7 +60,7 @@ class Job:
         self._run_id = run_id
         self._budget = Budget(config.max_restarts)
         self._standing = Standing()
-        self._saved_step = -1
+        self._saved: dict[str, int] = {}
         self._number = 0
         self._before: Placement | None = None
 
@@ -133,7 +135,7 @@ class Job:
             )
             try:
                 with signals.held():  # else a worker could be there that nobody knows of
-                    crew.start(self._run_id, self._number, self._saved_step, self._output.folder_of)
+                    crew.start(self._run_id, self._number, self._saved, self._output.folder_of)
                 failures = watch.until_the_end()
                 if failures:
                     failures = self._settled(crew, watch, failures)
@@ -156,22 +158,27 @@ class Job:
         return choice is not None and sorted(choice) != sorted(placement)
 
     def _note_backups(self, crew: Crew) -> list[int]:
-        """Returns the steps that the workers told, and notes the newest backup."""
+        """Returns the steps that the workers told, and notes the newest backups."""
         told = [seen.told for seen in crew.look() if seen.told]
-        self._saved_step = max([self._saved_step, *(one.saved for one in told)])
+        self._saved.update((one.folder, one.saved) for one in told if one.folder)
         return [one.step for one in told]
 
     def _settled(self, crew: Crew, watch: Watch, failures: list[Failure]) -> list[Failure]:
-        """Returns also the failures of the workers that end by themselves soon after the first.
+        """Returns also what is found soon after the first failure.
 
         One that was asked to stop takes all others with it at the same step: they get the time
-        to save.
+        to save. Where one only says that another was lost, that one is still to be found.
         """
-        saves = any(f.exit_code in (EXIT_TERMINATED, EXIT_INTERRUPTED) for f in failures)
-        wait_s = self._config.shutdown_grace_s if saves else SETTLE_S
-        deadline = time.monotonic() + wait_s
-        while crew.running() and time.monotonic() < deadline:
+        began_s = time.monotonic()
+        while crew.running():
+            if any(f.exit_code in (EXIT_TERMINATED, EXIT_INTERRUPTED) for f in failures):
+                wait_s = self._config.shutdown_grace_s
+            else:
+                wait_s = LOOK_FOR_CAUSE_S if all(f.follows for f in failures) else SETTLE_S
+            if time.monotonic() - began_s > wait_s:
+                break
             time.sleep(0.02)
+            failures = watch.failed(crew.look()) or failures
         return failures + watch.failed(crew.look())
 
 

@@ -54,13 +54,7 @@ class Watch:
         """
         while True:
             seen = self._crew.look()
-            failures = (
-                self.failed(seen)
-                or self._unreachable(seen)
-                or self._frozen(seen)
-                or self._silent(seen)
-                or self._stalled(seen)
-            )
+            failures = self.failed(seen) or self._silent(seen) or self._stalled(seen)
             if failures or not any(one.runs for one in seen):
                 return failures
             self._prepare(seen)
@@ -68,8 +62,9 @@ class Watch:
             time.sleep(self._config.monitor_interval_s)
 
     def failed(self, seen: list[Seen]) -> list[Failure]:
-        """Returns the failures of the workers that have ended, and not well."""
-        return [found for one in seen if (found := self._exit_of(one)) is not None]
+        """Returns the failures of the workers that ended badly, are out of reach or frozen."""
+        ended = [found for one in seen if (found := self._exit_of(one)) is not None]
+        return ended + self._unreachable(seen) + self._frozen(seen)
 
     def _unreachable(self, seen: list[Seen]) -> list[Failure]:
         lost = self._crew.lost

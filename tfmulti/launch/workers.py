@@ -19,7 +19,7 @@ from tfmulti.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
 from tfmulti.launch.shim import STACKS_FILE, STANDBY
-from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, Told, read_error, read_progress
+from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, SAVED, Told, read_error, read_progress
 
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")
@@ -39,7 +39,7 @@ class Order:
     attempt: int
     folder: str  # on its machine, for its logs, progress, error and stacks
     gpus: int = 0
-    saved_step: int = -1  # of the newest backup that a worker told of
+    saved: Mapping[str, int] = field(default_factory=dict)  # folder -> step of its newest backup
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def worker_env(
         "TFMULTI_RUN_ID": order.run_id,
         "TFMULTI_ATTEMPT": str(order.attempt),
         "TFMULTI_GRACE_S": f"{config.shutdown_grace_s:g}",
-        "TFMULTI_SAVED_STEP": str(order.saved_step),
+        SAVED: json.dumps(dict(order.saved)),
         "PYTHONUNBUFFERED": "1",
         PROGRESS_FILE: str(folder / "progress"),
         ERROR_FILE: str(folder / "error.json"),
