@@ -150,7 +150,6 @@ def _epoch(model: keras.Model, iterator: Any, training: Training, at: Progress) 
         training.callbacks.on_train_batch_begin(first)
         count, wish = last - first + 1, bool(model.stop_training)
         due = keeper is not None and keeper.wants(count)
-        teller().works()
         outcome = run(model, model.train_function, source, count, wish, due)
         state.steps += count
         state.examples += int(outcome.rows)
@@ -239,12 +238,14 @@ def run(
         DataError: the workers do not read the same batches; on all workers alike.
     """
     try:
-        outcome = execute(source, count, _votes(model, wish, backup))
+        with teller().working(id(execute)):
+            outcome = execute(source, count, _votes(model, wish, backup))
+            several = placement_of(model.distribute_strategy).workers > 1
+            spread = float(outcome.digest_spread) if several else 0.0  # waits for the execution
     except tf.errors.InvalidArgumentError as error:
         _check_rows_were_alike(error)
         raise
-    several = placement_of(model.distribute_strategy).workers > 1
-    if several and float(outcome.digest_spread) > 0.1:
+    if spread > 0.1:
         raise DataError(
             "the workers read different batches: the data is shuffled without a seed, or is not "
             "the same on all workers. Give shuffle(seed=...), or pass arrays, which tfmulti "

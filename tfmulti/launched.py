@@ -5,12 +5,13 @@ The launcher names two files in the environment. Nothing happens where it does n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ SAVED = "TFMULTI_SAVED"  # JSON: of each folder of backups, the step of the newe
 _LINE = (
     "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f} {asked:d} {saved:>15d} {folder}\n"
 )
-TRAINING, BUSY = "training", "busy"  # BUSY: tracing, evaluating, saving; no step can be expected
+TRAINING, BUSY = "training", "busy"  # BUSY: tracing, saving, callbacks
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a worker told last: its step, since when it does what, and the longest step so far.
+    """What a worker told last: its step, since when it does what, and the longest such so far.
 
     It was `asked` to stop where the signal came to this worker itself. `saved` is the step of the
     newest backup, -1 for none, and `folder` where that is.
@@ -54,28 +55,35 @@ class Teller:
     def __init__(self, path: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644) if path else None
         self._clock = clock
-        self._since = 0.0
-        self._longest_s = 0.0
+        self._longest_s: dict[int, float] = {}
         self._step = 0
         self._asked, self._saved, self._folder = False, -1, ""
-        self._last = (BUSY, 0.0)
+        self._last = (BUSY, 0.0, 0.0)
         self._lock = threading.Lock()  # signals and backups have threads of their own
 
     def begin(self) -> None:
-        """Says that training begins. The first step traces: nobody knows how long that takes."""
+        """Says that training begins."""
         self._tell(BUSY, self._clock())
 
-    def works(self) -> None:
-        """Says that a step is computed from now on, in which workers may wait for each other."""
-        self._since = self._clock()
-        self._tell(TRAINING if self._longest_s else BUSY, self._since)
+    @contextlib.contextmanager
+    def working(self, kind: int) -> Iterator[None]:
+        """Says that inside an execution is computed, in which workers may wait for each other.
+
+        The first of a `kind` is traced: nobody knows how long that takes. What follows
+        (callbacks, a backup) may take its time, too.
+        """
+        began = self._clock()
+        known = self._longest_s.get(kind, 0.0)
+        self._tell(TRAINING if known else BUSY, began, known)
+        yield
+        now = self._clock()
+        self._longest_s[kind] = max(known, now - began)
+        self._tell(BUSY, now, known)
 
     def step(self, step: int) -> None:
-        """Says that a step has ended; what follows (callbacks, a backup) may take its time."""
-        now = self._clock()
-        self._longest_s = max(self._longest_s, now - self._since)
+        """Says that so many steps have ended."""
         self._step = step
-        self._tell(BUSY, now)
+        self._tell()
 
     def saved(self, step: int, folder: str) -> None:
         """Says that a backup of that step is whole, and in which folder."""
@@ -87,16 +95,16 @@ class Teller:
         self._asked = True
         self._tell()
 
-    def _tell(self, phase: str | None = None, now: float = 0.0) -> None:
+    def _tell(self, phase: str | None = None, now: float = 0.0, longest_s: float = 0.0) -> None:
         with self._lock:
             if phase is not None:
-                self._last = (phase, now)
+                self._last = (phase, now, longest_s)
             if self._file is not None:
                 line = _LINE.format(
                     step=self._step,
                     phase=self._last[0],
                     since_s=self._last[1],
-                    longest_s=self._longest_s,
+                    longest_s=self._last[2],
                     asked=self._asked,
                     saved=self._saved,
                     folder=self._folder,

@@ -7,50 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.comparing import largest_difference
-from tests.support.processes import Finished, Processes, is_alive, run
-
-LIMIT_S = 240
-LAUNCH = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--shutdown-grace-s", "10"]
-
-
-def argv(folder: Path, schedule: str, *flags: str) -> list[str]:
-    program = ["-m", "tests.support.chaos", str(folder / "out.npz"), str(folder), schedule]
-    return [*LAUNCH, "--log-dir", str(folder / "logs"), *flags, *program]
-
-
-def launched(folder: Path, schedule: str = "", *flags: str) -> Finished:
-    folder.mkdir(exist_ok=True)
-    return run(argv(folder, schedule, *flags), folder / "launcher", limit_s=LIMIT_S)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    folder = tmp_path_factory.mktemp("whole")
-    done = launched(folder)
-    assert done.returncode == 0, done.stderr
-    return left_in(folder)
-
-
-def left_in(folder: Path) -> dict[str, np.ndarray]:
-    with np.load(folder / "out.npz") as archive:
-        return {name: archive[name] for name in archive.files}
-
-
-def assert_as_if_nothing_had_happened(folder: Path, whole: dict[str, np.ndarray]) -> None:
-    found = left_in(folder)
-    assert found.keys() == whole.keys()
-    for name, value in whole.items():
-        assert found[name].tobytes() == value.tobytes(), name
+from tests.support.launching import (
+    LIMIT_S,
+    argv,
+    assert_as_if_nothing_had_happened,
+    assert_the_same_within_rounding,
+    launched,
+    wait_for,
+)
+from tests.support.processes import Processes, is_alive, run
 
 
 def test_kills_of_any_worker_at_any_time(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
@@ -103,6 +77,36 @@ def mounted(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def test_a_deadlock_is_seen_and_named(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    """In a collective in which a worker is alone, and in a callback that never returns."""
+    done = launched(tmp_path, "0.2.1.deadlock 1.3.0.hang", "--stall-timeout-s", "8")
+    assert done.returncode == 0, done.stderr
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+    for worker, function, step in ((1, "_deadlock", 3), (0, "_hang", 10)):
+        words = rf"worker {worker} has done nothing for \d+ s, outside of a step at step {step}\n"
+        assert re.search(words, done.stderr)
+        assert f"in {function}\n" in done.stderr  # its stack
+    assert done.stderr.count("starting all workers again") == 2
+
+
+def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
+    """The chief alone would wait for ever."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, time, tensorflow as tf\n"
+        "if os.environ['RANK'] == '1': time.sleep(1e6)\n"
+        "tf.distribute.MultiWorkerMirroredStrategy()\n"
+    )
+    flags = ["--nproc-per-node", "2", "--start-timeout", "3", "--max-restarts", "0"]
+    flags += ["--log-dir", str(tmp_path / "logs")]
+    done = run(
+        ["-m", "tfmulti.launch", *flags, str(script)], tmp_path / "launcher", limit_s=LIMIT_S
+    )
+    assert done.returncode == 1
+    words = r"\[launch\] worker 1 does not listen at 127\.0\.0\.1:\d+, 3 s after another worker did"
+    assert re.search(words, done.stderr)
+
+
 def test_what_cannot_go_on_ends_with_the_cause(tmp_path: Path) -> None:
     done = launched(tmp_path, "0.0.1.exit 0.1.1.raise 0.1.0.raise", "--max-restarts", "0")
     assert done.returncode == 3
@@ -116,7 +120,7 @@ def test_one_worker_goes_on_where_two_stopped(tmp_path: Path, whole: dict[str, n
     assert done.returncode == 3
     done = launched(tmp_path, "", "--nproc-per-node", "1")
     assert done.returncode == 0, done.stderr
-    assert largest_difference(left_in(tmp_path), whole) <= 1e-6
+    assert_the_same_within_rounding(tmp_path, whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -139,13 +143,6 @@ def test_the_launcher_itself_is_ended(
     done = launched(tmp_path)
     assert done.returncode == 0, done.stderr
     assert_as_if_nothing_had_happened(tmp_path, whole)
-
-
-def wait_for(happened: Callable[[], bool], limit_s: float = 60) -> None:
-    deadline = time.monotonic() + limit_s
-    while not happened():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def workers_of(launcher: int) -> list[int]:

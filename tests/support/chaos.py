@@ -7,6 +7,7 @@ its end, or `v` the first validation batch of the epoch; WORKER `*` is each of t
 
 - kill, exit, raise, term, stop: of this process (SIGKILL, exit code 3, an exception, SIGTERM to
   itself, SIGSTOP);
+- hang, deadlock: a callback that never returns; a collective in which this worker is alone;
 - half: SIGKILL in the midst of writing the next backup;
 - damage: some bytes of the newest backup are changed, then SIGKILL;
 - fill, free: the file system of the backups is filled to the last byte, and emptied again.
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfmulti import Backup, make_strategy, prepare
 from tfmulti.backup import Backups
@@ -85,6 +87,21 @@ class Chaos(keras.callbacks.Callback):
 
     def _stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _hang(self) -> None:
+        time.sleep(1e6)
+
+    def _deadlock(self) -> None:
+        """Waits in a collective that the other workers do not take part in."""
+        tf.raw_ops.CollectiveReduceV2(
+            input=tf.ones(()),
+            group_size=2,
+            group_key=99_999,
+            instance_key=1,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+        )
 
     def _half(self) -> None:
         def write(backups: Backups, record: Any) -> NoReturn:

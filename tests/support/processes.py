@@ -70,8 +70,13 @@ class Processes:
         self._started: list[tuple[subprocess.Popen[bytes], float]] = []
 
     def start(
-        self, argv: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        before: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
+        """Starts Python with arguments; `before` are words before it, such as ip netns exec."""
         self._folder.mkdir(parents=True, exist_ok=True)
         number = len(self._started)
         with (
@@ -79,7 +84,7 @@ class Processes:
             open(self._log(number, "stderr"), "wb") as err,
         ):
             process = subprocess.Popen(
-                [sys.executable, *argv],
+                [*before, sys.executable, *argv],
                 stdout=out,
                 stderr=err,
                 cwd=cwd,
@@ -122,6 +127,9 @@ class Processes:
 
     def output(self, number: int) -> str:
         return self._read(number, "stdout")
+
+    def errors(self, number: int) -> str:
+        return self._read(number, "stderr")
 
     def end(self) -> None:
         for process, _ in self._started:

@@ -21,8 +21,9 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import addresses, policy
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.flags import parse
+from tfmulti.launch.idle import Idle
 from tfmulti.launch.output import Output
-from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, Stop, next_action
+from tfmulti.launch.policy import Attempt, Budget, Failure, Pace, Restart, Stop, next_action
 from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
 from tfmulti.launch.workers import Order, command, worker_env
 from tfmulti.launched import (
@@ -83,9 +84,44 @@ def test_the_cause_is_what_was_first() -> None:
     assert Attempt((early,)).cause == early
 
 
-def test_workers_that_end_no_step_are_seen() -> None:
-    times = [(100.0, 0.1), (80.0, 0.1), (80.0, 9.0), (float("inf"), 0.0)]
-    assert policy.stalled(times, now_s=110.0, timeout_s=15) == [1]
+WAITS = Pace(True, since_s=80.0, longest_s=0.1, idle_since_s=80.0)
+COMPUTES = Pace(True, since_s=100.0, longest_s=0.1, idle_since_s=110.0)
+SLOW = Pace(True, since_s=80.0, longest_s=9.0, idle_since_s=80.0)
+SAVES = Pace(False, since_s=80.0, longest_s=0.1, idle_since_s=109.0)
+HANGS = Pace(False, since_s=80.0, longest_s=0.1, idle_since_s=81.0)
+
+
+@pytest.mark.parametrize(
+    ("paces", "stands"),
+    [
+        ([WAITS, WAITS], True),
+        ([WAITS, COMPUTES], False),
+        ([WAITS, SLOW], False),
+        ([WAITS, SAVES], False),
+        ([WAITS, HANGS], True),
+        ([HANGS, HANGS], False),
+        ([], False),
+    ],
+)
+def test_a_job_stands_still(paces: list[Pace], stands: bool) -> None:
+    assert policy.stalled(paces, now_s=110.0, timeout_s=15) is stands
+    assert policy.stalled(paces, now_s=1000.0, timeout_s=15) is bool(paces)
+
+
+def test_groups_that_use_no_core_are_seen() -> None:
+    times = iter([0.0, 1.0, 2.0, 3.0, 4.0])
+    used = iter(
+        [
+            {7: (1.0, False)},
+            {7: (1.01, False), 8: (0.0, False)},  # one per cent of a core
+            {7: (1.02, False), 8: (0.5, False)},
+            {7: (1.02, True), 8: (0.5, False)},  # waits for a disk
+            {7: (1.02, False), 8: (0.5, False)},
+        ]
+    )
+    idle = Idle(lambda: next(used), lambda: next(times))
+    assert [idle.since(7) for _ in range(5)] == [0.0, 0.0, 0.0, 3.0, 3.0]
+    assert idle._since[8] == 2.0
 
 
 PROGRAM = ["-m", "tfmulti.fit", "--epochs", "3"]
@@ -212,21 +248,24 @@ def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> Non
 
 
 def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
-    times = iter([10.0, 11.0, 14.0, 15.0, 15.5, 16.0])
+    times = iter([10.0, 11.0, 14.0, 15.0, 15.5, 16.0, 17.0])
     path = tmp_path / "progress"
     assert read_progress(path) is None
     teller = Teller(str(path), lambda: next(times))
     teller.begin()
-    teller.works()
-    assert read_progress(path) == Told(0, "busy", 11.0, 0.0)  # traces
+    with teller.working(1):  # traces
+        assert read_progress(path) == Told(0, "busy", 11.0, 0.0)
     teller.step(7)
-    teller.works()
-    assert read_progress(path) == Told(7, "training", 15.0, 3.0)
+    assert read_progress(path) == Told(7, "busy", 14.0, 0.0)
+    with teller.working(1):
+        assert read_progress(path) == Told(7, "training", 15.0, 3.0)
     teller.step(8)
     assert read_progress(path) == Told(8, "busy", 15.5, 3.0)
+    with teller.working(2):  # another one, which traces, too
+        assert read_progress(path) == Told(8, "busy", 16.0, 0.0)
     teller.saved(8, "/runs/a long name/b")
     teller.asked()
-    told = Told(8, "busy", 15.5, 3.0, asked=True, saved=8, folder="/runs/a long name/b")
+    told = Told(8, "busy", 17.0, 0.0, asked=True, saved=8, folder="/runs/a long name/b")
     assert read_progress(path) == told
     teller.saved(9, "/b")
     assert read_progress(path) == dataclasses.replace(told, saved=9, folder="/b")

@@ -30,7 +30,7 @@ LAYERS = [
     ["environments", "registry", "signals"],
     ["config"],
     ["selection"],
-    ["launch.policy", "launch.addresses", "launch.guard", "launch.shim"],
+    ["launch.policy", "launch.addresses", "launch.guard", "launch.idle", "launch.shim"],
     ["launch.members", "launch.hosts"],
     ["launch.config"],
     ["launch.flags", "launch.output", "launch.workers"],

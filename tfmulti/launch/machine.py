@@ -19,6 +19,7 @@ from tfmulti.gpus import visible_gpus
 from tfmulti.launch.addresses import reserved, silent
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
+from tfmulti.launch.idle import Idle
 from tfmulti.launch.workers import Order, Seen, Sink, Standby, Worker, command, start, worker_env
 
 STACKS_WAIT_S = 0.5  # for faulthandler to write
@@ -76,6 +77,7 @@ class Here:
         self._standby = Standby(config, self._guard)
         self._ports = contextlib.ExitStack()
         self._workers: list[Worker] = []
+        self._idle = Idle()
 
     def reserve(self, count: int) -> list[str]:
         return self._ports.enter_context(reserved(count, self.name))
@@ -97,7 +99,7 @@ class Here:
         seen = []
         for worker in self._workers:
             ended_before = worker.ended_s is not None
-            seen.append(worker.look())
+            seen.append(worker.look(self._idle))
             if not (seen[-1].runs or ended_before):
                 self._guard.remove(worker.process.pid)
         return seen

@@ -14,6 +14,7 @@ from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_US
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
+NOBODY_WAITS = 20  # times as long, until a job is stalled of which no worker is in a step
 
 
 @dataclass(frozen=True)
@@ -139,16 +140,41 @@ def words_of_exit(returncode: int) -> tuple[str, int]:
     return f"was killed by {name}{hint}", 128 - returncode
 
 
-def stalled(steps: Sequence[tuple[float, float]], now_s: float, timeout_s: float) -> list[int]:
-    """Returns the ranks of the workers that have ended no step for too long.
+@dataclass(frozen=True)
+class Pace:
+    """How a worker goes: since when it does what it does, and since when without using a core.
+
+    It `computes` a step, in which workers wait for each other; `longest_s` is the longest such so
+    far. Otherwise it traces, runs callbacks, saves: nobody knows how long that takes.
+    """
+
+    computes: bool
+    since_s: float
+    longest_s: float
+    idle_since_s: float
+
+
+def stalled(paces: Sequence[Pace], now_s: float, timeout_s: float) -> bool:
+    """Whether the job stands still: all wait, and at least one of them in a step.
 
     Args:
-        steps: of each worker, when it last ended a step (or began its first), and how long its
-            longest one took; one that trains no more has an infinite time.
-        timeout_s: at least so long, and never below five of the longest steps.
+        timeout_s: at least so long, and for a step never below five of the longest ones. Where
+            no worker is in a step it takes twenty times as long: they may all save a large model.
+
+    >>> waits = Pace(True, since_s=0.0, longest_s=1.0, idle_since_s=0.0)
+    >>> saves = Pace(False, since_s=0.0, longest_s=1.0, idle_since_s=14.0)
+    >>> stalled([waits, saves], now_s=16.0, timeout_s=15.0)
+    False
+    >>> stalled([waits, saves], now_s=30.0, timeout_s=15.0)
+    True
     """
-    return [
-        rank
-        for rank, (last_s, longest_s) in enumerate(steps)
-        if now_s - last_s > max(timeout_s, 5 * longest_s)
-    ]
+    waits = any(pace.computes for pace in paces)
+    for pace in paces:
+        if pace.computes:
+            quiet_s, limit_s = now_s - pace.since_s, max(timeout_s, 5 * pace.longest_s)
+        else:
+            quiet_s = now_s - max(pace.since_s, pace.idle_since_s)
+            limit_s = timeout_s * (1 if waits else NOBODY_WAITS)
+        if quiet_s <= limit_s:
+            return False
+    return bool(paces)

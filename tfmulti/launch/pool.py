@@ -17,7 +17,7 @@ from tfmulti.launch.members import Limits, Placement, Standing, choose
 from tfmulti.launch.workers import Sink
 
 RETRY_S = 3.0  # between two tries to reach a machine
-REFRESH_S = 5.0  # between two looks at a host file or at what a script says
+REREAD_S, REFRESH_S = 1.0, 5.0  # between two looks at a host file, and at what a script says
 JOIN_S = 30.0  # for machines of a range that are started by hand, before it begins without
 EVERY = 10**6  # more machines than there are
 
@@ -61,7 +61,8 @@ class Pool:
         self._sources_found: queue.Queue[tuple[tuple[Host, ...], ConfigError | None]] = (
             queue.Queue()
         )
-        self._next_refresh_s = time.monotonic() + REFRESH_S
+        self._refresh_s = REFRESH_S if config.discovery else REREAD_S
+        self._next_refresh_s = time.monotonic() + self._refresh_s
         self._begun_s = time.monotonic()
         self.limits = limits_of(config, self.hosts, self._here.gpus)
 
@@ -152,7 +153,7 @@ class Pool:
             self.hosts, error = self._sources_found.get()
             if error is not None:
                 self._say(f"{error} The machines stay as they were.")
-            self._next_refresh_s = time.monotonic() + REFRESH_S
+            self._next_refresh_s = time.monotonic() + self._refresh_s
         if self._sources.may_change and time.monotonic() > self._next_refresh_s:
             self._next_refresh_s = float("inf")
             threading.Thread(target=self._refresh, daemon=True).start()

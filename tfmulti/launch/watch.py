@@ -10,7 +10,7 @@ from tfmulti.launch import policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.crew import Crew
 from tfmulti.launch.output import Output
-from tfmulti.launch.policy import Failure
+from tfmulti.launch.policy import Failure, Pace, stalled
 from tfmulti.launch.workers import Seen
 from tfmulti.launched import TRAINING
 
@@ -141,25 +141,31 @@ class Watch:
         ]
 
     def _stalled(self, seen: list[Seen]) -> list[Failure]:
-        """Returns all workers if no step has ended for too long in any of them."""
-        running = [one for one in seen if one.runs]
-        times = [
-            (one.told.since_s, one.told.longest_s)
-            if one.told is not None and one.told.phase == TRAINING
-            else (float("inf"), 0.0)
-            for one in running
+        """Returns all workers if the job stands still.
+
+        The cause is who is not in a step, where there is one: the others wait for it there.
+        """
+        running = [(one, one.told) for one in seen if one.runs and one.told is not None]
+        paces = [
+            Pace(told.phase == TRAINING, told.since_s, told.longest_s, one.idle_since_s)
+            for one, told in running
         ]
-        late = policy.stalled(times, time.monotonic(), self._config.stall_timeout_s)
-        if not late or len(late) < len(running):
+        now = time.monotonic()
+        alive = sum(one.runs for one in seen)
+        if len(running) < alive or not stalled(paces, now, self._config.stall_timeout_s):
             return []
         for rank, stacks in self._crew.stacks().items():
             self._show(f"worker {rank} stands at:\n{stacks}")
-        quiet = time.monotonic() - max(ended for ended, _ in times)
-        words = f"has ended no step for {quiet:.0f} s"
-        return [
-            self._failure(one.rank, one, words, 1, one.told.since_s if one.told else 0.0)
-            for one in running
-        ]
+        all_in_step = all(pace.computes for pace in paces)
+        found = []
+        for (one, told), pace in zip(running, paces, strict=True):
+            quiet = f"for {now - told.since_s:.0f} s"
+            words = f"has ended no step {quiet}"
+            if not pace.computes:
+                words = f"has done nothing {quiet}, outside of a step"
+            follows = pace.computes and not all_in_step
+            found.append(self._failure(one.rank, one, words, 1, told.since_s, follows=follows))
+        return found
 
     def _exit_of(self, one: Seen) -> Failure | None:
         if not one.returncode:

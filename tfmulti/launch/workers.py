@@ -18,6 +18,7 @@ from typing import IO, Any
 from tfmulti.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
+from tfmulti.launch.idle import Idle
 from tfmulti.launch.shim import STACKS_FILE, STANDBY
 from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, SAVED, Told, read_error, read_progress
 
@@ -53,6 +54,7 @@ class Seen:
     told: Told | None = None
     error: Mapping[str, Any] | None = None
     frozen: bool = False
+    idle_since_s: float = float("inf")  # since when it and its children use no core
 
     @property
     def runs(self) -> bool:
@@ -64,7 +66,13 @@ class Seen:
         told = self.told and dataclasses.replace(self.told, since_s=self.told.since_s + by_s)
         ended_s = None if self.ended_s is None else self.ended_s + by_s
         error = self.error and {**self.error, "time_s": float(self.error["time_s"]) + by_s}
-        return dataclasses.replace(self, told=told, ended_s=ended_s, error=error)
+        return dataclasses.replace(
+            self,
+            told=told,
+            ended_s=ended_s,
+            error=error,
+            idle_since_s=self.idle_since_s + by_s,
+        )
 
 
 def arguments(config: LaunchConfig) -> list[str]:
@@ -122,7 +130,7 @@ class Worker:
     ended_s: float | None = None
     silent_s: list[float] = field(default_factory=lambda: [float("inf")])  # its output's end
 
-    def look(self) -> Seen:
+    def look(self, idle: Idle) -> Seen:
         """Returns what can be seen of it now."""
         returncode = self.process.poll()
         if returncode is not None and self.ended_s is None:
@@ -136,6 +144,7 @@ class Worker:
             read_progress(self.folder / "progress"),
             read_error(self.folder / "error.json") if returncode is not None else None,
             returncode is None and self._is_stopped(),
+            idle.since(self.process.pid),
         )
 
     def _is_stopped(self) -> bool:

@@ -1,0 +1,133 @@
+"""Jobs over several hosts, and jobs whose workers come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import networks
+from tests.support.launching import (
+    LIMIT_S,
+    argv,
+    assert_as_if_nothing_had_happened,
+    assert_the_same_within_rounding,
+    wait_for,
+)
+from tests.support.networks import Hosts
+from tests.support.processes import Processes, processes
+
+WHY_NOT = networks.why_not()
+needs_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+SLOW_STEPS = {"CHAOS_STEP_S": "0.7"}
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Hosts]:
+    folder = tmp_path / "network"
+    folder.mkdir()
+    with networks.hosts(2, folder) as made:
+        yield made
+
+
+def has_backup(folder: Path) -> bool:
+    return any((folder / "backups").glob("step-*"))
+
+
+def says(group: Processes, words: str) -> None:
+    """Waits until the first launcher says something."""
+    wait_for(lambda: words in group.errors(0), 60)
+
+
+@needs_hosts
+def test_a_host_is_cut_off_and_comes_back(
+    tmp_path: Path, two: Hosts, whole: dict[str, np.ndarray]
+) -> None:
+    """Over SSH from the first host: the job goes on without the second, and grows again."""
+    hosts = ["--hosts", f"{two.address(1)}:1,{two.address(2)}:1", "--ssh", two.ssh()]
+    with processes(tmp_path / "launcher") as group:
+        flags = argv(tmp_path, "", "--nnodes", "1:2", *hosts)
+        group.start(flags, SLOW_STEPS, before=two.inside(1))
+        wait_for(lambda: has_backup(tmp_path))
+        two.cut_off(2)
+        says(group, f"worker 1 is on {two.address(2)}, which does not answer any more (no word")
+        says(group, f"going on with 1 worker: 1 on {two.address(1)}")
+        two.bring_back(2)
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    grown = f"going on with 2 workers: 1 on {two.address(1)}, 1 on {two.address(2)}"
+    assert "other workers can take part: they do from the next backup on" in done.stderr
+    assert grown in done.stderr
+    assert_the_same_within_rounding(tmp_path, whole)
+
+
+@needs_hosts
+def test_started_by_hand_on_each_host(
+    tmp_path: Path, two: Hosts, whole: dict[str, np.ndarray]
+) -> None:
+    """The second is started first; a worker of it is killed, and later its whole launcher."""
+    hosts = ["--hosts", f"{two.address(1)}:1,{two.address(2)}:1", "--nnodes", "2"]
+    with processes(tmp_path / "launcher") as group:
+        second = argv(tmp_path, "0.3.1.kill", "--node-rank", "1", *hosts)
+        first = argv(tmp_path, "0.3.1.kill", "--node-rank", "0", *hosts)
+        group.start(first, before=two.inside(1))
+        group.start(second, before=two.inside(2))
+        done = group.wait(LIMIT_S)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert "[launch] worker 1 was killed by SIGKILL" in done[0].stderr
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("host", "program", "words"),
+    [
+        ("10.255.255.1:1", "tests.support.chaos", "too few machines for 2 s"),
+        ("{here}:1", "tests.support.chaos", "does not let SSH in: "),
+    ],
+)
+def test_hosts_that_cannot_be_used(
+    tmp_path: Path, two: Hosts, host: str, program: str, words: str
+) -> None:
+    (Path(two.ssh().split()[-1]).parent / "key").write_text("") if "{here}" in host else None
+    hosts = ["--hosts", f"{two.address(1)}:1,{host.format(here=two.address(2))}"]
+    flags = ["--log-dir", str(tmp_path / "logs"), "--start-timeout", "2", "--ssh", two.ssh()]
+    with processes(tmp_path / "launcher") as group:
+        job = ["-m", "tfmulti.launch", *hosts, *flags, "-m", program]
+        group.start(job, before=two.inside(1))
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode == (1 if "too few" in words else 2)
+    assert words in done.lines()[-1]
+    assert not (tmp_path / "logs").exists()
+
+
+def test_workers_leave_and_come_back(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    """From three workers to two and back, as a host file says."""
+    file = tmp_path / "hosts"
+    file.write_text("localhost slots=3\n")
+    with processes(tmp_path / "launcher") as group:
+        flags = ["--hostfile", str(file), "--min-workers", "2"]
+        group.start(argv(tmp_path, "", *flags), SLOW_STEPS)
+        wait_for(lambda: has_backup(tmp_path))
+        file.write_text("localhost slots=2  # one goes\n")
+        says(group, "going on with 2 workers: 2 on localhost")
+        file.write_text("localhost slots=3\n")
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "going on with 3 workers: 3 on localhost" in done.stderr
+    assert_the_same_within_rounding(tmp_path, whole)
+
+
+def test_a_worker_that_fails_again_and_again_is_left_out(
+    tmp_path: Path, whole: dict[str, np.ndarray]
+) -> None:
+    with processes(tmp_path / "launcher") as group:
+        flags = ["--nproc-per-node", "3", "--min-workers", "2"]
+        group.start(argv(tmp_path, "0.0.2.kill 0.0.2.kill 1.0.1.term", *flags))
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "going on with 2 workers: 2 on 127.0.0.1" in done.stderr
+    assert done.stderr.count("starting all workers again") == 3
+    assert_the_same_within_rounding(tmp_path, whole)

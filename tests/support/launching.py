@@ -1,0 +1,56 @@
+"""Runs of the fault program (`chaos`) under the launcher, and what they leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tests.support.comparing import largest_difference
+from tests.support.processes import Finished, run
+
+LIMIT_S = 240
+
+
+def argv(folder: Path, schedule: str, *flags: str) -> list[str]:
+    """Returns the launcher's arguments: two workers on this machine, unless flags say others."""
+    program = ["-m", "tests.support.chaos", str(folder / "out.npz"), str(folder), schedule]
+    launch = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--shutdown-grace-s", "10"]
+    return [*launch, "--log-dir", str(folder / "logs"), *flags, *program]
+
+
+def launched(
+    folder: Path, schedule: str = "", *flags: str, env: Mapping[str, str] | None = None
+) -> Finished:
+    """Returns a run that has ended."""
+    folder.mkdir(exist_ok=True)
+    return run(argv(folder, schedule, *flags), folder / "launcher", env=env, limit_s=LIMIT_S)
+
+
+def left_in(folder: Path) -> dict[str, np.ndarray]:
+    """Returns the weights, optimizer, history and metrics that a run left."""
+    with np.load(folder / "out.npz") as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def assert_as_if_nothing_had_happened(folder: Path, whole: dict[str, np.ndarray]) -> None:
+    """Compares bit for bit: with as many workers all the time."""
+    found = left_in(folder)
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert found[name].tobytes() == value.tobytes(), name
+
+
+def assert_the_same_within_rounding(folder: Path, whole: dict[str, np.ndarray]) -> None:
+    """Compares where some steps were computed by fewer or more workers."""
+    assert largest_difference(left_in(folder), whole) <= 1e-6
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.05)

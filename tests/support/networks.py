@@ -1,0 +1,168 @@
+"""Several hosts on one machine: network namespaces with addresses of their own and sshd in each.
+
+Needs root, iproute2 and an OpenSSH server; `why_not` says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+SSHD_CONFIG = """
+Port 22
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+PasswordAuthentication no
+UsePAM no
+PermitRootLogin yes
+"""
+SSH_CONFIG = """
+Host *
+    IdentityFile {folder}/key
+    IdentitiesOnly yes
+    StrictHostKeyChecking no
+    UserKnownHostsFile {folder}/known_hosts
+    LogLevel ERROR
+"""
+
+
+def why_not() -> str | None:
+    """Returns why there can be no hosts here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for name in ("ip", "ssh", "sshd", "ssh-keygen"):
+        if _found(name) is None:
+            return f"{name} is not installed (apt-get install iproute2 openssh-server)"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with hosts(1, Path(folder)):
+                return None
+        except (subprocess.CalledProcessError, TimeoutError) as error:
+            return f"network namespaces are not allowed here: {error}"
+
+
+class Hosts:
+    """Hosts by number from 1: host 2 has the address 10.77.N.2 of this process' own network."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self._net = os.getpid() % 250 + 1
+        self._folder = folder
+        self._servers: list[subprocess.Popen[bytes]] = []
+        self.count = count
+
+    def address(self, host: int) -> str:
+        return f"10.77.{self._net}.{host}"
+
+    def inside(self, host: int) -> list[str]:
+        """Returns the words before a command that runs on a host."""
+        return [_ip(), "netns", "exec", self._name(host)]
+
+    def ssh(self) -> str:
+        """Returns what --ssh is given."""
+        return f"ssh -F {self._folder}/ssh_config"
+
+    def cut_off(self, host: int) -> None:
+        """From now on the packets from and to a host are dropped; it does not see why."""
+        _run("link", "set", self._link(host), "nomaster")
+
+    def bring_back(self, host: int) -> None:
+        """Ends `cut_off`."""
+        _run("link", "set", self._link(host), "master", self._bridge)
+
+    @property
+    def _bridge(self) -> str:
+        return f"tfm{self._net}"
+
+    def _name(self, host: int) -> str:
+        return f"tfm{self._net}-{host}"
+
+    def _link(self, host: int) -> str:
+        return f"tfm{self._net}v{host}"
+
+    def begin(self) -> None:
+        _run("link", "add", self._bridge, "type", "bridge")
+        _run("address", "add", f"{self.address(254)}/24", "dev", self._bridge)
+        _run("link", "set", self._bridge, "up")
+        for host in range(1, self.count + 1):
+            name, link = self._name(host), self._link(host)
+            _run("netns", "add", name)
+            _run("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run("link", "set", link, "master", self._bridge)
+            _run("link", "set", link, "up")
+            _run("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            _run("-n", name, "link", "set", "eth0", "up")
+            _run("-n", name, "link", "set", "lo", "up")
+        self._begin_ssh()
+
+    def _begin_ssh(self) -> None:
+        folder = self._folder
+        for key in ("key", "host_key"):
+            argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
+            subprocess.run(argv, check=True)
+        (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+        Path("/run/sshd").mkdir(exist_ok=True)
+        server = _found("sshd")
+        assert server is not None
+        for host in range(1, self.count + 1):
+            path = folder / f"sshd_config_{host}"
+            path.write_text(SSHD_CONFIG.format(folder=folder, address=self.address(host)))
+            argv = [*self.inside(host), server, "-D", "-e", "-f", str(path)]
+            with open(folder / f"sshd_{host}.log", "wb") as log:
+                self._servers.append(subprocess.Popen(argv, stderr=log))
+        deadline = time.monotonic() + 10
+        for host in range(1, self.count + 1):
+            while subprocess.run(
+                ["ssh", "-F", f"{folder}/ssh_config", self.address(host), "true"],
+                capture_output=True,
+                check=False,
+            ).returncode:
+                if time.monotonic() > deadline:
+                    log_text = (folder / f"sshd_{host}.log").read_text()
+                    raise TimeoutError(f"sshd of host {host} does not answer: {log_text}")
+                time.sleep(0.1)
+
+    def end(self) -> None:
+        for server in self._servers:
+            server.kill()
+            server.wait()
+        for host in range(1, self.count + 1):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _run("link", "del", self._link(host))
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _run("netns", "del", self._name(host))
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _run("link", "del", self._bridge)
+
+
+@contextlib.contextmanager
+def hosts(count: int, folder: Path) -> Iterator[Hosts]:
+    """Gives so many hosts that reach each other; afterwards nothing of them is left."""
+    made = Hosts(count, folder)
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.end()
+
+
+def _found(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+
+
+def _ip() -> str:
+    found = _found("ip")
+    assert found is not None
+    return found
+
+
+def _run(*words: str) -> None:
+    subprocess.run([_ip(), *words], check=True, capture_output=True)
