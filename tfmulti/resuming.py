@@ -18,6 +18,7 @@ from tfmulti.broadcast import broadcast
 from tfmulti.callbacks.backup import Backup
 from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError
 from tfmulti.feed import Feed
+from tfmulti.launched import teller
 from tfmulti.signals import SignalWatch, is_watched
 from tfmulti.stopping import interrupt, state_of
 from tfmulti.strategies import placement_of
@@ -168,6 +169,8 @@ class Keeper:
     def keep(self, progress: Progress, *, wait: bool = False) -> None:
         """Makes a backup of here; the chief writes it, in the background unless `wait`."""
         state = state_of(self._model)
+        with teller().working(id(self)):  # all workers take part
+            captured = run_state.capture(self._model)
         record = Record(
             state.steps,
             {
@@ -177,7 +180,7 @@ class Keeper:
                 "data": self._data,
                 "passes": {name: feed.passes for name, feed in self._feeds.items()},
                 "settings": self._backup.settings,
-                "model": run_state.capture(self._model),
+                "model": captured,
                 "callbacks": self._callbacks.capture(),
             },
         )

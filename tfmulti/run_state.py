@@ -7,8 +7,9 @@ give and take is a tree of plain values and NumPy arrays (`backup.Record`).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -94,27 +95,36 @@ def _value(variable: Any) -> np.ndarray:
 def _metric_states(model: keras.Model) -> Tree:
     """Returns each metric variable's value on every replica, [replicas, …]; a collective."""
     variables = replicas.metric_variables(model)
-    strategy = model.distribute_strategy
     if not variables:
         return {}
+    known, read = _readers.get(model, ([], None))
+    if read is None or [id(v) for v in known] != [id(v) for v in variables]:
+        read = _reader(model.distribute_strategy, variables)  # traced once, not at each backup
+        _readers[model] = (variables, read)
+    return {name: v.numpy() for name, v in zip(_names(variables), read(), strict=True)}
 
-    @tf.function  # type: ignore[untyped-decorator]
+
+_readers: weakref.WeakKeyDictionary[keras.Model, tuple[Sequence[Any], Callable[[], Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Callable[[], Any]:
+    def on_replica() -> list[tf.Tensor]:
+        context = tf.distribute.get_replica_context()
+        count = context.num_replicas_in_sync
+        is_own = tf.range(count) == tf.cast(context.replica_id_in_sync_group, tf.int32)
+        own = []
+        for variable in variables:
+            value = tf.convert_to_tensor(variable.value)
+            here = tf.reshape(is_own, [count, *[1] * value.shape.rank])
+            own.append(tf.where(here, value, tf.zeros([], value.dtype)))
+        return replicas.sum_together(own)
+
     def states() -> Any:
-        def on_replica() -> list[tf.Tensor]:
-            context = tf.distribute.get_replica_context()
-            count = context.num_replicas_in_sync
-            is_own = tf.range(count) == tf.cast(context.replica_id_in_sync_group, tf.int32)
-            own = []
-            for variable in variables:
-                value = tf.convert_to_tensor(variable.value)
-                here = tf.reshape(is_own, [count, *[1] * value.shape.rank])
-                own.append(tf.where(here, value, tf.zeros([], value.dtype)))
-            return replicas.sum_together(own)
-
         return strategy.experimental_local_results(strategy.run(on_replica))[0]
 
-    names = _names(variables)
-    return {name: value.numpy() for name, value in zip(names, states(), strict=True)}
+    return cast("Callable[[], Any]", tf.function(states))
 
 
 def _set_metric_states(model: keras.Model, saved: Tree) -> None:

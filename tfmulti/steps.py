@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, microbatches, replicas
+from tfmulti.launched import teller
 from tfmulti.share import Share, computing
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
@@ -349,4 +350,10 @@ def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], l
         return _first_local(strategy, strategy.run(lambda: replicas.sum_together([values])[0]))
 
     compiled = tf.function(total)
-    return lambda values: compiled(tf.constant(values, tf.float32)).numpy().tolist()
+
+    def vote(values: Sequence[float]) -> list[float]:
+        with teller().working(id(compiled)):
+            counted: list[float] = compiled(tf.constant(values, tf.float32)).numpy().tolist()
+        return counted
+
+    return vote

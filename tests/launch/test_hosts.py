@@ -67,7 +67,7 @@ def test_a_host_is_cut_off_and_comes_back(
 def test_started_by_hand_on_each_host(
     tmp_path: Path, two: Hosts, whole: dict[str, np.ndarray]
 ) -> None:
-    """The second is started first; a worker of it is killed, and later its whole launcher."""
+    """A worker of the second one is killed."""
     hosts = ["--hosts", f"{two.address(1)}:1,{two.address(2)}:1", "--nnodes", "2"]
     with processes(tmp_path / "launcher") as group:
         second = argv(tmp_path, "0.3.1.kill", "--node-rank", "1", *hosts)
