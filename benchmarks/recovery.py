@@ -53,8 +53,16 @@ def told(folder: Path) -> list[tuple[int, float]]:
     return [(int(line.split()[0]), float(line.split()[1])) for line in lines if " " in line]
 
 
+class Stuck(Exception):
+    """A job did not go on in time. The message is the end of its output."""
+
+
 def one_round(command: list[str]) -> tuple[float, int]:
-    """Returns the seconds until training goes on after a kill, and the steps done twice."""
+    """Returns the seconds until training goes on after a kill, and the steps done twice.
+
+    Raises:
+        Stuck: it does not.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "GLOO_SOCKET_IFNAME": "lo"}
@@ -87,7 +95,7 @@ def wait_for(happened: object, job: subprocess.Popen[bytes], folder: Path) -> No
     assert callable(happened)
     while not happened():
         if time.monotonic() > deadline or job.poll() is not None:
-            raise SystemExit((folder / "output").read_text()[-3000:])
+            raise Stuck((folder / "output").read_text()[-3000:])
         time.sleep(0.01)
 
 
@@ -99,11 +107,15 @@ def main() -> None:
     found: dict[str, list[tuple[float, int]]] = {}
     for number in range(given.rounds):
         for name, command in commands(given.torch).items():
-            found.setdefault(name, []).append(one_round(command))
-            seconds, lost = found[name][-1]
-            print(
-                f"round {number + 1}  {name:<22} {seconds:6.2f} s, {lost} steps again", flush=True
-            )
+            head = f"round {number + 1}  {name:<22}"
+            found.setdefault(name, [])
+            try:
+                seconds, lost = one_round(command)
+            except Stuck as stuck:
+                print(f"{stuck}\n{head} did not go on within {LIMIT_S:g} s", flush=True)
+                continue
+            found[name].append((seconds, lost))
+            print(f"{head} {seconds:6.2f} s, {lost} steps again", flush=True)
     results = {
         "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
         "a backup every": f"{EVERY} steps",
@@ -111,8 +123,11 @@ def main() -> None:
             name: {
                 "seconds": round(statistics.median(s for s, _ in rounds), 2),
                 "steps_again": statistics.median(n for _, n in rounds),
+                "rounds": len(rounds),
+                "rounds that did not go on": given.rounds - len(rounds),
             }
             for name, rounds in found.items()
+            if rounds
         },
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

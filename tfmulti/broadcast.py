@@ -53,7 +53,7 @@ def _make_sum(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray], np.nda
         # The identity is on the replica's device, which the function's argument is not.
         return context.all_reduce(replicas.SUM, tf.identity(values) * int(first))
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def total(values: tf.Tensor) -> tf.Tensor:
         return strategy.experimental_local_results(strategy.run(on_replica, args=(values,)))[0]
 

@@ -106,6 +106,7 @@ def from_source(
     alone = placement.replicas == 1 and plan.share_is_constant
     share_rows = plan.global_batch_size if alone else None
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def shards(step: tf.Tensor) -> Shards:
         data, own_rows, first_rows = [], [], []
         for local in range(placement.local_replicas):
@@ -124,6 +125,7 @@ def from_source(
 def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
     """Returns this worker's `Shards` of a dataset of global batches, with the same length."""
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def shards(*batch: Any) -> Shards:
         return from_batch(batch if len(batch) > 1 else batch[0], placement)
 

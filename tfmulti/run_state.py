@@ -124,7 +124,7 @@ def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Calla
     def states() -> Any:
         return strategy.experimental_local_results(strategy.run(on_replica))[0]
 
-    return cast("Callable[[], Any]", tf.function(states))
+    return cast("Callable[[], Any]", tf.function(states, autograph=False))
 
 
 def _set_metric_states(model: keras.Model, saved: Tree) -> None:

@@ -349,7 +349,7 @@ def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], l
     def total(values: tf.Tensor) -> tf.Tensor:
         return _first_local(strategy, strategy.run(lambda: replicas.sum_together([values])[0]))
 
-    compiled = tf.function(total)
+    compiled = tf.function(total, autograph=False)
 
     def vote(values: Sequence[float]) -> list[float]:
         with teller().working(id(compiled)):

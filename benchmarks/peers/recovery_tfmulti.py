@@ -51,7 +51,7 @@ def main(folder: str, steps: int, every: int) -> None:
         prepare(model, seed=0)
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "sparse_categorical_crossentropy")
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((BATCH * steps, 64)).astype(np.float32)
+    x = rng.random((BATCH * steps, 64), np.float32)
     y = rng.integers(0, 10, len(x))
     backup = Backup(root / "backups", every_steps=every, every_s=None)
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[backup, Tells(root / f"steps-{rank}")])

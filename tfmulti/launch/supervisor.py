@@ -25,7 +25,8 @@ from tfmulti.launch.remote import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SETTLE_S = 0.5  # after the first failure: for the workers that failed before it was seen
+SETTLE_S = 0.1  # after the first failure: for the workers that failed before it was seen
+FAILING_S = 1.0  # for one that has written its error down, until it has ended
 LOOK_FOR_CAUSE_S = LOST_S + 2.0  # after a failure that follows from another one
 
 
@@ -170,11 +171,17 @@ class Job:
         to save. Where one only says that another was lost, that one is still to be found.
         """
         began_s = time.monotonic()
-        while crew.running():
+        while running := crew.running():
             if any(f.exit_code in (EXIT_TERMINATED, EXIT_INTERRUPTED) for f in failures):
                 wait_s = self._config.shutdown_grace_s
             else:
-                wait_s = LOOK_FOR_CAUSE_S if all(f.follows for f in failures) else SETTLE_S
+                failing = any(
+                    seen.error and seen.error["type"] not in policy.LOST_A_WORKER
+                    for seen in running
+                )
+                wait_s = FAILING_S if failing else SETTLE_S
+                if all(f.follows for f in failures):
+                    wait_s = LOOK_FOR_CAUSE_S
             if time.monotonic() - began_s > wait_s:
                 break
             time.sleep(0.02)

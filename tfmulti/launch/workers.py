@@ -142,7 +142,7 @@ class Worker:
             returncode,
             self.ended_s,
             read_progress(self.folder / "progress"),
-            read_error(self.folder / "error.json") if returncode is not None else None,
+            read_error(self.folder / "error.json"),
             returncode is None and self._is_stopped(),
             idle.since(self.process.pid),
         )
