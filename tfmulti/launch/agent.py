@@ -71,11 +71,14 @@ def serve(link: Link, config: LaunchConfig | None, env: Mapping[str, str]) -> in
         link.send({"fails": str(error)})
         return None
     with (
-        _alone(f"{begin['run_id']}-{begin['name']}"),
+        _alone(f"{begin['run_id']}-{begin['name']}") as lock,
         tempfile.TemporaryDirectory(prefix="tfmulti-") as folder,
     ):
         here = Here(config, env, begin["name"], _sink(link))
-        return Agent(link, here, Path(folder)).run()
+        code = Agent(link, here, Path(folder)).run()
+        if code is not None:
+            lock.unlink(missing_ok=True)
+        return code
 
 
 def _config(values: dict[str, Any]) -> LaunchConfig:
@@ -89,15 +92,15 @@ def sent_config(config: LaunchConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _alone(name: str) -> Iterator[None]:
-    """Waits until the agent that was cut off before, and all of its workers, have ended.
+def _alone(name: str) -> Iterator[Path]:
+    """Gives a lock file, once the agent that was cut off before and all its workers have ended.
 
-    Its guard holds the lock as long as one of them is there.
+    That one's guard holds the lock as long as one of them is there.
     """
     path = Path(tempfile.gettempdir()) / f"tfmulti-{os.getuid()}-{name.replace('/', '_')}.lock"
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield path
 
 
 def _sink(link: Link) -> Callable[[int, str, bytes], None]:

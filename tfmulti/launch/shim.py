@@ -25,6 +25,7 @@ from tfmulti.errors import TfmultiError
 from tfmulti.launched import ERROR_FILE, write_error
 
 STACKS_FILE, STANDBY = "TFMULTI_STACKS_FILE", "--standby"
+PARENT = "TFMULTI_LAUNCHER_PID"
 
 
 def stand_by() -> list[str]:
@@ -44,6 +45,8 @@ def stand_by() -> list[str]:
 
 def main() -> None:
     """Runs the program that the command line names, as Python would."""
+    if os.environ.get(PARENT) not in (None, str(os.getppid())):
+        sys.exit(1)  # the launcher was killed before its guard knew of this process
     if sys.argv[1:] == [STANDBY]:
         sys.argv[1:] = stand_by()
     stacks = os.environ.get(STACKS_FILE)

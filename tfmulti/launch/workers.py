@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tfmulti.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
 from tfmulti.launch.idle import Idle
-from tfmulti.launch.shim import STACKS_FILE, STANDBY
+from tfmulti.launch.shim import PARENT, STACKS_FILE, STANDBY
 from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, SAVED, Told, read_error, read_progress
 
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -106,6 +107,7 @@ def worker_env(
         "TFMULTI_GRACE_S": f"{config.shutdown_grace_s:g}",
         SAVED: json.dumps(dict(order.saved)),
         "PYTHONUNBUFFERED": "1",
+        PARENT: str(os.getpid()),
         PROGRESS_FILE: str(folder / "progress"),
         ERROR_FILE: str(folder / "error.json"),
         STACKS_FILE: str(folder / "stacks.txt"),

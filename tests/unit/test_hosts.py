@@ -1,0 +1,309 @@
+"""Machines of a job: how they are named, who takes part, what goes over a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfmulti.errors import ConfigError
+from tfmulti.launch import remote
+from tfmulti.launch.agent import forwarded, serve
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.connect import begin_of, ssh_command
+from tfmulti.launch.flags import parse
+from tfmulti.launch.hosts import Host, discover, is_here, parse_hosts, read_hostfile, slots_of
+from tfmulti.launch.machine import Unreachable
+from tfmulti.launch.members import Absence, Limits, Standing, after, choose
+from tfmulti.launch.policy import Attempt, Failure
+from tfmulti.launch.pool import limits_of, name_here
+from tfmulti.launch.remote import There
+from tfmulti.launch.workers import Order
+
+JOB = LaunchConfig(program=("x",), module=True)
+
+
+def test_hosts_of_a_flag() -> None:
+    assert parse_hosts("h1:2, h2") == (Host("h1", 2), Host("h2"))
+    assert parse_hosts("[fe80::1]:3,[::1]") == (Host("[fe80::1]", 3), Host("[::1]"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("h1:2,h1:3", "names h1 twice"),
+        ("h1:0", "Write: host:N"),
+        ("h1:two", "Write: host:N"),
+        ("h1:", "Write: host:N"),
+        ("h1,,h2", "Write: host:N"),
+        ("-oProxyCommand=x:1", "Write: host:N"),
+        ("me@h1:1", "Write: host:N"),
+        ("$(reboot):1", "Write: host:N"),
+        ("fe80::1", "put an IPv6 address into brackets"),
+    ],
+)
+def test_mistakes_in_hosts(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hosts(text)
+    assert words in str(caught.value)
+
+
+def test_hosts_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# ours\n\nh1 slots=2  # the large one\nh2\n")
+    assert read_hostfile(file) == (Host("h1", 2), Host("h2"))
+    for text in ("h1 slots=2 max=3", "h1 2", "h1 slots=x"):
+        file.write_text(f"h0\n{text}\n")
+        with pytest.raises(ConfigError, match="line 2 of --hostfile"):
+            read_hostfile(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_hostfile(tmp_path / "none")
+
+
+def test_hosts_that_a_program_finds(tmp_path: Path) -> None:
+    script = tmp_path / "find"
+    script.write_text("#!/bin/sh\necho h1:2; echo; echo h2\n")
+    script.chmod(0o755)
+    assert discover(str(script)) == (Host("h1", 2), Host("h2"))
+    script.write_text("#!/bin/sh\necho no network >&2; exit 3\n")
+    with pytest.raises(ConfigError, match="exited with 3: no network"):
+        discover(str(script))
+    with pytest.raises(ConfigError, match="No such file"):
+        discover(str(tmp_path / "none"))
+
+
+def test_names_of_this_machine() -> None:
+    assert is_here("localhost")
+    assert is_here("127.0.0.1")
+    assert not is_here("198.51.100.1")  # RFC 5737: no machine has it
+    assert not is_here("no.such.host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--hosts", "a:1", "--hostfile", "f"], "--hosts and --hostfile both name machines"),
+        (["--nnodes", "2"], "no machine is named"),
+        (["--nnodes", "3:2", "--hosts", "a,b"], "Write 2:3"),
+        (["--nnodes", "3", "--hosts", "a,b"], "wants 3 machines, but --hosts names 2"),
+        (["--nnodes", "0", "--hosts", "a"], "must be a whole number from 1"),
+        (["--node-rank", "1"], "the place of this machine in --hosts"),
+        (["--node-rank", "x", "--hosts", "a"], "must be a whole number from 0"),
+        (["--min-workers", "0"], "must be a whole number from 1"),
+    ],
+)
+def test_mistakes_in_flags(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*argv, "-m", "x"], "", {})
+    assert words in str(caught.value)
+
+
+def test_flags_of_torchrun_on_one_machine() -> None:
+    config = parse(["--nnodes", "1", "--node_rank", "0", "-m", "x"], "", {})
+    assert not config.by_hand
+    assert parse(["--hosts", "a,b", "--node-rank", "0", "-m", "x"], "", {}).by_hand
+
+
+def test_this_machine_among_the_hosts() -> None:
+    by_hand = LaunchConfig(program=("x",), module=True, hosts=(Host("a"), Host("b")), node_rank=1)
+    assert name_here(by_hand, by_hand.hosts) == "b"
+    assert name_here(JOB, (Host("198.51.100.1"), Host("198.51.100.2"))) is None
+    assert name_here(JOB, (Host("localhost"),)) == "localhost"
+    with pytest.raises(ConfigError, match="a machine's name for itself alone"):
+        name_here(JOB, (Host("localhost"), Host("198.51.100.1")))
+    outside = LaunchConfig(program=("x",), module=True, hosts=(Host("a"),), node_rank=1)
+    with pytest.raises(ConfigError, match="count from 0"):
+        name_here(outside, outside.hosts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits"),
+    [
+        (["--nproc-per-node", "3"], Limits(1, 1, 3)),
+        (["--nproc-per-node", "3", "--min-workers", "2"], Limits(1, 10**6, 2)),
+        (["--hosts", "a:2,b:1"], Limits(2, 2, 3)),
+        (["--hosts", "a:2,b:1,c:4", "--nnodes", "2"], Limits(2, 2, 3)),
+        (["--hosts", "a:2,b:1", "--nnodes", "1:2"], Limits(1, 2, 1)),
+        (["--hosts", "a:2,b:1", "--nnodes", "1:2", "--min-workers", "2"], Limits(1, 2, 2)),
+        (["--host-discovery-script", "find"], Limits(1, 10**6, 1)),
+    ],
+)
+def test_how_many_a_job_may_have(flags: list[str], limits: Limits) -> None:
+    config = parse([*flags, "-m", "x"], "", {})
+    assert limits_of(config, config.hosts or (Host("127.0.0.1"),), gpus=0) == limits
+
+
+def test_workers_on_a_machine() -> None:
+    assert [slots_of(kind, gpus=4, cores=8) for kind in ("3", "auto", "gpu", "cpu")] == [3, 4, 4, 8]
+    assert slots_of("auto", gpus=0) == 1
+
+
+LIMITS = Limits(min_nodes=1, max_nodes=2, min_workers=2)
+
+
+def test_who_takes_part() -> None:
+    hosts = [("a", 1), ("b", 2), ("c", 4)]
+    assert choose(hosts, Standing(), LIMITS, 0.0) == (("a", 1), ("b", 2))
+    assert choose(hosts[2:], Standing(), LIMITS, 0.0) == (("c", 4),)
+    assert choose(hosts[:1], Standing(), LIMITS, 0.0) is None
+    assert choose(hosts, Standing(), Limits(4, 4, 1), 0.0) is None
+    away = Standing(absent={"b": Absence(2, until_s=5.0)})
+    assert choose(hosts, away, LIMITS, 4.0) == (("a", 1), ("c", 4))
+    assert choose(hosts, away, LIMITS, 6.0) == (("a", 1), ("b", 2))
+    assert choose(hosts[:2], away, LIMITS, 4.0) == (("a", 1), ("b", 2))  # else it could not go on
+
+
+def failed(*, notice: bool = False) -> Attempt:
+    return Attempt((Failure(1, "", 137, 0.0, notice=notice),), 3)
+
+
+def test_who_fails_again_and_again_is_left_out_longer_and_longer() -> None:
+    standing = Standing()
+    for now, until in ((0.0, 60.0), (100.0, 220.0), (300.0, 540.0)):
+        standing = after(standing, failed(), "b", progressed=False, now_s=now)
+        standing = after(standing, failed(), "b", progressed=False, now_s=now)
+        assert standing.absent["b"].until_s == until
+        assert standing.absent["b"].workers == 1
+    standing = after(standing, failed(), "a", progressed=False, now_s=400.0)
+    standing = after(standing, failed(), "a", progressed=True, now_s=400.0)
+    assert "a" not in standing.absent
+
+
+def test_a_notice_leaves_a_worker_out_at_once() -> None:
+    standing = after(Standing(), failed(notice=True), "b", progressed=True, now_s=10.0)
+    assert standing.absent == {"b": Absence(1, 70.0, 1)}
+    standing = after(standing, failed(notice=True), "b", progressed=True, now_s=20.0)
+    assert standing.absent["b"].workers == 2
+
+
+def test_what_goes_to_other_machines() -> None:
+    env = {"PYTHONPATH": "p", "TF_X": "1", "HOME": "h", "PATH": "b", "CUDA_VISIBLE_DEVICES": "1"}
+    assert forwarded(env) == {"PYTHONPATH": "p", "TF_X": "1"}
+    config = LaunchConfig(program=("x",), module=True, ssh="ssh -p 2222")
+    argv = ssh_command(config, "[fe80::1]")
+    assert argv[:3] == ["ssh", "-p", "2222"]
+    assert argv[-2] == "fe80::1"
+    assert f"exec {sys.executable} -m tfmulti.launch.agent" in argv[-1].replace("'", "")
+
+
+SCRIPT = """
+import os, signal, sys, time
+print("one", os.environ["RANK"], flush=True)
+print("two", file=sys.stderr, flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Iterator[tuple[There, list[tuple[int, str, bytes]], int]]:
+    """Gives a machine whose agent is a process of its own, the lines that come, and its number."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    config = LaunchConfig(program=(str(tmp_path / "script.py"),), shutdown_grace_s=1.0)
+    ours, theirs = socket.socketpair()
+    agent = os.fork()
+    if agent == 0:
+        ours.close()
+        code = serve(link_of_pair(theirs), None, os.environ)
+        os._exit(9 if code is None else code)
+    theirs.close()
+    lines: list[tuple[int, str, bytes]] = []
+    begin = begin_of(config, os.environ, "127.0.0.1", f"test-{os.getpid()}")
+    made = There(
+        "127.0.0.1", link_of_pair(ours), begin, lambda *line: lines.append(line), lambda: "gone"
+    )
+    try:
+        yield made, lines, agent
+    finally:
+        with contextlib.suppress(OSError):
+            made.close()
+        for _ in range(100):
+            if os.waitpid(agent, os.WNOHANG)[0]:
+                break
+            time.sleep(0.05)
+
+
+def link_of_pair(end: socket.socket) -> remote.Link:
+    return remote.Link(
+        end.makefile("rb"), end.makefile("wb"), lambda: end.shutdown(socket.SHUT_RDWR)
+    )
+
+
+def order(addresses: list[str]) -> Order:
+    return Order(0, 0, 1, tuple(addresses), "run", 0, "")
+
+
+def wait_for(happened: Any, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_machine_behind_a_connection(
+    there: tuple[There, list[tuple[int, str, bytes]], int],
+) -> None:
+    machine, lines, _ = there
+    assert machine.cores == os.cpu_count()
+    [address] = machine.reserve(1)
+    assert machine.silent([address]) == [0]
+    before_s = time.monotonic()
+    machine.start([order([address])])
+    wait_for(lambda: len(lines) == 2)
+    assert sorted(lines) == [(0, "stderr", b"two\n"), (0, "stdout", b"one 0\n")]
+    [seen] = machine.look()
+    assert seen.runs
+    os.kill(seen.pid, signal.SIGSTOP)
+    wait_for(lambda: machine.look()[0].frozen)
+    machine.stop()
+    wait_for(lambda: not machine.look()[0].runs)
+    [seen] = machine.look()
+    assert seen.returncode == 7
+    assert seen.ended_s is not None
+    assert before_s < seen.ended_s <= time.monotonic()
+    machine.kill()
+    assert machine.look() == []
+
+
+def test_workers_of_a_machine_that_is_cut_off_end(
+    there: tuple[There, list[tuple[int, str, bytes]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher notices after a time without a word; the agent does as soon."""
+    machine, lines, agent = there
+    machine.start([order(machine.reserve(1))])
+    wait_for(lambda: len(lines) == 2)
+    [seen] = machine.look()
+    monkeypatch.setattr(remote, "LOST_S", 0.5)
+    os.kill(agent, signal.SIGSTOP)
+    time.sleep(0.8)
+    with pytest.raises(Unreachable, match="no word from it for 0"):
+        machine.look()
+    machine._link.close()
+    os.kill(agent, signal.SIGCONT)
+    wait_for(lambda: not alive(seen.pid))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    begin = {**begin_of(JOB, {}, "h", "r"), "folder": str(tmp_path / "none")}
+    server = threading.Thread(target=serve, args=(link_of_pair(theirs), None, {}))
+    server.start()
+    with pytest.raises(ConfigError, match=r"h: no folder .*none\. Jobs need it on each machine"):
+        There("h", link_of_pair(ours), begin, lambda *_: None, lambda: "")
+    server.join()
