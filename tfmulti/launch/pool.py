@@ -122,7 +122,7 @@ class Pool:
         """Says that a machine does not answer any more. It is looked for again."""
         machine = self.machines.pop(name, None)
         if machine is not None and machine is not self._here:
-            machine.close()
+            threading.Thread(target=machine.close, daemon=True).start()  # it may take its time
         self.reasons[name] = why
         self._next_try[name] = time.monotonic() + RETRY_S
 
