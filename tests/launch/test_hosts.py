@@ -120,14 +120,21 @@ def test_workers_leave_and_come_back(tmp_path: Path, whole: dict[str, np.ndarray
     assert_the_same_within_rounding(tmp_path, whole)
 
 
-def test_a_worker_that_fails_again_and_again_is_left_out(
+def test_workers_that_fail_again_and_again_or_get_a_notice_are_left_out(
     tmp_path: Path, whole: dict[str, np.ndarray]
 ) -> None:
+    """From three to two, since one of them is killed twice; and to one, of which SIGTERM is."""
     with processes(tmp_path / "launcher") as group:
-        flags = ["--nproc-per-node", "3", "--min-workers", "2"]
+        flags = ["--nproc-per-node", "3", "--min-workers", "1"]
         group.start(argv(tmp_path, "0.0.2.kill 0.0.2.kill 1.0.1.term", *flags))
         [done] = group.wait(LIMIT_S)
     assert done.returncode == 0, done.stderr
-    assert "going on with 2 workers: 2 on 127.0.0.1" in done.stderr
+    said = [line for line in done.stderr.splitlines() if "[launch]" in line]
+    assert [line for line in said if "going on with" in line] == [
+        "[launch] going on with 2 workers: 2 on 127.0.0.1",
+        "[launch] going on with 1 worker: 1 on 127.0.0.1",
+    ]
+    notice = "[launch] worker 1 was asked to stop by SIGTERM, and saved what was reached at step 7"
+    assert notice in said
     assert done.stderr.count("starting all workers again") == 3
     assert_the_same_within_rounding(tmp_path, whole)

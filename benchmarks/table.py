@@ -1,0 +1,69 @@
+"""README's table of what the benchmarks have measured, out of their results.
+
+    python -m benchmarks.table
+
+writes it again after a benchmark was run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+RESULTS = Path(__file__).parent / "results"
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+
+def result(name: str) -> dict[str, Any]:
+    """Returns what `benchmarks.NAME` has left."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Returns what was measured, the figure, and the command that measures it again."""
+    found = []
+    for name, side in result("recovery")["sides"].items():
+        stuck = side["rounds that did not go on"]
+        rest = f"; {stuck} of {stuck + side['rounds']} did not go on within 90 s" if stuck else ""
+        found.append(
+            (
+                f"one of two workers is killed: until the next step, {name}",
+                f"{side['seconds']:.1f} s{rest}",
+                "recovery",
+            )
+        )
+    for name, size in result("backups")["sizes"].items():
+        share = size["percent_at_the_default_of_60_s"]
+        found.append(
+            (f"a backup of {name} with Adam", f"{size['added_s']:.2f} s, {share:.1f} %", "backups")
+        )
+    pair = result("exactness")["places"]["2 replicas"]["all of it (without: Keras alone)"]
+    found.append(
+        (
+            "a step of a small network on two replicas, Keras alone and exact",
+            f"{pair['without_ms']:.1f} ms and {pair['with_ms']:.1f} ms",
+            "exactness",
+        )
+    )
+    return found
+
+
+def table() -> str:
+    """Returns the table in Markdown."""
+    lines = ["| what | measured | `python -m benchmarks.` |", "|---|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| {what} | {figure} | {name} |" for what, figure, name in rows())]
+    )
+
+
+def main() -> None:
+    head, rest = README.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    README.write_text(f"{head}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
