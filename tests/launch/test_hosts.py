@@ -134,7 +134,7 @@ def test_workers_that_fail_again_and_again_or_get_a_notice_are_left_out(
         "[launch] going on with 2 workers: 2 on 127.0.0.1",
         "[launch] going on with 1 worker: 1 on 127.0.0.1",
     ]
-    notice = "[launch] worker 1 was asked to stop by SIGTERM, and saved what was reached at step 7"
-    assert notice in said
+    notice = "[launch] worker 1 was asked to stop by SIGTERM, and saved what was reached at step"
+    assert any(line.startswith(notice) for line in said)
     assert done.stderr.count("starting all workers again") == 3
     assert_the_same_within_rounding(tmp_path, whole)

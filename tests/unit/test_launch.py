@@ -239,6 +239,7 @@ def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> Non
     for line in (b"one\r\n", b"1/2\r2/2\n", "über".encode()):
         output.line(3, "stdout", line)
     output.line(3, "stderr", b"a warning\n")
+    output.line(3, "stderr", b"I0000 00:00:1795264006.0 1 cudart_stub.cc:31] no drivers\n")
     folder = tmp_path / "worker_3"
     assert (folder / "stdout.log").read_bytes() == "one\r\n1/2\r2/2\nüber".encode()
     assert terminal.getvalue() == "[worker  3] one\n[worker  3] 2/2\n[worker  3] über\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -11,6 +12,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from tfmulti.launch.config import LaunchConfig
+
+_CHATTER = re.compile(
+    rb"[IW]\d{4,} |WARNING: All log messages before|To enable the following instr"
+)
 
 
 class Output:
@@ -48,7 +53,7 @@ class Output:
     def line(self, rank: int, stream: str, line: bytes) -> None:
         """Takes a line of a worker."""
         with self._lock:
-            if line.strip():
+            if line.strip() and not _CHATTER.match(line):
                 self._last[rank, stream] = line
             if stream in self._config.files and self._folder is not None:
                 with contextlib.suppress(OSError):  # a full disk does not end the run
@@ -62,7 +67,10 @@ class Output:
                     terminal.flush()
 
     def last_line(self, rank: int) -> str:
-        """Returns the last line that a worker wrote, to standard error if it wrote there."""
+        """Returns the last line that a worker wrote, to standard error if it wrote there.
+
+        What TensorFlow's C++ says of itself (`I0000 …`) tells nothing of a failure.
+        """
         with self._lock:
             for stream in ("stderr", "stdout"):
                 if line := self._last.get((rank, stream)):
