@@ -13,17 +13,17 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tfmulti import plain
 from tfmulti.errors import TfmultiError
 from tfmulti.rundir import remove_partial, replacing
 
-FORMAT = 1
+FORMAT = 2
 _TREE = "record.json"
 _NAME = re.compile(r"step-(\d{9,})\.npz")
 
@@ -36,8 +36,7 @@ class DamagedBackup(TfmultiError):
 class Record:
     """A position in a run.
 
-    `step` counts the optimizer steps since the run began. `tree` holds None, bool, int, float,
-    str, lists, dicts with text keys, and NumPy arrays.
+    `step` counts the optimizer steps since the run began. `tree` holds plain values (`plain`).
     """
 
     step: int
@@ -47,12 +46,14 @@ class Record:
 def to_bytes(record: Record) -> bytes:
     """Returns the file of a record."""
     arrays: list[np.ndarray] = []
-    tree = _without_arrays(record.tree, arrays)
-    blobs = [_npy(array) for array in arrays]
+    tree = plain.to_json(record.tree, arrays)
+    named = [plain.to_npy(array) for array in arrays]
+    blobs = [blob for _, blob in named]
     head = {
         "format": FORMAT,
         "step": record.step,
         "tree": tree,
+        "types": [name for name, _ in named],
         "sha256": [hashlib.sha256(blob).hexdigest() for blob in blobs],
     }
     text = json.dumps(head)
@@ -83,16 +84,19 @@ def from_bytes(data: bytes) -> Record:
                     f"it has format {head['format']}, but this version reads {FORMAT}"
                 )
             arrays = []
-            for number, digest in enumerate(head["sha256"]):
+            for number, (name, digest) in enumerate(
+                zip(head["types"], head["sha256"], strict=True)
+            ):
                 blob = archive.read(f"{number}.npy")
                 if hashlib.sha256(blob).hexdigest() != digest:
                     raise DamagedBackup(f"array {number} has changed since it was written")
-                arrays.append(np.load(io.BytesIO(blob), allow_pickle=False))
+                arrays.append(plain.from_npy(name, blob))
+            tree = plain.from_json(head["tree"], arrays)
     except DamagedBackup:
         raise
     except Exception as error:  # zip and npy have many ways to be broken
         raise DamagedBackup(f"it is cut off or damaged ({error})") from None
-    return Record(head["step"], _with_arrays(head["tree"], arrays))
+    return Record(head["step"], tree)
 
 
 class Backups:
@@ -147,31 +151,3 @@ def _step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
-
-
-def _npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
-    return file.getvalue()
-
-
-def _without_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Returns a tree for JSON, in which each array is its number, and appends the arrays."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        arrays.append(np.asarray(value))
-        return {"array": len(arrays) - 1}
-    if isinstance(value, Mapping):
-        return {"dict": {key: _without_arrays(item, arrays) for key, item in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return [_without_arrays(item, arrays) for item in value]
-    return value
-
-
-def _with_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
-    if isinstance(value, list):
-        return [_with_arrays(item, arrays) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "array" in value:
-        return arrays[value["array"]]
-    return {key: _with_arrays(item, arrays) for key, item in value["dict"].items()}

@@ -1,20 +1,32 @@
 from __future__ import annotations
 
+import collections
 import errno
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfmulti import backup
+from tfmulti import backup, plain
 from tfmulti.backup import Backups, DamagedBackup, Record
 
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+KEYS = SCALARS | st.tuples(st.integers(), st.text()) | st.frozensets(st.integers())
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    SCALARS | st.sets(SCALARS),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text(), inner)
+        | st.dictionaries(KEYS, inner)
+    ),
     max_leaves=10,
 )
 
@@ -26,12 +38,20 @@ def record(step: int = 7) -> Record:
 
 
 def same(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, list):
+        return same(list(left.items()), list(right.items()))
+    if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, np.ndarray):
-        return (left.dtype, left.tobytes()) == (right.dtype, right.tobytes())
+    if isinstance(left, (set, frozenset)):
+        return sorted(map(repr, left)) == sorted(map(repr, right))
+    if isinstance(left, (np.ndarray, np.generic)):
+        return (left.dtype, left.shape, left.tobytes()) == (
+            right.dtype,
+            right.shape,
+            right.tobytes(),
+        )
     return repr(left) == repr(right)
 
 
@@ -43,6 +63,51 @@ def test_a_record_comes_back_as_it_was(tree: dict[str, Any], step: int) -> None:
 
 def test_arrays_come_back_to_the_bit() -> None:
     assert same(backup.from_bytes(backup.to_bytes(record())).tree, record().tree)
+
+
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", ">f4", "float16", "complex64"]
+)
+def test_arrays_of_every_type_come_back(name: str) -> None:
+    kind = np.dtype(getattr(ml_dtypes, name, name))
+    bits = np.arange(6, dtype=f"u{kind.itemsize}")
+    tree = {"a": bits.view(kind).reshape(2, 3).T, "b": bits.view(kind)[1], "c": bits[:0].view(kind)}
+    assert same(backup.from_bytes(backup.to_bytes(Record(1, tree))).tree, tree)
+
+
+@given(value=PLAIN)
+def test_a_copy_is_the_same_and_shares_nothing(value: Any) -> None:
+    array = np.arange(3)
+    held = plain.copied({"a": [value, array]})
+    assert same(held, {"a": [value, array]})
+    assert not np.shares_memory(held["a"][1], array)
+
+
+class Point(NamedTuple):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"a": [1, object()]}, "['a'][1] is a object"),
+        ({3: {"b": Point(1)}}, "[3]['b'] is a Point"),
+        ({Point(1): 2}, "the key Point(x=1) of it is a Point"),
+        ({"a": collections.Counter()}, "['a'] is a Counter"),
+        ({"a": np.array([None])}, "['a'] is a NumPy array of object"),
+        ([{1, 1j}], "an item of [0] is a complex"),
+    ],
+)
+def test_what_is_not_plain_is_named(value: Any, words: str) -> None:
+    with pytest.raises(plain.NotPlainError, match=re.escape(words)):
+        plain.copied(value)
+
+
+def test_what_contains_itself_is_named() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(plain.NotPlainError, match="is a list that contains itself"):
+        plain.copied(value)
 
 
 @settings(max_examples=300)

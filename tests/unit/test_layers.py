@@ -41,8 +41,8 @@ LAYERS = [
     ["launch.pool"],
     ["launch.supervisor"],
     ["launch.__main__"],
-    ["sources.arrays", "backup"],
-    ["sources.data", "sources.options"],
+    ["sources.arrays", "plain"],
+    ["sources.data", "sources.options", "backup"],
     [
         "sources.digits",
         "sources.keras_datasets",
