@@ -15,7 +15,8 @@ import keras
 from tfmulti import backup, run_state
 from tfmulti.backup import Record
 from tfmulti.broadcast import broadcast
-from tfmulti.callbacks.backup import Backup
+from tfmulti.callback_states import CallbackStates
+from tfmulti.callbacks.backup import Backup, say
 from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError
 from tfmulti.feed import Feed
 from tfmulti.launched import teller
@@ -132,8 +133,9 @@ class Keeper:
         seed: int | None,
     ) -> None:
         self._model, self._backup, self._record = model, settings, record
-        self._callbacks = run_state.CallbackStates(callbacks.callbacks)
+        self._callbacks = CallbackStates(callbacks.callbacks)
         self._feeds, self._seed = feeds, seed
+        self._said: set[str] = set()
         self._data = {name: feed.form for name, feed in feeds.items()}
         if record is not None:
             _check_data(record.tree["data"], self._data)
@@ -185,7 +187,14 @@ class Keeper:
             },
         )
         if placement_of(self._model.distribute_strategy).is_chief:
+            self._say_once(self._callbacks.left_out)
             self._backup.keep(record, wait=wait)
+
+    def _say_once(self, lines: list[str]) -> None:
+        for line in lines:
+            if line not in self._said:
+                self._said.add(line)
+                say(line)
 
     def finish(self) -> None:
         """Waits until the last backup is written."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import keras
@@ -21,12 +21,6 @@ from tfmulti.model_checks import optimizers_of
 from tfmulti.strategies import placement_of
 
 Tree = dict[str, Any]
-
-# Their attributes are the terminal's, or are set anew by what they watch.
-_STATELESS = (keras.callbacks.ProgbarLogger, keras.callbacks.LambdaCallback)
-
-# Given anew by `fit`; and Keras turns a `min_delta`'s sign when the callback is first used.
-_SETTINGS = ("params", "_params", "min_delta")
 
 
 def capture(model: keras.Model) -> Tree:
@@ -179,88 +173,3 @@ def set_random_states(saved: Tree) -> None:
     np.random.set_state((kind, numbers, position, has_gauss, gauss))
     version, words, following = saved["python"]
     random.setstate((version, tuple(int(word) for word in words), following))
-
-
-class CallbackStates:
-    """What callbacks have learned since training began.
-
-    A callback that has `get_state()` and `set_state(state)` speaks for itself. Of others it is
-    the attributes of plain values and arrays that have changed since `fit` called
-    `on_train_begin`: EarlyStopping's patience and best weights, ModelCheckpoint's best, the
-    counts of a callback of one's own; not their settings.
-    """
-
-    def __init__(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
-        self._callbacks = _named(callbacks)
-        self._before = {name: _plain_attributes(c) for name, c in self._callbacks.items()}
-
-    def capture(self) -> Tree:
-        """Returns each callback's state by its name."""
-        return {name: self._state(name, c) for name, c in self._callbacks.items()}
-
-    def restore(self, saved: Tree) -> None:
-        """Gives the callbacks that are here their states."""
-        for name, callback in self._callbacks.items():
-            state = saved.get(name)
-            if state is None:
-                continue
-            if hasattr(callback, "set_state"):
-                callback.set_state(state)
-            else:
-                vars(callback).update(state)
-
-    def _state(self, name: str, callback: keras.callbacks.Callback) -> Any:
-        if hasattr(callback, "get_state"):
-            return callback.get_state()
-        before = self._before[name]
-        return {
-            key: value
-            for key, value in _plain_attributes(callback).items()
-            if key not in before or not _same(before[key], value)
-        }
-
-
-def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for callback in callbacks:
-        if isinstance(callback, _STATELESS):
-            continue
-        name, count = type(callback).__qualname__, 1
-        while f"{name} {count}" in found:
-            count += 1
-        found[f"{name} {count}"] = callback
-    return found
-
-
-def _plain_attributes(callback: Any) -> Tree:
-    return {
-        key: _copied(value)
-        for key, value in vars(callback).items()
-        if key not in _SETTINGS and _is_plain(value)
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, (bool, int, float, str, np.ndarray, np.generic))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_copied(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return np.array(value) if isinstance(value, (np.ndarray, np.generic)) else value
-
-
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return bool(np.array_equal(left, right))
-    return bool(type(left) is type(right) and left == right)

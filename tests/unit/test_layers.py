@@ -58,7 +58,7 @@ LAYERS = [
     ["mixing", "own_steps"],
     ["keras_compat"],
     ["microbatches", "model_checks"],
-    ["run_state", "steps"],
+    ["run_state", "callback_states", "steps"],
     ["pipeline"],
     ["feed", "callbacks.worker_safe"],
     ["resuming"],
