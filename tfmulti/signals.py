@@ -14,12 +14,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
+from tfmulti.errors import ConfigError
 from tfmulti.launched import teller
 
+GRACE = "TFMULTI_GRACE_S"  # how long who sends SIGTERM waits before SIGKILL: the launcher tells
 GRACE_S = 4.0  # to the end of a step; Ctrl-C is to end everything within five seconds
+_MARGIN_S = 1.0  # to end by oneself, with a word, before SIGKILL
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 
@@ -42,6 +45,27 @@ def default_signals() -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
+def sigterm_grace_s(env: Mapping[str, str]) -> float:
+    """Returns how long after SIGTERM training may take to end with its last backup written.
+
+    >>> sigterm_grace_s({"TFMULTI_GRACE_S": "30"}), sigterm_grace_s({})
+    (29.0, 4.0)
+
+    Raises:
+        ConfigError: TFMULTI_GRACE_S is no number of seconds above 0.
+    """
+    text = env.get(GRACE)
+    if text is None:
+        return GRACE_S
+    try:
+        given_s = float(text)
+    except ValueError:
+        given_s = 0.0
+    if not 0 < given_s < threading.TIMEOUT_MAX:
+        raise ConfigError(f"{GRACE} is {text!r}, but it must be a number of seconds above 0.")
+    return given_s - min(_MARGIN_S, given_s / 4)
+
+
 _watches = 0  # how many are entered
 
 
@@ -58,15 +82,27 @@ class SignalWatch:
     Before `stop` is set, and at a second signal, the process ends at once: nothing is there
     to save. After `finished()` the process is left in peace to write its files.
     Works in the main thread alone; elsewhere (some notebooks) it does nothing.
+
+    Args:
+        grace_s: how long training may take to end after a signal; None: after SIGTERM as long as
+            the environment says (`sigterm_grace_s`), after SIGINT `GRACE_S`.
+        exit: ends the process.
+
+    Raises:
+        ConfigError: the environment says no time.
     """
 
     def __init__(
         self,
-        grace_s: float = GRACE_S,
+        grace_s: float | None = None,
         exit: Callable[[int], object] = os._exit,
     ) -> None:
         self.stop: Callable[[str], None] | None = None
-        self._grace_s, self._exit = grace_s, exit
+        self._grace_s = {
+            signal.SIGINT: GRACE_S if grace_s is None else grace_s,
+            signal.SIGTERM: sigterm_grace_s(os.environ) if grace_s is None else grace_s,
+        }
+        self._exit = exit
         self._done = threading.Event()
         self._seen = 0
         self._active = False
@@ -125,8 +161,9 @@ class SignalWatch:
             threading.Thread(target=self._force_later, args=(number,), daemon=True).start()
 
     def _force_later(self, number: signal.Signals) -> None:
-        if not self._done.wait(self._grace_s):
-            self._end(number, f"no step ended within {self._grace_s:g} s")
+        grace_s = self._grace_s[number]
+        if not self._done.wait(grace_s):
+            self._end(number, f"no step ended, or no backup was written, within {grace_s:g} s")
 
     def _end(self, number: signal.Signals, why: str) -> None:
         print(f"tfmulti: stopped by {number.name}: {why}.", file=sys.stderr, flush=True)

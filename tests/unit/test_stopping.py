@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tfmulti.signals import SignalWatch
+from tfmulti.errors import ConfigError
+from tfmulti.signals import SignalWatch, sigterm_grace_s
 from tfmulti.stopping import verdict, votes, wants_backup
 
 
@@ -73,7 +74,42 @@ def test_a_training_that_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> No
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: exits)
     assert exits == [130]
-    assert "no step ended within 0.05 s" in capfd.readouterr().err
+    assert "no step ended, or no backup was written, within 0.05 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "grace_s"), [(None, 4), ("30", 29), ("120.5", 119.5), ("2", 1.5), ("0.4", 0.3)]
+)
+def test_the_grace_is_what_the_launcher_tells_but_a_margin(
+    given: str | None, grace_s: float
+) -> None:
+    assert sigterm_grace_s({} if given is None else {"TFMULTI_GRACE_S": given}) == pytest.approx(
+        grace_s
+    )
+
+
+@pytest.mark.parametrize("given", ["soon", "", "0", "-1", "nan", "inf"])
+def test_a_grace_that_is_no_time_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"TFMULTI_GRACE_S is '{given}'"):
+        sigterm_grace_s({"TFMULTI_GRACE_S": given})
+
+
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_long_backup_is_finished_after_sigterm(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ends: bool
+) -> None:
+    """Ctrl-C keeps its five seconds, whatever the launcher waits."""
+    monkeypatch.setattr("tfmulti.signals.GRACE_S", 0.05)
+    monkeypatch.setenv("TFMULTI_GRACE_S", "60")
+    exits: list[int] = []
+    asked: list[str] = []
+    with SignalWatch(exit=exits.append) as watch:
+        watch.stop = asked.append
+        os.kill(os.getpid(), number)
+        wait_for(lambda: asked)
+        time.sleep(0.5)  # the backup is written
+        watch.finished()
+    assert bool(exits) is ends
 
 
 def test_everything_is_put_back() -> None:
