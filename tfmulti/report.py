@@ -13,10 +13,11 @@ class FitReport:
 
     `history` holds one list per metric, an entry an epoch. `metrics` are the final ones:
     the last epoch's, and `test_…` where the data has a test part. `examples` counts each
-    training example that an optimizer step saw, also before the run was resumed. `seconds` is the
-    time of the training loop since then, validation included, without start-up. `epochs_asked`
-    is what the run was to train, of which a callback may have spared some. On workers other
-    than the chief `run_dir` is None.
+    training example that an optimizer step saw, and `steps` those steps; `examples_before` and
+    `steps_before` of them are from before the run was resumed. `seconds` is the time of the
+    training loop since then, validation included, without start-up; `examples_per_second` is 0
+    where nothing was left to train. `epochs_asked` is what the run was to train, of which a
+    callback may have spared some. On workers other than the chief `run_dir` is None.
     """
 
     strategy: str
@@ -35,6 +36,8 @@ class FitReport:
     seconds: float
     examples_per_second: float
     weights_sha256: str
+    steps_before: int = 0
+    examples_before: int = 0
     epochs_asked: int = 0
     stopped_by: str | None = None
     run_dir: str | None = None

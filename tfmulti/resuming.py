@@ -156,7 +156,8 @@ class Keeper:
         run_state.restore(self._model, tree["model"])
         self._callbacks.restore(tree["callbacks"])
         state = state_of(self._model)
-        state.steps, state.examples = self._record.step, tree["examples"]
+        state.steps = state.steps_before = self._record.step
+        state.examples = state.examples_before = tree["examples"]
 
     def restore_random_states(self) -> None:
         """Gives Python's and NumPy's generators the states of the record."""

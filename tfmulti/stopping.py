@@ -19,9 +19,10 @@ class TrainerState:
 
     `seed` is that of the data order (None: drawn at each fit). `interrupted` is set by a
     signal of this process; `stopped_by` by the vote, alike on all workers. `steps` and
-    `examples` count since the last `fit` began. A step takes `microbatches` passes, and batch
-    statistics over all replicas if `sync_batch_norm`. `gathers` says that a step gathers rows,
-    which it can do once an execution only.
+    `examples` count since the run of the last `fit` began, of which `steps_before` and
+    `examples_before` are from before it was resumed here. A step takes `microbatches` passes,
+    and batch statistics over all replicas if `sync_batch_norm`. `gathers` says that a step gathers
+    rows, which it can do once an execution only.
     """
 
     seed: int | None = None
@@ -31,6 +32,8 @@ class TrainerState:
     stopped_by: str | None = None
     steps: int = 0
     examples: int = 0
+    steps_before: int = 0
+    examples_before: int = 0
     gathers: bool = False
 
 

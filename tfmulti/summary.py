@@ -72,7 +72,7 @@ def make_report(
 ) -> FitReport:
     state = state_of(model)
     # One execution alone leaves nothing to measure but itself, tracing included.
-    speed = throughput.examples_per_second or state.examples / seconds
+    speed = throughput.examples_per_second or (state.examples - state.examples_before) / seconds
     return FitReport(
         strategy=setup.selection.strategy,
         why=setup.selection.why,
@@ -84,6 +84,8 @@ def make_report(
         epochs=len(history.get("loss", next(iter(history.values()), []))),
         steps=state.steps,
         examples=state.examples,
+        steps_before=state.steps_before,
+        examples_before=state.examples_before,
         parameters=model.count_params(),
         metrics={name: v for name, v in metrics.items() if isinstance(v, float)},
         history=history,
@@ -108,17 +110,25 @@ def summarize(setup: Setup, report: FitReport) -> None:
             say("go on", f"with the same command and --run_dir {report.run_dir}")
     words = [f"{name} {number(value)}" for name, value in report.metrics.items()]
     say("metrics", ", ".join(words) or "none: no epoch was finished")
-    say(
-        "speed",
-        f"{report.steps} steps, {report.examples:,} examples in "
-        f"{number(report.seconds)} s; {number(report.examples_per_second)} examples/s",
-    )
+    say("speed", speed_words(report))
     if report.run_dir is not None:
         files = ", ".join(sorted(p.name for p in Path(report.run_dir).iterdir()))
         say("written", f"{report.run_dir}: {files}")
     exported = setup.config.export_dir is not None and report.stopped_by is None
     if exported and report.run_dir is not None and setup.config.export_dir is not None:
         say("exported", setup.config.export_dir)
+
+
+def speed_words(report: FitReport) -> str:
+    """Returns what this process has trained, and in which time."""
+    steps, examples = report.steps - report.steps_before, report.examples - report.examples_before
+    if not steps:
+        return f"nothing was left to train after step {report.steps}"
+    before = f" after step {report.steps_before}" if report.steps_before else ""
+    return (
+        f"{steps} steps{before}, {examples:,} examples in {number(report.seconds)} s; "
+        f"{number(report.examples_per_second)} examples/s"
+    )
 
 
 def say_for(setup: Setup) -> Say:

@@ -169,7 +169,8 @@ class DistributedModel(keras.Model):
         all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
         self.stop_training = False
         state = state_of(self)
-        state.steps, state.examples, state.stopped_by = 0, 0, None
+        state.steps = state.steps_before = state.examples = state.examples_before = 0
+        state.stopped_by = None
         self.make_train_function()
         all_callbacks.on_train_begin()
         keeper = None
