@@ -15,6 +15,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | random numbers | `backend.tensorflow.random.*`, `_cast_seed`, `draw_seed`, `global_seed_generator` | none | replicas have different masks |
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
+| `sublayers`, `own_variables` | the same, `_trainable_variables`, `_seed_generators` | none | a variable's path is that of its place in the model |
 | layers that look at all rows | public: `call` of `mixing.LAYERS` | none | they know of shares |
 | steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
@@ -44,7 +45,8 @@ from keras.src.trainers.trainer import Trainer
 from tfmulti import losses, mixing, normalization, own_steps, randomness
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
-from tfmulti.share import computing, current, partial
+from tfmulti.share import Share, computing, current, partial
+from tfmulti.stopping import state_of
 
 Gradients = Sequence[Any]
 
@@ -247,27 +249,31 @@ def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
     return moments
 
 
-_shared_seeds: list[keras.random.SeedGenerator] = []  # all are kept: compiled steps hold them
+def seeds_of_step(model: keras.Model, name: str) -> keras.random.SeedGenerator:
+    """Returns the generator of a step's draws without a seed, which all replicas have.
 
-
-def share_global_seed(strategy: tf.distribute.Strategy) -> None:
-    """Gives steps that draw without a seed a generator that all replicas have.
-
-    Keras keeps one a thread, and replicas are traced in threads of their own.
+    Keras keeps one a thread, and replicas are traced in threads of their own. It begins where
+    Keras' own is, or, in a run that was resumed, where the step of this name had come to.
     """
-    with strategy.scope():
-        _shared_seeds.append(keras.random.SeedGenerator())
-        _shared_seeds[-1].state.assign(global_seed_generator().state)
+    state = state_of(model)
+    with model.distribute_strategy.scope():
+        generator = keras.random.SeedGenerator(0)  # draws nothing: no seed of its own is used
+        begin = state.saved_seeds.pop(name, None)
+        generator.state.assign(global_seed_generator().state if begin is None else begin)
+    state.seeds[name] = generator
+    return generator
 
 
-def shared_seeds() -> list[keras.random.SeedGenerator]:
-    """Returns the generators of draws without a seed: Keras' own, then those of steps."""
-    return [global_seed_generator(), *_shared_seeds]
+def seed_generators(model: keras.Model) -> dict[str, keras.random.SeedGenerator]:
+    """Returns the generators of draws without a seed: Keras' own, and those of the steps."""
+    return {"global": global_seed_generator(), **state_of(model).seeds}
 
 
-def _seed(seed: Any) -> tf.Tensor:
-    drawn = draw_seed(seed) if seed is not None else _shared_seeds[-1].next(ordered=False)
-    return random_module._cast_seed(drawn)
+def _seed(share: Share, seed: Any) -> tf.Tensor:
+    if seed is not None:
+        return random_module._cast_seed(draw_seed(seed))
+    generator = share.seeds or global_seed_generator()
+    return random_module._cast_seed(generator.next(ordered=False))
 
 
 def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -286,7 +292,7 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
             arguments = bound.arguments
             if "dtype" in arguments:
                 arguments["dtype"] = arguments["dtype"] or keras.config.floatx()
-            return mine(share, _seed(arguments.pop("seed")), **arguments)
+            return mine(share, _seed(share, arguments.pop("seed")), **arguments)
 
         return drawn
 
@@ -295,12 +301,31 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
 
 def seed_variables(model: keras.Model) -> list[Any]:
     """Returns the Keras variables that hold where a model's random numbers go on."""
-    return [v for v in model.non_trainable_variables if v.name == "seed_generator_state"]
+    return [v for v in model.non_trainable_variables if is_seed(v)]
 
 
 def layers_of(model: keras.Model) -> list[Any]:
     """Returns the model, its layers, and theirs."""
     return list(model._flatten_layers(include_self=True, recursive=True))
+
+
+SEED = "seed_generator_state"  # Keras' name of the variable of a generator
+
+
+def sublayers(layer: Any) -> list[Any]:
+    """Returns the layers that a layer or model holds itself."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """Returns the Keras variables of a layer but those of its sublayers, the seeds' last."""
+    seeds = [generator.state for generator in layer._seed_generators]
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
+
+
+def is_seed(variable: Any) -> bool:
+    """Whether a Keras variable holds where random numbers go on."""
+    return bool(variable.name == SEED)
 
 
 def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]:

@@ -7,6 +7,7 @@ give and take is a tree of plain values and NumPy arrays (`backup.Record`).
 from __future__ import annotations
 
 import random
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -17,18 +18,22 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, replicas
 from tfmulti.errors import ResumeError
-from tfmulti.model_checks import optimizers_of
+from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
+from tfmulti.variable_names import named_variables, places_of
 
 Tree = dict[str, Any]
 
 
 def capture(model: keras.Model) -> Tree:
     """Returns weights, optimizers' variables, metrics in progress and random generators."""
+    state = state_of(model)
+    seeds = {name: _value(g.state) for name, g in keras_compat.seed_generators(model).items()}
+    variables = {name: _value(v) for name, v in named_variables(model).items()}
     return {
-        "variables": {key: _value(v) for key, v in _variables(model).items()},
+        "variables": state.saved_variables | variables,
         "metrics": _metric_states(model),
-        "seeds": [_value(generator.state) for generator in keras_compat.shared_seeds()],
+        "seeds": state.saved_seeds | seeds,
         "random": _random_states(),
     }
 
@@ -36,49 +41,55 @@ def capture(model: keras.Model) -> Tree:
 def restore(model: keras.Model, tree: Tree) -> None:
     """Gives a built model the state that `capture` returned, of the same form.
 
+    What is yet to be made of it (the seeds of a layer that only training calls, of a step that
+    is not compiled yet) gets its state when it comes to be.
+
     Raises:
         ResumeError: the model or its optimizer has other variables.
     """
-    variables = _variables(model)
-    _check_same(variables, tree["variables"])
-    for key, variable in variables.items():
-        variable.assign(tree["variables"][key])
+    variables, saved, state = named_variables(model), tree["variables"], state_of(model)
+    late = {name: value for name, value in saved.items() if _is_late(model, name, variables)}
+    _check_same(variables, {name: v for name, v in saved.items() if name not in late})
+    for name, variable in variables.items():
+        variable.assign(saved[name])
+    state.saved_variables = late
     _set_metric_states(model, tree["metrics"])
-    for generator, state in zip(keras_compat.shared_seeds(), tree["seeds"], strict=False):
-        generator.state.assign(state)
+    generators = keras_compat.seed_generators(model)
+    for name, generator in generators.items():
+        if name in tree["seeds"]:
+            generator.state.assign(tree["seeds"][name])
+    state.saved_seeds = {n: v for n, v in tree["seeds"].items() if n not in generators}
     set_random_states(tree["random"])
 
 
-def _variables(model: keras.Model) -> dict[str, Any]:
-    """Returns all variables but the metrics', by a name that is the same in the next process."""
-    metrics = {id(v) for v in replicas.metric_variables(model)}
-    groups: dict[str, Sequence[Any]] = {"model": model.variables}
-    for number, optimizer in enumerate(optimizers_of(model)):
-        groups[f"optimizer {number}" if number else "optimizer"] = optimizer.variables
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    for group, variables in groups.items():
-        for number, variable in enumerate(variables):
-            if id(variable) not in metrics and id(variable) not in seen:
-                seen.add(id(variable))
-                found[f"{group} {number} {variable.name}"] = variable
-    return found
+def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> bool:
+    """Whether a variable is a seed of a layer that is there, but not built yet."""
+    if name in variables or not re.search(rf"/{keras_compat.SEED}( \d+)?$", name):
+        return False
+    within = [(place, layer) for place, layer in places_of(model).items() if name.startswith(place)]
+    return any(not layer.built for place, layer in within if name[len(place)] == "/")
+
+
+def restore_late(model: keras.Model) -> None:
+    """Gives what was built since `restore` its state."""
+    saved, variables = state_of(model).saved_variables, named_variables(model)
+    for name in [name for name in saved if name in variables]:
+        variables[name].assign(saved.pop(name))
 
 
 def _check_same(variables: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    for key in [*variables, *saved]:
-        here = tuple(variables[key].shape) if key in variables else None
-        there = np.shape(saved[key]) if key in saved else None
+    for name in [*variables, *saved]:
+        here = _form(variables[name]) if name in variables else "not there"
+        there = _form(saved[name]) if name in saved else "not there"
         if here != there:
             raise ResumeError(
-                f"the model has changed: its variable {key!r} is "
-                f"{_words(there)} in the backup and {_words(here)} now. Build the same model and "
-                "optimizer, or give a new folder."
+                f"the model has changed: its variable {name!r} is {there} in the backup and "
+                f"{here} now. Build the same model and optimizer, or give a new folder."
             )
 
 
-def _words(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else f"of shape {shape}"
+def _form(value: Any) -> str:
+    return f"{keras.backend.standardize_dtype(value.dtype)} of shape {tuple(value.shape)}"
 
 
 def _value(variable: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -28,6 +28,7 @@ class Share(NamedTuple):
         is_whole: whether this is always the whole global batch: one replica, one pass.
         sync_batch_norm: whether batch statistics are those of all replicas, whatever the
             layers say.
+        seeds: the generator of draws without a seed.
         note_gather: is called when the step, as it is traced, gathers the rows of all replicas.
     """
 
@@ -38,6 +39,7 @@ class Share(NamedTuple):
     read_rows: int | None
     is_whole: bool
     sync_batch_norm: bool
+    seeds: Any = None
     note_gather: Callable[[], None] = lambda: None
 
     def alone(self) -> Share:

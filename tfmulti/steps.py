@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, microbatches, replicas
+from tfmulti import keras_compat, microbatches, replicas, run_state
 from tfmulti.launched import teller
 from tfmulti.share import Share, computing
 from tfmulti.stopping import state_of
@@ -84,8 +84,8 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     """
     strategy = model.distribute_strategy
     keras_compat.install()
-    keras_compat.share_global_seed(strategy)
-    one_step = _make_step(model, placement, training=training)
+    seeds = keras_compat.seeds_of_step(model, "training" if training else "evaluation")
+    one_step = _make_step(model, placement, seeds, training=training)
     states = _Statistics(model, placement) if training else None
 
     def outcome(
@@ -136,6 +136,11 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     def execute(source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
+        if state.saved_variables and not model.run_eagerly:
+            if steps == 1:
+                _build_by(one_compiled, model, source, vote)
+            else:
+                _build_by(several_compiled, model, source, tf.constant(steps), vote)
         if steps == 1:
             return one_compiled(source, vote)
         count = tf.constant(steps)
@@ -149,6 +154,13 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         return found
 
     return execute
+
+
+def _build_by(function: Any, model: keras.Model, *inputs: Any) -> None:
+    """Builds the layers that a step calls first, and gives them what was saved of them."""
+    if function.experimental_get_tracing_count() == 0:
+        function.get_concrete_function(*inputs)  # traces, and runs nothing
+        run_state.restore_late(model)
 
 
 def _taken(source: Any) -> Shards:
@@ -165,7 +177,7 @@ def _add(left: tuple[tf.Tensor, ...], right: tuple[tf.Tensor, ...]) -> tuple[tf.
 
 
 def _make_step(
-    model: keras.Model, placement: Placement, *, training: bool
+    model: keras.Model, placement: Placement, seeds: Any, *, training: bool
 ) -> Callable[[Shards], Any]:
     """Returns a function that runs one step on all local replicas and returns their logs."""
     strategy = model.distribute_strategy
@@ -189,7 +201,7 @@ def _make_step(
         local = replicas.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
         share = shards.share(local, alone=alone, sync_batch_norm=sync)
-        share = share._replace(note_gather=lambda: setattr(state, "gathers", True))
+        share = share._replace(seeds=seeds, note_gather=lambda: setattr(state, "gathers", True))
         if passes == 1:
             return compute(shards.data[local], share)
         return microbatches.run(model, compute, shards.data[local], share, passes)
@@ -311,7 +323,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     """
     strategy = model.distribute_strategy
     keras_compat.install()
-    keras_compat.share_global_seed(strategy)
+    seeds = keras_compat.seeds_of_step(model, "prediction")
     sync = state_of(model).sync_batch_norm
 
     def predict(source: Any) -> Any:
@@ -320,7 +332,8 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
         def replica_step() -> Any:
             index = replicas.local_index(placement.local_replicas)
             alone = placement.replicas == 1
-            with computing(shards.share(index, alone=alone, sync_batch_norm=sync)):
+            share = shards.share(index, alone=alone, sync_batch_norm=sync)
+            with computing(share._replace(seeds=seeds)):
                 outputs = model.predict_step(shards.data[index])
             if placement.replicas > 1:
                 rows = shards.own_rows[index]

@@ -7,7 +7,8 @@ collective. What the sum says holds for all workers, so none is left waiting for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
 VOTES = (*REASONS, "backup")  # what travels with each execution
@@ -23,6 +24,10 @@ class TrainerState:
     `examples_before` are from before it was resumed here. A step takes `microbatches` passes,
     and batch statistics over all replicas if `sync_batch_norm`. `gathers` says that a step gathers
     rows, which it can do once an execution only.
+
+    `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
+    the states, in the backup that this run was resumed from, of those that are yet to be made,
+    and `saved_variables` those of seeds of layers that are yet to be built.
     """
 
     seed: int | None = None
@@ -35,6 +40,9 @@ class TrainerState:
     steps_before: int = 0
     examples_before: int = 0
     gathers: bool = False
+    seeds: dict[str, Any] = field(default_factory=dict)
+    saved_seeds: dict[str, Any] = field(default_factory=dict)
+    saved_variables: dict[str, Any] = field(default_factory=dict)
 
 
 def votes(wants_stop: bool, interrupted: str | None, *, wants_backup: bool = False) -> list[float]:

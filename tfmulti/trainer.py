@@ -170,7 +170,7 @@ class DistributedModel(keras.Model):
         self.stop_training = False
         state = state_of(self)
         state.steps = state.steps_before = state.examples = state.examples_before = 0
-        state.stopped_by = None
+        state.stopped_by, state.saved_seeds, state.saved_variables = None, {}, {}
         self.make_train_function()
         all_callbacks.on_train_begin()
         keeper = None

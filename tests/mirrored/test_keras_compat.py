@@ -171,7 +171,7 @@ def test_tensorboard_still_has_no_flush_of_its_own(tmp_path: Path) -> None:
 
 
 def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
-    """The reason for `share_global_seed`: replicas are traced in threads of their own."""
+    """The reason for `seeds_of_step`: replicas are traced in threads of their own."""
     found = [keras_compat.global_seed_generator()]
     thread = threading.Thread(target=lambda: found.append(keras_compat.global_seed_generator()))
     thread.start()

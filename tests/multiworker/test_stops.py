@@ -20,6 +20,8 @@ STOPS = [
     "stopped: generator",
     "stopped_in_the_evaluation",
     "stopped_between_executions",
+    "stopped_and_built_again_in_the_same_process",
+    "stopped_after_an_evaluation_drew",
 ]
 
 
@@ -30,6 +32,40 @@ def test_it_ends_as_the_run_that_was_not_stopped(behaviours: Behaviours, name: s
     for place in PLACES if kind in EVERYWHERE or kind == name else PLACES[:1]:
         for worker in behaviours(*place):
             assert worker[name] is True
+
+
+@pytest.mark.parametrize(
+    "name", ["stopped_with_layers_that_are_built_late", "stopped_with_bfloat16_variables"]
+)
+def test_so_it_does_on_one_device(behaviours: Behaviours, name: str) -> None:
+    assert behaviours("one_device")[0][name] is True
+
+
+MATRIX = "float32 of shape (8, 8)"
+DIFFERENCES = [  # variable, in the backup, now
+    ("Sequential/2 Dense/kernel", MATRIX, "float32 of shape (8, 7)"),
+    ("Sequential/2 Other/kernel", "not there", MATRIX),
+    ("Sequential/3 Dense/kernel", "float32 of shape (8, 3)", MATRIX),
+    ("Sequential/2 Dense/kernel", MATRIX, "float32 of shape (8, 3)"),
+    ("Sequential/3 Dropout/seed_generator_state", "not there", "int64 of shape (2,)"),
+    ("Sequential/2 Dense/kernel", MATRIX, "bfloat16 of shape (8, 8)"),
+    ("optimizer RMSprop/0 iteration", "not there", "int64 of shape ()"),
+    (
+        "optimizer SGD/2 momentum of Sequential/1 Dense/kernel",
+        "float32 of shape (6, 8)",
+        "not there",
+    ),
+]
+
+
+def test_another_model_is_refused_by_what_differs(behaviours: Behaviours) -> None:
+    words = [
+        f"the model has changed: its variable {name!r} is {there} in the backup and {here} now."
+        for name, there, here in DIFFERENCES
+    ]
+    for place in PLACES:
+        for worker in behaviours(*place):
+            assert worker["resumed_with_another_model"] == words
 
 
 def test_another_run_does_not_go_on(behaviours: Behaviours) -> None:

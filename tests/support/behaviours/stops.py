@@ -14,6 +14,8 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, here, model
 from tfmulti import Backup
+from tfmulti.errors import ResumeError
+from tfmulti.share import current
 
 EPOCHS, BATCH, ROWS = 3, 24, 61  # 24, 24, 13
 
@@ -89,16 +91,25 @@ def _run(
     folder: Path | None,
     stop: StopsAt | None,
     steps_per_execution: int = 1,
+    extra: Callable[[], list[keras.layers.Layer]] = lambda: [
+        keras.layers.Dropout(0.3),
+        keras.layers.BatchNormalization(),
+    ],
+    optimizer: Callable[[], keras.optimizers.Optimizer] = lambda: keras.optimizers.Adam(0.05),
+    same_process: bool = False,
 ) -> Any:
-    """Returns what a fit leaves, or None where it was stopped."""
-    keras.utils.clear_session()
+    """Returns what a fit leaves, or None where it was stopped.
+
+    With `same_process` Keras goes on counting layers, as where a notebook's cell is run again.
+    """
+    if not same_process:
+        keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        mask, norm = keras.layers.Dropout(0.3), keras.layers.BatchNormalization()
-        adam = keras.optimizers.Adam(0.05)
+        adam = optimizer()
+        layers = extra()
     made = model(
-        mask,
-        norm,
+        *layers,
         prepared={"seed": 4, "sync_batch_norm": False},
         optimizer=adam,
         steps_per_execution=steps_per_execution,
@@ -131,14 +142,12 @@ def _run(
     return [history, counts.losses, digest, float(best.best), int(best.wait)]
 
 
-def _stopped(
-    feed: Callable[[], dict[str, Any]], stops: list[StopsAt], steps_per_execution: int = 1
-) -> bool:
-    whole = _run(feed, None, None, steps_per_execution)
+def _stopped(feed: Callable[[], dict[str, Any]], stops: list[StopsAt], **options: Any) -> bool:
+    whole = _run(feed, None, None, **options)
     with tempfile.TemporaryDirectory() as name:
         for stop in stops:
-            assert _run(feed, Path(name), stop, steps_per_execution) is None
-        return bool(_run(feed, Path(name), None, steps_per_execution) == whole)
+            assert _run(feed, Path(name), stop, **options) is None
+        return bool(_run(feed, Path(name), None, **options) == whole)
 
 
 EVERYWHERE = ("arrays", "Dataset of unknown length")  # the others: on one device, for the time
@@ -167,6 +176,94 @@ def stopped_in_the_evaluation() -> bool:
 @behaviour
 def stopped_between_executions() -> bool:
     return _stopped(FEEDS["arrays"], [StopsAt(3)], steps_per_execution=2)
+
+
+@behaviour
+def stopped_and_built_again_in_the_same_process() -> bool:
+    return _stopped(FEEDS["arrays"], [StopsAt(4)], same_process=True)
+
+
+@behaviour
+def stopped_with_bfloat16_variables() -> bool | None:
+    if here.place.replicas > 1:
+        return None  # TensorFlow does not reduce gradients of two types together
+
+    def low() -> list[keras.layers.Layer]:
+        return [keras.layers.Dense(8, dtype="bfloat16")]
+
+    return _stopped(FEEDS["arrays"], [StopsAt(4)], extra=low)
+
+
+class Shakes(keras.layers.Layer):
+    """Draws without a seed, in training and in evaluation."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + 0.1 * keras.random.normal(keras.ops.shape(inputs))
+
+
+@behaviour
+def stopped_after_an_evaluation_drew() -> bool:
+    """The stop comes in the second epoch; the first one's evaluation has drawn already."""
+    return _stopped(FEEDS["arrays"], [StopsAt(5)], extra=lambda: [Shakes()])
+
+
+class Noise(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.generator = keras.random.SeedGenerator(7)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + 0.1 * keras.random.normal(keras.ops.shape(inputs), seed=self.generator)
+
+
+class Sometimes(keras.layers.Layer):
+    """Calls its layer in training only, or in evaluation only: it is not built before."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.noise, self.when = Noise(), training
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        # Keras builds a model by a call outside training; only a step's has a share.
+        used = training if self.when else not training and current() is not None
+        return self.noise(inputs) if used else inputs
+
+
+@behaviour
+def stopped_with_layers_that_are_built_late() -> bool | None:
+    if here.place.replicas > 1:
+        return None  # a layer cannot be built in a replica
+    both = lambda: [Sometimes(True), Sometimes(False)]  # noqa: E731
+    return _stopped(FEEDS["arrays"], [StopsAt(5), StopsAt(1)], extra=both)
+
+
+class Other(keras.layers.Dense):
+    pass
+
+
+@behaviour
+def resumed_with_another_model() -> Any:
+    """Returns what is said when the model or its optimizer is another one."""
+    said = []
+    dense, sgd = keras.layers.Dense, keras.optimizers.SGD
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        begun = {"extra": lambda: [dense(8)], "optimizer": lambda: sgd(0.1, momentum=0.9)}
+        _run(FEEDS["arrays"], folder, StopsAt(4), **begun)
+        for changed in (
+            {"extra": lambda: [dense(7)]},
+            {"extra": lambda: [Other(8)]},
+            {"extra": lambda: [dense(8), dense(8)]},
+            {"extra": list},
+            {"extra": lambda: [dense(8), keras.layers.Dropout(0.5)]},
+            {"extra": lambda: [dense(8, dtype="bfloat16")]},
+            {"optimizer": lambda: keras.optimizers.RMSprop(0.1)},
+            {"optimizer": lambda: sgd(0.1)},
+        ):
+            try:
+                _run(FEEDS["arrays"], folder, None, **{**begun, **changed})
+            except ResumeError as error:
+                said.append(str(error).partition(" Build the same")[0])
+    return said
 
 
 @behaviour
