@@ -6,6 +6,7 @@ follow from values that are the same everywhere (the votes of `stopping` among t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -51,10 +52,12 @@ class Training:
         """The steps of an epoch, or None where only reading tells."""
         return self.steps_per_epoch or self.feed.steps
 
-    @property
-    def one_iterator(self) -> bool:
-        """Whether the data goes on from epoch to epoch instead of starting anew."""
-        return self.feed.endless or self.steps_per_epoch is not None
+    def is_over(self, at: Progress) -> bool:
+        """Whether the next epoch starts the data anew, instead of going on in the same pass."""
+        if self.feed.endless:
+            return False
+        whole = self.feed.steps is not None and at.batches >= self.feed.steps
+        return self.steps_per_epoch is None or whole
 
     def validates(self, epoch: int) -> bool:
         frequency = self.validation_freq
@@ -92,29 +95,50 @@ def train(model: keras.Model, training: Training) -> Logs:
             keeper.restore_random_states()  # last: a feed that is replayed may draw
         resumed, trained = None, True
         ended = _epoch(model, iterator, training, at)
-        training.feed.end_epoch()
         logs = dict(at.logs)
-        if training.validates(at.epoch) and state.stopped_by is None:
-            found = model.evaluate(
-                training.validation,
-                steps=training.validation_steps,
-                callbacks=callbacks,
-                return_dict=True,
-            )
-            logs |= {f"val_{name}": value for name, value in found.items()}
         if state.stopped_by is not None:
             break  # part of an epoch is no epoch: histories hold whole ones
+        over = ended or training.is_over(at)
+        validates = training.validates(at.epoch)
+        with keeper.again_if_stopped() if keeper and validates else contextlib.nullcontext():
+            iterator = _close(training.feed, iterator, over)
+            if validates:
+                logs |= _validated(model, training)
+        if state.stopped_by is not None:
+            break
         callbacks.on_epoch_end(at.epoch, logs)
         at.epoch, at.step, at.logs = at.epoch + 1, 0, logs
-        if ended or not training.one_iterator:
-            iterator, at.goes_on, at.batches = None, False, 0
+        if over:
+            at.goes_on, at.batches = False, 0
         wish = bool(model.stop_training)
         if _stops(model, wish, vote(_votes(model, wish)) if vote else None):
             at.is_over = state.stopped_by is None
             break
     if keeper is not None and trained:
         keeper.keep(at, wait=True)
+    if iterator is not None:
+        training.feed.end_pass()
     return logs
+
+
+def _close(feed: Feed, iterator: Any, over: bool) -> Any:
+    """Ends an epoch, and its pass if that is over; returns the iterator that is left in use."""
+    if over:
+        feed.end_pass()
+        return None
+    feed.end_epoch()
+    return iterator
+
+
+def _validated(model: keras.Model, training: Training) -> Logs:
+    """Returns what the validation of an epoch found."""
+    found = model.evaluate(
+        training.validation,
+        steps=training.validation_steps,
+        callbacks=training.callbacks,
+        return_dict=True,
+    )
+    return {f"val_{name}": value for name, value in found.items()}
 
 
 def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
@@ -188,7 +212,7 @@ def evaluate(
         callbacks.on_test_batch_end(last, logs)
         if _stops(model, bool(model.stop_evaluating), outcome.votes):
             break
-    feed.end_epoch()
+    feed.end_pass()
     logs = as_floats(logs)
     callbacks.on_test_end(logs)
     return logs
@@ -217,7 +241,7 @@ def predict(
         callbacks.on_predict_batch_end(last, {"outputs": outputs})
         if model.stop_predicting:
             break
-    feed.end_epoch()
+    feed.end_pass()
     callbacks.on_predict_end()
     return tf.nest.map_structure(concatenated, *batches)
 

@@ -54,7 +54,10 @@ class Feed(Protocol):
         """
 
     def end_epoch(self) -> None:
-        """Is called when an epoch's last step is done."""
+        """Is called at the end of an epoch where the iterator goes on."""
+
+    def end_pass(self) -> None:
+        """Is called when an iterator has given its last batch, or is given up."""
 
     def begin_after(self, passes: int) -> None:
         """Puts a new feed where it is after so many iterators: each may shuffle for the next."""
@@ -103,6 +106,9 @@ class SourceFeed:
     def end_epoch(self) -> None:
         pass
 
+    def end_pass(self) -> None:
+        pass
+
     def begin_after(self, passes: int) -> None:
         self.passes = passes
 
@@ -120,6 +126,8 @@ class DatasetFeed:
         if self.steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
         self.passes = 0
+        endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
+        self._without_end = x if endless else None
         self._dataset = self._adapter.get_tf_dataset()
         self._shards = pipeline.from_dataset(self._dataset, placement)
 
@@ -151,21 +159,26 @@ class DatasetFeed:
         return iterator
 
     def end_epoch(self) -> None:
+        if self._without_end is not None:  # others may shuffle for the next pass, not within one
+            self._without_end.on_epoch_end()
+            self._without_end.on_epoch_begin()
+
+    def end_pass(self) -> None:
         self._adapter.on_epoch_end()
 
     def begin_after(self, passes: int) -> None:
         for _ in range(passes):
             self.iterate(0)  # an iterator draws the seed of its shuffle when it is made
-            self.end_epoch()
+            self.end_pass()
 
 
 class _SeededOrder(keras.utils.PyDataset):
-    """A PyDataset whose batches come in an order that all workers draw alike."""
+    """A PyDataset whose batches come in an order that all workers draw alike, anew each pass."""
 
     def __init__(self, inner: keras.utils.PyDataset, seed: int) -> None:
         super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
         self._inner, self._random = inner, random.Random(seed)
-        self._order = list(range(len(inner)))
+        self._order = list(range(inner.num_batches))
         self._random.shuffle(self._order)
 
     def __len__(self) -> int:

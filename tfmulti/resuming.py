@@ -24,6 +24,8 @@ from tfmulti.signals import SignalWatch, is_watched
 from tfmulti.stopping import interrupt, state_of
 from tfmulti.strategies import placement_of
 
+Tree = dict[str, Any]
+
 
 @dataclass
 class Progress:
@@ -136,6 +138,7 @@ class Keeper:
         self._callbacks = CallbackStates(callbacks.callbacks)
         self._feeds, self._seed = feeds, seed
         self._said: set[str] = set()
+        self._before: Tree | None = None
         self._data = {name: feed.form for name, feed in feeds.items()}
         if record is not None:
             _check_data(record.tree["data"], self._data)
@@ -153,7 +156,7 @@ class Keeper:
         for name, feed in self._feeds.items():
             in_use = name == "training" and tree["progress"]["goes_on"]
             feed.begin_after(tree["passes"][name] - in_use)
-        run_state.restore(self._model, tree["model"])
+        run_state.restore(self._model, tree["model"], tree["trained"])
         self._callbacks.restore(tree["callbacks"])
         state = state_of(self._model)
         state.steps = state.steps_before = self._record.step
@@ -173,7 +176,8 @@ class Keeper:
         """Makes a backup of here; the chief writes it, in the background unless `wait`."""
         state = state_of(self._model)
         with teller().working(id(self)):  # all workers take part
-            captured = run_state.capture(self._model)
+            moving = self._before or self._moving()
+            trained = run_state.capture_trained(self._model)
         record = Record(
             state.steps,
             {
@@ -181,15 +185,31 @@ class Keeper:
                 "examples": state.examples,
                 "seed": self._seed,
                 "data": self._data,
-                "passes": {name: feed.passes for name, feed in self._feeds.items()},
                 "settings": self._backup.settings,
-                "model": captured,
-                "callbacks": self._callbacks.capture(),
+                "trained": trained,
+                **moving,
             },
         )
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
             self._backup.keep(record, wait=wait)
+
+    def _moving(self) -> Tree:
+        """Returns what an evaluation changes, too: all but the weights; a collective."""
+        return {
+            "passes": {name: feed.passes for name, feed in self._feeds.items()},
+            "model": run_state.capture(self._model),
+            "callbacks": self._callbacks.capture(),
+        }
+
+    @contextlib.contextmanager
+    def again_if_stopped(self) -> Iterator[None]:
+        """Where training is stopped inside, the backup is of before: it is done again on resume."""
+        with teller().working(id(self)):
+            self._before = self._moving()
+        yield
+        if state_of(self._model).stopped_by is None:
+            self._before = None
 
     def _say_once(self, lines: list[str]) -> None:
         for line in lines:

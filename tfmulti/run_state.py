@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, replicas
 from tfmulti.errors import ResumeError
+from tfmulti.model_checks import optimizers_of
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 from tfmulti.variable_names import named_variables, places_of
@@ -26,10 +27,13 @@ Tree = dict[str, Any]
 
 
 def capture(model: keras.Model) -> Tree:
-    """Returns weights, optimizers' variables, metrics in progress and random generators."""
+    """Returns all but what is trained: metrics in progress, random generators, other variables.
+
+    An evaluation changes no more than this.
+    """
     state = state_of(model)
     seeds = {name: _value(g.state) for name, g in keras_compat.seed_generators(model).items()}
-    variables = {name: _value(v) for name, v in named_variables(model).items()}
+    variables = {name: _value(v) for name, v in _variables(model, trained=False).items()}
     return {
         "variables": state.saved_variables | variables,
         "metrics": _metric_states(model),
@@ -38,8 +42,19 @@ def capture(model: keras.Model) -> Tree:
     }
 
 
-def restore(model: keras.Model, tree: Tree) -> None:
-    """Gives a built model the state that `capture` returned, of the same form.
+def capture_trained(model: keras.Model) -> Tree:
+    """Returns the weights that are trained, and the optimizers' slots."""
+    return {name: _value(v) for name, v in _variables(model, trained=True).items()}
+
+
+def _variables(model: keras.Model, *, trained: bool) -> Tree:
+    weights = {id(v) for v in model.trainable_variables}
+    weights |= {id(v) for o in optimizers_of(model) for v in o.variables if len(v.shape)}
+    return {n: v for n, v in named_variables(model).items() if (id(v) in weights) is trained}
+
+
+def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
+    """Gives a built model the state that `capture` and `capture_trained` returned.
 
     What is yet to be made of it (the seeds of a layer that only training calls, of a step that
     is not compiled yet) gets its state when it comes to be.
@@ -47,7 +62,7 @@ def restore(model: keras.Model, tree: Tree) -> None:
     Raises:
         ResumeError: the model or its optimizer has other variables.
     """
-    variables, saved, state = named_variables(model), tree["variables"], state_of(model)
+    variables, saved, state = named_variables(model), tree["variables"] | trained, state_of(model)
     late = {name: value for name, value in saved.items() if _is_late(model, name, variables)}
     _check_same(variables, {name: v for name, v in saved.items() if name not in late})
     for name, variable in variables.items():

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, here, model
 from tfmulti import Backup
 from tfmulti.errors import ResumeError
 from tfmulti.share import current
+from tfmulti.stopping import interrupt
 
 EPOCHS, BATCH, ROWS = 3, 24, 61  # 24, 24, 13
 
@@ -47,6 +49,17 @@ class StopsAt(keras.callbacks.Callback):
             raise Stopped
 
 
+class Signalled(StopsAt):
+    """Gets SIGTERM in the evaluation after so many steps of this start."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps, in_evaluation=True)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._left <= 0 and batch == 0:
+            interrupt(self.model, "SIGTERM")
+
+
 class Counts(keras.callbacks.Callback):
     """A callback of the user's own, whose state is an attribute."""
 
@@ -57,6 +70,12 @@ class Counts(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.losses.append(float(logs["loss"]))
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.losses.append(float(np.random.rand()))
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(float(logs["loss"]))
+
 
 class Batches(keras.utils.PyDataset):
     def __len__(self) -> int:
@@ -65,6 +84,24 @@ class Batches(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Any:
         rows = slice(BATCH * index, BATCH * (index + 1))
         return X[:ROWS][rows], Y[:ROWS][rows]
+
+
+class Reordered(keras.utils.PyDataset):
+    """Five batches, in an order of the user's own that changes after each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order, self.random = list(range(5)), np.random.default_rng(2)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(12 * self.order[index], 12 * self.order[index] + 12)
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self) -> None:
+        self.random.shuffle(self.order)
 
 
 def _slices() -> tf.data.Dataset:
@@ -82,6 +119,8 @@ FEEDS: dict[str, Callable[[], dict[str, Any]]] = {
     "Dataset of unknown length": lambda: {"x": _slices().batch(BATCH).filter(lambda *_: True)},
     "repeated Dataset": lambda: {"x": _slices().repeat().batch(BATCH), "steps_per_epoch": 3},
     "PyDataset": lambda: {"x": Batches()},
+    "PyDataset across epochs": lambda: {"x": Reordered(), "steps_per_epoch": 3},
+    "PyDataset by its steps": lambda: {"x": Batches(), "steps_per_epoch": 3},
     "generator": lambda: {"x": _generated(), "steps_per_epoch": 3},
 }
 
@@ -97,6 +136,7 @@ def _run(
     ],
     optimizer: Callable[[], keras.optimizers.Optimizer] = lambda: keras.optimizers.Adam(0.05),
     same_process: bool = False,
+    validation: Callable[[], Any] = lambda: (X[60:], Y[60:]),
 ) -> Any:
     """Returns what a fit leaves, or None where it was stopped.
 
@@ -132,10 +172,10 @@ def _run(
             epochs=EPOCHS,
             verbose=0,
             callbacks=callbacks,
-            validation_data=(X[60:], Y[60:]),
+            validation_data=validation(),
             validation_batch_size=20,
         ).history
-    except Stopped:
+    except (Stopped, SystemExit):
         return None
     values = [keras.ops.convert_to_numpy(v) for v in (*made.weights, *adam.variables)]
     digest = hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
@@ -171,6 +211,23 @@ for _name, _feed in FEEDS.items():
 @behaviour
 def stopped_in_the_evaluation() -> bool:
     return _stopped(FEEDS["arrays"], [StopsAt(3, in_evaluation=True)])
+
+
+def _validation() -> tf.data.Dataset:
+    """Has another order each time."""
+    return tf.data.Dataset.from_tensor_slices((X[60:], Y[60:])).shuffle(36, seed=9).batch(12)
+
+
+@behaviour
+def signalled_in_the_evaluation() -> bool:
+    """In the first epoch, and after the third step from there: in the second."""
+    return _stopped(FEEDS["arrays"], [Signalled(3), Signalled(3)], validation=_validation)
+
+
+@behaviour
+def signalled_in_the_evaluation_of_a_pydataset() -> bool:
+    feed = FEEDS["PyDataset"]
+    return _stopped(feed, [Signalled(3), Signalled(3)], validation=Reordered)
 
 
 @behaviour

@@ -1,0 +1,81 @@
+"""Where an epoch ends and where the data starts anew: as with plain Keras."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti import prepare
+
+X = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
+Y = X.sum(1, keepdims=True)
+
+
+class Steps(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.epochs[-1] += 1
+
+
+def small_model() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_data_that_ends_with_an_epoch_starts_anew(steps: int) -> None:
+    found = []
+    for model in (small_model(), prepare(small_model())):
+        counted = Steps()
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # two steps of three: the second epoch has one
+            history = model.fit(
+                data, epochs=4, steps_per_epoch=steps, verbose=0, callbacks=[counted]
+            ).history
+        found.append((counted.epochs, history["loss"]))
+    assert found[1][0] == found[0][0]
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+
+
+class Noted(keras.utils.PyDataset):
+    def __init__(self, count: int | None) -> None:
+        super().__init__()
+        self.count, self.ends, self.read = count, 0, []
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return X[:4], Y[:4]
+
+    def on_epoch_end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize(("count", "ends"), [(None, 4), (6, 2), (3, 4)])
+def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
+    """Of each epoch where it has no end of its own, else of each pass."""
+    data = Noted(count)
+    prepare(small_model()).fit(data, epochs=4, steps_per_epoch=3, verbose=0)
+    if count is None:
+        assert data.ends - 1 == ends  # and of its only pass
+    else:
+        assert data.ends == ends
+        passes = data.read[-(12 // count) * count :]
+        assert {i: passes.count(i) for i in passes} == dict.fromkeys(range(count), 12 // count)
