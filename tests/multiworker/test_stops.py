@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -75,9 +76,10 @@ def test_another_model_is_refused_by_what_differs(behaviours: Behaviours) -> Non
 def test_another_run_does_not_go_on(behaviours: Behaviours) -> None:
     for place in PLACES:
         for worker in behaviours(*place):
-            model, seed, rows, never, must = worker["resumed_otherwise"]
+            model, seed, rows, never, must, lost = worker["resumed_otherwise"]
             assert "ResumeError: the model has changed: its variable" in model
             assert "ResumeError: saved seed=4, this run seed=5" in seed
             assert "saved examples=61 of the training data, this run examples=60" in rows
             assert "holds backups of a run, and resume is 'never'" in never
             assert "there is no whole backup in" in must
+            assert re.search("a backup at step 4 in .*of another machine, which .* does not", lost)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, behaviour, here, model
 from tfmulti import Backup
 from tfmulti.errors import ResumeError
+from tfmulti.launched import SAVED
 from tfmulti.share import current
 from tfmulti.stopping import interrupt
 
@@ -348,4 +351,8 @@ def resumed_otherwise() -> Any:
         try_again(rows=60)
         try_again(resume="never")
         try_again(resume="must", folder=Path(name) / "nothing")
+        elsewhere = Path(name) / "of another machine"
+        os.environ[SAVED] = json.dumps({str(elsewhere): 4})  # as the launcher tells
+        try_again(folder=elsewhere)
+        del os.environ[SAVED]
     return said
