@@ -44,16 +44,22 @@ def forwarded(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(FORWARDED)}
 
 
-def serve(link: Link, config: LaunchConfig | None, env: Mapping[str, str]) -> int | None:
+def serve(
+    link: Link,
+    config: LaunchConfig | None,
+    env: Mapping[str, str],
+    first: dict[str, Any] | None = None,
+) -> int | None:
     """Obeys a launcher until the job is done; returns its exit code, or None if it is gone.
 
     Args:
         config: of the command that was started by hand here; None: the launcher sends it.
+        first: its first message, if that was received already.
 
     Raises:
         ConfigError: the launcher does not want this machine.
     """
-    first = link.receive()
+    first = first or link.receive()
     if first is not None and "fails" in first:
         raise ConfigError(first["fails"])
     if first is None or "begin" not in first:

@@ -15,18 +15,19 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
-from tfmulti.errors import EXIT_USER, ConfigError
+from tfmulti.errors import EXIT_USER, ConfigError, TfmultiError
 from tfmulti.launch.agent import STOPPING, forwarded, sent_config, serve
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.hosts import Host
 from tfmulti.launch.machine import Unreachable
+from tfmulti.launch.output import say
 from tfmulti.launch.remote import Link, There
 from tfmulti.launch.workers import Sink
 
 CONNECT_S = 10
 RETRY_S = 1.0
 GREETING_S = 5.0
-_GONE = 75  # of the process that serves: the connection was lost
+_GONE, _NOT_BEGUN = 75, 76  # of the process that serves: the connection was lost, or unused
 # What SSH says of things that no waiting heals.
 _HOPELESS = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
 
@@ -138,7 +139,7 @@ class Door:
                 f"--master-port {config.master_port}: {error.strerror}. Give another port, the "
                 "same on each machine."
             ) from None
-        self._waiting: dict[int, tuple[Link, socket.socket]] = {}
+        self._waiting: dict[int, Link] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -151,7 +152,7 @@ class Door:
             Unreachable: it has not come yet.
         """
         with self._lock:
-            link, _ = self._waiting.pop(place, (None, None))
+            link = self._waiting.pop(place, None)
         if link is None:
             raise Unreachable(f"the command with --node-rank {place} has not been started there")
         begin = begin_of(self._config, env, host.name, run_id)
@@ -174,6 +175,10 @@ class Door:
         link = link_of(connection)
         first = link.receive() or {}
         connection.settimeout(None)
+        place = first.get("place")
+        if not isinstance(place, int):
+            link.close()  # somebody else knocks
+            return
         program = "\0".join(self._config.program).encode()
         if not hmac.compare_digest(str(first.get("program", "")).encode(), program):
             with contextlib.suppress(OSError):
@@ -181,10 +186,10 @@ class Door:
             link.close()
             return
         with self._lock:
-            before = self._waiting.get(int(first["place"]))
-            self._waiting[int(first["place"])] = (link, connection)
+            before = self._waiting.get(place)
+            self._waiting[place] = link
         if before is not None:
-            before[0].close()
+            before.close()
 
 
 def link_of(connection: socket.socket) -> Link:
@@ -206,30 +211,32 @@ def join(config: LaunchConfig, first: Host, env: Mapping[str, str]) -> int:
     When the connection is lost the workers here are ended, and it is tried again: the job may
     go on with this machine when it can be reached once more.
     """
-    assert config.node_rank is not None
-    deadline = time.monotonic() + config.start_timeout_s
+    deadline, why = time.monotonic() + config.start_timeout_s, "it does not begin"
     while True:
         try:
             address = (first.name.strip("[]"), config.master_port)
             connection = socket.create_connection(address, CONNECT_S)
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"{first.name}:{config.master_port} has not answered for "
-                    f"{config.start_timeout_s:g} s ({error.strerror or error}). Start the command "
-                    "with --node-rank 0 there, or open the port."
-                ) from None
-            time.sleep(RETRY_S)
-            continue
-        connection.settimeout(None)
-        code = _served(connection, config, env)
-        if code is not None:
-            return code
-        deadline = time.monotonic() + config.start_timeout_s
+            why = error.strerror or str(error)
+        else:
+            connection.settimeout(None)
+            code = _served(connection, config, env)
+            if code is not None and code != _GONE:
+                return code
+            if code == _GONE:
+                say(f"lost {first.name}: all workers here are ended, and it is tried again")
+                deadline = time.monotonic() + config.start_timeout_s
+        if time.monotonic() > deadline:
+            raise TfmultiError(
+                f"{first.name}:{config.master_port} has not answered for "
+                f"{config.start_timeout_s:g} s ({why}). Start the command with --node-rank 0 "
+                "there, or open the port."
+            )
+        time.sleep(RETRY_S)
 
 
 def _served(connection: socket.socket, config: LaunchConfig, env: Mapping[str, str]) -> int | None:
-    """Returns the job's exit code, or None where the connection was lost.
+    """Returns the job's exit code, _GONE where it was lost, or None where it had not begun.
 
     In a process of its own, with whose end all workers end.
     """
@@ -250,14 +257,18 @@ def _served(connection: socket.socket, config: LaunchConfig, env: Mapping[str, s
         for number, handler in before.items():
             signal.signal(number, handler)
     code = os.waitstatus_to_exitcode(status)
-    return None if code < 0 or code == _GONE else code
+    return None if code == _NOT_BEGUN else _GONE if code < 0 else code
 
 
 def _serve_once(connection: socket.socket, config: LaunchConfig, env: Mapping[str, str]) -> int:
     link = link_of(connection)
     link.send({"place": config.node_rank, "program": "\0".join(config.program)})
     try:
-        code = serve(link, config, env)
+        first = link.receive()
+        if first is None:
+            return _NOT_BEGUN
+        say(f"this is machine {config.node_rank} of the job")
+        code = serve(link, config, env, first)
     except ConfigError as error:
         print(f"tfmulti: {error}", file=sys.stderr, flush=True)
         return EXIT_USER

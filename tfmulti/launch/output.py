@@ -91,3 +91,9 @@ class Output:
             folder.mkdir(parents=True, exist_ok=True)
             self._files[rank, stream] = open(folder / f"{stream}.log", "ab", buffering=0)  # noqa: SIM115
         return self._files[rank, stream]
+
+
+def say(words: str) -> None:
+    """Shows the user a line of the launcher itself."""
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        print(f"[launch] {words}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import join
 from tfmulti.launch.crew import Crew
 from tfmulti.launch.members import Placement, Standing
-from tfmulti.launch.output import Output
+from tfmulti.launch.output import Output, say
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
 from tfmulti.launch.pool import Pool, TooFew, sources_of
 from tfmulti.launch.remote import LOST_S
@@ -270,9 +270,3 @@ def stopping_by_signals() -> Iterator[Signals]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def say(words: str) -> None:
-    """Shows the user a line."""
-    with suppress(OSError):  # a terminal that is gone
-        print(f"[launch] {words}", file=sys.stderr, flush=True)
