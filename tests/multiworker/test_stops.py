@@ -53,7 +53,7 @@ DIFFERENCES = [  # variable, in the backup, now
     ("Sequential/3 Dense/kernel", "float32 of shape (8, 3)", MATRIX),
     ("Sequential/2 Dense/kernel", MATRIX, "float32 of shape (8, 3)"),
     ("Sequential/3 Dropout/seed_generator_state", "not there", "int64 of shape (2,)"),
-    ("Sequential/2 Dense/kernel", MATRIX, "bfloat16 of shape (8, 8)"),
+    ("Sequential/2 Dense/kernel", MATRIX, "float16 of shape (8, 8)"),
     ("optimizer RMSprop/0 iteration", "not there", "int64 of shape ()"),
     (
         "optimizer SGD/2 momentum of Sequential/1 Dense/kernel",

@@ -315,7 +315,7 @@ def resumed_with_another_model() -> Any:
             {"extra": lambda: [dense(8), dense(8)]},
             {"extra": list},
             {"extra": lambda: [dense(8), keras.layers.Dropout(0.5)]},
-            {"extra": lambda: [dense(8, dtype="bfloat16")]},
+            {"extra": lambda: [dense(8, dtype="float16")]},
             {"optimizer": lambda: keras.optimizers.RMSprop(0.1)},
             {"optimizer": lambda: sgd(0.1)},
         ):
