@@ -225,20 +225,21 @@ def limits_of(config: LaunchConfig, hosts: tuple[Host, ...], gpus: int) -> Limit
     Raises:
         ConfigError: fewer are named than it needs.
     """
-    fixed = config.nodes is None and config.min_workers is None and config.discovery is None
-    low, high = config.nodes or ((len(hosts), len(hosts)) if fixed else (1, EVERY))
-    if low == high:
-        fixed = config.min_workers is None
+    if config.nodes is not None:
+        low, high = config.nodes
+    elif config.discovery or config.min_workers:
+        low, high = 1, EVERY
+    else:
+        low = high = len(hosts)
     if low > len(hosts) and not config.discovery:
         raise ConfigError(
             f"{low} machines are wanted (--nnodes), but {len(hosts)} are named. Name more."
         )
-    slots = [host.slots or slots_of(config.per_node, gpus) for host in hosts]
-    every = sum(slots[:high])
-    if config.min_workers and not config.discovery and config.min_workers > every:
-        raise ConfigError(
-            f"--min-workers {config.min_workers} is more than the {every} workers of the job."
-        )
-    remote = config.per_node in ("auto", "gpu", "cpu") and any(h.slots is None for h in hosts)
-    least = config.min_workers or (every if fixed and not (remote and len(hosts) > 1) else 1)
+    every = sum(host.slots or slots_of(config.per_node, gpus) for host in hosts[:high])
+    least = config.min_workers or (every if low == high else 1)
+    if least > every and not config.discovery:
+        raise ConfigError(f"--min-workers {least} is more than the {every} workers of the job.")
+    unknown = config.per_node in ("auto", "gpu", "cpu") and any(h.slots is None for h in hosts)
+    if unknown and len(hosts) > 1 and config.min_workers is None:
+        least = 1  # each machine says it when it answers; `low` holds the job together
     return Limits(low, high, least)
