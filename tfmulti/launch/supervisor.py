@@ -20,7 +20,7 @@ from tfmulti.launch.crew import Crew
 from tfmulti.launch.members import Placement, Standing
 from tfmulti.launch.output import Output, say
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
-from tfmulti.launch.pool import Pool, TooFew, sources_of
+from tfmulti.launch.pool import Pool, TooFew, name_here, sources_of
 from tfmulti.launch.remote import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
 
@@ -41,7 +41,9 @@ class Stopped(Exception):
 def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of the job: 0, that of the worker that failed, or 128 + signal."""
     if config.by_hand and config.node_rank:
-        return join(config, sources_of(config).now()[0], env)
+        hosts = sources_of(config).now()
+        name_here(config, hosts)  # a place that is none of theirs is a mistake
+        return join(config, hosts[0], env)
     output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
     pool = Pool(config, env, run_id, output.line, say)
