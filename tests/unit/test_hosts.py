@@ -307,3 +307,29 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"h: no folder .*none\. Jobs need it on each machine"):
         There("h", link_of_pair(ours), begin, lambda *_: None, lambda: "")
     server.join()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_machine_that_waits_for_the_first_can_be_stopped(number: int, code: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = str(first.getsockname()[1])
+        flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
+        joining = subprocess.Popen([sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"])
+        connection, _ = first.accept()
+        with connection, connection.makefile("rb") as lines:
+            assert b'"place": 1' in lines.readline()
+            joining.send_signal(number)
+            assert joining.wait(5) == code
+
+
+def test_a_machine_that_the_first_does_not_want() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = str(first.getsockname()[1])
+        flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
+        argv = [sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"]
+        joining = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        connection, _ = first.accept()
+        with connection:
+            connection.sendall(b'{"fails": "another program"}\n')
+            assert joining.communicate(timeout=5)[1].endswith("tfmulti: another program\n")
+            assert joining.returncode == 2

@@ -247,16 +247,22 @@ def _served(connection: socket.socket, config: LaunchConfig, env: Mapping[str, s
         finally:
             os._exit(_GONE)
     connection.close()
-    before = {
-        number: signal.signal(number, lambda *_: os.kill(child, signal.SIGTERM))
-        for number in STOPPING
-    }
+    asked: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in STOPPING}
     try:
         _, status = os.waitpid(child, 0)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     code = os.waitstatus_to_exitcode(status)
+    if asked:
+        return 128 + asked[0]
     return None if code == _NOT_BEGUN else _GONE if code < 0 else code
 
 
