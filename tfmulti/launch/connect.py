@@ -240,30 +240,39 @@ def _served(connection: socket.socket, config: LaunchConfig, env: Mapping[str, s
 
     In a process of its own, with whose end all workers end.
     """
+    asked: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in STOPPING}
     child = os.fork()
     if child == 0:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
         try:
             os._exit(_serve_once(connection, config, env))
         finally:
             os._exit(_GONE)
     connection.close()
-    asked: list[int] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        asked.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGTERM)
-
-    before = {number: signal.signal(number, pass_on) for number in STOPPING}
     try:
-        _, status = os.waitpid(child, 0)
+        status = _wait(child, asked)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    code = os.waitstatus_to_exitcode(status)
     if asked:
         return 128 + asked[0]
+    code = os.waitstatus_to_exitcode(status)
     return None if code == _NOT_BEGUN else _GONE if code < 0 else code
+
+
+def _wait(child: int, asked: list[int]) -> int:
+    """Returns the status with which a child ended; what this process is asked, it is asked."""
+    passed_on = False
+    while True:
+        if asked and not passed_on:
+            os.kill(child, signal.SIGTERM)
+            passed_on = True
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.05)
 
 
 def _serve_once(connection: socket.socket, config: LaunchConfig, env: Mapping[str, str]) -> int:
