@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from tests.support import networks
 from tests.support.launching import (
     LIMIT_S,
     argv,
-    assert_as_if_nothing_had_happened,
     assert_the_same_within_rounding,
     wait_for,
 )
@@ -67,17 +67,26 @@ def test_a_host_is_cut_off_and_comes_back(
 def test_started_by_hand_on_each_host(
     tmp_path: Path, two: Hosts, whole: dict[str, np.ndarray]
 ) -> None:
-    """A worker of the second one is killed."""
-    hosts = ["--hosts", f"{two.address(1)}:1,{two.address(2)}:1", "--nnodes", "2"]
+    """A worker of the second is killed; later the command there gets a notice, SIGTERM."""
+    hosts = ["--hosts", f"{two.address(1)}:1,{two.address(2)}:1", "--nnodes", "1:2"]
     with processes(tmp_path / "launcher") as group:
-        second = argv(tmp_path, "0.3.1.kill", "--node-rank", "1", *hosts)
-        first = argv(tmp_path, "0.3.1.kill", "--node-rank", "0", *hosts)
-        group.start(first, before=two.inside(1))
-        group.start(second, before=two.inside(2))
+        _, second = (
+            group.start(
+                argv(tmp_path, "0.3.1.kill", "--node-rank", str(place), *hosts),
+                SLOW_STEPS,
+                before=two.inside(place + 1),
+            )
+            for place in (0, 1)
+        )
+        says(group, "worker 1 was killed by SIGKILL")
+        wait_for(lambda: (tmp_path / "backups" / "step-000000008.npz").exists())
+        second.send_signal(signal.SIGTERM)
+        says(group, f"going on with 1 worker: 1 on {two.address(1)}")
         done = group.wait(LIMIT_S)
-    assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
-    assert "[launch] worker 1 was killed by SIGKILL" in done[0].stderr
-    assert_as_if_nothing_had_happened(tmp_path, whole)
+    assert [one.returncode for one in done] == [0, 143], done[0].stderr + done[1].stderr
+    assert "worker 1 was asked to stop by SIGTERM, and saved what was reached" in done[0].stderr
+    assert "[launch] this is machine 1 of the job" in done[1].stderr
+    assert_the_same_within_rounding(tmp_path, whole)
 
 
 @needs_hosts

@@ -16,7 +16,7 @@ from pathlib import Path
 import keras
 
 from tests.support.behaviours import numbers, rewritten, stops, upstream, usage
-from tests.support.behaviours.common import BEHAVIOURS, here
+from tests.support.behaviours.common import BEHAVIOURS, KINDS, here
 from tfmulti import make_strategy
 from tfmulti.strategies import placement_of
 
@@ -30,7 +30,7 @@ def main(out: str, kind: str, replicas: str | None = None, *only: str) -> None:
     here.shared.mkdir(exist_ok=True)
     results = {}
     for name, function in BEHAVIOURS.items():
-        if only and name not in only:
+        if kind not in KINDS.get(name, (kind,)) or (only and name not in only):
             continue
         started = time.perf_counter()
         keras.utils.clear_session()

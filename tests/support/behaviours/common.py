@@ -31,10 +31,23 @@ here = Here()
 BEHAVIOURS: dict[str, Callable[[], Any]] = {}
 
 
+KINDS: dict[str, tuple[str, ...]] = {}  # of strategies, where a behaviour does not need each
+
+
 def behaviour(function: Callable[[], Any]) -> Callable[[], Any]:
     assert function.__name__ not in BEHAVIOURS
     BEHAVIOURS[function.__name__] = function
     return function
+
+
+def behaviour_at(*kinds: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Registers a behaviour that is run under these strategies alone."""
+
+    def register(function: Callable[[], Any]) -> Callable[[], Any]:
+        KINDS[function.__name__] = kinds
+        return behaviour(function)
+
+    return register
 
 
 def model(*extra: keras.layers.Layer, prepared: Any = None, **compile_options: Any) -> keras.Model:

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, here, model
+from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, here, model
 from tfmulti import Backup
 from tfmulti.errors import ResumeError
 from tfmulti.launched import SAVED
@@ -193,25 +193,26 @@ def _stopped(feed: Callable[[], dict[str, Any]], stops: list[StopsAt], **options
         return bool(_run(feed, Path(name), None, **options) == whole)
 
 
-EVERYWHERE = ("arrays", "Dataset of unknown length")  # the others: on one device, for the time
+# For the time that they take, most are run where they differ from others.
+alone = behaviour_at("one_device")
+at_workers = behaviour_at("one_device", "multi_worker_mirrored")
+WHERE = {"arrays": behaviour, "Dataset of unknown length": at_workers}
 
 
 def _behaviour(name: str, feed: Callable[[], dict[str, Any]]) -> None:
-    def stopped_within_epochs() -> bool | None:
+    def stopped_within_epochs() -> bool:
         """Once after three steps, then after four more."""
-        if here.place.replicas > 1 and name not in EVERYWHERE:
-            return None
         return _stopped(feed, [StopsAt(3), StopsAt(4)])
 
     stopped_within_epochs.__name__ = f"stopped: {name}"
-    behaviour(stopped_within_epochs)
+    WHERE.get(name, alone)(stopped_within_epochs)
 
 
 for _name, _feed in FEEDS.items():
     _behaviour(_name, _feed)
 
 
-@behaviour
+@at_workers
 def stopped_in_the_evaluation() -> bool:
     return _stopped(FEEDS["arrays"], [StopsAt(3, in_evaluation=True)])
 
@@ -221,13 +222,13 @@ def _validation() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X[60:], Y[60:])).shuffle(36, seed=9).batch(12)
 
 
-@behaviour
+@at_workers
 def signalled_in_the_evaluation() -> bool:
     """In the first epoch, and after the third step from there: in the second."""
     return _stopped(FEEDS["arrays"], [Signalled(3), Signalled(3)], validation=_validation)
 
 
-@behaviour
+@alone
 def signalled_in_the_evaluation_of_a_pydataset() -> bool:
     feed = FEEDS["PyDataset"]
     return _stopped(feed, [Signalled(3), Signalled(3)], validation=Reordered)
@@ -238,15 +239,14 @@ def stopped_between_executions() -> bool:
     return _stopped(FEEDS["arrays"], [StopsAt(3)], steps_per_execution=2)
 
 
-@behaviour
+@alone
 def stopped_and_built_again_in_the_same_process() -> bool:
     return _stopped(FEEDS["arrays"], [StopsAt(4)], same_process=True)
 
 
-@behaviour
-def stopped_with_bfloat16_variables() -> bool | None:
-    if here.place.replicas > 1:
-        return None  # TensorFlow does not reduce gradients of two types together
+@alone
+def stopped_with_bfloat16_variables() -> bool:
+    """On one device: TensorFlow does not reduce gradients of two types together."""
 
     def low() -> list[keras.layers.Layer]:
         return [keras.layers.Dense(8, dtype="bfloat16")]
@@ -261,7 +261,7 @@ class Shakes(keras.layers.Layer):
         return inputs + 0.1 * keras.random.normal(keras.ops.shape(inputs))
 
 
-@behaviour
+@at_workers
 def stopped_after_an_evaluation_drew() -> bool:
     """The stop comes in the second epoch; the first one's evaluation has drawn already."""
     return _stopped(FEEDS["arrays"], [StopsAt(5)], extra=lambda: [Shakes()])
@@ -288,10 +288,9 @@ class Sometimes(keras.layers.Layer):
         return self.noise(inputs) if used else inputs
 
 
-@behaviour
-def stopped_with_layers_that_are_built_late() -> bool | None:
-    if here.place.replicas > 1:
-        return None  # a layer cannot be built in a replica
+@alone
+def stopped_with_layers_that_are_built_late() -> bool:
+    """On one device: a layer cannot be built in a replica."""
     both = lambda: [Sometimes(True), Sometimes(False)]  # noqa: E731
     return _stopped(FEEDS["arrays"], [StopsAt(5), StopsAt(1)], extra=both)
 
@@ -300,7 +299,7 @@ class Other(keras.layers.Dense):
     pass
 
 
-@behaviour
+@alone
 def resumed_with_another_model() -> Any:
     """Returns what is said when the model or its optimizer is another one."""
     said = []
@@ -326,7 +325,7 @@ def resumed_with_another_model() -> Any:
     return said
 
 
-@behaviour
+@at_workers
 def resumed_otherwise() -> Any:
     """Returns what is said when the run that should go on is another one."""
     said: list[str] = []
