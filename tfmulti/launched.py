@@ -22,7 +22,8 @@ SAVED = "TFMULTI_SAVED"  # JSON: of each folder of backups, the step of the newe
 _LINE = (
     "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f} {asked:d} {saved:>15d} {folder}\n"
 )
-TRAINING, BUSY = "training", "busy"  # BUSY: tracing, saving, callbacks
+# In an execution; in the first of its kind, which traces; saving, callbacks and all else.
+TRAINING, FIRST, BUSY = "training", "first", "busy"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Teller:
     """
 
     def __init__(self, path: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644) if path else None
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644) if path else None
         self._clock = clock
         self._longest_s: dict[int, float] = {}
         self._step = 0
@@ -74,7 +77,7 @@ class Teller:
         """
         began = self._clock()
         known = self._longest_s.get(kind, 0.0)
-        self._tell(TRAINING if known else BUSY, began, known)
+        self._tell(TRAINING if known else FIRST, began, known)
         yield
         now = self._clock()
         self._longest_s[kind] = max(known, now - began)
@@ -109,7 +112,8 @@ class Teller:
                     saved=self._saved,
                     folder=self._folder,
                 )
-                os.pwrite(self._file, line.encode(), 0)
+                with contextlib.suppress(OSError):  # a full disk does not end the run
+                    os.pwrite(self._file, line.encode(), 0)
 
 
 _teller: Teller | None = None
@@ -157,8 +161,9 @@ def write_error(path: Path, error: BaseException, rank: int) -> None:
         "time_s": time.monotonic(),
     }
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2))
-    os.replace(partial, path)
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(content, indent=2))
+        os.replace(partial, path)
 
 
 def read_error(path: Path) -> dict[str, Any] | None:

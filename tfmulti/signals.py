@@ -152,6 +152,8 @@ class SignalWatch:
                     self._on_signal(signal.Signals(number))
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if self._seen and number == signal.SIGTERM and GRACE in os.environ:
+            return  # of the launcher and of the system both; it ends with SIGKILL what stays
         self._seen += 1
         teller().asked()
         if self.stop is None or self._seen > 1:

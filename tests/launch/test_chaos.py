@@ -50,7 +50,7 @@ def test_errors_freezes_and_notices(tmp_path: Path, whole: dict[str, np.ndarray]
         "[launch] worker 0 exited with 3 at step 4",
         "[launch] worker 1 is frozen (SIGSTOP)",
         "going on from step",
-        "was asked to stop by SIGTERM, and saved what was reached",
+        "was asked to stop by SIGTERM",
     ):
         assert words in done.stderr
 

@@ -58,7 +58,7 @@ def test_a_host_is_cut_off_and_comes_back(
         [done] = group.wait(LIMIT_S)
     assert done.returncode == 0, done.stderr
     grown = f"going on with 2 workers: 1 on {two.address(1)}, 1 on {two.address(2)}"
-    assert "other workers can take part: they do from the next backup on" in done.stderr
+    assert grown.replace("going on with", "from the next backup on there are") in done.stderr
     assert grown in done.stderr
     assert_the_same_within_rounding(tmp_path, whole)
 
@@ -84,8 +84,8 @@ def test_started_by_hand_on_each_host(
         says(group, f"going on with 1 worker: 1 on {two.address(1)}")
         done = group.wait(LIMIT_S)
     assert [one.returncode for one in done] == [0, 143], done[0].stderr + done[1].stderr
-    assert "worker 1 was asked to stop by SIGTERM, and saved what was reached" in done[0].stderr
-    assert "[launch] this is machine 1 of the job" in done[1].stderr
+    assert "worker 1 was asked to stop by SIGTERM" in done[0].stderr
+    assert f"[launch] this machine is {two.address(2)} of the job" in done[1].stderr
     assert_the_same_within_rounding(tmp_path, whole)
 
 
@@ -143,7 +143,7 @@ def test_workers_that_fail_again_and_again_or_get_a_notice_are_left_out(
         "[launch] going on with 2 workers: 2 on 127.0.0.1",
         "[launch] going on with 1 worker: 1 on 127.0.0.1",
     ]
-    notice = "[launch] worker 1 was asked to stop by SIGTERM, and saved what was reached at step"
+    notice = "[launch] worker 1 was asked to stop by SIGTERM at step"
     assert any(line.startswith(notice) for line in said)
     assert done.stderr.count("starting all workers again") == 3
     assert_the_same_within_rounding(tmp_path, whole)

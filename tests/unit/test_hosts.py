@@ -66,6 +66,9 @@ def test_hosts_of_a_file(tmp_path: Path) -> None:
         file.write_text(f"h0\n{text}\n")
         with pytest.raises(ConfigError, match="line 2 of --hostfile"):
             read_hostfile(file)
+    file.write_text("# nobody\n")
+    with pytest.raises(ConfigError, match="names no machine"):
+        read_hostfile(file)
     with pytest.raises(ConfigError, match="No such file"):
         read_hostfile(tmp_path / "none")
 
@@ -163,30 +166,39 @@ def test_who_takes_part() -> None:
     assert choose(hosts[:2], away, LIMITS, 4.0) == (("a", 1), ("b", 2))  # else it could not go on
 
 
-def failed(*, notice: bool = False) -> Attempt:
-    return Attempt((Failure(1, "", 137, 0.0, notice=notice),), 3)
+HOSTS = {0: "a", 1: "b", 2: "b"}
+
+
+def failed(rank: int) -> Attempt:
+    return Attempt((Failure(rank, "", 137, 0.0),), 3)
 
 
 def test_who_fails_again_and_again_is_left_out_longer_and_longer() -> None:
     standing = Standing()
     for now, until in ((0.0, 60.0), (100.0, 220.0), (300.0, 540.0)):
-        standing = after(standing, failed(), "b", progressed=False, now_s=now)
-        standing = after(standing, failed(), "b", progressed=False, now_s=now)
+        standing = after(standing, failed(1), HOSTS, progressed=False, now_s=now)
+        standing = after(standing, failed(2), HOSTS, progressed=False, now_s=now)
         assert standing.absent["b"].until_s == until
         assert standing.absent["b"].workers == 1
-    standing = after(standing, failed(), "a", progressed=False, now_s=400.0)
-    standing = after(standing, failed(), "a", progressed=True, now_s=400.0)
+    standing = after(standing, failed(0), HOSTS, progressed=False, now_s=400.0)
+    standing = after(standing, failed(0), HOSTS, progressed=True, now_s=400.0)
     assert "a" not in standing.absent
+    assert after(standing, failed(7), HOSTS, progressed=False, now_s=400.0) == standing
 
 
 def test_a_notice_leaves_a_worker_out_at_once() -> None:
-    standing = after(Standing(), failed(notice=True), "b", progressed=True, now_s=10.0)
+    one, other = (Failure(rank, "", 143, 0.0, notice=True) for rank in (1, 2))
+    follows = Failure(0, "", 143, 0.0, follows=True)
+    found = Attempt((follows, one), 3)
+    standing = after(Standing(), found, HOSTS, progressed=True, now_s=10.0)
     assert standing.absent == {"b": Absence(1, 70.0, 1)}
-    standing = after(standing, failed(notice=True), "b", progressed=True, now_s=20.0)
-    assert standing.absent["b"].workers == 2
+    both = Attempt((one, follows, other), 3)
+    standing = after(Standing(), both, HOSTS, progressed=True, now_s=10.0)
+    assert standing.absent == {"b": Absence(2, 70.0, 2)}
 
 
-def test_what_goes_to_other_machines() -> None:
+def test_what_goes_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     env = {"PYTHONPATH": "p", "TF_X": "1", "HOME": "h", "PATH": "b", "CUDA_VISIBLE_DEVICES": "1"}
     assert forwarded(env) == {"PYTHONPATH": "p", "TF_X": "1"}
     config = LaunchConfig(program=("x",), module=True, ssh="ssh -p 2222")
@@ -318,7 +330,7 @@ def test_a_machine_that_waits_for_the_first_can_be_stopped(number: int, code: in
         joining = subprocess.Popen([sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"])
         connection, _ = first.accept()
         with connection, connection.makefile("rb") as lines:
-            assert b'"place": 1' in lines.readline()
+            assert b'"name": "b"' in lines.readline()
             joining.send_signal(number)
             assert joining.wait(5) == code
 

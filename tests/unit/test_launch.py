@@ -88,6 +88,8 @@ WAITS = Pace(True, since_s=80.0, longest_s=0.1, idle_since_s=80.0)
 COMPUTES = Pace(True, since_s=100.0, longest_s=0.1, idle_since_s=110.0)
 SLOW = Pace(True, since_s=80.0, longest_s=9.0, idle_since_s=80.0)
 SAVES = Pace(False, since_s=80.0, longest_s=0.1, idle_since_s=109.0)
+FIRST = Pace(False, since_s=80.0, longest_s=0.0, idle_since_s=81.0, first=True)
+TRACES = Pace(False, since_s=80.0, longest_s=0.0, idle_since_s=109.0, first=True)
 HANGS = Pace(False, since_s=80.0, longest_s=0.1, idle_since_s=81.0)
 
 
@@ -100,6 +102,9 @@ HANGS = Pace(False, since_s=80.0, longest_s=0.1, idle_since_s=81.0)
         ([WAITS, SAVES], False),
         ([WAITS, HANGS], True),
         ([HANGS, HANGS], False),
+        ([HANGS, FIRST], True),
+        ([FIRST, FIRST], True),
+        ([FIRST, TRACES], False),
         ([], False),
     ],
 )
@@ -137,6 +142,8 @@ def test_the_command_line_is_torchruns() -> None:
         ("stdout",),
         ("stdout", "stderr"),
     )
+    config = parse(["--tee", "0", "-m", "x"], "", {})
+    assert (config.terminal, config.files) == (("stdout", "stderr"), ())
     script = parse(["--nproc-per-node", "2", __file__, "--nproc-per-node", "9"], "", {})
     assert (script.program, script.module) == ((__file__, "--nproc-per-node", "9"), False)
 
@@ -255,7 +262,7 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     teller = Teller(str(path), lambda: next(times))
     teller.begin()
     with teller.working(1):  # traces
-        assert read_progress(path) == Told(0, "busy", 11.0, 0.0)
+        assert read_progress(path) == Told(0, "first", 11.0, 0.0)
     teller.step(7)
     assert read_progress(path) == Told(7, "busy", 14.0, 0.0)
     with teller.working(1):
@@ -263,7 +270,7 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     teller.step(8)
     assert read_progress(path) == Told(8, "busy", 15.5, 3.0)
     with teller.working(2):  # another one, which traces, too
-        assert read_progress(path) == Told(8, "busy", 16.0, 0.0)
+        assert read_progress(path) == Told(8, "first", 16.0, 0.0)
     teller.saved(8, "/runs/a long name/b")
     teller.asked()
     told = Told(8, "busy", 17.0, 0.0, asked=True, saved=8, folder="/runs/a long name/b")

@@ -62,6 +62,8 @@ def serve(
     first = first or link.receive()
     if first is not None and "fails" in first:
         raise ConfigError(first["fails"])
+    if first is not None and "ended" in first:
+        return int(first["ended"])
     if first is None or "begin" not in first:
         return None
     begin = first["begin"]
@@ -139,7 +141,10 @@ class Agent:
         threading.Thread(target=self._end_if_stuck, daemon=True).start()
         said: list[Seen] | None = None
         said_s = 0.0
+        parent = os.getppid()
         while time.monotonic() - self._heard_s < LOST_S:
+            if os.getppid() != parent:
+                return None  # who started it was killed
             with contextlib.suppress(queue.Empty):
                 order = self._orders.get(timeout=LOOK_S)
                 if order is None:
@@ -161,8 +166,9 @@ class Agent:
         return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = number
-        self._here.stop()
+        if self._noted is None:
+            self._noted = number
+            self._here.stop()
 
     def _end_if_stuck(self) -> None:
         """Ends the process where the main thread waits to write to who does not read."""

@@ -48,6 +48,7 @@ def begin_of(
 def ssh_command(config: LaunchConfig, name: str) -> list[str]:
     """Returns the command that starts an agent on a machine, with this Python, in this folder."""
     options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+    options += ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     path = os.environ.get("PYTHONPATH")
     env = f"env PYTHONPATH={shlex.quote(path)} " if path else ""
     there = (
@@ -133,34 +134,42 @@ class Door:
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
         try:
-            self._server = socket.create_server(("", config.master_port))
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            address = ("", config.master_port)
+            self._server = socket.create_server(address, family=family, dualstack_ipv6=both)
         except OSError as error:
             raise ConfigError(
                 f"--master-port {config.master_port}: {error.strerror}. Give another port, the "
                 "same on each machine."
             ) from None
-        self._waiting: dict[int, Link] = {}
+        self._waiting: dict[str, Link] = {}
+        self._refused: dict[str, str] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def come_in(
-        self, place: int, host: Host, env: Mapping[str, str], run_id: str, sink: Sink
-    ) -> There:
-        """Returns the machine of that place.
+    def come_in(self, host: Host, env: Mapping[str, str], run_id: str, sink: Sink) -> There:
+        """Returns the machine of that name.
 
         Raises:
             Unreachable: it has not come yet.
         """
         with self._lock:
-            link = self._waiting.pop(place, None)
+            link = self._waiting.pop(host.name, None)
+            refused = self._refused.get(host.name)
         if link is None:
-            raise Unreachable(f"the command with --node-rank {place} has not been started there")
+            raise Unreachable(refused or "the command has not been started there")
         begin = begin_of(self._config, env, host.name, run_id)
         return There(host.name, link, begin, sink, lambda: "")
 
-    def close(self) -> None:
-        """Lets nobody in any more."""
+    def close(self, code: int) -> None:
+        """Lets nobody in any more; who waits is told that the job has ended, and how."""
         self._server.close()
+        with self._lock:
+            for link in self._waiting.values():
+                with contextlib.suppress(OSError):
+                    link.send({"ended": code})
+                link.close()
 
     def _listen(self) -> None:
         while True:
@@ -175,8 +184,8 @@ class Door:
         link = link_of(connection)
         first = link.receive() or {}
         connection.settimeout(None)
-        place = first.get("place")
-        if not isinstance(place, int):
+        name = first.get("name")
+        if not isinstance(name, str):
             link.close()  # somebody else knocks
             return
         program = "\0".join(self._config.program).encode()
@@ -184,10 +193,12 @@ class Door:
             with contextlib.suppress(OSError):
                 link.send({"fails": "the first machine runs another program or other flags of it"})
             link.close()
+            self._refused[name] = "it runs another program, or other flags of it"
             return
         with self._lock:
-            before = self._waiting.get(place)
-            self._waiting[place] = link
+            before = self._waiting.get(name)
+            self._waiting[name] = link
+            self._refused.pop(name, None)
         if before is not None:
             before.close()
 
@@ -205,11 +216,11 @@ def link_of(connection: socket.socket) -> Link:
     return Link(connection.makefile("rb"), connection.makefile("wb"), close)
 
 
-def join(config: LaunchConfig, first: Host, env: Mapping[str, str]) -> int:
+def join(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str]) -> int:
     """Serves the first machine until the job is done; returns the job's exit code.
 
     When the connection is lost the workers here are ended, and it is tried again: the job may
-    go on with this machine when it can be reached once more.
+    go on with this machine when it can be reached once more. `name` is that of this machine.
     """
     deadline, why = time.monotonic() + config.start_timeout_s, "it does not begin"
     while True:
@@ -220,7 +231,7 @@ def join(config: LaunchConfig, first: Host, env: Mapping[str, str]) -> int:
             why = error.strerror or str(error)
         else:
             connection.settimeout(None)
-            code = _served(connection, config, env)
+            code = _served(connection, config, name, env)
             if code is not None and code != _GONE:
                 return code
             if code == _GONE:
@@ -235,7 +246,9 @@ def join(config: LaunchConfig, first: Host, env: Mapping[str, str]) -> int:
         time.sleep(RETRY_S)
 
 
-def _served(connection: socket.socket, config: LaunchConfig, env: Mapping[str, str]) -> int | None:
+def _served(
+    connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
+) -> int | None:
     """Returns the job's exit code, _GONE where it was lost, or None where it had not begun.
 
     In a process of its own, with whose end all workers end.
@@ -244,10 +257,11 @@ def _served(connection: socket.socket, config: LaunchConfig, env: Mapping[str, s
     before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in STOPPING}
     child = os.fork()
     if child == 0:
+        os.setsid()  # Ctrl-C is for this process' parent, which passes it on
         for number in STOPPING:
             signal.signal(number, signal.SIG_DFL)
         try:
-            os._exit(_serve_once(connection, config, env))
+            os._exit(_serve_once(connection, config, name, env))
         finally:
             os._exit(_GONE)
     connection.close()
@@ -275,14 +289,17 @@ def _wait(child: int, asked: list[int]) -> int:
         time.sleep(0.05)
 
 
-def _serve_once(connection: socket.socket, config: LaunchConfig, env: Mapping[str, str]) -> int:
+def _serve_once(
+    connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
+) -> int:
     link = link_of(connection)
-    link.send({"place": config.node_rank, "program": "\0".join(config.program)})
+    link.send({"name": name, "program": "\0".join(config.program)})
     try:
         first = link.receive()
         if first is None:
             return _NOT_BEGUN
-        say(f"this is machine {config.node_rank} of the job")
+        if "begin" in first:
+            say(f"this machine is {name} of the job")
         code = serve(link, config, env, first)
     except ConfigError as error:
         print(f"tfmulti: {error}", file=sys.stderr, flush=True)

@@ -80,8 +80,14 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "Folder of the workers' output and errors. Default: logs/ in the --run_dir that the "
         "program is given, else logs/ here.",
     ),
-    ("tee", "3", "STREAMS", "Streams for terminal and files: 0 none, 1 stdout, 2 stderr, 3 both."),
-    ("redirects", "0", "STREAMS", "Streams for the files alone."),
+    (
+        "tee",
+        "3",
+        "STREAMS",
+        "Streams that go to files, too, not to the terminal alone: 0 none, 1 stdout, 2 stderr, "
+        "3 both.",
+    ),
+    ("redirects", "0", "STREAMS", "Streams that go to files, and not to the terminal."),
     (
         "start-timeout",
         "300",
@@ -139,7 +145,7 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         name = unknown[0].partition("=")[0].lstrip("-").replace("_", "-")
         raise ConfigError(f"no flag --{name}; {did_you_mean(name, [f[0] for f in _FLAGS])}")
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    terminal = _streams("tee", given.tee)
+    also_files = _streams("tee", given.tee)
     only_files = _streams("redirects", given.redirects)
     if given.nproc_per_node not in ("auto", "gpu", "cpu"):
         _whole("nproc-per-node", given.nproc_per_node, 1)
@@ -148,7 +154,7 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         module=given.module,
         python=not given.no_python,
         per_node=given.nproc_per_node,
-        hosts=parse_hosts(given.hosts) if given.hosts else (),
+        hosts=parse_hosts(given.hosts) if given.hosts is not None else (),
         hostfile=Path(given.hostfile) if given.hostfile else None,
         discovery=given.host_discovery_script,
         nodes=_range("nnodes", given.nnodes),
@@ -159,8 +165,8 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         max_restarts=_whole("max-restarts", given.max_restarts, 0),
         monitor_interval_s=_seconds("monitor-interval", given.monitor_interval),
         log_dir=Path(given.log_dir) if given.log_dir else _default_log_dir(program),
-        terminal=tuple(name for name in terminal if name not in only_files),
-        files=tuple(dict.fromkeys([*terminal, *only_files])),
+        terminal=tuple(name for name in STREAMS["3"] if name not in only_files),
+        files=tuple(dict.fromkeys([*also_files, *only_files])),
         start_timeout_s=_seconds("start-timeout", given.start_timeout),
         shutdown_grace_s=_seconds("shutdown-grace-s", given.shutdown_grace_s),
         stall_timeout_s=_seconds("stall-timeout-s", given.stall_timeout_s) or math.inf,

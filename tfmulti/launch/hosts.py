@@ -61,6 +61,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         if len(rest) > 1 or (rest and not rest[0].startswith("slots=")):
             raise ConfigError(f"{place} is {line.strip()!r}. Write: host slots=N")
         found.append(_host(f"{name}:{rest[0][6:]}" if rest else name, place))
+    if not found:
+        raise ConfigError(f"--hostfile {path} names no machine. Write a line: host slots=N")
     return _distinct(found, f"--hostfile {path}")
 
 

@@ -7,9 +7,11 @@ behind a connection is `remote.There`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,8 +86,8 @@ class Here:
 
     def start(self, orders: Sequence[Order]) -> None:
         for order in orders:
+            order = self._with_folder(order)
             folder = Path(order.folder)
-            folder.mkdir(parents=True, exist_ok=True)
             child = self._child_env(order)
             process = self._standby.take(order.local_rank, child)
             if process is None:
@@ -94,6 +96,13 @@ class Here:
             worker = Worker(order.rank, process, folder)
             self._workers.append(worker)
             worker.read(self._sink)
+
+    def _with_folder(self, order: Order) -> Order:
+        try:
+            Path(order.folder).mkdir(parents=True, exist_ok=True)
+        except OSError:  # a full disk
+            return dataclasses.replace(order, folder=tempfile.mkdtemp(prefix="tfmulti-worker-"))
+        return order
 
     def look(self) -> list[Seen]:
         seen = []
@@ -118,9 +127,12 @@ class Here:
         self._standby.fill([self._child_env(order) for order in orders])
 
     def stop(self) -> None:
-        for worker in self._workers:  # what it has started, it ends itself
-            worker.process.send_signal(signal.SIGTERM)
-            worker.process.send_signal(signal.SIGCONT)
+        for worker in self._workers:
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                if self._config.python:  # what it has started, it ends itself
+                    worker.process.send_signal(number)
+                else:
+                    send(worker.process.pid, number)
 
     def kill(self) -> None:
         for worker in self._workers:

@@ -72,15 +72,27 @@ def choose(
 
 
 def after(
-    standing: Standing, found: Attempt, host: str, *, progressed: bool, now_s: float
+    standing: Standing,
+    found: Attempt,
+    hosts: Mapping[int, str],
+    *,
+    progressed: bool,
+    now_s: float,
 ) -> Standing:
-    """Returns what is remembered after an attempt whose cause was a worker of `host`.
+    """Returns what is remembered after an attempt, `hosts` being those of the ranks.
 
     A worker that was told to go (SIGTERM to it alone, a cloud's notice) is left out for a
     while; so is one of a host whose workers fail twice without progress in between.
     """
     if found.cause.notice:
-        return replace(standing, absent=_left_out(standing, host, now_s, NOTICE_S))
+        for failure in found.failures:
+            if failure.notice and failure.rank in hosts:
+                left_out = _left_out(standing, hosts[failure.rank], now_s, NOTICE_S)
+                standing = replace(standing, absent=left_out)
+        return standing
+    if found.cause.rank not in hosts:
+        return standing
+    host = hosts[found.cause.rank]
     strikes = {} if progressed else dict(standing.strikes)
     strikes[host] = strikes.get(host, 0) + 1
     if strikes[host] < STRIKES:
@@ -94,6 +106,17 @@ def _left_out(standing: Standing, host: str, now_s: float, wait_s: float) -> dic
     before = standing.absent.get(host, Absence(0, 0.0, 0))
     already = before.workers if before.until_s > now_s else 0
     return {**standing.absent, host: Absence(already + 1, now_s + wait_s, before.times + 1)}
+
+
+def words_of(placement: Placement) -> str:
+    """Returns who takes part, for people.
+
+    >>> words_of((("a", 1), ("b", 2)))
+    '3 workers: 1 on a, 2 on b'
+    """
+    workers = sum(count for _, count in placement)
+    words = ", ".join(f"{count} on {host}" for host, count in placement)
+    return f"{workers} worker{'s' if workers > 1 else ''}: {words}"
 
 
 def ranks_of(placement: Placement) -> dict[int, tuple[str, int, int]]:

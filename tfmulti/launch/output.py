@@ -63,6 +63,8 @@ class Output:
                 with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
                     terminal = self._terminals[stream]
                     shown = text.rpartition("\r")[2]  # of a progress bar, its last state
+                    coding = getattr(terminal, "encoding", None) or "utf-8"
+                    shown = shown.encode(coding, "backslashreplace").decode(coding)
                     terminal.write(f"[worker {rank:>{self._width}}] {shown}\n")
                     terminal.flush()
 

@@ -130,7 +130,7 @@ def words_of_exit(returncode: int) -> tuple[str, int]:
     """
     if returncode >= 0:
         if returncode == EXIT_TERMINATED:
-            return "was asked to stop by SIGTERM, and saved what was reached", returncode
+            return "was asked to stop by SIGTERM", returncode
         return f"exited with {returncode}", returncode
     try:
         name = signal.Signals(-returncode).name
@@ -145,13 +145,15 @@ class Pace:
     """How a worker goes: since when it does what it does, and since when without using a core.
 
     It `computes` a step, in which workers wait for each other; `longest_s` is the longest such so
-    far. Otherwise it traces, runs callbacks, saves: nobody knows how long that takes.
+    far. Otherwise it traces (`first`, also inside of a step), runs callbacks, saves: nobody knows
+    how long that takes.
     """
 
     computes: bool
     since_s: float
     longest_s: float
     idle_since_s: float
+    first: bool = False
 
 
 def stalled(paces: Sequence[Pace], now_s: float, timeout_s: float) -> bool:
@@ -168,7 +170,7 @@ def stalled(paces: Sequence[Pace], now_s: float, timeout_s: float) -> bool:
     >>> stalled([waits, saves], now_s=30.0, timeout_s=15.0)
     True
     """
-    waits = any(pace.computes for pace in paces)
+    waits = any(pace.computes or pace.first for pace in paces)
     for pace in paces:
         if pace.computes:
             quiet_s, limit_s = now_s - pace.since_s, max(timeout_s, 5 * pace.longest_s)

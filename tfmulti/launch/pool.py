@@ -19,6 +19,7 @@ from tfmulti.launch.workers import Sink
 RETRY_S = 3.0  # between two tries to reach a machine
 REREAD_S, REFRESH_S = 1.0, 5.0  # between two looks at a host file, and at what a script says
 JOIN_S = 30.0  # for machines of a range that are started by hand, before it begins without
+CLOSING_S = 3.0  # for connections of machines that were lost, at the end
 EVERY = 10**6  # more machines than there are
 
 
@@ -56,6 +57,9 @@ class Pool:
         self.machines: dict[str, Machine] = {}
         self.reasons: dict[str, str] = {}
         self._tried: set[str] = set()
+        self._has_begun = False
+        self._closing: list[threading.Thread] = []
+        self._said: set[str] = set()
         self._next_try: dict[str, float] = {}
         self._found: queue.Queue[tuple[str, Machine | Exception]] = queue.Queue()
         self._sources_found: queue.Queue[tuple[tuple[Host, ...], ConfigError | None]] = (
@@ -82,6 +86,7 @@ class Pool:
             placement = self.choice(standing)
             if placement and self._all_had_their_chance():
                 self._check_devices(placement)
+                self._has_begun = True
                 return placement
             for name, why in self.reasons.items():
                 if shown.get(name) != why:
@@ -106,15 +111,19 @@ class Pool:
         """Takes in what has changed, and looks for what is missing."""
         self._take_hosts()
         now = time.monotonic()
-        for place, host in enumerate(self.hosts):
+        for name, machine in list(self.machines.items()):  # also those that have no part now
+            try:
+                machine.look()
+            except Unreachable as error:
+                self.lost(name, str(error))
+        for host in self.hosts:
             if host.name in self.machines or now < self._next_try.get(host.name, 0.0):
                 continue
             self._next_try[host.name] = float("inf")
             if host.name == self._here_name:
                 self._found.put((host.name, self._here))
             else:
-                arguments = (place, host)
-                threading.Thread(target=self._seek, args=arguments, daemon=True).start()
+                threading.Thread(target=self._seek, args=(host,), daemon=True).start()
         while not self._found.empty():
             self._take(*self._found.get())
 
@@ -122,9 +131,17 @@ class Pool:
         """Says that a machine does not answer any more. It is looked for again."""
         machine = self.machines.pop(name, None)
         if machine is not None and machine is not self._here:
-            threading.Thread(target=machine.close, daemon=True).start()  # it may take its time
+            closing = threading.Thread(target=machine.close, daemon=True)  # it may take its time
+            closing.start()
+            self._closing.append(closing)
         self.reasons[name] = why
         self._next_try[name] = time.monotonic() + RETRY_S
+
+    def leave(self, placement: Placement) -> None:
+        """Lets go of the machines that are not named any more and have no part now."""
+        wanted = {host.name for host in self.hosts} | {name for name, _ in placement}
+        for name in [name for name in self.machines if name not in wanted]:
+            self.lost(name, "it is not named any more")
 
     def close(self, code: int) -> None:
         """Ends everything on all machines."""
@@ -133,17 +150,27 @@ class Pool:
                 machine.close(code)
         self._here.close()
         if self._door is not None:
-            self._door.close()
+            self._door.close(code)
+        for thread in self._closing:
+            thread.join(CLOSING_S)
 
     def _slots(self, host: Host, machine: Machine) -> int:
-        return host.slots or slots_of(self._config.per_node, machine.gpus, machine.cores)
+        slots = host.slots or slots_of(self._config.per_node, machine.gpus, machine.cores)
+        return min(slots, machine.gpus) if machine.gpus and self._is_elastic else slots
+
+    @property
+    def _is_elastic(self) -> bool:
+        config, limits = self._config, self.limits
+        return bool(config.min_workers) or limits.min_nodes < limits.max_nodes
 
     def _check_devices(self, placement: Placement) -> None:
         for name, workers in placement:
-            if name != LOOPBACK and self.limits.max_nodes == self.limits.min_nodes:
+            if not self._is_elastic:
                 check_devices(workers, self.machines[name].gpus, name)
 
     def _all_had_their_chance(self) -> bool:
+        if self._has_begun:
+            return True
         if self._door is not None and time.monotonic() - self._begun_s < JOIN_S:
             return all(host.name in self.machines for host in self.hosts)
         return all(host.name in self._tried for host in self.hosts)
@@ -151,7 +178,8 @@ class Pool:
     def _take_hosts(self) -> None:
         while not self._sources_found.empty():
             self.hosts, error = self._sources_found.get()
-            if error is not None:
+            if error is not None and str(error) not in self._said:
+                self._said.add(str(error))
                 self._say(f"{error} The machines stay as they were.")
             self._next_refresh_s = time.monotonic() + self._refresh_s
         if self._sources.may_change and time.monotonic() > self._next_refresh_s:
@@ -164,10 +192,10 @@ class Pool:
         except ConfigError as error:
             self._sources_found.put((self.hosts, error))
 
-    def _seek(self, place: int, host: Host) -> None:
+    def _seek(self, host: Host) -> None:
         try:
             if self._door is not None:
-                here = self._door.come_in(place, host, self._env, self._run_id, self._sink)
+                here = self._door.come_in(host, self._env, self._run_id, self._sink)
             else:
                 here = over_ssh(self._config, self._env, host, self._run_id, self._sink)
             self._found.put((host.name, here))
@@ -181,7 +209,7 @@ class Pool:
             self.machines[name] = found
             self.reasons.pop(name, None)
             return
-        if isinstance(found, ConfigError) and first:
+        if isinstance(found, ConfigError) and first and not self._has_begun:
             raise found
         self.reasons[name] = str(found)
         wait_s = RETRY_S if self._door is None else 0.1

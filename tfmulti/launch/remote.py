@@ -48,13 +48,18 @@ class Link:
             raise OSError(str(error)) from None
 
     def receive(self) -> dict[str, Any] | None:
-        """Returns the next message, or None at the end, or where it is no JSON."""
+        """Returns the next message, or None at the end; empty where a line is none."""
         try:
             line = self._reader.readline()
-            message = json.loads(line) if line else None
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # closed
             return None
-        return message if isinstance(message, dict) else None
+        if not line:
+            return None
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return {}  # what a shell's start file prints
+        return message if isinstance(message, dict) else {}
 
     def close(self) -> None:
         """Ends the connection."""
@@ -79,6 +84,7 @@ class There:
         self._link, self._sink, self._why = link, sink, why
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._looks: list[Seen] = []
+        self._unseen = self._is_showing = False
         self._ended = False
         self._number = 0
         self._heard_s = time.monotonic()
@@ -100,6 +106,9 @@ class There:
         self._ask("start", [dataclasses.asdict(order) for order in orders])
 
     def look(self) -> list[Seen]:
+        if self._unseen:  # what it said before its connection ended
+            self._unseen = False
+            return self._looks
         self._check(LOST_S)
         return self._looks
 
@@ -157,7 +166,7 @@ class There:
         if self._ended:
             why = self._why()
             raise Unreachable("its connection ended" + (f": {why}" if why else ""))
-        if time.monotonic() - self._heard_s > lost_s:
+        if time.monotonic() - self._heard_s > lost_s and not self._is_showing:
             raise Unreachable(f"no word from it for {lost_s:g} s")
 
     def _ping(self) -> None:
@@ -170,11 +179,15 @@ class There:
             self._heard_s = time.monotonic()
             if "line" in message:
                 rank, stream, text = message["line"]
+                self._is_showing = True  # the terminal may be slow, or stopped
                 self._sink(rank, stream, text.encode("latin-1"))
+                self._is_showing = False
+                self._heard_s = time.monotonic()
                 continue
             if "looks" in message:
                 shift_s = time.monotonic() - float(message["now_s"])
                 self._looks = [seen_of(look).shifted(shift_s) for look in message["looks"]]
+                self._unseen = True
             if "id" in message or "hello" in message or "fails" in message:
                 self._answers.put(message)
         self._ended = True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -21,7 +22,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tfmulti.errors import TfmultiError
+from tfmulti.errors import ConfigError, TfmultiError
 from tfmulti.launched import ERROR_FILE, write_error
 
 STACKS_FILE, STANDBY = "TFMULTI_STACKS_FILE", "--standby"
@@ -43,6 +44,18 @@ def stand_by() -> list[str]:
     return arguments
 
 
+def _check_module(name: str) -> None:
+    """Raises ConfigError where there is no such module; what it imports is not asked."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise
+        found = None
+    if found is None:
+        raise ConfigError(f"there is no module {name!r}. Look at its spelling, and at this folder.")
+
+
 def main() -> None:
     """Runs the program that the command line names, as Python would."""
     if os.environ.get(PARENT) not in (None, str(os.getppid())):
@@ -58,6 +71,7 @@ def main() -> None:
         if argv[0] == "-m":
             sys.argv = argv[1:]
             sys.path[0] = os.getcwd()
+            _check_module(argv[1])
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = argv

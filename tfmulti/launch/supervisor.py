@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -42,8 +44,9 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of the job: 0, that of the worker that failed, or 128 + signal."""
     if config.by_hand and config.node_rank:
         hosts = sources_of(config).now()
-        name_here(config, hosts)  # a place that is none of theirs is a mistake
-        return join(config, hosts[0], env)
+        name = name_here(config, hosts)
+        assert name is not None
+        return join(config, hosts[0], name, env)
     output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
     pool = Pool(config, env, run_id, output.line, say)
@@ -86,7 +89,7 @@ class Job:
         """Makes one attempt; returns the exit code if the job ends with it."""
         placement = self._pool.assemble(self._standing)
         self._say_who(placement)
-        folder = folder_for_attempt(self._config.log_dir)
+        folder = self._folder()
         found = self._attempt(placement, folder, signals)
         self._number += 1
         if found is None:
@@ -107,23 +110,37 @@ class Job:
         time.sleep(action.delay_s)
         return None
 
+    def _folder(self) -> Path:
+        try:
+            return folder_for_attempt(self._config.log_dir)
+        except ConfigError as error:
+            if self._number == 0:
+                raise
+            folder = Path(tempfile.mkdtemp(prefix="tfmulti-logs-"))
+            say(f"{error} The workers' output goes to {folder}.")
+            return folder
+
     def _remember(self, found: Attempt, placement: Placement, budget: Budget) -> None:
-        host = members.ranks_of(placement)[found.cause.rank][0]
-        if host in self._pool.machines:  # one that does not answer is not there anyway
-            self._standing = members.after(
-                self._standing,
-                found,
-                host,
-                progressed=budget.furthest > self._budget.furthest,
-                now_s=time.monotonic(),
-            )
+        before = self._standing
+        hosts = {
+            rank: host
+            for rank, (host, _, _) in members.ranks_of(placement).items()
+            if host in self._pool.machines  # one that does not answer is not there anyway
+        }
+        self._standing = members.after(
+            before,
+            found,
+            hosts,
+            progressed=budget.furthest > self._budget.furthest,
+            now_s=time.monotonic(),
+        )
+        if self._standing.absent != before.absent:  # the next attempt is another one
+            budget = dataclasses.replace(budget, used=self._budget.used)
         self._budget = budget
 
     def _say_who(self, placement: Placement) -> None:
         if self._before is not None and placement != self._before:
-            workers = sum(count for _, count in placement)
-            words = ", ".join(f"{count} on {host}" for host, count in placement)
-            say(f"going on with {workers} worker{'s' if workers > 1 else ''}: {words}")
+            say(f"going on with {members.words_of(placement)}")
         self._before = placement
 
     def _attempt(self, placement: Placement, folder: Path, signals: Signals) -> Attempt | None:
@@ -155,10 +172,11 @@ class Job:
             # the end of the context ends them at once.
             return Attempt(tuple(first_of_each(failures)), max(steps, default=None))
 
-    def _wants_others(self, placement: Placement) -> bool:
+    def _wants_others(self, placement: Placement) -> Placement | None:
         self._pool.poll()
+        self._pool.leave(placement)
         choice = self._pool.choice(self._standing)
-        return choice is not None and sorted(choice) != sorted(placement)
+        return choice if choice and sorted(choice) != sorted(placement) else None
 
     def _note_backups(self, crew: Crew) -> list[int]:
         """Returns the steps that the workers told, and notes the newest backups."""
@@ -174,7 +192,7 @@ class Job:
         """
         began_s = time.monotonic()
         while running := crew.running():
-            if any(f.exit_code in (EXIT_TERMINATED, EXIT_INTERRUPTED) for f in failures):
+            if any(seen.returncode in (EXIT_TERMINATED, EXIT_INTERRUPTED) for seen in crew.look()):
                 wait_s = self._config.shutdown_grace_s
             else:
                 failing = any(

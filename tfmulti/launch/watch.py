@@ -9,10 +9,11 @@ from collections.abc import Callable
 from tfmulti.launch import policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.crew import Crew
+from tfmulti.launch.members import Placement, words_of
 from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Failure, Pace, stalled
 from tfmulti.launch.workers import Seen
-from tfmulti.launched import TRAINING
+from tfmulti.launched import FIRST, TRAINING
 
 FROZEN_S = 5.0  # a worker that is stopped for so long does not go on by itself
 
@@ -25,7 +26,7 @@ class Watch:
     """Looks at an attempt's workers.
 
     Args:
-        wants_others: returns whether the job would have other workers if it began now.
+        wants_others: returns who would take part if the job began now, if that is another group.
         show: says a line to the user.
     """
 
@@ -34,7 +35,7 @@ class Watch:
         config: LaunchConfig,
         crew: Crew,
         output: Output,
-        wants_others: Callable[[], bool],
+        wants_others: Callable[[], Placement | None],
         show: Callable[[str], None],
     ) -> None:
         self._config, self._crew, self._output = config, crew, output
@@ -64,7 +65,18 @@ class Watch:
     def failed(self, seen: list[Seen]) -> list[Failure]:
         """Returns the failures of the workers that ended badly, are out of reach or frozen."""
         ended = [found for one in seen if (found := self._exit_of(one)) is not None]
+        if ended and all(failure.follows for failure in ended):
+            ended += self._left_early(seen)
         return ended + self._unreachable(seen) + self._frozen(seen)
+
+    def _left_early(self, seen: list[Seen]) -> list[Failure]:
+        """Returns those that ended well while the others still needed them."""
+        words = "ended with exit code 0 before the others"
+        return [
+            self._failure(one.rank, one, words, 1, one.ended_s or 0.0)
+            for one in seen
+            if one.returncode == 0
+        ]
 
     def _unreachable(self, seen: list[Seen]) -> list[Failure]:
         lost = self._crew.lost
@@ -87,13 +99,14 @@ class Watch:
             self._is_prepared = True
 
     def _look_for_others(self, seen: list[Seen]) -> None:
-        if not self._wants_others():
+        others = self._wants_others()
+        if others is None:
             self._saved_before = None
             return
         saved = max((one.told.saved for one in seen if one.told), default=-1)
         if self._saved_before is None:
             self._saved_before = saved
-            self._show("other workers can take part: they do from the next backup on")
+            self._show(f"from the next backup on there are {words_of(others)}")
         elif saved > self._saved_before:
             raise Regroup
 
@@ -121,12 +134,18 @@ class Watch:
             return []
         missing = self._crew.silent()
         self._all_listen = not missing
-        if self._all_listen or len(missing) == len(seen):
+        if self._all_listen:
             return []
-        self._first_listened_s = self._first_listened_s or now
-        if now - self._first_listened_s < self._config.start_timeout_s:
-            return []
-        after = f"{self._config.start_timeout_s:g} s after another worker did"
+        limit_s = self._config.start_timeout_s
+        if len(missing) == len(seen):
+            if any(now - one.idle_since_s < limit_s for one in seen):
+                return []  # they load their data
+            after = f"after {limit_s:g} s without a sign of life"
+        else:
+            self._first_listened_s = self._first_listened_s or now
+            if now - self._first_listened_s < limit_s:
+                return []
+            after = f"{limit_s:g} s after another worker did"
         return [
             self._failure(
                 one.rank,
@@ -147,7 +166,13 @@ class Watch:
         """
         running = [(one, one.told) for one in seen if one.runs and one.told is not None]
         paces = [
-            Pace(told.phase == TRAINING, told.since_s, told.longest_s, one.idle_since_s)
+            Pace(
+                told.phase == TRAINING,
+                told.since_s,
+                told.longest_s,
+                one.idle_since_s,
+                told.phase == FIRST,
+            )
             for one, told in running
         ]
         now = time.monotonic()
@@ -156,14 +181,14 @@ class Watch:
             return []
         for rank, stacks in self._crew.stacks().items():
             self._show(f"worker {rank} stands at:\n{stacks}")
-        all_in_step = all(pace.computes for pace in paces)
+        all_in_step = all(pace.computes or pace.first for pace in paces)
         found = []
         for (one, told), pace in zip(running, paces, strict=True):
             quiet = f"for {now - told.since_s:.0f} s"
             words = f"has ended no step {quiet}"
-            if not pace.computes:
+            if not (pace.computes or pace.first):
                 words = f"has done nothing {quiet}, outside of a step"
-            follows = pace.computes and not all_in_step
+            follows = (pace.computes or pace.first) and not all_in_step
             found.append(self._failure(one.rank, one, words, 1, told.since_s, follows=follows))
         return found
 
@@ -171,10 +196,13 @@ class Watch:
         if not one.returncode:
             return None
         what, code = policy.words_of_exit(one.returncode)
-        notice = bool(one.told and one.told.asked)
+        notice = bool(one.told and one.told.asked) or one.returncode == -signal.SIGTERM
         found_s = one.ended_s or time.monotonic()
         if one.error is None:
-            return self._failure(one.rank, one, what, code, found_s, notice=notice)
+            told_by_others = code in (130, 143) and one.told is not None and not notice
+            return self._failure(
+                one.rank, one, what, code, found_s, notice=notice, follows=told_by_others
+            )
         self._output.keep_error(one.rank, one.error)
         follows = one.error["type"] in policy.LOST_A_WORKER
         lines = str(one.error["message"]).strip().splitlines() or [""]
