@@ -41,8 +41,9 @@ EVERY_STEPS = 2
 class Chaos(keras.callbacks.Callback):
     """Does what the schedule says, each entry once over all attempts."""
 
-    def __init__(self, folder: Path, schedule: str, rank: int) -> None:
+    def __init__(self, folder: Path, schedule: str, rank: int, backup: Backup) -> None:
         super().__init__()
+        self._backup = backup
         self._folder, self._rank = folder, rank
         self._schedule = [tuple(entry.split(".")) for entry in schedule.split()]
         self._epoch = 0
@@ -111,6 +112,7 @@ class Chaos(keras.callbacks.Callback):
         Backups.write = write  # type: ignore[method-assign,assignment]
 
     def _damage(self) -> None:
+        self._backup.finish()  # else a newer one may become whole after this
         newest = Backups(self._folder / "backups").files()[0]
         data = bytearray(newest.read_bytes())
         for place in range(len(data) // 2, len(data) // 2 + 64):
@@ -152,11 +154,12 @@ def main(out: str, folder: str, schedule: str = "") -> None:
             keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"]
         )
     c = keras.callbacks
+    backup = Backup(f"{folder}/backups", every_steps=EVERY_STEPS, every_s=None)
     callbacks = [
         c.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=1.0),
         c.EarlyStopping("loss", patience=9, restore_best_weights=True),
-        Backup(f"{folder}/backups", every_steps=EVERY_STEPS, every_s=None),
-        Chaos(Path(folder), schedule, place.rank),
+        backup,
+        Chaos(Path(folder), schedule, place.rank, backup),
     ]
     history = model.fit(
         x,
