@@ -66,6 +66,8 @@ def set_up(job: preflight.Job) -> Setup:
     place = placement_of(strategy)
     batch = batch_sizes(config.global_batch_size, config.per_replica_batch_size, place.replicas)
     keras.utils.set_random_seed(config.seed)
+    if config.op_determinism:
+        tf.config.experimental.enable_op_determinism()
     data = job.data or load_user_data(config, batch)
     preflight.check_batch(config, data, place.replicas)
     return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))

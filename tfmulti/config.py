@@ -119,6 +119,11 @@ class FitConfig:
     )
     precision: str = _flag("float32", "Keras dtype policy.", choices=PRECISIONS)
     seed: int = _flag(0, "Seed of weights, data order and dropout.", low=0, below=2**32)
+    op_determinism: bool = _flag(
+        False,
+        "TensorFlow's ops add in the same order each time, where a GPU's would not: slower, and "
+        "needed there for two runs that are equal to the bit.",
+    )
     microbatches: int = _flag(
         1,
         "Passes of one step: each replica computes its rows in that many parts, to save memory, "
@@ -220,6 +225,7 @@ class FitConfig:
 
 # What may change between a stop and the resumption: where and for how long it runs.
 _FREE = {
+    "op_determinism",
     "strategy",
     "replicas",
     "ignore_cluster",

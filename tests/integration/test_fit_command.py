@@ -243,6 +243,24 @@ def test_fit_in_a_script_has_the_same_result(first: tuple[Path, Finished]) -> No
     assert words in done.stdout
 
 
+def test_op_determinism_is_a_flag(tmp_path: Path) -> None:
+    """With it TensorFlow refuses random ops without a seed, those of others too."""
+    code = textwrap.dedent("""
+        import tensorflow as tf
+        from tfmulti import FitConfig, fit
+        flags = {"replicas": 2, "epochs": 1, "run_dir": "a", "verbose": "0"}
+        fit(FitConfig(strategy="mirrored", op_determinism=True, **flags))
+        try:
+            tf.random.set_seed(None)
+            tf.random.uniform([2])
+        except RuntimeError as error:
+            print("refused", error)
+    """)
+    done = run(["-c", code], tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "refused Random ops require a seed" in done.stdout
+
+
 def test_two_replicas_and_two_workers_train_as_one_device(
     first: tuple[Path, Finished], tmp_path: Path
 ) -> None:
