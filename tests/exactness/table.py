@@ -46,7 +46,7 @@ def of_promises(found: Found) -> str:
         cells = []
         for place in HEADS:
             values = [
-                found[n][place] for n, c in CASES.items() if c.row == row and place in c.places
+                found[n][place] for n, c in CASES.items() if c.row == row and place in found[n]
             ]
             cells.append(f"{max(values):.1e}")
         lines.append(f"| {words} | " + " | ".join(cells) + " |")

@@ -30,7 +30,7 @@ EPOCHS = 2
 PLACES = ("one_device", "mirrored-2", "mirrored-3", "mirrored-8", "workers-2", "workers-3")
 # Each promise is held at all places by some of its cases; what more replicas cannot change
 # beyond those runs at fewer, so that the whole table takes under eight minutes. With
-# EXACTNESS_EVERYWHERE=1 in the environment each case runs at each place.
+# EXACTNESS_EVERYWHERE=1 in the environment each case runs at each place, and is in the table.
 EVERYWHERE = os.environ.get("EXACTNESS_EVERYWHERE") == "1"
 FEWER: dict[str, Any] = {"places": ("one_device", "mirrored-2", "mirrored-3", "workers-2")}
 TWO: dict[str, Any] = {"places": ("one_device", "mirrored-2", "workers-2")}
