@@ -89,6 +89,7 @@ class Hosts:
         return f"tfm{self._net}v{host}"
 
     def begin(self) -> None:
+        self.end()  # what a process of this number left that was killed
         _run("link", "add", self._bridge, "type", "bridge")
         _run("address", "add", f"{self.address(254)}/24", "dev", self._bridge)
         _run("link", "set", self._bridge, "up")
