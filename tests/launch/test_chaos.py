@@ -21,6 +21,7 @@ from tests.support.launching import (
     argv,
     assert_as_if_nothing_had_happened,
     assert_the_same_within_rounding,
+    has_backup,
     launched,
     wait_for,
 )
@@ -133,7 +134,7 @@ def test_the_launcher_itself_is_ended(
     processes = Processes(tmp_path / "launcher")
     try:
         launcher = processes.start(argv(tmp_path, ""))
-        wait_for(lambda: any((tmp_path / "backups").glob("step-*")))
+        wait_for(lambda: has_backup(tmp_path))
         children = workers_of(launcher.pid)
         assert len(children) in (2, 3, 4)  # two workers, and those in readiness for them
         launcher.send_signal(number)

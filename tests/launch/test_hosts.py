@@ -14,6 +14,7 @@ from tests.support.launching import (
     LIMIT_S,
     argv,
     assert_the_same_within_rounding,
+    has_backup,
     wait_for,
 )
 from tests.support.networks import Hosts
@@ -30,10 +31,6 @@ def two(tmp_path: Path) -> Iterator[Hosts]:
     folder.mkdir()
     with networks.hosts(2, folder) as made:
         yield made
-
-
-def has_backup(folder: Path) -> bool:
-    return any((folder / "backups").glob("step-*"))
 
 
 def says(group: Processes, words: str) -> None:

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.launching import wait_for
+from tests.support.processes import is_alive
 from tfmulti.errors import ConfigError
 from tfmulti.launch import remote
 from tfmulti.launch.agent import forwarded, serve
@@ -255,13 +256,6 @@ def order(addresses: list[str]) -> Order:
     return Order(0, 0, 1, tuple(addresses), "run", 0, "")
 
 
-def wait_for(happened: Any, limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_machine_behind_a_connection(
     there: tuple[There, list[tuple[int, str, bytes]], int],
 ) -> None:
@@ -302,14 +296,7 @@ def test_workers_of_a_machine_that_is_cut_off_end(
         machine.look()
     machine._link.close()
     os.kill(agent, signal.SIGCONT)
-    wait_for(lambda: not alive(seen.pid))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for(lambda: not is_alive(seen.pid))
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ from typing import Any
 
 from tfmulti.errors import ConfigError
 from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.machine import Here
 from tfmulti.launch.remote import LOST_S, Link
 from tfmulti.launch.workers import Order, Seen
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.1  # between two looks at the workers
 WORD_S = 1.0  # between two words to the launcher, at most
 

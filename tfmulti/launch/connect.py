@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from tfmulti.errors import EXIT_USER, ConfigError, TfmultiError
-from tfmulti.launch.agent import STOPPING, forwarded, sent_config, serve
+from tfmulti.launch.agent import forwarded, sent_config, serve
 from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.hosts import Host
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import say

@@ -13,6 +13,8 @@ import signal
 import time
 from collections.abc import Iterable
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Guard:
     """The launcher's side. Make it before any thread or worker is started."""
@@ -46,7 +48,7 @@ class Guard:
 
 def _watch(reader: int, grace_s: float) -> None:
     os.setsid()  # the terminal's signals are not for it
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

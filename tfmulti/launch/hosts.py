@@ -13,6 +13,7 @@ from pathlib import Path
 from tfmulti.errors import ConfigError
 from tfmulti.launch.addresses import LOOPBACK
 
+LOOPBACK_NAMES = ("localhost", LOOPBACK, "[::1]")  # each machine's for itself alone
 SCRIPT_LIMIT_S = 30.0
 
 
@@ -98,7 +99,7 @@ def discover(command: str) -> tuple[Host, ...]:
 
 def is_here(name: str) -> bool:
     """Whether a name is this machine's: one of its addresses can be bound."""
-    if name in ("localhost", LOOPBACK, "[::1]", socket.gethostname()):
+    if name in (*LOOPBACK_NAMES, socket.gethostname()):
         return True
     try:
         found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)

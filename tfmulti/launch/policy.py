@@ -14,6 +14,7 @@ from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_US
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
+ASKED_TO_STOP = (EXIT_TERMINATED, EXIT_INTERRUPTED)  # exit codes of who saved and ended
 NOBODY_WAITS = 20  # times as long, until a job is stalled of which no worker is in a step
 
 
@@ -155,6 +156,11 @@ class Pace:
     idle_since_s: float
     first: bool = False
 
+    @property
+    def in_step(self) -> bool:
+        """Whether it is in a step, known or first, where others may be waited for."""
+        return self.computes or self.first
+
 
 def stalled(paces: Sequence[Pace], now_s: float, timeout_s: float) -> bool:
     """Whether the job stands still: all wait, and at least one of them in a step.
@@ -170,7 +176,7 @@ def stalled(paces: Sequence[Pace], now_s: float, timeout_s: float) -> bool:
     >>> stalled([waits, saves], now_s=30.0, timeout_s=15.0)
     True
     """
-    waits = any(pace.computes or pace.first for pace in paces)
+    waits = any(pace.in_step for pace in paces)
     for pace in paces:
         if pace.computes:
             quiet_s, limit_s = now_s - pace.since_s, max(timeout_s, 5 * pace.longest_s)

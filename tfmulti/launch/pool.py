@@ -11,7 +11,7 @@ from tfmulti.errors import ConfigError, TfmultiError
 from tfmulti.launch.addresses import LOOPBACK
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import Door, over_ssh
-from tfmulti.launch.hosts import Host, Sources, is_here, slots_of
+from tfmulti.launch.hosts import LOOPBACK_NAMES, Host, Sources, is_here, slots_of
 from tfmulti.launch.machine import Here, Machine, Unreachable
 from tfmulti.launch.members import Limits, Placement, Standing, choose
 from tfmulti.launch.workers import Sink
@@ -107,15 +107,14 @@ class Pool:
         ]
         return choose(answering, standing, self.limits, time.monotonic())
 
-    def poll(self) -> None:
-        """Takes in what has changed, and looks for what is missing."""
+    def poll(self, taking_part: Placement = ()) -> None:
+        """Takes in what has changed, and looks for what is missing.
+
+        The machines that take part are their crew's to look at.
+        """
         self._take_hosts()
+        self._look_at_the_others({name for name, _ in taking_part})
         now = time.monotonic()
-        for name, machine in list(self.machines.items()):  # also those that have no part now
-            try:
-                machine.look()
-            except Unreachable as error:
-                self.lost(name, str(error))
         for host in self.hosts:
             if host.name in self.machines or now < self._next_try.get(host.name, 0.0):
                 continue
@@ -137,12 +136,6 @@ class Pool:
         self.reasons[name] = why
         self._next_try[name] = time.monotonic() + RETRY_S
 
-    def leave(self, placement: Placement) -> None:
-        """Lets go of the machines that are not named any more and have no part now."""
-        wanted = {host.name for host in self.hosts} | {name for name, _ in placement}
-        for name in [name for name in self.machines if name not in wanted]:
-            self.lost(name, "it is not named any more")
-
     def close(self, code: int) -> None:
         """Ends everything on all machines."""
         for machine in self.machines.values():
@@ -154,6 +147,19 @@ class Pool:
         for thread in self._closing:
             thread.join(CLOSING_S)
 
+    def _look_at_the_others(self, busy: set[str]) -> None:
+        named = {host.name for host in self.hosts}
+        for name, machine in list(self.machines.items()):
+            if name in busy:
+                continue
+            if name not in named:
+                self.lost(name, "it is not named any more")
+                continue
+            try:
+                machine.look()
+            except Unreachable as error:
+                self.lost(name, str(error))
+
     def _slots(self, host: Host, machine: Machine) -> int:
         slots = host.slots or slots_of(self._config.per_node, machine.gpus, machine.cores)
         return min(slots, machine.gpus) if machine.gpus and self._is_elastic else slots
@@ -164,8 +170,8 @@ class Pool:
         return bool(config.min_workers) or limits.min_nodes < limits.max_nodes
 
     def _check_devices(self, placement: Placement) -> None:
-        for name, workers in placement:
-            if not self._is_elastic:
+        if not self._is_elastic:
+            for name, workers in placement:
                 check_devices(workers, self.machines[name].gpus, name)
 
     def _all_had_their_chance(self) -> bool:
@@ -195,10 +201,10 @@ class Pool:
     def _seek(self, host: Host) -> None:
         try:
             if self._door is not None:
-                here = self._door.come_in(host, self._env, self._run_id, self._sink)
+                there = self._door.come_in(host, self._env, self._run_id, self._sink)
             else:
-                here = over_ssh(self._config, self._env, host, self._run_id, self._sink)
-            self._found.put((host.name, here))
+                there = over_ssh(self._config, self._env, host, self._run_id, self._sink)
+            self._found.put((host.name, there))
         except (ConfigError, Unreachable) as error:
             self._found.put((host.name, error))
 
@@ -239,7 +245,7 @@ def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
             )
         return hosts[config.node_rank].name
     here = [host.name for host in hosts if is_here(host.name)]
-    if len(hosts) > 1 and any(name in ("localhost", LOOPBACK, "[::1]") for name in here):
+    if len(hosts) > 1 and any(name in LOOPBACK_NAMES for name in here):
         raise ConfigError(
             f"{here[0]} is a machine's name for itself alone. Give the name or address under which "
             "the other machines reach it."

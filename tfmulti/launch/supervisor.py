@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from tfmulti.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, ConfigError
+from tfmulti.errors import EXIT_FAILED, ConfigError
 from tfmulti.launch import members, policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import join
 from tfmulti.launch.crew import Crew
+from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.members import Placement, Standing
 from tfmulti.launch.output import Output, say
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
@@ -26,7 +27,6 @@ from tfmulti.launch.pool import Pool, TooFew, name_here, sources_of
 from tfmulti.launch.remote import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SETTLE_S = 0.1  # after the first failure: for the workers that failed before it was seen
 FAILING_S = 1.0  # for one that has written its error down, until it has ended
 LOOK_FOR_CAUSE_S = LOST_S + 2.0  # after a failure that follows from another one
@@ -173,8 +173,7 @@ class Job:
             return Attempt(tuple(first_of_each(failures)), max(steps, default=None))
 
     def _wants_others(self, placement: Placement) -> Placement | None:
-        self._pool.poll()
-        self._pool.leave(placement)
+        self._pool.poll(placement)
         choice = self._pool.choice(self._standing)
         return choice if choice and sorted(choice) != sorted(placement) else None
 
@@ -192,7 +191,7 @@ class Job:
         """
         began_s = time.monotonic()
         while running := crew.running():
-            if any(seen.returncode in (EXIT_TERMINATED, EXIT_INTERRUPTED) for seen in crew.look()):
+            if any(seen.returncode in policy.ASKED_TO_STOP for seen in crew.look()):
                 wait_s = self._config.shutdown_grace_s
             else:
                 failing = any(

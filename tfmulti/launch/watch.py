@@ -181,14 +181,14 @@ class Watch:
             return []
         for rank, stacks in self._crew.stacks().items():
             self._show(f"worker {rank} stands at:\n{stacks}")
-        all_in_step = all(pace.computes or pace.first for pace in paces)
+        all_in_step = all(pace.in_step for pace in paces)
         found = []
         for (one, told), pace in zip(running, paces, strict=True):
             quiet = f"for {now - told.since_s:.0f} s"
             words = f"has ended no step {quiet}"
-            if not (pace.computes or pace.first):
+            if not pace.in_step:
                 words = f"has done nothing {quiet}, outside of a step"
-            follows = (pace.computes or pace.first) and not all_in_step
+            follows = pace.in_step and not all_in_step
             found.append(self._failure(one.rank, one, words, 1, told.since_s, follows=follows))
         return found
 
@@ -199,7 +199,7 @@ class Watch:
         notice = bool(one.told and one.told.asked) or one.returncode == -signal.SIGTERM
         found_s = one.ended_s or time.monotonic()
         if one.error is None:
-            told_by_others = code in (130, 143) and one.told is not None and not notice
+            told_by_others = code in policy.ASKED_TO_STOP and one.told is not None and not notice
             return self._failure(
                 one.rank, one, what, code, found_s, notice=notice, follows=told_by_others
             )
