@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -309,12 +310,24 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     server.join()
 
 
+def ended_after(
+    request: pytest.FixtureRequest, process: subprocess.Popen[Any]
+) -> subprocess.Popen[Any]:
+    """Returns a process that does not outlive the test, also where that fails."""
+    request.addfinalizer(process.wait)
+    request.addfinalizer(process.kill)  # the last one added is called first
+    return process
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_machine_that_waits_for_the_first_can_be_stopped(number: int, code: int) -> None:
+def test_a_machine_that_waits_for_the_first_can_be_stopped(
+    request: pytest.FixtureRequest, number: int, code: int
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = str(first.getsockname()[1])
         flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
-        joining = subprocess.Popen([sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"])
+        argv = [sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"]
+        joining = ended_after(request, subprocess.Popen(argv))
         connection, _ = first.accept()
         with connection, connection.makefile("rb") as lines:
             assert b'"name": "b"' in lines.readline()
@@ -322,12 +335,13 @@ def test_a_machine_that_waits_for_the_first_can_be_stopped(number: int, code: in
             assert joining.wait(5) == code
 
 
-def test_a_machine_that_the_first_does_not_want() -> None:
+def test_a_machine_that_the_first_does_not_want(request: pytest.FixtureRequest) -> None:
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = str(first.getsockname()[1])
         flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
         argv = [sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"]
-        joining = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        started = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        joining = ended_after(request, started)
         connection, _ = first.accept()
         with connection:
             connection.sendall(b'{"fails": "another program"}\n')
