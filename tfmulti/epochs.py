@@ -174,7 +174,8 @@ def _epoch(model: keras.Model, iterator: Any, training: Training, at: Progress) 
         training.callbacks.on_train_batch_begin(first)
         count, wish = last - first + 1, bool(model.stop_training)
         due = keeper is not None and keeper.wants(count)
-        outcome = run(model, model.train_function, source, count, wish, due)
+        with told_by(training.feed):
+            outcome = run(model, model.train_function, source, count, wish, due)
         state.steps += count
         state.examples += int(outcome.rows)
         at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.logs
@@ -199,7 +200,7 @@ def evaluate(
     callbacks.on_test_begin()
     model.reset_metrics()
     logs: Logs = {}
-    iterator, sure = feed.iterate(0), feed.holds(count)
+    iterator, sure, taken = feed.iterate(0), feed.holds(count), 0
     for first, last in _executions(count, model.steps_per_execution if sure else 1):
         source = iterator if sure else _next_of(iterator)
         if source is None:
@@ -207,12 +208,13 @@ def evaluate(
             break
         callbacks.on_test_batch_begin(first)
         wish = bool(model.stop_evaluating)
-        outcome = run(model, model.test_function, source, last - first + 1, wish)
-        logs = outcome.logs
+        with told_by(feed):
+            outcome = run(model, model.test_function, source, last - first + 1, wish)
+        logs, taken = outcome.logs, last + 1
         callbacks.on_test_batch_end(last, logs)
         if _stops(model, bool(model.stop_evaluating), outcome.votes):
             break
-    feed.end_pass()
+    feed.end_pass(whole=feed.steps is not None and taken == feed.steps)
     logs = as_floats(logs)
     callbacks.on_test_end(logs)
     return logs
@@ -233,7 +235,8 @@ def predict(
             break
         callbacks.on_predict_batch_begin(first)
         try:
-            outputs = model.predict_function(source)
+            with told_by(feed):
+                outputs = model.predict_function(source)
         except tf.errors.InvalidArgumentError as error:
             _check_rows_were_alike(error)
             raise
@@ -276,6 +279,17 @@ def run(
             "shuffles alike everywhere."
         )
     return outcome
+
+
+@contextlib.contextmanager
+def told_by(feed: Feed) -> Iterator[None]:
+    """Inside, a step that found no data raises the reason that its feed has for it."""
+    try:
+        yield
+    except tf.errors.OpError:
+        if feed.error is not None:
+            raise feed.error from None
+        raise
 
 
 def _check_rows_were_alike(error: tf.errors.InvalidArgumentError) -> None:

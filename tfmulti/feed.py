@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, pipeline
 from tfmulti.errors import DataError, ModelError
-from tfmulti.sources.arrays import ArraySource, map_arrays
+from tfmulti.plan import Plan
+from tfmulti.sources.arrays import ArraySource
+from tfmulti.sources.source import Source, map_nest
 from tfmulti.strategies import Placement
 
 DEFAULT_BATCH_SIZE = 32  # Keras' own
@@ -56,11 +58,21 @@ class Feed(Protocol):
     def end_epoch(self) -> None:
         """Is called at the end of an epoch where the iterator goes on."""
 
-    def end_pass(self) -> None:
-        """Is called when an iterator has given its last batch, or is given up."""
+    def end_pass(self, whole: bool = False) -> None:
+        """Is called when an iterator has given its last batch, or is given up.
+
+        `whole`: it has given each batch of one pass of the data.
+        """
 
     def begin_after(self, passes: int) -> None:
         """Puts a new feed where it is after so many iterators: each may shuffle for the next."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the data cannot be read on, if that is so."""
+
+    def close(self) -> None:
+        """Ends its threads. A feed that is closed may be iterated anew."""
 
 
 class SourceFeed:
@@ -68,10 +80,11 @@ class SourceFeed:
 
     endless = True
 
-    def __init__(self, source: ArraySource, plan: pipeline.Plan, placement: Placement) -> None:
+    def __init__(self, source: Source, plan: Plan, placement: Placement) -> None:
         self._source, self._plan, self._placement = source, plan, placement
         self.passes = 0
-        self._dataset: tf.data.Dataset | None = None
+        self._stream: pipeline.Stream | None = None
+        self._is_at_start = False
 
     @property
     def steps(self) -> int:
@@ -80,7 +93,7 @@ class SourceFeed:
     @property
     def specs(self) -> Any:
         rows = self._plan.global_batch_size
-        return map_arrays(lambda a: tf.TensorSpec([rows, *a.shape[1:]], a.dtype), self._source.data)
+        return pipeline.specs_of(self._source, rows)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -94,23 +107,32 @@ class SourceFeed:
 
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
         self.passes += 1
-        if first_step:
-            return iter(self._from(first_step))
-        if self._dataset is None:
-            self._dataset = self._from(0)  # kept: validation starts there every epoch
-        return iter(self._dataset)
-
-    def _from(self, step: int) -> tf.data.Dataset:
-        return pipeline.from_source(self._source, self._plan, self._placement, step)
+        if self._stream is None or first_step or not self._is_at_start:
+            self.close()
+            self._stream = pipeline.Stream(self._source, self._plan, self._placement, first_step)
+        self._is_at_start = False
+        return self._stream.shards
 
     def end_epoch(self) -> None:
         pass
 
-    def end_pass(self) -> None:
-        pass
+    def end_pass(self, whole: bool = False) -> None:
+        # In an order that stays, the next pass is the same: what is read ahead begins it.
+        self._is_at_start = whole and self._plan.seed is None and self.error is None
+        if not self._is_at_start:
+            self.close()
 
     def begin_after(self, passes: int) -> None:
         self.passes = passes
+
+    @property
+    def error(self) -> Exception | None:
+        return self._stream.error if self._stream else None
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 class DatasetFeed:
@@ -163,13 +185,20 @@ class DatasetFeed:
             self._without_end.on_epoch_end()
             self._without_end.on_epoch_begin()
 
-    def end_pass(self) -> None:
+    def end_pass(self, whole: bool = False) -> None:
         self._adapter.on_epoch_end()
 
     def begin_after(self, passes: int) -> None:
         for _ in range(passes):
             self.iterate(0)  # an iterator draws the seed of its shuffle when it is made
             self.end_pass()
+
+    @property
+    def error(self) -> Exception | None:
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 class _SeededOrder(keras.utils.PyDataset):
@@ -219,9 +248,9 @@ def make_feed(
     """
     if isinstance(x, (SourceFeed, DatasetFeed)):
         return x
-    if isinstance(x, ArraySource):
+    if isinstance(x, Source):
         size = batch_size or DEFAULT_BATCH_SIZE
-        return SourceFeed(x, pipeline.Plan(len(x), size, seed), placement)
+        return SourceFeed(x, Plan(len(x), size, seed), placement)
     if isinstance(x, tf.distribute.DistributedDataset):
         raise ModelError(
             "a DistributedDataset was given, which hides how many rows each replica gets. Give "
@@ -287,8 +316,8 @@ def split_off_validation(parts: tuple[Any, ...], fraction: float) -> tuple[Any, 
     at = int(len(source) * (1 - fraction))
     if not 0 < at < len(source):
         raise DataError(f"validation_split {fraction} of {len(source)} rows leaves one part empty.")
-    first = iter(map_arrays(lambda a: a[:at], source.data))
-    last = iter(map_arrays(lambda a: a[at:], source.data))
+    first = iter(map_nest(lambda a: a[:at], source.data))
+    last = iter(map_nest(lambda a: a[at:], source.data))
     return tuple(
         tuple(None if part is None else next(rows) for part in parts) for rows in (first, last)
     )  # type: ignore[return-value]

@@ -2,8 +2,9 @@
 
 Two ways in, one form out (`Shards`):
 
-- a source with random access: the plan says which examples global batch `k` holds, and a
-  worker reads its own rows alone. The position is one number, the count of steps so far.
+- a source with random access (`Stream`): the plan says which examples global batch `k` holds,
+  a reader reads this worker's rows alone, and a thread puts them into a queue of TensorFlow's,
+  out of which the compiled step takes them. The position is one number, the steps so far.
 - a `tf.data.Dataset` of global batches: every worker reads it and keeps its own rows.
 
 Nothing here is tuned while it runs: tf.data's autotuner makes the end of a run wait for up
@@ -13,113 +14,134 @@ parallelism is set by number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import threading
+import weakref
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmulti import sharding
 from tfmulti.errors import DataError
+from tfmulti.plan import Plan
+from tfmulti.reader import ALIGNMENT, Batch, Reader
 from tfmulti.replicas import rows_of
-from tfmulti.sources.arrays import ArraySource
+from tfmulti.sources.source import Leaf, Source, leaves_of, map_nest
 from tfmulti.steps import Shards
 from tfmulti.strategies import Placement
 
-PREFETCH_STEPS = 2  # one being read while the other waits; more only holds memory
+PREFETCH_STEPS = 2  # batches that wait for the step; the reader makes others meanwhile
 
 DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
 
-_MIXING_ROUNDS = 24  # with 4, the op's default, positions fail a chi-square test
 
+class Stream:
+    """This worker's `Shards` of a source, from a step on, without end.
 
-@dataclass(frozen=True)
-class Plan:
-    """Which examples the global batches hold.
-
-    `seed` None keeps the order of the data; else each epoch has a permutation of its own.
+    It holds at most `PREFETCH_STEPS` batches that wait, and those that the reader makes
+    (`reader.AHEAD`). A thread fills the queue until `close`.
     """
 
-    examples: int
-    global_batch_size: int
-    seed: int | None = None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return sharding.steps_per_epoch(self.examples, self.global_batch_size)
-
-    def indices(
-        self, step: tf.Tensor, replica: int, replicas: int
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns the examples that one replica reads in a step, and how many it counts.
-
-        Returns:
-            Indices int64 [rows read]; this replica's rows, where those that it reads begin
-            in the global batch, and the rows of that, int64 scalars. A replica without rows
-            reads one, which does not count.
-
-        Args:
-            step: int64 scalar, counted from the start of the run over all epochs.
-            replica, replicas: the replica's number, and how many, over all workers.
-        """
-        epoch, step = step // self.steps_per_epoch, step % self.steps_per_epoch
-        first, last = sharding.batch_bounds(step, self.examples, self.global_batch_size, tf.minimum)
-        rows = last - first
-        start, stop = sharding.share_bounds(
-            rows, replicas, tf.constant(replica, tf.int64), tf.minimum
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        placement: Placement,
+        first_step: int = 0,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        self._reader = Reader(source, plan, placement, threads=threads)
+        self._placement = placement
+        self.error: Exception | None = None
+        # One replica's rows are known beforehand where all batches are alike. Those of several
+        # are not said, so that an axis of known size is none of rows (`randomness`).
+        alone = placement.replicas == 1 and plan.is_even
+        rows = plan.global_batch_size if alone else None
+        self._form = specs_of(source, rows)
+        types = [spec.dtype for spec in leaves_of(self._form)] * placement.local_replicas
+        with tf.device("CPU:0"):
+            self._queue = tf.queue.FIFOQueue(PREFETCH_STEPS, [*types, tf.int64])
+        self.shards = iter(_untuned(tf.data.Dataset.counter().map(self._taken)))
+        self._thread = threading.Thread(
+            target=_fill,
+            args=(weakref.ref(self), self._reader, self._queue, first_step),
+            name="tfmulti-feeder",
+            daemon=True,
         )
-        begin, end = sharding.rows_to_read(start, stop, rows, tf.minimum)
-        positions = tf.range(first + begin, first + end, dtype=tf.int64)
-        return self._shuffled(positions, epoch), stop - start, begin, rows
+        self._thread.start()
 
-    def _shuffled(self, positions: tf.Tensor, epoch: tf.Tensor) -> tf.Tensor:
-        if self.seed is None:
-            return positions
-        # Neighbouring seeds give correlated permutations (chi-square 12 a degree of freedom
-        # over epochs 0, 1, 2, …), so (seed, epoch) goes through a random generator first.
-        key = tf.random.stateless_uniform(
-            [3],
-            seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
-            minval=None,
-            maxval=None,
-            dtype=tf.uint32,
-        )
-        return tf.raw_ops.RandomIndexShuffle(
-            index=positions,
-            seed=key,
-            max_index=tf.constant(self.examples - 1, tf.int64),
-            rounds=_MIXING_ROUNDS,
-        )
+    def close(self) -> None:
+        """Ends the threads. What is in the queue is dropped."""
+        with tf.init_scope():  # at once, also where a stream is collected while a step is traced
+            self._queue.close(cancel_pending_enqueues=True)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
-    @property
-    def share_is_constant(self) -> bool:
-        return self.examples % self.global_batch_size == 0
-
-
-def from_source(
-    source: ArraySource, plan: Plan, placement: Placement, first_step: int = 0
-) -> tf.data.Dataset:
-    """Returns an endless dataset of this worker's `Shards`, from a step on."""
-    with tf.device("CPU:0"):  # the data stays in the host's memory, batches go to the devices
-        tensors = tf.nest.map_structure(tf.constant, source.data)
-    # One replica's rows are known beforehand where all batches are alike. Those of several are
-    # not said, so that an axis of known size is none of rows (`randomness`).
-    alone = placement.replicas == 1 and plan.share_is_constant
-    share_rows = plan.global_batch_size if alone else None
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be ending
+            self.close()
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def shards(step: tf.Tensor) -> Shards:
-        data, own_rows, first_rows = [], [], []
-        for local in range(placement.local_replicas):
-            replica = placement.first_replica + local
-            indices, own, first, rows = plan.indices(step, replica, placement.replicas)
-            indices = tf.ensure_shape(indices, [share_rows])
-            data.append(tf.nest.map_structure(lambda t, i=indices: tf.gather(t, i), tensors))
-            own_rows.append(own)
-            first_rows.append(first)
-        return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, tf.constant(-1))
+    def _taken(self, _: tf.Tensor) -> Shards:
+        *parts, counts = self._queue.dequeue()
+        local = self._placement.local_replicas
+        size = len(parts) // local
+        data = []
+        for i in range(local):
+            own = parts[i * size : (i + 1) * size]
+            for tensor, spec in zip(own, leaves_of(self._form), strict=True):
+                tensor.set_shape(spec.shape)
+            data.append(tf.nest.pack_sequence_as(self._form, own))
+        counts.set_shape([2 * local + 1])
+        numbers = tf.unstack(counts)
+        own_rows, first_rows = numbers[:local], numbers[local:-1]
+        return Shards(tuple(data), tuple(own_rows), tuple(first_rows), numbers[-1], tf.constant(-1))
 
-    dataset = tf.data.Dataset.counter(first_step, dtype=tf.int64).map(shards)
-    return _untuned(dataset.prefetch(PREFETCH_STEPS))
+
+def _fill(
+    stream: weakref.ref[Stream], reader: Reader, queue: tf.queue.QueueBase, first_step: int
+) -> None:
+    """Runs in a thread: puts batch after batch into the queue, until that is closed."""
+    with contextlib.closing(reader.batches(first_step)) as batches:
+        try:
+            for batch in batches:
+                queue.enqueue(_components(batch))
+        except tf.errors.CancelledError:
+            pass  # closed
+        except Exception as error:
+            holder = stream()
+            if holder is not None:
+                holder.error = error
+            queue.close()  # what is in it is still taken, and then the step finds no more
+
+
+def _components(batch: Batch) -> list[tf.Tensor]:
+    tensors = [as_tensor(leaf) for data in batch.data for leaf in leaves_of(data)]
+    return [*tensors, tf.constant([*batch.own_rows, *batch.first_rows, batch.rows], tf.int64)]
+
+
+def as_tensor(array: Any) -> tf.Tensor:
+    """Returns an array as a tensor: the same memory, where TensorFlow can take that.
+
+    Nothing may write to the array afterwards.
+    """
+    plain = isinstance(array, np.ndarray) and array.dtype.kind in "iuf" and array.size
+    if plain and array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous:
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    with tf.device("CPU:0"):
+        return tf.convert_to_tensor(array)
+
+
+def specs_of(source: Source, rows: int | None) -> Any:
+    """Returns the form of so many rows of a source (None: any number), in TensorFlow's words."""
+
+    def spec(leaf: Leaf) -> tf.TensorSpec:
+        dtype = tf.string if leaf.dtype == "str" else tf.as_dtype(leaf.dtype)
+        return tf.TensorSpec([rows, *leaf.shape], dtype)
+
+    return map_nest(spec, source.specs)
 
 
 def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:

@@ -8,6 +8,8 @@ gradients meet in the optimizer and their metrics once an execution (`replicas`,
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import keras
@@ -17,7 +19,7 @@ from tfmulti import epochs as epochs_loop
 from tfmulti import keras_compat, losses, model_checks, resuming, steps
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.errors import ModelError
-from tfmulti.feed import make_feed, split_off_validation, weights_of_classes
+from tfmulti.feed import Feed, make_feed, split_off_validation, weights_of_classes
 from tfmulti.microbatches import take
 from tfmulti.pipeline import from_batch
 from tfmulti.replicas import reduce_gradients
@@ -188,7 +190,7 @@ class DistributedModel(keras.Model):
             validation_freq,
             keeper,
         )
-        with resuming.saving_at_signals(self, backup):
+        with resuming.saving_at_signals(self, backup), closing(feed, validation):
             logs = epochs_loop.train(self, training)
             if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                 self.optimizer.finalize_variable_values(self.trainable_weights)
@@ -220,7 +222,9 @@ class DistributedModel(keras.Model):
         count = steps or feed.steps
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
-        return _results(epochs_loop.evaluate(self, feed, count, tools), return_dict)
+        with closing(None if feed is x else feed):
+            found = epochs_loop.evaluate(self, feed, count, tools)
+        return _results(found, return_dict)
 
     def predict(
         self,
@@ -235,7 +239,8 @@ class DistributedModel(keras.Model):
         count = steps or feed.steps
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
-        return epochs_loop.predict(self, feed, count, tools)
+        with closing(feed):
+            return epochs_loop.predict(self, feed, count, tools)
 
     def train_on_batch(
         self,
@@ -279,6 +284,17 @@ class DistributedModel(keras.Model):
         """Pickles and copies the model as Keras does: the copy is to be prepared again."""
         with model_checks.as_made(self):
             return self.__reduce__()
+
+
+@contextlib.contextmanager
+def closing(*feeds: Feed | None) -> Iterator[None]:
+    """Closes feeds at its end, so that none of their threads is left."""
+    try:
+        yield
+    finally:
+        for feed in feeds:
+            if feed is not None:
+                feed.close()
 
 
 def _callback_list(

@@ -1,84 +1,63 @@
-"""The plan: each epoch holds each example once, in an order of its own, on any replicas."""
+"""From a source to what the replicas get: each row once, from any step on, no thread left."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tfmulti.pipeline import Plan, from_source
+from tests.unit.test_plan import epoch_of
+from tfmulti.errors import DataError
+from tfmulti.feed import make_feed
+from tfmulti.pipeline import Stream, as_tensor
+from tfmulti.plan import Plan
+from tfmulti.reader import empty
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.strategies import Placement
 
-
-def epoch_of(plan: Plan, epoch: int, replicas: int) -> list[int]:
-    """Returns the examples of an epoch, in order, as the replicas' shares put together."""
-    found: list[int] = []
-    for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
-        for replica in range(replicas):
-            indices, own, _, _ = plan.indices(tf.constant(step, tf.int64), replica, replicas)
-            found += indices.numpy()[: int(own)].tolist()
-    return found
+ALONE = Placement(0, 1, 1)
 
 
-@pytest.mark.parametrize("replicas", [1, 3, 8])
-def test_each_example_once_whatever_the_replicas(replicas: int) -> None:
-    plan = Plan(examples=25, global_batch_size=6, seed=3)
-    found = epoch_of(plan, 0, replicas)
-    assert sorted(found) == list(range(25))
-    assert found == epoch_of(plan, 0, 1)
+def shards_of(
+    source: Any,
+    plan: Plan,
+    place: Placement,
+    steps: int,
+    first: int = 0,
+    threads: int | None = None,
+) -> list[Any]:
+    with contextlib.closing(Stream(source, plan, place, first, threads=threads)) as stream:
+        return [next(stream.shards) for _ in range(steps)]
 
 
-def test_each_epoch_is_shuffled_anew() -> None:
-    plan = Plan(examples=200, global_batch_size=50, seed=3)
-    orders = [epoch_of(plan, epoch, 2) for epoch in range(3)]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        same = sum(a == b for a, b in zip(orders[one], orders[other], strict=True))
-        assert same < 10  # one on average, by chance
-    assert orders[0] != list(range(200))
-    assert orders[0] != epoch_of(Plan(200, 50, seed=4), 0, 2)
-    assert orders[0] == epoch_of(Plan(200, 50, seed=3), 0, 2)
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t not in before]
 
 
-def test_without_a_seed_the_order_stays() -> None:
-    assert epoch_of(Plan(25, 6), 1, 3) == list(range(25))
-
-
-def test_positions_are_uniform_over_epochs() -> None:
-    """Chi-square of example against position over 400 epochs: 225 degrees of freedom."""
-    plan, epochs = Plan(examples=16, global_batch_size=16, seed=0), 400
-    counts = np.zeros((16, 16))
-    for epoch in range(epochs):
-        counts[np.arange(16), epoch_of(plan, epoch, 1)] += 1
-    expected = epochs / 16
-    assert ((counts - expected) ** 2 / expected).sum() < 300  # 0.1 % would be above 297
-
-
-def test_a_worker_reads_its_own_rows_alone() -> None:
-    x = np.arange(20, dtype=np.float32)
-    source, plan = ArraySource((x,)), Plan(20, 8, seed=1)
-    seen = []
-    for rank in range(2):
-        data = from_source(source, plan, Placement(rank, 2, 1)).take(3)
-        seen.append([s.data[0][0].numpy()[: int(s.own_rows[0])].tolist() for s in data])
-    assert [len(rows) for rows in seen[0]] == [4, 4, 2]
-    assert sorted(v for worker in seen for rows in worker for v in rows) == x.tolist()
-
-
+@pytest.mark.parametrize("threads", [None, 0, 3])
 @pytest.mark.parametrize(("workers", "local"), [(1, 1), (1, 3), (2, 1), (3, 1), (2, 4)])
-def test_workers_read_each_row_of_an_epoch_once(workers: int, local: int) -> None:
+def test_workers_read_each_row_of_an_epoch_once(
+    workers: int, local: int, threads: int | None
+) -> None:
     """Counts what is read, not what is counted: 25 rows in batches of 8, the last of one row."""
     source, plan = ArraySource((np.arange(25, dtype=np.float32),)), Plan(25, 8, seed=1)
     batches: list[list[float]] = [[] for _ in range(4)]
     read: list[float] = []
     without_rows = 0
     for rank in range(workers):
-        data = from_source(source, plan, Placement(rank, workers, local)).take(4)
-        for step, shards in enumerate(data):
+        place = Placement(rank, workers, local)
+        for step, shards in enumerate(shards_of(source, plan, place, 4, threads=threads)):
             for (x,), own in zip(shards.data, shards.own_rows, strict=True):
                 batches[step] += x.numpy()[: int(own)].tolist()
                 read += x.numpy().tolist()
@@ -86,38 +65,89 @@ def test_workers_read_each_row_of_an_epoch_once(workers: int, local: int) -> Non
     assert without_rows == max(0, workers * local - 1)  # of the last batch's one row
     assert len(read) == 25 + without_rows  # one more each, which does not count
     assert sorted(itertools.chain(*batches)) == list(range(25))
-    assert batches == [
-        [float(i) for i in epoch_of(plan, 0, 1)[8 * k : 8 * k + 8]] for k in range(4)
-    ]
+    assert batches == [[float(i) for i in epoch_of(plan, 0)[8 * k : 8 * k + 8]] for k in range(4)]
 
 
-@given(
-    examples=st.integers(1, 60),
-    batch=st.integers(1, 20),
-    shape=st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1), (1, 8), (2, 3)]),
-    step=st.integers(0, 100),
-)
-@settings(max_examples=60, deadline=None)
-def test_shares_know_where_they_stand(
-    examples: int, batch: int, shape: tuple[int, int], step: int
-) -> None:
-    """Each share begins where the one before ends, on any number of workers."""
-    workers, local = shape
-    plan = Plan(examples, batch, seed=2)
-    at = 0
-    for replica in range(workers * local):
-        indices, own, first, rows = plan.indices(
-            tf.constant(step, tf.int64), replica, workers * local
-        )
-        assert int(first) == (at if int(own) else int(rows) - 1)
-        assert len(indices) == max(1, int(own))
-        at += int(own)
-    assert at == int(rows)
-
-
-def test_an_iterator_starts_at_any_step() -> None:
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_iterator_starts_at_any_step(threads: int) -> None:
     source, plan = ArraySource((np.arange(20, dtype=np.float32),)), Plan(20, 6, seed=1)
     place = Placement(0, 1, 2)
-    whole = [s.data[1][0].numpy().tolist() for s in from_source(source, plan, place).take(9)]
-    rest = [s.data[1][0].numpy().tolist() for s in from_source(source, plan, place, 5).take(4)]
-    assert rest == whole[5:]
+
+    def second(steps: int, first: int = 0) -> list[Any]:
+        found = shards_of(source, plan, place, steps, first, threads)
+        return [s.data[1][0].numpy().tolist() for s in found]
+
+    whole = second(9)
+    for first in range(9):
+        assert second(9 - first, first) == whole[first:]
+
+
+def test_any_nest_of_any_types_arrives() -> None:
+    rows = np.arange(6)
+    data = (
+        {
+            "b": rows.astype(np.uint8).reshape(6, 1),
+            "a": [rows.astype(np.float16), rows % 2 == 0],
+            "text": np.array(["é", "b", "c", "d", "e", ""]),
+        },
+        rows.astype(np.int64),
+        rows.astype(np.float64),
+    )
+    (shards,) = shards_of(ArraySource(data), Plan(6, 6), ALONE, 1)
+    x, y, weight = shards.data[0]
+    assert list(x) == ["b", "a", "text"]
+    assert x["b"].dtype == tf.uint8
+    assert x["b"].shape == (6, 1)
+    assert x["a"][0].dtype == tf.float16
+    assert x["a"][1].numpy().tolist() == [True, False] * 3
+    assert x["text"][0].numpy().decode() == "é"
+    assert y.dtype == tf.int64
+    assert weight.dtype == tf.float32
+    assert weight.numpy().tolist() == rows.tolist()
+
+
+def test_a_tensor_is_the_memory_of_its_array() -> None:
+    array = empty((4, 3), "float32")
+    array[:] = 1
+    tensor = as_tensor(array)
+    array[0, 0] = 5
+    assert float(tensor[0, 0]) == 5  # the same memory: nothing was copied
+    elsewhere = np.ones(13, np.float32)[1:]
+    assert as_tensor(elsewhere).numpy().tolist() == [1] * 12  # unaligned: copied
+
+
+def test_an_evaluation_begins_where_the_last_one_ended() -> None:
+    source = ArraySource((np.arange(10, dtype=np.float32),))
+    feed = make_feed(source, placement=ALONE, batch_size=4)
+    for _ in range(3):
+        shards = feed.iterate(0)
+        assert [next(shards).data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]
+        feed.end_pass(whole=True)
+    shards = feed.iterate(0)
+    next(shards)
+    feed.end_pass()  # part of a pass: the next one begins anew
+    assert next(feed.iterate(0)).data[0][0].numpy()[0] == 0
+    feed.close()
+
+
+class Broken(ArraySource):
+    """Cannot read its example 7."""
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        if 7 in indices:
+            raise OSError(5, "Input/output error")
+        super().read_into(indices, epoch, out)
+
+    def where(self, index: int) -> str:
+        return f"some.file, record {index}"
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_what_cannot_be_read_is_named_when_it_is_its_turn(threads: int) -> None:
+    source = Broken((np.arange(12, dtype=np.float32),))
+    with contextlib.closing(Stream(source, Plan(12, 4), ALONE, threads=threads)) as stream:
+        assert next(stream.shards).data[0][0].numpy().tolist() == [0, 1, 2, 3]
+        with pytest.raises(tf.errors.OpError):
+            next(stream.shards)
+        assert isinstance(stream.error, DataError)
+        assert str(stream.error).startswith("some.file, record 7: Input/output error. Mend")

@@ -41,8 +41,10 @@ LAYERS = [
     ["launch.pool"],
     ["launch.supervisor"],
     ["launch.__main__"],
-    ["sources.arrays", "plain"],
-    ["sources.data", "sources.options", "backup"],
+    ["hashing", "sources.source", "plain"],
+    ["permutation", "sources.arrays"],
+    ["plan", "sources.data", "sources.options", "backup"],
+    ["reader"],
     [
         "sources.digits",
         "sources.keras_datasets",
@@ -74,8 +76,12 @@ LAYERS = [
     ["loop"],
     ["fit"],
 ]
-STANDARD_LIBRARY_ALONE = [name for layer in LAYERS[:9] for name in layer]
-WITHOUT_TENSORFLOW = [name for layer in LAYERS[:13] for name in layer]
+NUMPY_FROM, TENSORFLOW_FROM = (
+    next(depth for depth, layer in enumerate(LAYERS) if name in layer)
+    for name in ("hashing", "share")
+)
+STANDARD_LIBRARY_ALONE = [name for layer in LAYERS[:NUMPY_FROM] for name in layer]
+WITHOUT_TENSORFLOW = [name for layer in LAYERS[:TENSORFLOW_FROM] for name in layer]
 
 
 def modules() -> dict[str, Path]:

@@ -77,7 +77,8 @@ def test_synthetic_mistakes(options: str, message: str) -> None:
 
 def test_validation_is_taken_from_training_once() -> None:
     data = with_validation(Data(ArraySource((X, Y))), 0.25, seed=1)
-    rows = [set(part.data[0][:, 0].tolist()) for part in (data.train, data.validation)]
+    parts = (data.train, data.validation)
+    rows = [set(p.read(np.arange(len(p)))[0][:, 0].tolist()) for p in parts]
     assert (len(rows[0]), len(rows[1])) == (15, 5)
     assert not rows[0] & rows[1]
     assert with_validation(Data(ArraySource((X, Y))), 0.0, seed=1).validation is None

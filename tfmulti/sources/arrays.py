@@ -1,28 +1,30 @@
-"""Arrays in memory as a source: the simplest random access."""
+"""Arrays as a source: in memory, or mapped from a file that may be larger than it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tfmulti.errors import DataError
+from tfmulti.sources.source import Leaf, Source, map_nest
 
 
-class ArraySource:
+class ArraySource(Source):
     """Rows of arrays that all have the same length.
 
     Args:
         data: `(x, y)` or `(x, y, sample_weight)`; each an array or a nest (tuple, list or
-            dict) of arrays. float64 becomes float32, Keras' default.
+            dict) of arrays. float64 becomes float32, Keras' default. A memory-mapped array is
+            read row by row when it is needed.
 
     Raises:
         DataError: there are no rows, or the lengths differ.
     """
 
     def __init__(self, data: Any) -> None:
-        self.data = map_arrays(_as_array, data)
+        self.data = map_nest(_as_array, data)
         lengths = {name: len(array) for name, array in _named(self.data)}
         if len(set(lengths.values())) != 1:
             words = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
@@ -32,22 +34,38 @@ class ArraySource:
         self._rows = next(iter(lengths.values()))
         if not self._rows:
             raise DataError("the data has no rows. Give at least one example.")
+        self._specs = map_nest(_leaf, self.data)
 
     def __len__(self) -> int:
         return self._rows
 
-    def read(self, indices: Any) -> Any:
+    @property
+    def specs(self) -> Any:
+        return self._specs
+
+    def read(self, indices: Any, epoch: int = 0) -> Any:
         """Returns the rows at `indices`, a vector of whole numbers, in that order."""
-        return map_arrays(lambda array: array[indices], self.data)
+        return map_nest(lambda array: _narrow(np.take(array, indices, axis=0)), self.data)
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        def take(array: np.ndarray, rows: np.ndarray) -> None:
+            if array.dtype == rows.dtype and rows.dtype != object:
+                # The indices are in range; with "raise" the rows would be copied twice.
+                np.take(array, indices, axis=0, out=rows, mode="clip")
+            else:
+                rows[...] = array[indices]
+
+        map_nest(take, self.data, out)
 
 
-def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
-    """Returns the same nest of tuples, lists and dicts with `function` applied to each leaf."""
-    if isinstance(data, Mapping):
-        return {key: map_arrays(function, value) for key, value in data.items()}
-    if isinstance(data, (tuple, list)):
-        return tuple(map_arrays(function, value) for value in data)
-    return function(data)
+def _leaf(array: np.ndarray) -> Leaf:
+    if array.dtype.kind in "OSU":
+        return Leaf(array.shape[1:], "str")
+    return Leaf(array.shape[1:], _narrow(array[:0]).dtype.name)
+
+
+def _narrow(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _as_array(value: Any) -> np.ndarray:
@@ -61,7 +79,7 @@ def _as_array(value: Any) -> np.ndarray:
         raise DataError(
             f"{array.item()!r} is a single value. Give arrays, a row an example: np.array(x)."
         )
-    return array.astype(np.float32) if array.dtype == np.float64 else array
+    return array if isinstance(value, np.memmap) else _narrow(array)
 
 
 def _named(data: Any, name: str = "") -> list[tuple[str, np.ndarray]]:

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from tfmulti.errors import DataError
+from tfmulti.hashing import key_of
+from tfmulti.permutation import Permutation
 from tfmulti.sources.arrays import ArraySource
+from tfmulti.sources.source import Part, Source
 
 CLASSIFICATION, REGRESSION = "classification", "regression"
 
@@ -50,7 +53,7 @@ class DataSpec:
 class Data:
     """A data set: training, validation and test part.
 
-    A part is an `ArraySource`, or what else `Model.fit` takes (a `tf.data.Dataset` of global
+    A part is a `Source`, or what else `Model.fit` takes (a `tf.data.Dataset` of global
     batches, a PyDataset). `spec` is None where only the user's own model knows it.
     """
 
@@ -62,18 +65,18 @@ class Data:
 
 def size_of(part: Any) -> int | None:
     """Returns the number of examples of a part, or None where it is not known."""
-    return len(part) if isinstance(part, ArraySource) else None
+    return len(part) if isinstance(part, Source) else None
 
 
 def with_validation(data: Data, fraction: float, seed: int) -> Data:
     """Returns the data with a validation part, taken at random from the training part.
 
-    Data that has one, or is no `ArraySource`, stays as it is.
+    Data that has one, or is no `Source`, stays as it is.
 
     Raises:
         DataError: one of the two parts would be empty.
     """
-    if data.validation is not None or not fraction or not isinstance(data.train, ArraySource):
+    if data.validation is not None or not fraction or not isinstance(data.train, Source):
         return data
     rows = len(data.train)
     count = round(rows * fraction)
@@ -82,9 +85,12 @@ def with_validation(data: Data, fraction: float, seed: int) -> Data:
             f"--validation_fraction {fraction} of {rows} training examples leaves one part "
             "empty. Use another fraction, or 0 for no validation."
         )
-    order = np.random.default_rng([seed, rows]).permutation(rows)
-    train = ArraySource(data.train.read(np.sort(order[count:])))
-    return replace(data, train=train, validation=ArraySource(data.train.read(order[:count])))
+    order = Permutation(rows, key_of(seed, rows))
+    return replace(
+        data,
+        train=Part(data.train, count, rows, order),
+        validation=Part(data.train, 0, count, order),
+    )
 
 
 def labelled(x: np.ndarray, y: np.ndarray) -> ArraySource:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmulti.errors import DataError
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.sources.data import CLASSIFICATION, REGRESSION, Data, DataSpec
+from tfmulti.sources.source import Source
 
 
 def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Data:
@@ -56,7 +57,7 @@ def _is_array(item: Any) -> bool:
 def _source(place: str, part: Any) -> Any:
     if isinstance(part, (tuple, list)):
         return ArraySource(tuple(part))
-    if isinstance(part, (tf.data.Dataset, keras.utils.PyDataset, ArraySource)):
+    if isinstance(part, (tf.data.Dataset, keras.utils.PyDataset, Source)):
         return part
     raise DataError(
         f"--dataset {place} returned a {type(part).__name__}. Return arrays (x, y), a "

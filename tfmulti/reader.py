@@ -1,0 +1,241 @@
+"""Reads a worker's part of each global batch: in order, ahead of the step, in bounded memory.
+
+What is quick to read (arrays in memory: microseconds a batch) is read by the thread that asks
+for it, since threads would only contend. What is slow (files to decode) is read by a pool of
+threads: a batch is cut into pieces, so that all threads work on the next batch and the first
+one is there soon. Which it is, is measured with the first examples.
+
+At most `AHEAD` batches are in the making, and what the caller holds comes on top.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tfmulti.errors import DataError
+from tfmulti.plan import Part, Plan
+from tfmulti.sources.source import Source, leaves_of, map_nest
+
+AHEAD = 2  # one is completed while the threads that are done with it begin the next
+QUICK_S = 0.001  # a batch that is read in this time is read without threads
+ALIGNMENT = 64  # TensorFlow takes such memory as it is, and copies any other
+
+
+class Place(Protocol):
+    """Where a worker stands among the replicas."""
+
+    @property
+    def first_replica(self) -> int: ...
+    @property
+    def local_replicas(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
+
+
+class Batch(NamedTuple):
+    """A worker's part of a global batch of `rows` rows.
+
+    `data[i]` is what its replica `i` reads, from row `first_rows[i]` on, and `own_rows[i]` how
+    many of these count. `lost` says of each example that could not be read where it is and why;
+    its row is left out, and `own_rows` does not count it.
+    """
+
+    step: int
+    rows: int
+    data: tuple[Any, ...]
+    own_rows: tuple[int, ...]
+    first_rows: tuple[int, ...]
+    lost: tuple[str, ...] = ()
+
+
+class _Share:
+    """What one replica reads: which examples, where they are put, and which were lost, and why."""
+
+    def __init__(self, examples: np.ndarray, first: int, counts: bool, source: Source) -> None:
+        count = len(examples)
+        self.examples, self.first, self.counts = examples, first, counts
+        self.data = map_nest(lambda leaf: empty((count, *leaf.shape), leaf.dtype), source.specs)
+        self.lost: dict[int, str] = {}  # by row; each piece of them is one thread's
+
+
+class _Begun(NamedTuple):
+    part: Part
+    shares: list[_Share]
+    waiting: list[Future[None]]
+
+
+class Reader:
+    """Reads the batches of a plan from a source.
+
+    Args:
+        threads: how many read at a time; 0: the one that asks; None: as it is measured.
+        skips_bad: examples that cannot be read are left out, instead of ending it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        place: Place,
+        *,
+        threads: int | None = None,
+        skips_bad: bool = False,
+    ) -> None:
+        self._source, self._plan, self._place = source, plan, place
+        self._threads, self._skips_bad = threads, skips_bad
+        self._most = cores()
+        self._pool: ThreadPoolExecutor | None = None
+        self._stand_in: Any = None
+
+    @property
+    def threads(self) -> int | None:
+        """How many threads read; None before the first batch was asked for."""
+        return self._threads
+
+    def batches(self, first_step: int = 0) -> Generator[Batch, None, None]:
+        """Yields the batches from a step on, without end. Closing it ends the threads.
+
+        Raises:
+            DataError: an example cannot be read; it says which, and why.
+        """
+        begun: deque[_Begun] = deque()
+        try:
+            while True:
+                while len(begun) < (AHEAD if self._threads else 1):
+                    begun.append(self._begin(first_step))
+                    first_step += 1
+                yield self._finished(begun.popleft())
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _part(self, step: int) -> Part:
+        place = self._place
+        return self._plan.part(step, place.first_replica, place.local_replicas, place.replicas)
+
+    def _begin(self, step: int) -> _Begun:
+        """Starts to read a batch; returns where it comes and what is to be waited for."""
+        part = self._part(step)
+        examples = self._plan.examples_of(part)
+        shares: list[_Share] = []
+        waiting: list[Future[None]] = []
+        for first, last, counts in part.shares:
+            own = examples[first - part.begin : last - part.begin]
+            shares.append(_Share(own, first, counts, self._source))
+            for piece in _pieces(len(own), self._most if self._threads is None else self._threads):
+                waiting.append(self._start(shares[-1], part.epoch, piece))
+        return _Begun(part, shares, waiting)
+
+    def _start(self, share: _Share, epoch: int, piece: slice) -> Future[None]:
+        if self._threads and self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "tfmulti-reader")
+        if self._pool is not None:
+            return self._pool.submit(self._read, share, epoch, piece)
+        done: Future[None] = Future()
+        done.set_result(None)
+        started = time.perf_counter()
+        self._read(share, epoch, piece)
+        if self._threads is None:
+            seconds = (time.perf_counter() - started) / (piece.stop - piece.start)
+            self._threads = self._most if seconds * len(share.examples) > QUICK_S else 0
+        return done
+
+    def _read(self, share: _Share, epoch: int, piece: slice) -> None:
+        """Reads a piece in place, and notes what could not be read."""
+        try:
+            self._source.read_into(share.examples[piece], epoch, _rows_of(share.data, piece))
+        except Exception:
+            for row in range(piece.start, piece.stop):
+                self._read_one(share, epoch, row)
+
+    def _read_one(self, share: _Share, epoch: int, row: int) -> None:
+        one = slice(row, row + 1)
+        try:
+            self._source.read_into(share.examples[one], epoch, _rows_of(share.data, one))
+        except Exception as error:
+            words = f"{self._source.where(int(share.examples[row]))}: {reason_of(error)}"
+            if not self._skips_bad:
+                raise DataError(f"{words} {NEXT_STEP}") from error
+            share.lost[row] = words
+
+    def _finished(self, begun: _Begun) -> Batch:
+        for piece in begun.waiting:
+            piece.result()
+        shares = begun.shares
+        return Batch(
+            begun.part.step,
+            begun.part.rows,
+            tuple(self._readable(share) for share in shares),
+            tuple((len(s.examples) - len(s.lost)) * s.counts for s in shares),
+            tuple(share.first for share in shares),
+            tuple(s.lost[row] for s in shares if s.counts for row in sorted(s.lost)),
+        )
+
+    def _readable(self, share: _Share) -> Any:
+        """Returns the rows of a share without those that were lost; but one at least."""
+        if not share.lost:
+            return share.data
+        left = [row for row in range(len(share.examples)) if row not in share.lost]
+        return map_nest(lambda a: a[left], share.data) if left else self._one_readable()
+
+    def _one_readable(self) -> Any:
+        """Returns one example that can be read, for a replica that lost all of its own."""
+        for index in range(self._plan.examples):
+            if self._stand_in is None:
+                try:
+                    self._stand_in = self._source.read(np.array([index]))
+                except Exception:
+                    continue
+            return self._stand_in
+        raise DataError(f"none of the {self._plan.examples} examples can be read. Check the files.")
+
+
+NEXT_STEP = "Mend or remove it, or give --skip_bad_records N to leave out up to N such examples."
+
+
+def cores(env: Mapping[str, str] = os.environ) -> int:
+    """Returns how many cores this process may use: its part, where workers share a machine."""
+    workers = env.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, len(os.sched_getaffinity(0)) // (int(workers) if workers.isdecimal() else 1))
+
+
+def reason_of(error: Exception) -> str:
+    """Returns an exception in one sentence."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}."
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if words.endswith(".") else f"{words}."
+
+
+def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Returns an array that TensorFlow can take without a copy; of text, an array of objects."""
+    if dtype == "str":
+        return np.empty(shape, object)
+    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _rows_of(buffers: Any, piece: slice) -> Any:
+    return map_nest(lambda array: array[piece], buffers)
+
+
+def _pieces(rows: int, threads: int) -> list[slice]:
+    """Cuts rows such that all threads have work until the end: four pieces for each, or rows."""
+    count = max(1, min(rows, 4 * threads))
+    ends = [rows * i // count for i in range(count + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def bytes_of(data: Any) -> int:
+    """Returns the bytes of the arrays of a nest."""
+    return sum(leaf.nbytes for leaf in leaves_of(data))
