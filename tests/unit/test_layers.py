@@ -42,7 +42,7 @@ LAYERS = [
     ["launch.supervisor"],
     ["launch.__main__"],
     ["hashing", "sources.source", "plain"],
-    ["permutation", "sources.arrays"],
+    ["permutation", "sources.arrays", "sources.pixels"],
     ["plan", "sources.data", "sources.options", "backup"],
     ["reader"],
     [
