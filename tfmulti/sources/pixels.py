@@ -48,7 +48,7 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
     if _is_cut_off(data):
         raise ValueError(f"the image is cut off after {len(data):,} bytes")
     flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
-    image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+    image: np.ndarray | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     if image is None:
         raise ValueError("it is no image, or a damaged one (jpeg, png, bmp and webp are read)")
     return image[..., np.newaxis] if channels == 1 else image
