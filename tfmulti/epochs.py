@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,7 @@ def train(model: keras.Model, training: Training) -> Logs:
     at = resumed or Progress(keras_compat.initial_epoch_of(model, training.initial_epoch))
     logs, iterator = dict(at.logs), None
     teller().begin()
-    trained = False
+    trained, clock = False, _Clock()
     if keeper is not None and resumed and (not at.step or at.epoch >= training.epochs):
         keeper.restore()
     while at.epoch < training.epochs and not at.is_over:
@@ -94,7 +95,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         if keeper is not None and resumed:
             keeper.restore_random_states()  # last: a feed that is replayed may draw
         resumed, trained = None, True
-        ended = _epoch(model, iterator, training, at)
+        ended = _epoch(model, iterator, training, at, clock)
         logs = dict(at.logs)
         if state.stopped_by is not None:
             break  # part of an epoch is no epoch: histories hold whole ones
@@ -107,7 +108,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         if state.stopped_by is not None:
             break
         callbacks.on_epoch_end(at.epoch, logs)
-        at.epoch, at.step, at.logs = at.epoch + 1, 0, logs
+        at.epoch, at.step, at.lost, at.logs = at.epoch + 1, 0, 0, logs
         if over:
             at.goes_on, at.batches = False, 0
         wish = bool(model.stop_training)
@@ -146,6 +147,63 @@ def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
     return feed.holds(None if count is None else at.batches + count - at.step)
 
 
+class _Clock:
+    """The seconds of an epoch's steps, and those of them that went by without data.
+
+    The first execution of all, which is traced, counts in neither. What an execution says is
+    read when the next one has ended, so that nobody waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._traced = False
+
+    def begin(self) -> None:
+        """Begins an epoch."""
+        self._seconds = self._waited_s = self._outside_s = 0.0
+        self._unread: Any = 0.0
+        self._began = time.perf_counter()
+
+    def waiting(self, take: Callable[[], Any]) -> Any:
+        """Returns what `take` returns, and counts the time that it took."""
+        began = time.perf_counter()
+        taken = take()
+        self._outside_s += time.perf_counter() - began
+        return taken
+
+    def add(self, outcome: steps.Outcome) -> None:
+        """Counts an execution that has just ended."""
+        now = time.perf_counter()
+        if self._traced:
+            self._seconds += now - self._began
+            self._waited_s += float(self._unread) + self._outside_s
+            self._unread = outcome.waited_s
+        self._traced, self._began, self._outside_s = True, now, 0.0
+
+    def stop(self, state: stopping.TrainerState) -> None:
+        """Notes the seconds of the epoch."""
+        state.epoch_s, state.waited_s = self._seconds, self._waited_s + float(self._unread)
+
+
+def _lost(model: keras.Model, outcome: steps.Outcome, before: int) -> int:
+    """Returns how many examples of a pass could not be read so far; alike on all workers.
+
+    Raises:
+        DataError: more than may be.
+    """
+    most = state_of(model).reading.skip_bad_records
+    if not most:
+        return 0
+    now = int(outcome.lost)
+    state_of(model).lost += now
+    if before + now > most:
+        raise DataError(
+            f"{before + now} examples of this pass over the data could not be read, more than "
+            f"--skip_bad_records {most} allows; each was named when it was read. Mend the data, "
+            "or allow more."
+        )
+    return before + now
+
+
 def _next_of(iterator: Any) -> Any:
     """Returns an Optional of the next `Shards`, or None at the end of the data."""
     try:
@@ -160,16 +218,20 @@ def _first_step(training: Training, at: Progress) -> int:
     return at.epoch * (training.steps or 0) + at.step
 
 
-def _epoch(model: keras.Model, iterator: Any, training: Training, at: Progress) -> bool:
+def _epoch(
+    model: keras.Model, iterator: Any, training: Training, at: Progress, clock: _Clock
+) -> bool:
     """Trains the rest of an epoch, and returns whether the data came to its end."""
     state, keeper = state_of(model), training.keeper
+    clock.begin()
     sure = _is_sure(training.feed, training.steps, at)
     at_once = model.steps_per_execution if sure else 1
     for first, last in _executions(training.steps, at_once, at.step):
-        source = iterator if sure else _next_of(iterator)
+        source = iterator if sure else clock.waiting(lambda: _next_of(iterator))
         if source is None:
             _check_data_was_enough(training.steps, first, state.steps)
             at.logs = as_floats(at.logs)
+            clock.stop(state)
             return True
         training.callbacks.on_train_batch_begin(first)
         count, wish = last - first + 1, bool(model.stop_training)
@@ -178,6 +240,8 @@ def _epoch(model: keras.Model, iterator: Any, training: Training, at: Progress) 
             outcome = run(model, model.train_function, source, count, wish, due)
         state.steps += count
         state.examples += int(outcome.rows)
+        clock.add(outcome)
+        at.lost = _lost(model, outcome, at.lost)
         at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.logs
         teller().step(state.steps)
         training.callbacks.on_train_batch_end(last, at.logs)
@@ -189,6 +253,7 @@ def _epoch(model: keras.Model, iterator: Any, training: Training, at: Progress) 
             model.stop_training = True
             break
     at.logs = as_floats(at.logs)
+    clock.stop(state)
     return False
 
 
@@ -200,7 +265,7 @@ def evaluate(
     callbacks.on_test_begin()
     model.reset_metrics()
     logs: Logs = {}
-    iterator, sure, taken = feed.iterate(0), feed.holds(count), 0
+    iterator, sure, taken, lost = feed.iterate(0), feed.holds(count), 0, 0
     for first, last in _executions(count, model.steps_per_execution if sure else 1):
         source = iterator if sure else _next_of(iterator)
         if source is None:
@@ -211,6 +276,7 @@ def evaluate(
         with told_by(feed):
             outcome = run(model, model.test_function, source, last - first + 1, wish)
         logs, taken = outcome.logs, last + 1
+        lost = _lost(model, outcome, lost)
         callbacks.on_test_batch_end(last, logs)
         if _stops(model, bool(model.stop_evaluating), outcome.votes):
             break

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, pipeline
 from tfmulti.errors import DataError, ModelError
 from tfmulti.plan import Plan
+from tfmulti.reading import Reading
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.sources.source import Source, map_nest
 from tfmulti.strategies import Placement
@@ -80,8 +81,15 @@ class SourceFeed:
 
     endless = True
 
-    def __init__(self, source: Source, plan: Plan, placement: Placement) -> None:
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        placement: Placement,
+        reading: Reading = pipeline.DEFAULT,
+    ) -> None:
         self._source, self._plan, self._placement = source, plan, placement
+        self._reading = reading
         self.passes = 0
         self._stream: pipeline.Stream | None = None
         self._is_at_start = False
@@ -109,7 +117,9 @@ class SourceFeed:
         self.passes += 1
         if self._stream is None or first_step or not self._is_at_start:
             self.close()
-            self._stream = pipeline.Stream(self._source, self._plan, self._placement, first_step)
+            self._stream = pipeline.Stream(
+                self._source, self._plan, self._placement, first_step, self._reading
+            )
         self._is_at_start = False
         return self._stream.shards
 
@@ -235,6 +245,7 @@ def make_feed(
     class_weight: Mapping[int, float] | None = None,
     seed: int | None = None,
     steps_per_epoch: int | None = None,
+    reading: Reading = pipeline.DEFAULT,
 ) -> Feed:
     """Returns the feed of what Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
 
@@ -250,7 +261,7 @@ def make_feed(
         return x
     if isinstance(x, Source):
         size = batch_size or DEFAULT_BATCH_SIZE
-        return SourceFeed(x, Plan(len(x), size, seed), placement)
+        return SourceFeed(x, Plan(len(x), size, seed), placement, reading)
     if isinstance(x, tf.distribute.DistributedDataset):
         raise ModelError(
             "a DistributedDataset was given, which hides how many rows each replica gets. Give "
@@ -271,7 +282,7 @@ def make_feed(
     source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
     if batch_size is None and steps_per_epoch:
         batch_size = -(-len(source) // steps_per_epoch)
-    return make_feed(source, placement=placement, batch_size=batch_size, seed=seed)
+    return make_feed(source, placement=placement, batch_size=batch_size, seed=seed, reading=reading)
 
 
 def _is_batched(x: Any) -> bool:

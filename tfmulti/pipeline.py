@@ -15,6 +15,7 @@ parallelism is set by number.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from typing import Any
@@ -26,12 +27,15 @@ from tfmulti import sharding
 from tfmulti.errors import DataError
 from tfmulti.plan import Plan
 from tfmulti.reader import ALIGNMENT, Batch, Reader
+from tfmulti.reading import Reading
 from tfmulti.replicas import rows_of
 from tfmulti.sources.source import Leaf, Source, leaves_of, map_nest
 from tfmulti.steps import Shards
 from tfmulti.strategies import Placement
 
 PREFETCH_STEPS = 2  # batches that wait for the step; the reader makes others meanwhile
+
+DEFAULT = Reading()
 
 DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
 
@@ -49,15 +53,15 @@ class Stream:
         plan: Plan,
         placement: Placement,
         first_step: int = 0,
-        *,
-        threads: int | None = None,
+        reading: Reading = DEFAULT,
     ) -> None:
-        self._reader = Reader(source, plan, placement, threads=threads)
+        self._reader = Reader(source, plan, placement, reading)
         self._placement = placement
         self.error: Exception | None = None
+        self.lost: set[str] = set()  # what could not be read, in words
         # One replica's rows are known beforehand where all batches are alike. Those of several
         # are not said, so that an axis of known size is none of rows (`randomness`).
-        alone = placement.replicas == 1 and plan.is_even
+        alone = placement.replicas == 1 and plan.is_even and not reading.skip_bad_records
         rows = plan.global_batch_size if alone else None
         self._form = specs_of(source, rows)
         types = [spec.dtype for spec in leaves_of(self._form)] * placement.local_replicas
@@ -94,10 +98,10 @@ class Stream:
             for tensor, spec in zip(own, leaves_of(self._form), strict=True):
                 tensor.set_shape(spec.shape)
             data.append(tf.nest.pack_sequence_as(self._form, own))
-        counts.set_shape([2 * local + 1])
-        numbers = tf.unstack(counts)
-        own_rows, first_rows = numbers[:local], numbers[local:-1]
-        return Shards(tuple(data), tuple(own_rows), tuple(first_rows), numbers[-1], tf.constant(-1))
+        counts.set_shape([2 * local + 2])
+        *numbers, rows, lost = tf.unstack(counts)
+        own_rows, first_rows = tuple(numbers[:local]), tuple(numbers[local:])
+        return Shards(tuple(data), own_rows, first_rows, rows, tf.constant(-1), lost)
 
 
 def _fill(
@@ -107,6 +111,7 @@ def _fill(
     with contextlib.closing(reader.batches(first_step)) as batches:
         try:
             for batch in batches:
+                _say_lost(stream(), batch)
                 queue.enqueue(_components(batch))
         except tf.errors.CancelledError:
             pass  # closed
@@ -117,9 +122,17 @@ def _fill(
             queue.close()  # what is in it is still taken, and then the step finds no more
 
 
+def _say_lost(stream: Stream | None, batch: Batch) -> None:
+    for words in batch.lost:
+        if stream is not None and words not in stream.lost:
+            stream.lost.add(words)
+            print(f"tfmulti: left out {words}", file=sys.stderr, flush=True)
+
+
 def _components(batch: Batch) -> list[tf.Tensor]:
     tensors = [as_tensor(leaf) for data in batch.data for leaf in leaves_of(data)]
-    return [*tensors, tf.constant([*batch.own_rows, *batch.first_rows, batch.rows], tf.int64)]
+    counts = [*batch.own_rows, *batch.first_rows, batch.rows, len(batch.lost)]
+    return [*tensors, tf.constant(counts, tf.int64)]
 
 
 def as_tensor(array: Any) -> tf.Tensor:
@@ -167,7 +180,8 @@ def from_batch(batch: Any, placement: Placement) -> Shards:
         own_rows.append(stop - start)
         first_rows.append(begin)
     digest = _digest(batch) if placement.workers > 1 else tf.constant(-1)
-    return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest)
+    nothing = tf.constant(0, tf.int64)
+    return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest, nothing)
 
 
 def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:

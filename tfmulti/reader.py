@@ -22,6 +22,7 @@ import numpy as np
 
 from tfmulti.errors import DataError
 from tfmulti.plan import Part, Plan
+from tfmulti.reading import Reading
 from tfmulti.sources.source import Source, leaves_of, map_nest
 
 AHEAD = 2  # one is completed while the threads that are done with it begin the next
@@ -45,7 +46,8 @@ class Batch(NamedTuple):
 
     `data[i]` is what its replica `i` reads, from row `first_rows[i]` on, and `own_rows[i]` how
     many of these count. `lost` says of each example that could not be read where it is and why;
-    its row is left out, and `own_rows` does not count it.
+    its row is left out, and `own_rows` does not count it. Nor do `rows` and `first_rows` where
+    this worker has all replicas; else they are as planned, since the others' losses are unknown.
     """
 
     step: int
@@ -76,8 +78,8 @@ class Reader:
     """Reads the batches of a plan from a source.
 
     Args:
-        threads: how many read at a time; 0: the one that asks; None: as it is measured.
-        skips_bad: examples that cannot be read are left out, instead of ending it.
+        reading: how many threads, and whether examples that cannot be read are left out instead
+            of ending it; how many of them there may be is the caller's to count.
     """
 
     def __init__(
@@ -85,12 +87,10 @@ class Reader:
         source: Source,
         plan: Plan,
         place: Place,
-        *,
-        threads: int | None = None,
-        skips_bad: bool = False,
+        reading: Reading,
     ) -> None:
         self._source, self._plan, self._place = source, plan, place
-        self._threads, self._skips_bad = threads, skips_bad
+        self._threads, self._skips_bad = reading.threads, reading.skip_bad_records > 0
         self._most = cores()
         self._pool: ThreadPoolExecutor | None = None
         self._stand_in: Any = None
@@ -169,15 +169,18 @@ class Reader:
     def _finished(self, begun: _Begun) -> Batch:
         for piece in begun.waiting:
             piece.result()
-        shares = begun.shares
-        return Batch(
-            begun.part.step,
-            begun.part.rows,
-            tuple(self._readable(share) for share in shares),
-            tuple((len(s.examples) - len(s.lost)) * s.counts for s in shares),
-            tuple(share.first for share in shares),
-            tuple(s.lost[row] for s in shares if s.counts for row in sorted(s.lost)),
-        )
+        shares, rows = begun.shares, begun.part.rows
+        own_rows = tuple((len(s.examples) - len(s.lost)) * s.counts for s in shares)
+        first_rows = tuple(share.first for share in shares)
+        lost = tuple(s.lost[row] for s in shares if s.counts for row in sorted(s.lost))
+        if lost and self._place.local_replicas == self._place.replicas:
+            rows = sum(own_rows)
+            ends = itertools.accumulate(own_rows)
+            first_rows = tuple(
+                min(end - own, max(rows - 1, 0)) for end, own in zip(ends, own_rows, strict=True)
+            )
+        data = tuple(self._readable(share) for share in shares)
+        return Batch(begun.part.step, rows, data, own_rows, first_rows, lost)
 
     def _readable(self, share: _Share) -> Any:
         """Returns the rows of a share without those that were lost; but one at least."""

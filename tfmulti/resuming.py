@@ -33,7 +33,8 @@ class Progress:
 
     `epoch` epochs are whole; of the next one `step` steps are done, which left `logs`. If
     `goes_on`, the next step takes from the iterator in use, which has given `batches` batches;
-    else it begins another. `is_over` says that a callback ended training.
+    else it begins another. `lost` examples of this epoch could not be read.
+    `is_over` says that a callback ended training.
     """
 
     epoch: int
@@ -41,6 +42,7 @@ class Progress:
     logs: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = False
     batches: int = 0
+    lost: int = 0
     is_over: bool = False
 
 

@@ -31,7 +31,9 @@ class Shards(NamedTuple):
     global batch on, and `own_rows[i]` how many of them count: all, or none where a replica
     without rows reads one (`sharding.rows_to_read`). `rows` is the number of rows of the
     global batch (all int64), and `digest` a small whole number that is the same on all
-    workers if they read the same global batch (-1: not computed).
+    workers if they read the same global batch (-1: not computed). `lost` counts the rows that
+    this worker could not read: they are left out of `data` and `own_rows`, and on one worker
+    out of `first_rows` and `rows`; several have to tell each other (`_agreed`).
     """
 
     data: tuple[Any, ...]
@@ -39,10 +41,14 @@ class Shards(NamedTuple):
     first_rows: tuple[tf.Tensor, ...]
     rows: tf.Tensor
     digest: tf.Tensor
+    lost: tf.Tensor
 
     def weight(self, local: int) -> tf.Tensor:
         """Returns the part of the global batch that a local replica has, float32."""
-        return tf.cast(self.own_rows[local] / self.rows, tf.float32)  # rounded once
+        part = tf.math.divide_no_nan(  # of nothing, where all rows of a batch were lost
+            tf.cast(self.own_rows[local], tf.float64), tf.cast(self.rows, tf.float64)
+        )
+        return tf.cast(part, tf.float32)  # rounded once
 
     def share(self, local: int, *, alone: bool, sync_batch_norm: bool) -> Share:
         """Returns a local replica's share; `alone` if there is no other replica."""
@@ -62,13 +68,50 @@ class Outcome(NamedTuple):
 
     `logs` are the last step's logs over the global data. `votes` counts, for each reason to
     stop, the replicas whose worker has it; `digest_spread` is above 0 where workers read
-    different batches; `rows` are the examples of all steps of the execution.
+    different batches. `rows` are the examples of all steps of the execution, `lost` those that
+    could not be read, and `waited_s` the seconds that a replica waited for data, on average.
     """
 
     logs: Logs
     votes: tf.Tensor
     digest_spread: tf.Tensor
     rows: tf.Tensor
+    lost: tf.Tensor
+    waited_s: tf.Tensor
+
+
+class Taken(NamedTuple):
+    """What the steps of an execution took from their source, on this worker.
+
+    `rows` has, for each local replica, the rows that count, and then those of all replicas.
+    `free_since` is when the last step ended: the next one waits from then on.
+    """
+
+    rows: tuple[tf.Tensor, ...]
+    lost: tf.Tensor
+    waited_s: tf.Tensor
+    free_since: tf.Tensor
+
+    @classmethod
+    def nothing(cls, placement: Placement) -> Taken:
+        rows = tuple(tf.constant(0, tf.int64) for _ in range(placement.local_replicas + 1))
+        return cls(rows, tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.timestamp())
+
+    def with_(self, shards: Shards) -> Taken:
+        """Returns the same with the next step's, which have just come."""
+        with tf.control_dependencies([shards.rows]):
+            waited_s = tf.maximum(tf.timestamp() - self.free_since, 0)
+        more = (*shards.own_rows, shards.rows)
+        rows = tuple(a + b for a, b in zip(self.rows, more, strict=True))
+        return self._replace(
+            rows=rows, lost=self.lost + shards.lost, waited_s=self.waited_s + waited_s
+        )
+
+    def after(self, logs: Any) -> Taken:
+        """Returns the same when a step has ended, with these logs."""
+        # TensorFlow may take the next step's data while this one runs: that is no waiting.
+        with tf.control_dependencies(tf.nest.flatten(logs, expand_composites=True)):
+            return self._replace(free_since=tf.timestamp())
 
 
 Execution = Callable[[Any, int, Sequence[float]], Outcome]
@@ -88,13 +131,18 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     one_step = _make_step(model, placement, seeds, training=training)
     states = _Statistics(model, placement) if training else None
 
+    take = _agreed(model, placement)
+
     def outcome(
-        shards: Shards, local_logs: Any, votes: tf.Tensor, before: Any, rows: tuple[Any, ...]
+        shards: Shards, local_logs: Any, votes: tf.Tensor, before: Any, taken: Taken
     ) -> Outcome:
         def on_replica(logs: Any, before: Any) -> Outcome:
             local = replicas.local_index(placement.local_replicas)
-            moved = states.moved(before, rows[local] / rows[-1]) if states else []
-            found, moved = _outcome(model, logs, shards.weight(local), shards, votes, moved)
+            weight = tf.math.divide_no_nan(
+                tf.cast(taken.rows[local], tf.float64), tf.cast(taken.rows[-1], tf.float64)
+            )
+            moved = states.moved(before, weight) if states else []
+            found, moved = _outcome(model, logs, shards, local, votes, taken, moved)
             if states:
                 states.set(before, moved)
             return found
@@ -104,21 +152,21 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     def one(source: Any, votes: tf.Tensor) -> Outcome:
         before = states.now() if states else ()
-        shards = _taken(source)
-        rows = (*shards.own_rows, shards.rows)
-        return outcome(shards, one_step(shards), votes, before, rows)
+        taken = Taken.nothing(placement)
+        shards = take(source)
+        taken = taken.with_(shards)
+        return outcome(shards, one_step(shards), votes, before, taken)
 
     def several(iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> Outcome:
         before = states.now() if states else ()
-        rows = tuple(tf.constant(0, tf.int64) for _ in range(placement.local_replicas + 1))
+        taken = Taken.nothing(placement)
         for _ in tf.range(steps - 1):
-            shards = next(iterator)
-            one_step(shards)
-            rows = _add(rows, (*shards.own_rows, shards.rows))
-        shards = next(iterator)
-        rows = _add(rows, (*shards.own_rows, shards.rows))
-        last = outcome(shards, one_step(shards), votes, before, rows)
-        return last._replace(rows=rows[-1])
+            shards = take(iterator)
+            taken = taken.with_(shards)
+            taken = taken.after(one_step(shards))
+        shards = take(iterator)
+        taken = taken.with_(shards)
+        return outcome(shards, one_step(shards), votes, before, taken)
 
     if model.run_eagerly:
         one_compiled: Callable[..., Outcome] = one
@@ -132,7 +180,9 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     def one_by_one(source: Any, steps: int, vote: tf.Tensor) -> Outcome:
         found = [one_compiled(source, vote) for _ in range(steps)]
-        return found[-1]._replace(rows=tf.add_n([each.rows for each in found]))
+        summed = ("rows", "lost", "waited_s")
+        sums = {name: tf.add_n([getattr(each, name) for each in found]) for name in summed}
+        return found[-1]._replace(**sums)
 
     def execute(source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
@@ -172,8 +222,35 @@ def _taken(source: Any) -> Shards:
     return taken
 
 
-def _add(left: tuple[tf.Tensor, ...], right: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
+def _agreed(model: keras.Model, placement: Placement) -> Callable[[Any], Shards]:
+    """Returns what takes `Shards` that say of all workers' rows how many there are.
+
+    Where examples that cannot be read are left out, no worker knows how many rows the others
+    have: they tell each other, by one small collective a step.
+    """
+    if not state_of(model).reading.skip_bad_records or placement.workers == 1:
+        return _taken
+    strategy = model.distribute_strategy
+    local = range(placement.first_replica, placement.first_replica + placement.local_replicas)
+
+    def take(source: Any) -> Shards:
+        shards = _taken(source)
+
+        def rows_of_all() -> tf.Tensor:
+            replica = placement.first_replica + replicas.local_index(placement.local_replicas)
+            own = shards.own_rows[replica - placement.first_replica]
+            mine = tf.one_hot(
+                replica, placement.replicas, tf.cast(own, tf.int32), 0, dtype=tf.int32
+            )
+            return replicas.sum_together([mine])[0]
+
+        counts = tf.cast(_first_local(strategy, strategy.run(rows_of_all)), tf.int64)
+        ends, rows = tf.cumsum(counts), tf.reduce_sum(counts)
+        first_rows = tf.minimum(ends - counts, tf.maximum(rows - 1, 0))
+        own = tuple(first_rows[replica] for replica in local)
+        return shards._replace(first_rows=own, rows=rows)
+
+    return take
 
 
 def _make_step(
@@ -260,25 +337,29 @@ class _Statistics:
 def _outcome(
     model: keras.Model,
     logs: Any,
-    weight: tf.Tensor,
     shards: Shards,
+    local: int,
     votes: tf.Tensor,
+    taken: Taken,
     moved: list[tf.Tensor],
 ) -> tuple[Outcome, list[tf.Tensor]]:
     """Returns what all replicas found, and `moved` summed over them, from one collective."""
     logs = logs if isinstance(logs, dict) else {}
+    weight = shards.weight(local)
     digest = tf.cast(shards.digest, tf.float32)
+    waited_s = tf.cast(taken.waited_s, tf.float32)
+    lost = tf.cast(taken.lost if local == 0 else 0, tf.float32)
     means = [tf.math.multiply_no_nan(_mean(value), weight) for value in logs.values()]
     differing = _differing(logs, model.get_metrics_result(), weight)
     results, sums = replicas.global_metrics(
         replicas.metric_variables(model),
         model.get_metrics_result,
-        [*means, *differing.values(), votes, digest, digest * digest, *moved],
+        [*means, *differing.values(), votes, digest, digest * digest, lost, waited_s, *moved],
     )
     sums, moved = sums[: len(sums) - len(moved)], sums[len(sums) - len(moved) :]
     means, rest = sums[: len(means)], sums[len(means) :]
     counts = dict(zip(differing, rest, strict=False))
-    counted, digests, squares = rest[len(differing) :]
+    counted, digests, squares, lost, waited_s = rest[len(differing) :]
     if set(logs) != set(results):  # a step of the user's own returned something else, too
         found = {}
         for name, mean in zip(logs, means, strict=True):
@@ -289,7 +370,8 @@ def _outcome(
         results = found
     replicas_count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
     spread = squares / replicas_count - tf.square(digests / replicas_count)
-    return Outcome(results, counted, spread, shards.rows), moved
+    waited_s /= replicas_count
+    return Outcome(results, counted, spread, taken.rows[-1], lost, waited_s), moved
 
 
 def _mean(value: Any) -> tf.Tensor:

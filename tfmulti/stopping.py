@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tfmulti.reading import Reading
+
 REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
 VOTES = (*REASONS, "backup")  # what travels with each execution
 
@@ -22,8 +24,10 @@ class TrainerState:
     signal of this process; `stopped_by` by the vote, alike on all workers. `steps` and
     `examples` count since the run of the last `fit` began, of which `steps_before` and
     `examples_before` are from before it was resumed here. A step takes `microbatches` passes,
-    and batch statistics over all replicas if `sync_batch_norm`. `gathers` says that a step gathers
-    rows, which it can do once an execution only.
+    and batch statistics over all replicas if `sync_batch_norm`. Of the `epoch_s` seconds of the
+    last epoch's steps `waited_s` went by without data, which `reader_threads` threads read;
+    `lost` examples of the run could not be read. `gathers` says that a step gathers rows, which
+    it can do once an execution only.
 
     `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
     the states, in the backup that this run was resumed from, of those that are yet to be made,
@@ -33,12 +37,17 @@ class TrainerState:
     seed: int | None = None
     microbatches: int = 1
     sync_batch_norm: bool = True
+    reading: Reading = field(default_factory=Reading)
     interrupted: str | None = None
     stopped_by: str | None = None
     steps: int = 0
     examples: int = 0
     steps_before: int = 0
     examples_before: int = 0
+    epoch_s: float = 0.0
+    waited_s: float = 0.0
+    reader_threads: int | None = None
+    lost: int = 0
     gathers: bool = False
     seeds: dict[str, Any] = field(default_factory=dict)
     saved_seeds: dict[str, Any] = field(default_factory=dict)

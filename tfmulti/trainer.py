@@ -22,6 +22,7 @@ from tfmulti.errors import ModelError
 from tfmulti.feed import Feed, make_feed, split_off_validation, weights_of_classes
 from tfmulti.microbatches import take
 from tfmulti.pipeline import from_batch
+from tfmulti.reading import Reading
 from tfmulti.replicas import reduce_gradients
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.stopping import TrainerState, remember, state_of
@@ -36,6 +37,8 @@ def prepare(
     seed: int | None = None,
     microbatches: int = 1,
     sync_batch_norm: bool = True,
+    reader_threads: int | None = None,
+    skip_bad_records: int = 0,
 ) -> Model:
     """Returns the same model with a `fit`, `evaluate` and `predict` for any strategy.
 
@@ -53,10 +56,15 @@ def prepare(
             all replicas, as one device would: two collectives a layer and step. False leaves
             it to the layers' own `synchronized`; moving statistics are then averaged over
             the replicas, weighted by their rows.
+        reader_threads: how many examples of a `Source` each worker reads at a time; 0: in the
+            thread that feeds the steps; None: as many as it has cores, where reading is slow.
+        skip_bad_records: how many examples of a `Source` that cannot be read are left out in
+            a pass over the data, counted over all workers; one more is an error.
 
     Raises:
         ModelError: no Keras model, or one that was made outside the strategy's scope, or
             `microbatches` below 1.
+        ConfigError: a number below 0.
     """
     if not isinstance(model, keras.Model):
         raise ModelError(f"prepare() takes a keras.Model, not a {type(model).__name__}.")
@@ -71,7 +79,8 @@ def prepare(
         object.__setattr__(model, "__class__", derived)
     for name in ("train_function", "test_function", "predict_function"):
         setattr(model, name, None)
-    remember(model, TrainerState(seed, microbatches, sync_batch_norm))
+    reading = Reading(reader_threads, skip_bad_records)
+    remember(model, TrainerState(seed, microbatches, sync_batch_norm, reading))
     return model
 
 
@@ -154,6 +163,7 @@ class DistributedModel(keras.Model):
             class_weight=class_weight,
             seed=seed,
             steps_per_epoch=steps_per_epoch,
+            reading=state_of(self).reading,
         )
         validation = None
         if validation_data is not None:
@@ -165,6 +175,7 @@ class DistributedModel(keras.Model):
                 placement=place,
                 batch_size=validation_batch_size or batch_size,
                 steps_per_epoch=validation_steps,
+                reading=state_of(self).reading,
             )
         model_checks.build(self, feed.specs, optimizers=backup is not None)
         count = steps_per_epoch or feed.steps
@@ -172,6 +183,7 @@ class DistributedModel(keras.Model):
         self.stop_training = False
         state = state_of(self)
         state.steps = state.steps_before = state.examples = state.examples_before = 0
+        state.lost = 0
         state.stopped_by, state.saved_seeds, state.saved_variables = None, {}, {}
         self.make_train_function()
         all_callbacks.on_train_begin()
@@ -217,6 +229,7 @@ class DistributedModel(keras.Model):
             placement=self._placement,
             batch_size=batch_size,
             steps_per_epoch=steps,
+            reading=state_of(self).reading,
         )
         model_checks.build(self, feed.specs)
         count = steps or feed.steps
@@ -235,7 +248,13 @@ class DistributedModel(keras.Model):
         callbacks: Any = None,
     ) -> Any:
         """Returns the outputs of all rows, in order, on every worker; see Keras."""
-        feed = make_feed(x, placement=self._placement, batch_size=batch_size, steps_per_epoch=steps)
+        feed = make_feed(
+            x,
+            placement=self._placement,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            reading=Reading(state_of(self).reading.threads),  # each row has its prediction
+        )
         count = steps or feed.steps
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()

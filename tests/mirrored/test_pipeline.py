@@ -19,6 +19,7 @@ from tfmulti.feed import make_feed
 from tfmulti.pipeline import Stream, as_tensor
 from tfmulti.plan import Plan
 from tfmulti.reader import empty
+from tfmulti.reading import Reading
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.strategies import Placement
 
@@ -33,7 +34,7 @@ def shards_of(
     first: int = 0,
     threads: int | None = None,
 ) -> list[Any]:
-    with contextlib.closing(Stream(source, plan, place, first, threads=threads)) as stream:
+    with contextlib.closing(Stream(source, plan, place, first, Reading(threads))) as stream:
         return [next(stream.shards) for _ in range(steps)]
 
 
@@ -145,7 +146,7 @@ class Broken(ArraySource):
 @pytest.mark.parametrize("threads", [0, 2])
 def test_what_cannot_be_read_is_named_when_it_is_its_turn(threads: int) -> None:
     source = Broken((np.arange(12, dtype=np.float32),))
-    with contextlib.closing(Stream(source, Plan(12, 4), ALONE, threads=threads)) as stream:
+    with contextlib.closing(Stream(source, Plan(12, 4), ALONE, 0, Reading(threads))) as stream:
         assert next(stream.shards).data[0][0].numpy().tolist() == [0, 1, 2, 3]
         with pytest.raises(tf.errors.OpError):
             next(stream.shards)

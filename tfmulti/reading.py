@@ -1,0 +1,31 @@
+"""How data is read: what a user may choose, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfmulti.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the examples of a source are read.
+
+    `threads` is how many examples are read at a time by each worker (0: in the thread that
+    feeds the step; None: as it is measured). Up to `skip_bad_records` examples that cannot be
+    read are left out in each pass over the data, counted over all workers.
+
+    Raises:
+        ConfigError: a number below 0.
+    """
+
+    threads: int | None = None
+    skip_bad_records: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("reader_threads", self.threads),
+            ("skip_bad_records", self.skip_bad_records),
+        ):
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} is {value}, but it must be at least 0.")
