@@ -41,8 +41,8 @@ LAYERS = [
     ["launch.pool"],
     ["launch.supervisor"],
     ["launch.__main__"],
-    ["hashing", "sources.source", "plain"],
-    ["permutation", "sources.arrays", "sources.pixels"],
+    ["hashing", "sources.source", "sources.files", "plain"],
+    ["permutation", "sources.arrays", "sources.folders", "sources.pixels"],
     ["plan", "sources.data", "sources.options", "backup"],
     ["reader"],
     [

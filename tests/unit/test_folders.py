@@ -1,0 +1,136 @@
+"""Folders as classes, and files by patterns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tfmulti.errors import DataError
+from tfmulti.sources import files, folders
+
+PLACE = "--dataset text:here"
+TEXT = (".txt",)
+
+
+def made(root: Path, *names: str) -> str:
+    """Makes files, and folders (names with a slash at their end); returns the root."""
+    for name in names:
+        path = root / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text(name)
+    return str(root)
+
+
+def test_classes_are_the_sorted_folders(tmp_path: Path) -> None:
+    root = made(tmp_path, "b/2.txt", "b/10.txt", "a/x.TXT", "a/deep/y.txt", "c d/z.txt")
+    made(tmp_path, "a/other.csv", "a/.hidden.txt", ".hidden/h.txt", "readme.txt")
+    found = folders.find_classes(PLACE, root, TEXT)
+    assert found.names == ("a", "b", "c d")
+    expected = ["a/deep/y.txt", "a/x.TXT", "b/10.txt", "b/2.txt", "c d/z.txt"]
+    assert found.paths == [f"{root}/{name}" for name in expected]
+    assert (found.labels.tolist(), found.labels.dtype) == ([0, 0, 1, 1, 2], "int32")
+
+
+def test_another_part_has_the_labels_of_the_training_part(tmp_path: Path) -> None:
+    root = made(tmp_path, "c/1.txt", "b/1.txt")
+    assert folders.find_classes(PLACE, root, TEXT, ("a", "b", "c")).labels.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        (["a/1.txt", "b/1.txt"], {"train": ""}),
+        (["train/a/1.txt", "val/a/1.txt"], {"train": "train", "validation": "val"}),
+        (
+            ["train/a/1", "validation/a/1", "test/a/1", "notes.md"],
+            {"train": "train", "validation": "validation", "test": "test"},
+        ),
+        (["train/1.txt", "car/1.txt"], {"train": ""}),  # a class that is called train
+    ],
+)
+def test_parts(tmp_path: Path, names: list[str], parts: dict[str, str]) -> None:
+    root = made(tmp_path, *names)
+    expected = {part: f"{root}/{name}".rstrip("/") for part, name in parts.items()}
+    assert folders.find_parts(PLACE, root) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["test/a/1", "val/a/1"], "has test and val, but no train folder. Add .*/train"),
+        (["train/a/1", "vall/a/1"], "'vall' beside train, .*did you mean 'val'"),
+        (["train/a/1", "val/a/1", "validation/a/1"], "both val and validation"),
+    ],
+)
+def test_mistakes_in_parts(tmp_path: Path, names: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
+        folders.find_parts(PLACE, made(tmp_path, *names))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["1.txt", "2.txt"], "has no class folders, but at least two"),
+        (["a/1.txt"], r"has one class folder \(a\), but at least two .*\(.txt\)"),
+        (["a/1.txt", "b/"], "class folder .*/b holds no file that ends in .txt. Add some"),
+        (["a/1.txt", "b/1.csv"], "class folder .*/b holds no file"),
+    ],
+)
+def test_mistakes_in_classes(tmp_path: Path, names: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
+        folders.find_classes(PLACE, made(tmp_path, *names), TEXT)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["catt/1.txt"], "the class 'catt', which .* does not have; did you mean 'cat'"),
+        (["1.txt"], "has no class folders. Give it those of the training part: cat, dog"),
+    ],
+)
+def test_mistakes_in_other_parts(tmp_path: Path, names: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
+        folders.find_classes(PLACE, made(tmp_path, *names), TEXT, ("cat", "dog"))
+
+
+def test_no_folder_and_a_file(tmp_path: Path) -> None:
+    root = made(tmp_path, "file")
+    with pytest.raises(DataError, match="none does not exist"):
+        folders.find_parts(PLACE, f"{root}/none")
+    with pytest.raises(DataError, match="file is a file"):
+        folders.find_parts(PLACE, f"{root}/file")
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.scandir", refuse)  # root may read any folder
+    with pytest.raises(DataError, match="Permission denied"):
+        folders.find_parts(PLACE, str(tmp_path))
+
+
+def test_patterns_mean_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = made(tmp_path, "b.csv", "a.CSV", "c.txt", ".d.csv", "deep/e.csv")
+
+    def found(pattern: str) -> list[str]:
+        return [p.removeprefix(f"{root}/") for p in files.matching(PLACE, pattern, (".csv",))]
+
+    assert found(root) == ["a.CSV", "b.csv"]
+    assert found(f"{root}/c.txt") == ["c.txt"]
+    assert found(f"{root}/*") == ["a.CSV", "b.csv", "c.txt"]
+    assert found(f"{root}/**/*.csv") == ["b.csv", "deep/e.csv"]
+    monkeypatch.setenv("HOME", root)
+    assert found("~/b.csv") == ["b.csv"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("no*.csv", "no file .*/no\\*.csv"), ("empty", "empty holds no file that ends in .csv")],
+)
+def test_patterns_without_files(tmp_path: Path, pattern: str, message: str) -> None:
+    root = made(tmp_path, "empty/")
+    with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
+        files.matching(PLACE, f"{root}/{pattern}", (".csv",))

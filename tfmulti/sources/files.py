@@ -1,0 +1,133 @@
+"""Files of this machine, and those that TensorFlow reads (`gs://…` and the like).
+
+A path with a scheme goes to `tf.io.gfile`, which imports TensorFlow; any other does not.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tfmulti.console import quiet_stderr
+from tfmulti.errors import DataError
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path has a scheme, such as `gs://bucket/file`."""
+    return "://" in path
+
+
+def join(folder: str, name: str) -> str:
+    """Returns the path of a name in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
+
+
+def read_bytes(path: str) -> bytes:
+    """Returns what a file holds.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not is_remote(path):
+        with open(path, "rb") as file:
+            return file.read()
+    try:
+        with _gfile().GFile(path, "rb") as file:
+            content: bytes = file.read()
+            return content
+    except Exception as error:  # TensorFlow's errors are no OSError
+        raise OSError(_words_of(error)) from error
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder at a path."""
+    return bool(_gfile().isdir(path)) if is_remote(path) else os.path.isdir(path)
+
+
+def in_folder(place: str, path: str) -> tuple[list[str], list[str]]:
+    """Returns the names of the folders and of the files in a folder, sorted, none hidden.
+
+    Raises:
+        DataError: there is no such folder, or it cannot be read; `place` begins the message.
+    """
+    try:
+        if not is_folder(path):
+            words = "is a file" if _exists(path) else "does not exist"
+            raise DataError(f"{place}: {path} {words}. Give the path of a folder.")
+        if is_remote(path):
+            entries = [name.rstrip("/") for name in _gfile().listdir(path)]
+            is_dir = {name: is_folder(join(path, name)) for name in entries}
+        else:
+            with os.scandir(path) as found:
+                is_dir = {entry.name: entry.is_dir() for entry in found}
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{place}: {path}: {_words_of(error)}. Give a readable folder.") from None
+    seen = sorted(name for name in is_dir if name and not name.startswith("."))
+    return [n for n in seen if is_dir[n]], [n for n in seen if not is_dir[n]]
+
+
+def below(place: str, path: str) -> Iterator[str]:
+    """Yields the paths of all files in a folder and in those below it; none is hidden.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    folders, names = in_folder(place, path)
+    yield from (join(path, name) for name in names)
+    for name in folders:
+        yield from below(place, join(path, name))
+
+
+def matching(place: str, pattern: str, extensions: tuple[str, ...]) -> list[str]:
+    """Returns the sorted paths of the files that a pattern means: a file, a glob or a folder.
+
+    Of a folder these are its own files with one of the extensions (`.csv`, small letters).
+
+    Raises:
+        DataError: there is none; `place` begins the message.
+    """
+    pattern = pattern if is_remote(pattern) else os.path.expanduser(pattern)
+    if is_folder(pattern):
+        names = [n for n in in_folder(place, pattern)[1] if n.lower().endswith(extensions)]
+        if not names:
+            raise DataError(
+                f"{place}: the folder {pattern} holds no file that ends in "
+                f"{' or '.join(extensions)}. Give a file, a folder of such files or a glob."
+            )
+        return [join(pattern, name) for name in names]
+    found = [pattern] if _exists(pattern) else _glob(place, pattern)
+    if not found:
+        raise DataError(f"{place}: no file {pattern}. Give a file, a folder of files or a glob.")
+    return found
+
+
+def _glob(place: str, pattern: str) -> list[str]:
+    if not is_remote(pattern):
+        return sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
+    try:
+        return sorted(_gfile().glob(pattern))
+    except Exception as error:
+        raise DataError(f"{place}: {pattern}: {_words_of(error)}. Give another path.") from None
+
+
+def _exists(path: str) -> bool:
+    return bool(_gfile().exists(path)) if is_remote(path) else os.path.exists(path)
+
+
+def _gfile() -> Any:
+    if "tensorflow" not in sys.modules:
+        with quiet_stderr():
+            importlib.import_module("tensorflow")
+    return sys.modules["tensorflow"].io.gfile
+
+
+def _words_of(error: Exception) -> str:
+    """Returns an error's reason in one line, without a stop."""
+    words = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
+    return " ".join(str(words).split()).rstrip(".")
