@@ -13,6 +13,7 @@ from tfmulti.errors import ConfigError, DataError
 from tfmulti.sources import digits, keras_datasets, npz, regression, synthetic
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.sources.data import Data, with_validation
+from tfmulti.sources.options import parse_options
 
 X = np.arange(20 * 6, dtype=np.float32).reshape(20, 6)
 Y = np.arange(20) % 4
@@ -73,6 +74,13 @@ def test_synthetic_tokens() -> None:
 def test_synthetic_mistakes(options: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         synthetic.load(options, 0)
+
+
+def test_a_default_of_text_takes_any_text() -> None:
+    found = parse_options("x", "b=a b=1/*.csv", {"a": "", "b": ""})
+    assert found == {"a": "", "b": "a b=1/*.csv"}
+    with pytest.raises(ConfigError, match="--dataset x:b=: b has no value"):
+        parse_options("x", "b=", {"b": ""})
 
 
 def test_validation_is_taken_from_training_once() -> None:

@@ -10,8 +10,8 @@ from tfmulti.errors import ConfigError, did_you_mean
 def parse_options(dataset: str, text: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """Returns the defaults with the options of `key=value,…` put in.
 
-    A default that is a tuple takes whole numbers joined by `x`; one that is None or a
-    number takes a whole number from 1.
+    A default that is a tuple takes whole numbers joined by `x`; one that is text takes any
+    text; one that is None or a number takes a whole number from 1.
 
     Raises:
         ConfigError: an unknown key, or a value of the wrong form.
@@ -24,6 +24,11 @@ def parse_options(dataset: str, text: str, defaults: dict[str, Any]) -> dict[str
                 f"--dataset {dataset}:{text}: no option {key!r}; {did_you_mean(key, defaults)} "
                 "Write options as key=value,key=value."
             )
+        if isinstance(defaults[key], str):
+            if not value:
+                raise ConfigError(f"--dataset {dataset}:{text}: {key} has no value. Give it one.")
+            options[key] = value
+            continue
         numbers = value.split("x") if isinstance(defaults[key], tuple) else [value]
         if not all(number.isdecimal() and int(number) > 0 for number in numbers):
             form = "numbers such as 28x28x1" if isinstance(defaults[key], tuple) else "a number"
