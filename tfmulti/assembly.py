@@ -21,7 +21,8 @@ from tfmulti.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.sharding import steps_per_epoch
 from tfmulti.signals import default_signals
 from tfmulti.sources import user as user_data
-from tfmulti.sources.data import CLASSIFICATION, Data, size_of, with_validation
+from tfmulti.sources.data import CLASSIFICATION, Data, size_of
+from tfmulti.sources.stages import prepared
 from tfmulti.strategies import Placement, build_strategy, placement_of
 from tfmulti.trainer import prepare
 
@@ -77,7 +78,7 @@ def load_user_data(config: FitConfig, batch: BatchSizes) -> Data:
     function = registry.load_place("dataset", config.dataset)
     data = user_data.load(config.dataset, function, batch.global_batch_size)
     preflight.check_model_takes(config, data)
-    return with_validation(data, config.validation_fraction, config.seed)
+    return prepared(data, config)
 
 
 def count_steps(config: FitConfig, data: Data, batch: BatchSizes) -> int | None:
@@ -118,6 +119,8 @@ def make_model(setup: Setup) -> keras.Model:
         seed=config.seed,
         microbatches=config.microbatches,
         sync_batch_norm=config.sync_batch_norm,
+        reader_threads=config.reader_threads,
+        skip_bad_records=config.skip_bad_records,
     )
     return model
 

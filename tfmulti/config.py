@@ -21,6 +21,7 @@ PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 DECAYS = ("constant", "cosine")
 RESUME = ("auto", "never", "must")
 VERBOSITIES = ("auto", "0", "1", "2")
+CACHES = ("none", "memory", "disk")
 
 
 def _flag(
@@ -32,12 +33,15 @@ def _flag(
     above: float | None = None,
     below: float | None = None,
     path: bool = False,
+    free: bool = False,
 ) -> Any:
-    """Returns a field with what its flag needs: help text, choices and bounds."""
+    """Returns a field with what its flag needs: help text, choices and bounds.
+
+    A `free` one may change between a stop and the resumption: where and for how long it runs.
+    """
     limits = {"low": low, "above": above, "below": below}
-    return field(
-        default=default, metadata={"help": help, "choices": choices, "path": path, **limits}
-    )
+    rules = {"help": help, "choices": choices, "path": path, "free": free, **limits}
+    return field(default=default, metadata=rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +60,17 @@ class FitConfig:
         "How the work is spread. auto: a cluster in the environment means several "
         "workers, several GPUs mean mirrored, else one device.",
         choices=STRATEGIES,
+        free=True,
     )
     replicas: int | None = _flag(
         None,
         "Local devices to use. Without GPUs: that many logical CPU devices. "
         "Default: all GPUs, or one CPU device.",
         low=1,
+        free=True,
     )
     ignore_cluster: bool = _flag(
-        False, "Train on this machine alone although TF_CONFIG describes a cluster."
+        False, "Train on this machine alone although TF_CONFIG describes a cluster.", free=True
     )
     dataset: str = _flag(
         "digits",
@@ -78,15 +84,18 @@ class FitConfig:
         "Default: what suits the data.",
     )
     global_batch_size: int | None = _flag(
-        None, "Examples of one optimizer step over all replicas of all workers.", low=1
+        None, "Examples of one optimizer step over all replicas of all workers.", low=1, free=True
     )
     per_replica_batch_size: int | None = _flag(
         None,
         "Examples of one step on each replica; the global batch is that times the "
         "replicas. Give one of the two.",
         low=1,
+        free=True,
     )
-    epochs: int | None = _flag(None, "Epochs to train. Default: what suits the data.", low=1)
+    epochs: int | None = _flag(
+        None, "Epochs to train. Default: what suits the data.", low=1, free=True
+    )
     steps_per_epoch: int | None = _flag(
         None, "Steps of one epoch. Default: each example once.", low=1
     )
@@ -96,6 +105,42 @@ class FitConfig:
         "validation part of its own; 0: none.",
         low=0,
         below=1,
+    )
+    training_split: str | None = _flag(
+        None, "What is trained on: train, or a slice of a part such as train[:90%]."
+    )
+    validation_split: str | None = _flag(
+        None, "What is validated on, in the same words; slices are of an order drawn by the seed."
+    )
+    test_split: str | None = _flag(None, "What is tested on, in the same words.")
+    augment: str | None = _flag(
+        None,
+        "Random changes of training images, new in each epoch: flip, shift, rotate, crop, "
+        "brightness, contrast, with commas between.",
+    )
+    class_weight: str | None = _flag(
+        None, "Weights of the classes in training: balanced, or 0:1,3:2.5 (others: 1)."
+    )
+    cache: str = _flag(
+        "none",
+        "Keep examples after they were read and decoded once, in memory or in files in "
+        "$TFMULTI_CACHE (~/.cache/tfmulti), which later runs find again.",
+        choices=CACHES,
+        free=True,
+    )
+    reader_threads: int | None = _flag(
+        None,
+        "Examples that each worker reads at a time; 0: in the thread that feeds the steps. "
+        "Default: as many as it has cores, where reading is slow.",
+        low=0,
+        free=True,
+    )
+    skip_bad_records: int = _flag(
+        0,
+        "Leave out up to so many examples that cannot be read in each pass over the data, over "
+        "all workers together; each is named. Default: the first one is an error.",
+        low=0,
+        free=True,
     )
     optimizer: str | None = _flag(
         None, f"Optimizer: {', '.join(registry.OPTIMIZERS)}. Default: what suits the data."
@@ -123,12 +168,14 @@ class FitConfig:
         False,
         "TensorFlow's ops add in the same order each time, where a GPU's would not: slower, and "
         "needed there for two runs that are equal to the bit.",
+        free=True,
     )
     microbatches: int = _flag(
         1,
         "Passes of one step: each replica computes its rows in that many parts, to save memory, "
         "and the weights are updated once, by the gradient of the whole batch.",
         low=1,
+        free=True,
     )
     sync_batch_norm: bool = _flag(
         True,
@@ -136,39 +183,46 @@ class FitConfig:
         "--nosync_batch_norm: each replica's own, faster, averaged before saving.",
     )
     steps_per_execution: int = _flag(
-        1, "Optimizer steps of one call into TensorFlow; more hides the cost of a call.", low=1
+        1,
+        "Optimizer steps of one call into TensorFlow; more hides the cost of a call.",
+        low=1,
+        free=True,
     )
     run_dir: str | None = _flag(
         None,
         "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME. The same command "
         "with the folder of a run that was stopped goes on with it.",
         path=True,
+        free=True,
     )
     resume: str = _flag(
         "auto",
         "auto: go on with the run in --run_dir, if it holds one; must: fail if it holds none; "
         "never: fail if it holds one.",
         choices=RESUME,
+        free=True,
     )
     backup_every_s: float = _flag(
-        60.0, "Seconds between two backups of a run in progress; 0: none by time.", low=0
+        60.0, "Seconds between two backups of a run in progress; 0: none by time.", low=0, free=True
     )
     backup_every_steps: int | None = _flag(
-        None, "A backup also after each so many optimizer steps.", low=1
+        None, "A backup also after each so many optimizer steps.", low=1, free=True
     )
-    keep_backups: int = _flag(2, "How many backups stay, the newest.", low=1)
+    keep_backups: int = _flag(2, "How many backups stay, the newest.", low=1, free=True)
     export_dir: str | None = _flag(
-        None, "Also write a SavedModel for serving to this folder.", path=True
+        None, "Also write a SavedModel for serving to this folder.", path=True, free=True
     )
     verbose: str = _flag(
         "auto",
         "0: silent, 1: progress bar, 2: a line an epoch, auto: 1 on a terminal, else 2.",
         choices=VERBOSITIES,
+        free=True,
     )
     dry_run: bool = _flag(
         False,
         "Build all, run two training steps and one validation step, write nothing, "
         "and say what the full run would take.",
+        free=True,
     )
 
     def __post_init__(self) -> None:
@@ -223,28 +277,6 @@ class FitConfig:
         return json.dumps(values, indent=2) + "\n"
 
 
-# What may change between a stop and the resumption: where and for how long it runs.
-_FREE = {
-    "op_determinism",
-    "strategy",
-    "replicas",
-    "ignore_cluster",
-    "epochs",
-    "global_batch_size",  # one follows from the other; what counts is compared with the data
-    "per_replica_batch_size",
-    "microbatches",
-    "steps_per_execution",
-    "run_dir",
-    "export_dir",
-    "resume",
-    "backup_every_s",
-    "backup_every_steps",
-    "keep_backups",
-    "verbose",
-    "dry_run",
-}
-
-
 def check_same_run(saved: dict[str, Any], config: FitConfig, path: str) -> None:
     """Checks that a resolved configuration is that of the run in a folder.
 
@@ -254,7 +286,7 @@ def check_same_run(saved: dict[str, Any], config: FitConfig, path: str) -> None:
     """
     for item in dataclasses.fields(FitConfig):
         now = getattr(config, item.name)
-        if item.name in _FREE:
+        if item.metadata["free"]:
             continue
         if item.name not in saved:
             raise RunDirError(

@@ -16,7 +16,8 @@ from tfmulti.gpus import visible_gpus
 from tfmulti.report import FitReport
 from tfmulti.rundir import RunDir, check_writable
 from tfmulti.selection import batch_sizes, select
-from tfmulti.sources.data import Data, size_of, with_validation
+from tfmulti.sources.data import Data, size_of
+from tfmulti.sources.stages import prepared
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def load_data(config: FitConfig) -> Data | None:
         return None
     data = registry.load_place("dataset", place)(options, config.seed)
     assert isinstance(data, Data)
-    return with_validation(data, config.validation_fraction, config.seed)
+    return prepared(data, config)
 
 
 def check_model_takes(config: FitConfig, data: Data) -> None:

@@ -75,6 +75,8 @@ DATASETS: dict[str, Recipe] = {
     "cifar10": Recipe("tfmulti.sources.keras_datasets:cifar10", "cnn", 128),
     "cifar100": Recipe("tfmulti.sources.keras_datasets:cifar100", "resnet20", 128),
     "npz": Recipe("tfmulti.sources.npz:load", "cnn", takes_options=True),
+    "npy": Recipe("tfmulti.sources.npy:load", "cnn", takes_options=True),
+    "images": Recipe("tfmulti.sources.images:load", "resnet20", 32, takes_options=True),
 }
 
 _USER_DATASET = Recipe("", "mlp")

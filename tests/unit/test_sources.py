@@ -12,8 +12,9 @@ import pytest
 from tfmulti.errors import ConfigError, DataError
 from tfmulti.sources import digits, keras_datasets, npz, regression, synthetic
 from tfmulti.sources.arrays import ArraySource
-from tfmulti.sources.data import Data, with_validation
+from tfmulti.sources.data import Data
 from tfmulti.sources.options import parse_options
+from tfmulti.sources.splits import with_validation
 
 X = np.arange(20 * 6, dtype=np.float32).reshape(20, 6)
 Y = np.arange(20) % 4

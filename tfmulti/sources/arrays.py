@@ -18,12 +18,13 @@ class ArraySource(Source):
         data: `(x, y)` or `(x, y, sample_weight)`; each an array or a nest (tuple, list or
             dict) of arrays. float64 becomes float32, Keras' default. A memory-mapped array is
             read row by row when it is needed.
+        dtypes: a nest of the dtypes in which rows are read, where they are not the arrays'.
 
     Raises:
         DataError: there are no rows, or the lengths differ.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, dtypes: Any = None) -> None:
         self.data = map_nest(_as_array, data)
         lengths = {name: len(array) for name, array in _named(self.data)}
         if len(set(lengths.values())) != 1:
@@ -35,6 +36,8 @@ class ArraySource(Source):
         if not self._rows:
             raise DataError("the data has no rows. Give at least one example.")
         self._specs = map_nest(_leaf, self.data)
+        if dtypes is not None:
+            self._specs = map_nest(_as_dtype, self._specs, dtypes)
 
     def __len__(self) -> int:
         return self._rows
@@ -45,7 +48,16 @@ class ArraySource(Source):
 
     def read(self, indices: Any, epoch: int = 0) -> Any:
         """Returns the rows at `indices`, a vector of whole numbers, in that order."""
-        return map_nest(lambda array: _narrow(np.take(array, indices, axis=0)), self.data)
+
+        def take(array: np.ndarray, leaf: Leaf) -> np.ndarray:
+            rows: np.ndarray = np.take(array, indices, axis=0)
+            return rows if leaf.dtype == "str" else rows.astype(leaf.dtype, copy=False)
+
+        return map_nest(take, self.data, self._specs)
+
+    def labels(self) -> np.ndarray | None:
+        y = self.data[1] if isinstance(self.data, tuple) and len(self.data) > 1 else None
+        return y if isinstance(y, np.ndarray) and y.ndim == 1 and y.dtype.kind in "biu" else None
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
         def take(array: np.ndarray, rows: np.ndarray) -> None:
@@ -56,6 +68,10 @@ class ArraySource(Source):
                 rows[...] = array[indices]
 
         map_nest(take, self.data, out)
+
+
+def _as_dtype(leaf: Leaf, dtype: str) -> Leaf:
+    return leaf._replace(dtype=dtype)
 
 
 def _leaf(array: np.ndarray) -> Leaf:

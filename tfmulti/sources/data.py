@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tfmulti.errors import DataError
-from tfmulti.hashing import key_of
-from tfmulti.permutation import Permutation
 from tfmulti.sources.arrays import ArraySource
-from tfmulti.sources.source import Part, Source
+from tfmulti.sources.source import Source
 
 CLASSIFICATION, REGRESSION = "classification", "regression"
 
@@ -66,31 +63,6 @@ class Data:
 def size_of(part: Any) -> int | None:
     """Returns the number of examples of a part, or None where it is not known."""
     return len(part) if isinstance(part, Source) else None
-
-
-def with_validation(data: Data, fraction: float, seed: int) -> Data:
-    """Returns the data with a validation part, taken at random from the training part.
-
-    Data that has one, or is no `Source`, stays as it is.
-
-    Raises:
-        DataError: one of the two parts would be empty.
-    """
-    if data.validation is not None or not fraction or not isinstance(data.train, Source):
-        return data
-    rows = len(data.train)
-    count = round(rows * fraction)
-    if not 0 < count < rows:
-        raise DataError(
-            f"--validation_fraction {fraction} of {rows} training examples leaves one part "
-            "empty. Use another fraction, or 0 for no validation."
-        )
-    order = Permutation(rows, key_of(seed, rows))
-    return replace(
-        data,
-        train=Part(data.train, count, rows, order),
-        validation=Part(data.train, 0, count, order),
-    )
 
 
 def labelled(x: np.ndarray, y: np.ndarray) -> ArraySource:

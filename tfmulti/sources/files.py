@@ -43,6 +43,22 @@ def read_bytes(path: str) -> bytes:
         raise OSError(_words_of(error)) from error
 
 
+def stamp(path: str) -> str:
+    """Returns a file's size and the time of its last change, by which a new one is known.
+
+    Raises:
+        OSError: it is not there.
+    """
+    if not is_remote(path):
+        found = os.stat(path)
+        return f"{found.st_size} {found.st_mtime_ns}"
+    try:
+        found = _gfile().stat(path)
+    except Exception as error:
+        raise OSError(_words_of(error)) from error
+    return f"{found.length} {found.mtime_nsec}"
+
+
 def is_folder(path: str) -> bool:
     """Whether there is a folder at a path."""
     return bool(_gfile().isdir(path)) if is_remote(path) else os.path.isdir(path)

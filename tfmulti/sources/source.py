@@ -60,6 +60,21 @@ class Source(ABC):
         """Returns where an example is, for messages: a file and a record."""
         return f"example {index}"
 
+    def labels(self) -> np.ndarray | None:
+        """Returns the class of each example, whole numbers, or None where that takes reading."""
+        return None
+
+    def identity(self) -> str | None:
+        """Returns what tells this data from other data and from a changed one.
+
+        Such as the names, sizes and times of all files; None where there is nothing to cache.
+        """
+        return None
+
+    def changed(self, change: Callable[[Source], Source]) -> Source:
+        """Returns the same examples out of a changed source: a part out of a changed whole."""
+        return change(self)
+
 
 class Order(Protocol):
     """What gives examples for positions, such as a `Permutation`."""
@@ -88,6 +103,13 @@ class Part(Source):
 
     def where(self, index: int) -> str:
         return self.whole.where(int(self._in_whole(np.array([index]))[0]))
+
+    def labels(self) -> np.ndarray | None:
+        labels = self.whole.labels()
+        return None if labels is None else labels[self._in_whole(np.arange(len(self)))]
+
+    def changed(self, change: Callable[[Source], Source]) -> Source:
+        return Part(self.whole.changed(change), self.start, self.stop, self.order)
 
     def _in_whole(self, indices: np.ndarray) -> np.ndarray:
         positions = np.asarray(indices, np.int64) + self.start

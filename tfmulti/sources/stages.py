@@ -1,0 +1,68 @@
+"""From what a kind of data gives to what is trained on: cached, split, augmented, weighted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tfmulti.config import FitConfig
+from tfmulti.errors import DataError
+from tfmulti.sources import augmentation, class_weights
+from tfmulti.sources.cache import cached
+from tfmulti.sources.data import Data
+from tfmulti.sources.source import Source
+from tfmulti.sources.splits import PARTS, with_splits, with_validation
+
+
+def prepared(data: Data, config: FitConfig) -> Data:
+    """Returns the data as a configuration asks for it.
+
+    What is random in it comes after what is cached, and only training has it.
+
+    Raises:
+        UserError: the data cannot be split, cached, changed or weighted as asked.
+    """
+    if config.cache != "none":
+        data = replace(data, **{p: _cached(getattr(data, p), config.cache) for p in PARTS})
+    splits = {
+        "train": config.training_split,
+        "validation": config.validation_split,
+        "test": config.test_split,
+    }
+    data = with_splits(data, splits, config.seed)
+    data = with_validation(data, config.validation_fraction, config.seed)
+    if config.augment is not None:
+        data = replace(data, train=_augmented(data.train, config))
+    if config.class_weight is not None:
+        data = replace(data, train=_weighted(data, config.class_weight))
+    return data
+
+
+def _cached(part: Any, kind: str) -> Any:
+    if not isinstance(part, Source):
+        return part
+    return part.changed(lambda source: cached(source, kind))
+
+
+def _augmented(train: Any, config: FitConfig) -> Source:
+    changes = augmentation.parse_changes(str(config.augment))
+    if not isinstance(train, Source) or not augmentation.takes(train.specs):
+        raise DataError(
+            f"--augment {config.augment} needs images [height, width, 1 or 3], uint8 or float32; "
+            f"--dataset {config.dataset} has others. Leave it out, or change the data yourself."
+        )
+    # Below the split, so that the draws belong to the example and not to its place in a part.
+    return train.changed(lambda source: augmentation.Augmented(source, changes, config.seed))
+
+
+def _weighted(data: Data, text: str) -> Source:
+    if not isinstance(data.train, Source):
+        raise DataError(
+            "--class_weight needs data with random access, not batches. Give each batch its "
+            "weights: (x, y, sample_weight)."
+        )
+    weights = class_weights.parse_class_weight(text)
+    if weights is None:
+        classes = data.spec.outputs if data.spec else 0
+        weights = class_weights.balanced(data.train.labels(), classes)
+    return class_weights.Weighted(data.train, weights)
