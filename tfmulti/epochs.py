@@ -179,8 +179,9 @@ class _Clock:
             self._unread = outcome.waited_s
         self._traced, self._began, self._outside_s = True, now, 0.0
 
-    def stop(self, state: stopping.TrainerState) -> None:
-        """Notes the seconds of the epoch."""
+    def stop(self, state: stopping.TrainerState, feed: Feed) -> None:
+        """Notes the seconds of the epoch, and who read its data."""
+        state.reader_threads = feed.threads
         state.epoch_s, state.waited_s = self._seconds, self._waited_s + float(self._unread)
 
 
@@ -231,7 +232,7 @@ def _epoch(
         if source is None:
             _check_data_was_enough(training.steps, first, state.steps)
             at.logs = as_floats(at.logs)
-            clock.stop(state)
+            clock.stop(state, training.feed)
             return True
         training.callbacks.on_train_batch_begin(first)
         count, wish = last - first + 1, bool(model.stop_training)
@@ -253,7 +254,7 @@ def _epoch(
             model.stop_training = True
             break
     at.logs = as_floats(at.logs)
-    clock.stop(state)
+    clock.stop(state, training.feed)
     return False
 
 

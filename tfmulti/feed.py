@@ -72,6 +72,10 @@ class Feed(Protocol):
     def error(self) -> Exception | None:
         """Why the data cannot be read on, if that is so."""
 
+    @property
+    def threads(self) -> int | None:
+        """How many threads read examples (0: the one that feeds the steps), if that is known."""
+
     def close(self) -> None:
         """Ends its threads. A feed that is closed may be iterated anew."""
 
@@ -139,6 +143,10 @@ class SourceFeed:
     def error(self) -> Exception | None:
         return self._stream.error if self._stream else None
 
+    @property
+    def threads(self) -> int | None:
+        return self._stream.threads if self._stream else self._reading.threads
+
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
@@ -205,6 +213,10 @@ class DatasetFeed:
 
     @property
     def error(self) -> Exception | None:
+        return None
+
+    @property
+    def threads(self) -> int | None:
         return None
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from tfmulti.callbacks.history_file import HistoryFile
 from tfmulti.callbacks.model_file import ModelFile
 from tfmulti.callbacks.tensorboard import TensorBoard
 from tfmulti.callbacks.throughput import Throughput
+from tfmulti.callbacks.waiting import Waiting
 from tfmulti.cluster import Cluster
 from tfmulti.config import FitConfig
 from tfmulti.console import number
@@ -68,15 +69,19 @@ def run(job: preflight.Job) -> FitReport:
         throughput = Throughput(
             setup.place.replicas, run_dir.tensorboard / "train" if run_dir else None
         )
-        started = time.perf_counter()
-        history = train(
-            setup, model, [throughput, *file_callbacks(run_dir), backup(setup, run_dir)]
+        waiting = Waiting(
+            run_dir.tensorboard / "train" if run_dir else None,
+            say_for(setup),
+            cached=setup.config.cache != "none",
         )
+        started = time.perf_counter()
+        files = file_callbacks(run_dir)
+        history = train(setup, model, [throughput, waiting, *files, backup(setup, run_dir)])
         seconds = time.perf_counter() - started
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= test(setup, model)
         watch.finished()
-        report = make_report(setup, model, run_dir, history, metrics, seconds, throughput)
+        report = make_report(setup, model, run_dir, history, metrics, seconds, throughput, waiting)
         if run_dir is not None:
             write_artifacts(setup, model, run_dir, report)
         summarize(setup, report)
@@ -155,7 +160,7 @@ def test(setup: Setup, model: keras.Model) -> dict[str, float]:
 
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:
     """Runs two steps and one of validation, writes nothing, and says what a full run takes."""
-    throughput = Throughput(setup.place.replicas)
+    throughput, waiting = Throughput(setup.place.replicas), Waiting()
     started = time.perf_counter()
     history = model.fit(
         setup.data.train,
@@ -165,7 +170,7 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
         validation_data=setup.data.validation,
         validation_batch_size=_batch_for(setup, setup.data.validation),
         validation_steps=1,
-        callbacks=[throughput],
+        callbacks=[throughput, waiting],
         verbose=0,
     ).history
     seconds = time.perf_counter() - started
@@ -185,7 +190,7 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
             "validation not counted. Nothing was written.",
         )
     metrics = {name: values[-1] for name, values in history.items()}
-    return make_report(setup, model, None, history, metrics, seconds, throughput)
+    return make_report(setup, model, None, history, metrics, seconds, throughput, waiting)
 
 
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:

@@ -76,6 +76,11 @@ class Stream:
         )
         self._thread.start()
 
+    @property
+    def threads(self) -> int | None:
+        """How many threads read examples; None before the first was read."""
+        return self._reader.threads
+
     def close(self) -> None:
         """Ends the threads. What is in the queue is dropped."""
         with tf.init_scope():  # at once, also where a stream is collected while a step is traced

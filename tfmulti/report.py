@@ -16,8 +16,9 @@ class FitReport:
     training example that an optimizer step saw, and `steps` those steps; `examples_before` and
     `steps_before` of them are from before the run was resumed. `seconds` is the time of the
     training loop since then, validation included, without start-up; `examples_per_second` is 0
-    where nothing was left to train. `epochs_asked` is what the run was to train, of which a
-    callback may have spared some. On workers other than the chief `run_dir` is None.
+    where nothing was left to train. `waiting_share` of the steps' time went by without data, and
+    `examples_lost` examples could not be read. `epochs_asked` is what the run was to train, of
+    which a callback may have spared some. On workers other than the chief `run_dir` is None.
     """
 
     strategy: str
@@ -35,7 +36,9 @@ class FitReport:
     history: dict[str, list[float]] = field(repr=False)
     seconds: float
     examples_per_second: float
+    waiting_share: float
     weights_sha256: str
+    examples_lost: int = 0
     steps_before: int = 0
     examples_before: int = 0
     epochs_asked: int = 0

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfmulti import artifacts
 from tfmulti.assembly import Setup
 from tfmulti.callbacks.throughput import Throughput
+from tfmulti.callbacks.waiting import Waiting
 from tfmulti.console import Say, number, speaker
 from tfmulti.optimizers import peak_learning_rate
 from tfmulti.report import FitReport
@@ -69,6 +70,7 @@ def make_report(
     metrics: dict[str, float],
     seconds: float,
     throughput: Throughput,
+    waiting: Waiting,
 ) -> FitReport:
     state = state_of(model)
     # One execution alone leaves nothing to measure but itself, tracing included.
@@ -91,6 +93,8 @@ def make_report(
         history=history,
         seconds=seconds,
         examples_per_second=speed,
+        waiting_share=waiting.share,
+        examples_lost=state.lost,
         weights_sha256=artifacts.weights_sha256(model),
         epochs_asked=setup.epochs,
         stopped_by=state.stopped_by,

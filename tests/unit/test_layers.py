@@ -18,6 +18,7 @@ PACKAGE = Path(tfmulti.__file__).parent
 LAYERS = [
     ["errors"],
     [
+        "advice",
         "cluster",
         "console",
         "gpus",
@@ -73,7 +74,13 @@ LAYERS = [
     ["epochs"],
     ["trainer", "optimizers", "sources.user", "models.building"],
     ["models.convolutional", "models.dense", "models.resnet", "models.transformer", "models.user"],
-    ["artifacts", "callbacks.history_file", "callbacks.tensorboard", "callbacks.throughput"],
+    [
+        "artifacts",
+        "callbacks.history_file",
+        "callbacks.tensorboard",
+        "callbacks.throughput",
+        "callbacks.waiting",
+    ],
     ["callbacks.model_file"],
     ["assembly"],
     ["summary"],
