@@ -3,7 +3,7 @@
 What is quick to read (arrays in memory: microseconds a batch) is read by the thread that asks
 for it, since threads would only contend. What is slow (files to decode) is read by a pool of
 threads: a batch is cut into pieces, so that all threads work on the next batch and the first
-one is there soon. Which it is, is measured with the first examples.
+one is there soon. Which it is, is measured with the first batch.
 
 At most `AHEAD` batches are in the making, and what the caller holds comes on top.
 """
@@ -92,6 +92,7 @@ class Reader:
         self._source, self._plan, self._place = source, plan, place
         self._threads, self._skips_bad = reading.threads, reading.skip_bad_records > 0
         self._most = cores()
+        self._is_warm = False
         self._pool: ThreadPoolExecutor | None = None
         self._stand_in: Any = None
 
@@ -127,10 +128,12 @@ class Reader:
         examples = self._plan.examples_of(part)
         shares: list[_Share] = []
         waiting: list[Future[None]] = []
+        # So many that all threads have work until the end of a batch.
+        pieces = 4 * (self._most if self._threads is None else self._threads)
         for first, last, counts in part.shares:
             own = examples[first - part.begin : last - part.begin]
             shares.append(_Share(own, first, counts, self._source))
-            for piece in _pieces(len(own), self._most if self._threads is None else self._threads):
+            for piece in _pieces(len(own), pieces * len(own) / (part.end - part.begin)):
                 waiting.append(self._start(shares[-1], part.epoch, piece))
         return _Begun(part, shares, waiting)
 
@@ -143,9 +146,10 @@ class Reader:
         done.set_result(None)
         started = time.perf_counter()
         self._read(share, epoch, piece)
-        if self._threads is None:
+        if self._threads is None and self._is_warm:
             seconds = (time.perf_counter() - started) / (piece.stop - piece.start)
             self._threads = self._most if seconds * len(share.examples) > QUICK_S else 0
+        self._is_warm = True  # the first piece of all opens files and imports modules
         return done
 
     def _read(self, share: _Share, epoch: int, piece: slice) -> None:
@@ -232,9 +236,9 @@ def _rows_of(buffers: Any, piece: slice) -> Any:
     return map_nest(lambda array: array[piece], buffers)
 
 
-def _pieces(rows: int, threads: int) -> list[slice]:
-    """Cuts rows such that all threads have work until the end: four pieces for each, or rows."""
-    count = max(1, min(rows, 4 * threads))
+def _pieces(rows: int, wanted: float) -> list[slice]:
+    """Cuts rows into so many pieces, one at least, of one row at least."""
+    count = max(1, min(rows, round(wanted)))
     ends = [rows * i // count for i in range(count + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(ends)]
 

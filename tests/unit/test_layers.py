@@ -57,7 +57,7 @@ LAYERS = [
         "sources.regression",
         "sources.synthetic",
     ],
-    ["preflight"],
+    ["preflight", "command_line"],
     ["share", "strategies"],
     ["replicas", "callbacks.backup"],
     ["broadcast"],
@@ -84,8 +84,8 @@ LAYERS = [
     ["callbacks.model_file"],
     ["assembly"],
     ["summary"],
-    ["loop"],
-    ["fit"],
+    ["inspection", "loop"],
+    ["fit", "data"],
 ]
 NUMPY_FROM, TENSORFLOW_FROM = (
     next(depth for depth, layer in enumerate(LAYERS) if name in layer)

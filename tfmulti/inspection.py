@@ -1,0 +1,258 @@
+"""What `python -m tfmulti.data` shows: a data set's form, its plan, and how fast it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfmulti import preflight
+from tfmulti.advice import MUCH, advice
+from tfmulti.assembly import Setup, compile_model, make_model, set_up
+from tfmulti.callbacks.throughput import Throughput
+from tfmulti.callbacks.waiting import Waiting
+from tfmulti.console import Say, number, speaker
+from tfmulti.pipeline import Stream
+from tfmulti.plan import Plan
+from tfmulti.reader import Reader, bytes_of, cores
+from tfmulti.reading import Reading
+from tfmulti.rundir import replacing
+from tfmulti.sources.arrays import ArraySource
+from tfmulti.sources.data import CLASSIFICATION, Data, size_of
+from tfmulti.sources.source import Leaf, Source, leaves_of, map_nest
+from tfmulti.stopping import state_of
+from tfmulti.strategies import Placement
+
+_ROWS_SHOWN, _IMAGES_SHOWN, _CLASSES_SHOWN, _REPLICAS_SHOWN = 5, 25, 20, 16
+_MEASURED_STEPS, _MEASURED_S = 20, 3.0
+
+
+def show(job: preflight.Job, workers: int, picture: str, *, measure: bool) -> None:
+    """Prints what the data of a job is, how it is shared out, and how fast it comes."""
+    say = speaker(True)
+    setup = set_up(job)
+    if not isinstance(setup.data.train, Source):
+        _show_batches(setup, say)
+    else:
+        _show_parts(setup.data, say)
+        _show_first_batch(setup, Path(picture), say)
+        _show_plan(setup, workers, say)
+    if measure:
+        _show_speed(setup, say)
+
+
+def _show_parts(data: Data, say: Say) -> None:
+    for part in ("train", "validation", "test"):
+        source = getattr(data, part)
+        if source is not None:
+            rows = size_of(source)
+            say(part, f"{rows:,} examples" if rows is not None else "batches of its own")
+    specs = data.train.specs
+    names = ("x", "y", "weight")
+    parts = specs if isinstance(specs, tuple) and not isinstance(specs, Leaf) else (specs,)
+    for name, spec in zip(names, parts, strict=False):
+        say(name, _form(spec))
+    labels = data.train.labels()
+    if labels is not None and data.spec is not None and data.spec.task == CLASSIFICATION:
+        say("classes", _class_words(np.bincount(labels, minlength=data.spec.outputs), data))
+    elif data.spec is not None and data.spec.task == CLASSIFICATION:
+        say("classes", f"{data.spec.outputs}; how many each has takes reading all of it")
+
+
+def _form(spec: Any) -> str:
+    if isinstance(spec, dict):
+        return ", ".join(f"{name} {_form(value)}" for name, value in spec.items())
+    if isinstance(spec, tuple) and not isinstance(spec, Leaf):
+        return ", ".join(_form(value) for value in spec)
+    return f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
+
+
+def _class_words(counts: np.ndarray, data: Data) -> str:
+    shown = [f"{i}: {count:,}" for i, count in enumerate(counts[:_CLASSES_SHOWN])]
+    more = f", … {len(counts) - _CLASSES_SHOWN} more" if len(counts) > _CLASSES_SHOWN else ""
+    least, most = int(counts.min()), int(counts.max())
+    uneven = f"; the largest has {most / max(least, 1):.3g} × the smallest" if most > least else ""
+    return f"{len(counts)}; {', '.join(shown)}{more}{uneven}"
+
+
+def _show_first_batch(setup: Setup, picture: Path, say: Say) -> None:
+    plan, place = _plan(setup), Placement(0, 1, 1)
+    reading = Reading(setup.config.reader_threads, setup.config.skip_bad_records)
+    with contextlib.closing(Reader(setup.data.train, plan, place, reading).batches()) as batches:
+        data = next(batches).data[0]
+    first = data[0] if isinstance(data, tuple) else data
+    y = data[1] if isinstance(data, tuple) and len(data) > 1 else None
+    if isinstance(first, np.ndarray) and first.ndim == 4 and first.shape[-1] in (1, 3):
+        draw_images(picture, first[:_IMAGES_SHOWN], y)
+        say("picture", f"the first {min(len(first), _IMAGES_SHOWN)} training images: {picture}")
+        return
+    say("rows", f"the first {min(len(leaves_of(data)[0]), _ROWS_SHOWN)} of training")
+    for row in range(min(len(leaves_of(data)[0]), _ROWS_SHOWN)):
+        words = map_nest(lambda leaf, row=row: _short(leaf[row]), data)
+        say("", " → ".join(str(part) for part in leaves_of(words)))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (bytes, str)):
+        text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        return repr(text[:60] + "…" if len(text) > 60 else text)
+    array = np.asarray(value)
+    values = [
+        number(float(v)) if array.dtype.kind == "f" else str(v) for v in array.reshape(-1)[:8]
+    ]
+    return " ".join(values) + (" …" if array.size > 8 else "")
+
+
+def draw_images(path: Path, images: np.ndarray, labels: np.ndarray | None) -> None:
+    """Draws images [n, height, width, 1 or 3] in a square, each with its label."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second: only if drawn
+    from matplotlib.figure import Figure
+
+    side = int(np.ceil(len(images) ** 0.5))
+    figure = Figure(figsize=(1.6 * side, 1.75 * side), layout="constrained")
+    FigureCanvasAgg(figure)
+    low, high = float(images.min()), float(images.max())
+    bounds = (0, 255) if images.dtype == np.uint8 and high > 16 else (low, high)
+    for i, image in enumerate(images):
+        axes = figure.add_subplot(side, side, i + 1)
+        shown = (image - bounds[0]) / max(bounds[1] - bounds[0], 1e-9)
+        axes.imshow(shown[..., 0] if image.shape[-1] == 1 else shown, cmap="gray", vmin=0, vmax=1)
+        axes.set_axis_off()
+        if labels is not None and np.size(labels[i]) == 1:
+            axes.set_title(str(np.reshape(labels[i], -1)[0]), fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=110)
+
+
+def _plan(setup: Setup) -> Plan:
+    return Plan(len(setup.data.train), setup.batch.global_batch_size, setup.config.seed)
+
+
+def _show_plan(setup: Setup, workers: int, say: Say) -> None:
+    plan = _plan(setup)
+    replicas = workers * setup.place.local_replicas
+    steps = plan.steps_per_epoch
+    on = f"{workers} workers × {setup.place.local_replicas}" if workers > 1 else f"{replicas}"
+    say(
+        "plan",
+        f"{steps:,} steps an epoch of {plan.global_batch_size} rows on {on} "
+        f"replica{'s' if replicas > 1 else ''}",
+    )
+    for step in dict.fromkeys((0, steps - 1)):
+        part = plan.part(step, 0, replicas, replicas)
+        own = [(last - first) * counts for first, last, counts in part.shares]
+        shown = " + ".join(map(str, own[:_REPLICAS_SHOWN])) + (
+            " + …" if own[_REPLICAS_SHOWN:] else ""
+        )
+        idle = f"; {own.count(0)} replicas have none" if 0 in own else ""
+        say(
+            "",
+            f"{'last' if step else 'first'} step: {part.rows} rows = {_grouped(own)} "
+            f"({shown}){idle}",
+        )
+    if workers > 1:
+        for rank in range(min(workers, _REPLICAS_SHOWN)):
+            local = setup.place.local_replicas
+            part = plan.part(0, rank * local, local, replicas)
+            examples = plan.examples_of(part)
+            begin = ", ".join(map(str, examples[:6])) + (", …" if len(examples) > 6 else "")
+            say(
+                "", f"worker {rank}, first step: rows {part.begin}–{part.end - 1}, examples {begin}"
+            )
+
+
+def _grouped(own: list[int]) -> str:
+    """Returns shares in few words: `6×4 + 2×3`."""
+    return " + ".join(f"{len(list(group))}×{rows}" for rows, group in itertools.groupby(own))
+
+
+def _show_speed(setup: Setup, say: Say) -> None:
+    """Measures the data alone, the model's step alone, and both together."""
+    with setup.strategy.scope():
+        model = make_model(setup)
+    compile_model(setup, model)
+    batch = setup.batch.global_batch_size
+    alone_s = None
+    if isinstance(setup.data.train, Source):
+        alone_s, threads, size = _data_alone(setup)
+        how = f"{threads} threads" if threads else "no threads of their own"
+        say(
+            "data alone",
+            f"{number(batch / alone_s)} examples/s: {number(alone_s * 1000)} ms a batch of "
+            f"{number(size / 1e6)} MB, with {how}",
+        )
+        step_s = _step_alone(setup, model)
+        say("step alone", f"{number(batch / step_s)} examples/s: {number(step_s * 1000)} ms")
+    throughput, waiting = Throughput(setup.place.replicas), Waiting()
+    model.fit(
+        setup.data.train,
+        batch_size=batch if isinstance(setup.data.train, Source) else None,
+        steps_per_epoch=_MEASURED_STEPS + 1,
+        callbacks=[throughput, waiting],
+        verbose=0,
+    )
+    say(
+        "together",
+        f"{number(throughput.examples_per_second)} examples/s: "
+        f"{number(throughput.step_s * 1000)} ms a step",
+    )
+    state = state_of(model)
+    cached = setup.config.cache != "none"
+    if waiting.share > MUCH:
+        say("", advice(waiting.share, state.reader_threads, cached=cached, cores=cores()))
+    else:
+        share = f"{waiting.share:.0%}".replace("%", " %")
+        say("", f"the data keeps up: {share} of the step is waiting for it")
+
+
+def _data_alone(setup: Setup) -> tuple[float, int, int]:
+    """Returns the seconds of a batch, how many threads read, and the bytes of a batch."""
+    reading = Reading(setup.config.reader_threads, setup.config.skip_bad_records)
+    with contextlib.closing(
+        Stream(setup.data.train, _plan(setup), setup.place, 0, reading)
+    ) as stream:
+        size = sum(bytes_of_tensors(data) for data in next(stream.shards).data)
+        for _ in range(3):  # what was read ahead meanwhile
+            next(stream.shards)
+        began, count = time.perf_counter(), 0
+        while count < 10 or time.perf_counter() - began < _MEASURED_S:
+            next(stream.shards)
+            count += 1
+        return (time.perf_counter() - began) / count, stream.threads or 0, size
+
+
+def bytes_of_tensors(data: Any) -> int:
+    """Returns the bytes of a nest of tensors; text counts as its characters."""
+    return bytes_of(map_nest(lambda tensor: tensor.numpy(), data))
+
+
+def _step_alone(setup: Setup, model: Any) -> float:
+    """Returns the seconds of a step whose data is in memory."""
+    source, plan = setup.data.train, _plan(setup)
+    part = plan.part(0, 0, 1, 1)
+    rows = map_nest(np.asarray, source.read(plan.examples_of(part), 0))
+    throughput = Throughput(setup.place.replicas)
+    model.fit(
+        ArraySource(rows),
+        batch_size=plan.global_batch_size,
+        steps_per_epoch=_MEASURED_STEPS + 1,
+        callbacks=[throughput],
+        verbose=0,
+    )
+    return throughput.step_s
+
+
+def _show_batches(setup: Setup, say: Say) -> None:
+    """Prints the form of data that comes in batches of its own."""
+    train = setup.data.train
+    spec = getattr(train, "element_spec", None)
+    say("train", f"a {type(train).__name__}: batches of its own, which every worker reads")
+    if spec is not None:
+        say("batch", str(spec))
+    if setup.steps_per_epoch:
+        say("plan", f"{setup.steps_per_epoch:,} steps an epoch")
