@@ -124,13 +124,15 @@ class Case:
 
     `row` is the number of the promise in README's table that it belongs to. `compare` says
     what it must equal: Keras alone, or tfmulti on one device where Keras alone is not right.
-    `places` are those that it runs at. It `validates` where evaluation is a question.
+    `places` are those that it runs at. Keras alone gets `plain_feed`, where that is another one.
+    It `validates` where evaluation is a question.
     """
 
     row: int
     build: Callable[[], keras.Model] = models.functional
     optimizer: str = "sgd"
     feed: Callable[[int, int], Fit] = arrays
+    plain_feed: Callable[[int, int], Fit] | None = None
     rows: int = 96
     batch: int = 24
     compile: Callable[[], dict[str, Any]] = dict
@@ -411,6 +413,27 @@ def _feeds() -> dict[str, Case]:
         ),
         "repeated Dataset": Case(10, **TWO, feed=data.repeated),
         "PyDataset": Case(10, feed=data.pydataset, **UNEVEN),
+        "Source": Case(
+            10, models.dropped, feed=data.source, plain_feed=arrays, **TWO, **LAST_OF_ONE
+        ),
+        "Source, bad records left out": Case(
+            10,
+            models.dropped,
+            feed=data.with_bad_rows,
+            plain_feed=data.without_bad_rows,
+            prepare={"skip_bad_records": len(data.BAD)},
+            **UNEVEN,
+        ),
+        "Source, bad records left out, 3 steps an execution": Case(
+            10,
+            models.batch_normalized,
+            feed=data.with_bad_rows,
+            plain_feed=data.without_bad_rows,
+            prepare={"skip_bad_records": len(data.BAD)},
+            compile=_compiled(steps_per_execution=3),
+            **UNEVEN,
+            **TWO,
+        ),
     }
 
 
@@ -454,8 +477,9 @@ def run_case(case: Case, strategy: tf.distribute.Strategy, plain: bool) -> dict[
             prepare(model, **case.prepare)
     validation = validation_of(case.feed)
     batches = isinstance(validation, tf.data.Dataset)
+    feed = case.plain_feed if plain and case.plain_feed else case.feed
     history = model.fit(
-        **case.feed(case.rows, case.batch),
+        **feed(case.rows, case.batch),
         epochs=EPOCHS,
         shuffle=False,
         verbose=0,

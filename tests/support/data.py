@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfmulti.sources.arrays import ArraySource
 
 CLASSES = 3
 MOST_ROWS = 100
@@ -99,6 +102,44 @@ class Batches(keras.utils.PyDataset):
 
 def pydataset(rows: int, batch: int) -> Fit:
     return {"x": Batches(rows, batch)}
+
+
+BAD = (0, 7, 8, 9, 31, 59, 90, 91, 92, 93, 94, 96, 97, 98, 99)  # of the last batch one is left
+
+
+class BadRows(ArraySource):
+    """Rows of which some cannot be read."""
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        if set(BAD) & set(indices.tolist()):
+            raise OSError(5, "Input/output error")
+        super().read_into(indices, epoch, out)
+
+    def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
+        if set(BAD) & set(indices.tolist()):
+            raise OSError(5, "Input/output error")
+        return super().read(indices, epoch)
+
+
+def source(rows: int, batch: int) -> Fit:
+    return {"x": ArraySource((X[:rows], Y[:rows])), "batch_size": batch}
+
+
+def with_bad_rows(rows: int, batch: int) -> Fit:
+    return {"x": BadRows((X[:rows], Y[:rows])), "batch_size": batch}
+
+
+def without_bad_rows(rows: int, batch: int) -> Fit:
+    """The same batches without the rows that cannot be read: one device's."""
+
+    def batches() -> Iterator[Any]:
+        for start in range(0, rows, batch):
+            good = [row for row in range(start, min(start + batch, rows)) if row not in BAD]
+            yield X[good], Y[good]
+
+    signature = tf.TensorSpec([None, X.shape[1]], tf.float32), tf.TensorSpec([None], tf.int32)
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    return {"x": dataset.apply(tf.data.experimental.assert_cardinality(-(-rows // batch)))}
 
 
 def validation_of(feed: Any) -> Any:
