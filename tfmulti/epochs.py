@@ -90,7 +90,8 @@ def train(model: keras.Model, training: Training) -> Logs:
             model.reset_metrics()
             callbacks.on_epoch_begin(at.epoch)
         if iterator is None:
-            iterator = training.feed.iterate(_first_step(training, at), at.batches)
+            position = keeper.position() if keeper is not None and resumed else None
+            iterator = training.feed.iterate(_first_step(training, at), at.batches, position)
             at.goes_on = True
         if keeper is not None and resumed:
             keeper.restore_random_states()  # last: a feed that is replayed may draw

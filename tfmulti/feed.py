@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, pipeline
 from tfmulti.errors import DataError, ModelError
 from tfmulti.plan import Plan
+from tfmulti.positions import Position, position_of, set_position
 from tfmulti.reading import Reading
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.sources.source import Source, map_nest
@@ -49,12 +50,16 @@ class Feed(Protocol):
     def holds(self, batches: int | None) -> bool:
         """Whether one iterator is known to give so many batches; None: without end."""
 
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
+    def iterate(self, first_step: int, skipped: int = 0, position: Position | None = None) -> Any:
         """Returns an iterator of `Shards`.
 
         A feed with random access starts at that step, counted over all epochs; another one
-        starts a pass of its data, and leaves out the first `skipped` batches.
+        starts a pass of its data after the first `skipped` batches: at that position of it, or
+        where that is not known by reading them.
         """
+
+    def position(self) -> Position | None:
+        """Returns where the iterator in use is, where it takes more than counting and is known."""
 
     def end_epoch(self) -> None:
         """Is called at the end of an epoch where the iterator goes on."""
@@ -117,7 +122,7 @@ class SourceFeed:
     def holds(self, batches: int | None) -> bool:
         return True
 
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
+    def iterate(self, first_step: int, skipped: int = 0, position: Position | None = None) -> Any:
         self.passes += 1
         if self._stream is None or first_step or not self._is_at_start:
             self.close()
@@ -126,6 +131,9 @@ class SourceFeed:
             )
         self._is_at_start = False
         return self._stream.shards
+
+    def position(self) -> Position | None:
+        return None
 
     def end_epoch(self) -> None:
         pass
@@ -166,6 +174,8 @@ class DatasetFeed:
         if self.steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
         self.passes = 0
+        self._in_order = x if isinstance(x, _InOrder) else None
+        self._iterator: Any = None
         endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
         self._without_end = x if endless else None
         self._dataset = self._adapter.get_tf_dataset()
@@ -190,13 +200,24 @@ class DatasetFeed:
             return True
         return batches is not None and batches <= max(known, self.steps or 0)
 
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
+    def iterate(self, first_step: int, skipped: int = 0, position: Position | None = None) -> Any:
         self.passes += 1
+        if self._in_order is not None:
+            self._in_order.begin_at, skipped = skipped, 0
         self._adapter.on_epoch_begin()
-        iterator = iter(self._shards)
+        self._iterator = iter(self._shards)
+        if position is not None and set_position(self._iterator, position):
+            return self._iterator
+        if position is not None:
+            self._iterator = iter(self._shards)  # that one is left somewhere
         for _ in range(skipped):
-            next(iterator)
-        return iterator
+            next(self._iterator)
+        return self._iterator
+
+    def position(self) -> Position | None:
+        if self._in_order is not None:
+            return None
+        return position_of(self._iterator)
 
     def end_epoch(self) -> None:
         if self._without_end is not None:  # others may shuffle for the next pass, not within one
@@ -223,27 +244,36 @@ class DatasetFeed:
         pass
 
 
-class _SeededOrder(keras.utils.PyDataset):
-    """A PyDataset whose batches come in an order that all workers draw alike, anew each pass."""
+class _InOrder(keras.utils.PyDataset):
+    """A PyDataset whose batches come in an order that all workers draw alike, anew each pass.
 
-    def __init__(self, inner: keras.utils.PyDataset, seed: int) -> None:
+    `seed` None keeps the order. The pass that is begun next starts at its batch `begin_at`.
+    """
+
+    def __init__(self, inner: keras.utils.PyDataset, seed: int | None) -> None:
         super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
-        self._inner, self._random = inner, random.Random(seed)
+        self._inner, self._random = inner, None if seed is None else random.Random(seed)
         self._order = list(range(inner.num_batches))
-        self._random.shuffle(self._order)
+        self.begin_at = 0
+        self._shuffle()
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __getitem__(self, index: int) -> Any:
-        return self._inner[self._order[index]]
+        # Where a pass does not start at its first batch, the last ones of it are not taken.
+        return self._inner[self._order[(index + self.begin_at) % len(self._order)]]
+
+    def _shuffle(self) -> None:
+        if self._random is not None:
+            self._random.shuffle(self._order)
 
     def on_epoch_begin(self) -> None:
         self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
         # Keras starts its readers before on_epoch_begin, and has stopped them here.
-        self._random.shuffle(self._order)
+        self._shuffle()
         self._inner.on_epoch_end()
 
 
@@ -285,9 +315,8 @@ def make_feed(
                 f"{'y' if y is not None else 'sample_weight'} does not go with a "
                 f"{type(x).__name__}, whose batches hold targets and weights themselves."
             )
-        finite = isinstance(x, keras.utils.PyDataset) and x.num_batches is not None
-        if finite and seed is not None:
-            x = _SeededOrder(x, seed)
+        if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+            x = _InOrder(x, seed)
         return DatasetFeed(x, class_weight, placement)
     if class_weight is not None:
         sample_weight = weights_of_classes(y, class_weight, sample_weight)

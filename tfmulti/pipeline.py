@@ -194,6 +194,8 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if dataset.options().autotune.enabled is None:  # a user who set it keeps it
         options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # An iterator whose random numbers a position would not hold has none (`positions`).
+    options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
     return dataset.with_options(options)
 
 

@@ -20,6 +20,7 @@ from tfmulti.callbacks.backup import Backup, say
 from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError
 from tfmulti.feed import Feed
 from tfmulti.launched import teller
+from tfmulti.positions import Position
 from tfmulti.signals import SignalWatch, is_watched
 from tfmulti.stopping import interrupt, state_of
 from tfmulti.strategies import placement_of
@@ -164,6 +165,10 @@ class Keeper:
         state.steps = state.steps_before = self._record.step
         state.examples = state.examples_before = tree["examples"]
 
+    def position(self) -> Position | None:
+        """Returns where the training data is, where that takes more than counting."""
+        return self._record.tree.get("position") if self._record else None
+
     def restore_random_states(self) -> None:
         """Gives Python's and NumPy's generators the states of the record."""
         assert self._record is not None
@@ -187,6 +192,7 @@ class Keeper:
                 "examples": state.examples,
                 "seed": self._seed,
                 "data": self._data,
+                "position": self._position() if progress.goes_on else None,
                 "settings": self._backup.settings,
                 "trained": trained,
                 **moving,
@@ -195,6 +201,11 @@ class Keeper:
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
             self._backup.keep(record, wait=wait)
+
+    def _position(self) -> Position | None:
+        """Returns where the training data is; the chief's say, since all read the same batches."""
+        chief = placement_of(self._model.distribute_strategy).is_chief
+        return self._feeds["training"].position() if chief else None
 
     def _moving(self) -> Tree:
         """Returns what an evaluation changes, too: all but the weights; a collective."""

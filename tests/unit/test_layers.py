@@ -68,7 +68,7 @@ LAYERS = [
     ["variable_names"],
     ["run_state", "callback_states"],
     ["steps"],
-    ["pipeline"],
+    ["pipeline", "positions"],
     ["feed", "callbacks.worker_safe"],
     ["resuming"],
     ["epochs"],
