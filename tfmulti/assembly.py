@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import keras
 import tensorflow as tf
 
 from tfmulti import preflight, registry
+from tfmulti.broadcast import from_chief
 from tfmulti.config import FitConfig
 from tfmulti.console import quiet_stderr, speaker
 from tfmulti.errors import ConfigError, ModelError
@@ -69,9 +71,16 @@ def set_up(job: preflight.Job) -> Setup:
     keras.utils.set_random_seed(config.seed)
     if config.op_determinism:
         tf.config.experimental.enable_op_determinism()
-    data = job.data or load_user_data(config, batch)
+    data = shared(job.data or load_user_data(config, batch), strategy)
     preflight.check_batch(config, data, place.replicas)
     return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
+
+
+def shared(data: Data, strategy: tf.distribute.Strategy) -> Data:
+    """Returns the data with what the chief makes for all workers. Every worker calls it."""
+    if data.share is None:
+        return data
+    return replace(data.share(data, functools.partial(from_chief, strategy)), share=None)
 
 
 def load_user_data(config: FitConfig, batch: BatchSizes) -> Data:

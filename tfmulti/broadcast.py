@@ -9,9 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import replicas
+from tfmulti.errors import DataError
 from tfmulti.strategies import placement_of
 
 _CHUNK = 1 << 20  # whole numbers of four bytes: one collective takes 4 MiB
+_MADE, _FAILED = b"+", b"-"
 
 
 def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes | None:
@@ -39,6 +41,25 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes | N
     parts = [add(_padded(whole[at : at + _CHUNK])) for at in range(0, numbers, _CHUNK)]
     joined = np.concatenate([*parts, np.zeros(0, np.int32)])
     return joined.tobytes()[:size]
+
+
+def from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> bytes:
+    """Returns on every worker what `make` returns on the chief. All workers call it.
+
+    Raises:
+        DataError: the chief cannot make it; on every worker, since none must wait for it.
+    """
+    answer = None
+    if placement_of(strategy).is_chief:
+        try:
+            answer = _MADE + make()
+        except DataError as error:
+            answer = _FAILED + str(error).encode()
+    answer = broadcast(strategy, answer)
+    assert answer is not None
+    if answer.startswith(_FAILED):
+        raise DataError(answer.removeprefix(_FAILED).decode())
+    return answer.removeprefix(_MADE)
 
 
 def _padded(numbers: np.ndarray) -> np.ndarray:

@@ -75,7 +75,8 @@ class FitConfig:
     dataset: str = _flag(
         "digits",
         "Data: digits, regression, mnist, fashion_mnist, cifar10, cifar100, "
-        "synthetic[:shape=28x28x1,classes=10,examples=1024], npz:PATH, or your own "
+        "synthetic[:shape=28x28x1,classes=10,examples=1024], npz:PATH, "
+        "csv:PATTERN,target=COLUMN, parquet:PATTERN,target=COLUMN, text:FOLDER, or your own "
         "package.module:function.",
     )
     model: str | None = _flag(

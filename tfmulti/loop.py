@@ -89,7 +89,7 @@ def run(job: preflight.Job) -> FitReport:
 
 
 def make_run_dir(setup: Setup) -> RunDir | None:
-    """Makes the run directory and writes config.json, on the chief; None elsewhere."""
+    """Makes the run directory and writes what the run begins with, on the chief; else None."""
     if not setup.place.is_chief:
         return None
     config = setup.config
@@ -99,6 +99,10 @@ def make_run_dir(setup: Setup) -> RunDir | None:
         run_dir = RunDir(config.run_dir)
     run_dir.create()
     remove_partial(run_dir.path)
+    data = setup.data
+    for path, words in ((run_dir.features, data.features), (run_dir.vocabulary, data.vocabulary)):
+        if words is not None:
+            write_text(path, "".join(f"{word}\n" for word in words))
     write_text(run_dir.config, config.to_json())
     return run_dir
 

@@ -77,6 +77,9 @@ DATASETS: dict[str, Recipe] = {
     "npz": Recipe("tfmulti.sources.npz:load", "cnn", takes_options=True),
     "npy": Recipe("tfmulti.sources.npy:load", "cnn", takes_options=True),
     "images": Recipe("tfmulti.sources.images:load", "resnet20", 32, takes_options=True),
+    "csv": Recipe("tfmulti.sources.tables:load_csv", "mlp", 32, takes_options=True),
+    "parquet": Recipe("tfmulti.sources.tables:load_parquet", "mlp", 32, takes_options=True),
+    "text": Recipe("tfmulti.sources.text:load", "transformer", 32, takes_options=True),
 }
 
 _USER_DATASET = Recipe("", "mlp")

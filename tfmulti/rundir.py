@@ -43,6 +43,14 @@ class RunDir:
         return self.path / "model.keras"
 
     @property
+    def features(self) -> Path:
+        return self.path / "features.txt"
+
+    @property
+    def vocabulary(self) -> Path:
+        return self.path / "vocabulary.txt"
+
+    @property
     def backups(self) -> Path:
         return self.path / "backups"
 

@@ -42,6 +42,10 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--dataset", "npz:none.npz", *SMALL], {}, "no such file"),
     (["--dataset", "npz:half.npz", *SMALL], {}, "truncated"),
     (["--dataset", "npz:short.npz", *SMALL], {}, "x has 20 rows and y has 7"),
+    (["--dataset", "csv:t.csv,targt=y"], {}, "no option 'targt'; did you mean 'target'"),
+    (["--dataset", "csv:t.csv,target=y"], {}, "'n' has no value in row 2 of t.csv. Mend it, or"),
+    (["--dataset", "text:used,token=3"], {}, "no option 'token'; did you mean 'tokens'"),
+    (["--dataset", "text:used"], {}, "used has no class folders, but at least two"),
     (["--dataset", "nowhere.data:load", *SMALL], {}, "no module 'nowhere.data'"),
     (["--model", "nowhere:build"], {}, "no module 'nowhere'"),
     (["--model", "transformer"], {}, "takes tokens data"),
@@ -89,6 +93,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     np.savez(folder / "short.npz", x=x, y=y[:7])
     whole = (folder / "whole.npz").read_bytes()
     (folder / "half.npz").write_bytes(whole[: len(whole) // 2])
+    (folder / "t.csv").write_text("n,y\n1,a\n,b\n")
     (folder / "odd.json").write_text('{"epoch": 3}')
     (folder / "used").mkdir()
     (folder / "used" / "config.json").write_text("{}")

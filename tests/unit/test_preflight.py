@@ -54,6 +54,20 @@ def test_a_job_is_resolved_and_has_its_data(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_depends_on_the_training_rows_is_there_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{i},{'ab'[i % 2]}\n" for i in range(50))
+    (tmp_path / "t.csv").write_text(f"n,y\n{rows}")
+    job = preflight.check(FitConfig(dataset="csv:t.csv,target=y"), env={})
+    assert job.data is not None
+    assert job.data.spec is not None
+    assert (len(job.data.train), job.config.model, job.config.global_batch_size) == (45, "mlp", 32)
+    mean = float(job.data.train.data[0].astype(float).mean())
+    assert job.data.spec.input_mean == (pytest.approx(mean, rel=1e-12),)
+
+
 def test_a_built_in_model_needs_plain_arrays() -> None:
     with pytest.raises(ModelError, match="gives no plain arrays"):
         preflight.check_model_takes(FitConfig(model="cnn"), Data(object(), spec=None))

@@ -14,9 +14,19 @@ def model_input(spec: DataSpec) -> tuple[Any, Any]:
     inputs = keras.Input(spec.input_shape, dtype=spec.input_dtype, name="input")
     if spec.vocabulary_size is not None:
         return inputs, inputs
+    if spec.input_mean is not None and spec.input_std is not None:
+        return inputs, _normalized(inputs, spec.input_mean, spec.input_std)
     if spec.input_scale == 1.0:
         return inputs, inputs
     return inputs, keras.layers.Rescaling(spec.input_scale, name="scale")(inputs)
+
+
+def _normalized(inputs: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> Any:
+    # First the mean, then the deviation: the difference of near values is exact. Keras'
+    # Normalization takes deviations below 1e-7 as 1e-7. Raw values may be beyond float16.
+    layer = keras.layers.Rescaling
+    x = layer(1.0, [-value for value in mean], dtype="float32", name="center")(inputs)
+    return layer([1.0 / value for value in std], dtype="float32", name="scale")(x)
 
 
 def model_output(spec: DataSpec, x: Any) -> Any:

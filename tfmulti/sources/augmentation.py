@@ -127,6 +127,9 @@ class Augmented(Source):
     def labels(self) -> np.ndarray | None:
         return self._source.labels()
 
+    def changed(self, change: Callable[[Source], Source]) -> Source:
+        return Augmented(self._source.changed(change), self._changes, self._seed)
+
     def _change(self, images: np.ndarray, indices: np.ndarray, epoch: int) -> None:
         for name in self._changes:
             # Each change has a key of its own: adding one leaves what the others draw.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,10 @@ class Weighted(Source):
 
     def labels(self) -> np.ndarray | None:
         return self._source.labels()
+
+    def changed(self, change: Callable[[Source], Source]) -> Source:
+        weights = dict(enumerate(self._weights.tolist()))
+        return Weighted(self._source.changed(change), weights)
 
     def _of(self, labels: np.ndarray) -> np.ndarray:
         own = labels.reshape(len(labels))

@@ -26,6 +26,11 @@ def join(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
 
 
+def expanded(path: str) -> str:
+    """Returns a path with the home folder in the place of `~`."""
+    return path if is_remote(path) else os.path.expanduser(path)
+
+
 def read_bytes(path: str) -> bytes:
     """Returns what a file holds.
 
@@ -108,7 +113,7 @@ def matching(place: str, pattern: str, extensions: tuple[str, ...]) -> list[str]
     Raises:
         DataError: there is none; `place` begins the message.
     """
-    pattern = pattern if is_remote(pattern) else os.path.expanduser(pattern)
+    pattern = expanded(pattern)
     if is_folder(pattern):
         names = [n for n in in_folder(place, pattern)[1] if n.lower().endswith(extensions)]
         if not names:
@@ -146,4 +151,4 @@ def _gfile() -> Any:
 def _words_of(error: Exception) -> str:
     """Returns an error's reason in one line, without a stop."""
     words = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
-    return " ".join(str(words).split()).rstrip(".")
+    return " ".join(str(words).split()).rstrip(".") or type(error).__name__

@@ -41,11 +41,18 @@ def load(options: str, seed: int) -> Data:
     folders = find_parts(place, path)
     train = find_classes(place, folders.pop("train"), EXTENSIONS)
     shape = (size[0], size[1], channels)
-    others = {
+    others: dict[str, Any] = {
         part: ImageFolder(find_classes(place, folder, EXTENSIONS, train.names), shape)
         for part, folder in folders.items()
     }
-    spec = DataSpec(shape, "uint8", CLASSIFICATION, len(train.names), input_scale=1 / 255)
+    spec = DataSpec(
+        shape,
+        "uint8",
+        CLASSIFICATION,
+        len(train.names),
+        input_scale=1 / 255,
+        class_names=train.names,
+    )
     return Data(ImageFolder(train, shape), spec, **others)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tfmulti.errors import DataError
@@ -39,7 +41,9 @@ def data_of(arrays: dict[str, np.ndarray], place: str, classes: int | None) -> D
     if y.ndim == 2 and y.shape[1] > 1 and y.dtype.kind in "biu":
         _refuse_one_hot(place, y)
     spec = _spec(place, x, y, classes)
-    sources = {name: _source(place, name, given, spec) for name, given in parts.items() if given}
+    sources: dict[str, Any] = {
+        name: _source(place, name, given, spec) for name, given in parts.items() if given
+    }
     return Data(spec=spec, **sources)
 
 

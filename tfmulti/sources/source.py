@@ -72,7 +72,7 @@ class Source(ABC):
         return None
 
     def changed(self, change: Callable[[Source], Source]) -> Source:
-        """Returns the same examples out of a changed source: a part out of a changed whole."""
+        """Returns the same with the source that it is made of changed: of a part, the whole."""
         return change(self)
 
 

@@ -9,7 +9,7 @@ from tfmulti.config import FitConfig
 from tfmulti.errors import DataError
 from tfmulti.sources import augmentation, class_weights
 from tfmulti.sources.cache import cached
-from tfmulti.sources.data import Data
+from tfmulti.sources.data import Data, fitted
 from tfmulti.sources.source import Source
 from tfmulti.sources.splits import PARTS, with_splits, with_validation
 
@@ -31,6 +31,7 @@ def prepared(data: Data, config: FitConfig) -> Data:
     }
     data = with_splits(data, splits, config.seed)
     data = with_validation(data, config.validation_fraction, config.seed)
+    data = fitted(data)
     if config.augment is not None:
         data = replace(data, train=_augmented(data.train, config))
     if config.class_weight is not None:

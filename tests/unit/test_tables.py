@@ -1,0 +1,351 @@
+"""CSV and Parquet files: what becomes of their columns, and how they can be wrong."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import importlib
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from tfmulti.errors import ConfigError, DataError
+from tfmulti.sources import tables
+from tfmulti.sources.data import Data, fitted
+from tfmulti.sources.splits import with_validation
+
+ROWS = ["1,red,a", "2,blue,b", "3,red,a", "4,green,b"]
+SMALL = "n,color,y\n" + "\n".join(ROWS) + "\n"
+
+
+def csv(folder: Path, text: str = SMALL, name: str = "t.csv") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def column(name: str, values: Sequence[object], y: str = "ab") -> str:
+    """Returns a CSV file of one column, and a target."""
+    rows = [f"{value},{y[i % len(y)]}" for i, value in enumerate(values)]
+    return "\n".join([f"{name},y", *rows]) + "\n"
+
+
+def loaded(options: str, fraction: float = 0.0) -> Data:
+    return fitted(with_validation(tables.load_csv(options, 0), fraction, seed=1))
+
+
+def rows_of(part: Any) -> Any:
+    return part.read(np.arange(len(part)))
+
+
+def test_columns_become_vectors(tmp_path: Path) -> None:
+    data = loaded(f"{csv(tmp_path)},target=y")
+    x, y = rows_of(data.train)
+    assert data.features == ("n", "color=blue", "color=green", "color=red")
+    assert x.tolist() == [[1, 0, 0, 1], [2, 1, 0, 0], [3, 0, 0, 1], [4, 0, 1, 0]]
+    assert (x.dtype, y.dtype, y.tolist()) == ("float32", "int32", [0, 1, 0, 1])
+    spec = data.spec
+    assert spec is not None
+    assert (spec.input_shape, spec.kind, spec.outputs) == ((4,), "vector", 2)
+    assert (spec.input_mean, spec.input_std) == ((2.5, 0, 0, 0), (1.25**0.5, 1, 1, 1))
+    assert spec.describe() == "4, 2 classes: a, b"
+
+
+def test_statistics_are_of_the_training_rows(tmp_path: Path) -> None:
+    """Rows that only the validation part has move neither means nor categories."""
+    values = np.random.default_rng(3).integers(1000, size=40)
+    lines = [f"{v},c{i},{'ab'[i % 2]}" for i, v in enumerate(values)]
+    data = loaded(f"{csv(tmp_path, 'n,c,y' + chr(10) + chr(10).join(lines))},target=y", 0.25)
+    x, held_out = rows_of(data.train)[0], rows_of(data.validation)[0]
+    assert (len(x), len(held_out)) == (30, 10)
+    assert sorted([*x[:, 0], *held_out[:, 0]]) == sorted(values)
+    assert data.spec is not None
+    assert data.spec.input_mean is not None
+    assert data.spec.input_std is not None
+    assert data.spec.input_mean[0] == pytest.approx(x[:, 0].astype(float).mean(), rel=1e-12)
+    assert data.spec.input_std[0] == pytest.approx(x[:, 0].astype(float).std(), rel=1e-12)
+    assert (x[:, 1:].sum(axis=1) == 1).all()
+    assert not held_out[:, 1:].any()  # each row has a category of its own: all unseen
+    assert x.shape[1] == 1 + 30
+
+
+def test_the_same_rows_with_the_same_seed(tmp_path: Path) -> None:
+    options = f"{csv(tmp_path, column('n', range(40)))},target=y"
+    first, second = (rows_of(loaded(options, 0.25).train)[0] for _ in range(2))
+    assert first.tolist() == second.tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["1", "2.5", " 3 ", "-4e2"], [1, 2.5, 3, -400]),
+        (["true", "False", "TRUE", "false"], [1, 0, 1, 0]),
+        (["1", "1", "1", "1"], [1, 1, 1, 1]),
+        (["9007199254740993", "1", "2", "3"], [9007199254740992, 1, 2, 3]),
+        (["99999999999999999999", "1", "2", "3"], [1e20, 1, 2, 3]),
+    ],
+)
+def test_numbers_and_flags(tmp_path: Path, values: list[str], expected: list[float]) -> None:
+    data = loaded(f"{csv(tmp_path, column('n', values))},target=y")
+    x = rows_of(data.train)[0]
+    assert x[:, 0].tolist() == np.array(expected, np.float32).tolist()
+    assert data.spec is not None
+    constant = len(set(expected)) == 1
+    assert (data.spec.input_std == (1.0,)) == constant
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "classes"),
+    [
+        (["x", "y", "x", "y"], "", ("x", "y")),
+        (["true", "false", "true", "true"], "", ("false", "true")),
+        (["10", "9", "10", "-1", "9", "-1"], "", ("-1", "9", "10")),
+        (["1", "2", "3", "4"], "", None),  # as many values as rows
+        ([*range(21)] * 3, "", None),
+        ([*range(21)] * 3, ",task=classification", tuple(map(str, range(21)))),
+        (["0.5", "1.5", "0.5", "1.5"], "", None),
+        (["0.5", "1.5", "0.5", "1.5"], ",task=classification", ("0.5", "1.5")),
+        (["0", "1", "0", "1"], ",task=regression", None),
+        (["9007199254740993", "1"] * 2, ",task=regression", None),
+    ],
+)
+def test_targets(tmp_path: Path, values: Any, options: str, classes: Any) -> None:
+    text = "n,t\n" + "".join(f"{i},{value}\n" for i, value in enumerate(values))
+    data = loaded(f"{csv(tmp_path, text)},target=t{options}")
+    y = rows_of(data.train)[1]
+    assert data.spec is not None
+    assert data.spec.class_names == classes
+    if classes is None:
+        assert (data.spec.task, data.spec.outputs) == ("regression", 1)
+        assert (y.dtype, y.tolist()) == ("float32", [[float(v)] for v in values])
+    else:
+        assert (data.spec.task, data.spec.outputs) == ("classification", len(classes))
+        assert [classes[label] for label in y] == [str(v) for v in values]
+
+
+def test_classes_are_those_of_the_files_not_of_the_split(tmp_path: Path) -> None:
+    """A class that all its rows' split takes away is still known."""
+    text = column("n", range(40), y="aaaaaaaaaaaaaaaaaaab")
+    parts = [loaded(f"{csv(tmp_path, text)},target=y", f) for f in (0.0, 0.95)]
+    assert [p.spec.class_names for p in parts if p.spec] == [("a", "b"), ("a", "b")]
+    assert set(rows_of(parts[1].train)[1]) == {0}
+
+
+def test_weights_and_dropped_columns(tmp_path: Path) -> None:
+    text = "n,w,id,y\n1,0.5,x,a\n2,2,y,b\n3,0,z,a\n4,1,q,b\n"
+    x, y, weight = rows_of(loaded(f"{csv(tmp_path, text)},target=y,weight=w,drop=id").train)
+    assert (x.tolist(), y.tolist()) == ([[1], [2], [3], [4]], [0, 1, 0, 1])
+    assert (weight.tolist(), weight.dtype) == ([0.5, 2, 0, 1], "float32")
+
+
+def test_missing_values_become_the_mean_of_the_training_rows(tmp_path: Path) -> None:
+    train = csv(tmp_path, "n,c,y\n1,u,a\n,v,b\n5,,a\nNaN,u,b\n")
+    test = csv(tmp_path, "n,c,y\n,,a\n100,w,b\n", "test.csv")
+    data = loaded(f"{train},target=y,missing=mean,test={test}")
+    assert rows_of(data.train)[0].tolist() == [[1, 1, 0], [3, 0, 1], [5, 0, 0], [3, 1, 0]]
+    assert rows_of(data.test)[0].tolist() == [[3, 0, 0], [100, 0, 0]]
+    assert data.spec is not None
+    assert (data.spec.input_mean, data.spec.input_std) == ((3, 0, 0), (2, 1, 1))
+
+
+def test_several_files_are_one_table(tmp_path: Path) -> None:
+    """Columns are put in one order by name, and a column is what all files make of it."""
+    csv(tmp_path, "n,m,y\n1,5,a\n2,6,b\n", "1.csv")
+    csv(tmp_path, "y,m,n\na,x,1.5\nb,7,\n", "2.csv")
+    csv(tmp_path, "n,m,y\n", "3.csv")  # without rows
+    (tmp_path / "4.csv.gz").write_bytes(gzip.compress(b"n,m,y\n4,5,a\n"))
+    for pattern in (tmp_path, f"{tmp_path}/*.csv*"):
+        data = loaded(f"{pattern},target=y,missing=mean")
+        x, y = rows_of(data.train)
+        assert data.features == ("n", "m=5", "m=6", "m=7", "m=x")
+        assert x[:, 0].tolist() == [1, 2, 1.5, 2.125, 4]
+        assert x[:, 1:].argmax(axis=1).tolist() == [0, 1, 3, 2, 0]
+        assert y.tolist() == [0, 1, 0, 1, 0]
+
+
+def test_parts_of_their_own(tmp_path: Path) -> None:
+    train = csv(tmp_path)
+    val = csv(tmp_path, "y,n,color\nb,1.5,black\n", "val.csv")
+    data = loaded(f"{train},target=y,validation={val}", 0.5)
+    assert (len(data.train), data.test) == (4, None)
+    assert [part.tolist() for part in rows_of(data.validation)] == [[[1.5, 0, 0, 0]], [1]]
+
+
+def test_parquet_types(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "i": pa.array([1, 2, None, 4], pa.int8()),
+            "large": pa.array([2**60 + 1, 1, 1, 1]),
+            "f": pa.array([0.5, 1.5, 2.5, 3.5], pa.float16()),
+            "b": [True, False, True, True],
+            "s": pa.array(["007", "8", "8", None], pa.large_string()),
+            "d": pa.array(["u", "v", "u", "v"]).dictionary_encode(),
+            "y": pa.array([0, 1, 0, 1], pa.uint64()),
+        }
+    )
+    parquet.write_table(table, tmp_path / "t.parquet")
+    data = fitted(tables.load_parquet(f"{tmp_path},target=y,missing=mean", 0))
+    x, y = rows_of(data.train)
+    assert data.features == ("i", "large", "f", "b", "s=007", "s=8", "d=u", "d=v")
+    assert x[0, 1] == 2.0**60
+    assert x[2].tolist() == [pytest.approx(7 / 3), 1, 2.5, 1, 0, 1, 1, 0]
+    assert (x[3, 4:6].tolist(), y.tolist()) == ([0, 0], [0, 1, 0, 1])
+    assert data.spec is not None
+    assert data.spec.class_names == ("0", "1")
+
+
+def test_a_type_that_is_not_read(tmp_path: Path) -> None:
+    table = pa.table({"when": [datetime(2020, 1, 1)] * 4, "n": [1, 2, 3, 4], "y": list("abab")})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"'when' of .*t.parquet is of type timestamp.*drop=when"):
+        tables.load_parquet(f"{tmp_path}/t.parquet,target=y", 0)
+    assert fitted(tables.load_parquet(f"{tmp_path},target=y,drop=when", 0)).features == ("n",)
+
+
+def test_a_damaged_parquet_file(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_bytes(b"no table at all")
+    with pytest.raises(DataError, match=r"t.parquet cannot be read: .*Mend or remove it"):
+        tables.load_parquet(f"{tmp_path},target=y", 0)
+
+
+def test_pyarrow_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    path = csv(tmp_path)
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(DataError, match=r"Install it: pip install 'tfmulti\[tables\]'"):
+        tables.load_csv(f"{path},target=y", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "needs the column to predict: target=COLUMN. Known: n, color, y"),
+        (",target=colour", "target=colour: no such column; did you mean 'color'"),
+        (",target=y,weight=m", "weight=m: no such column"),
+        (",target=y,drop=n+colr", "drop=colr: no such column; did you mean 'color'"),
+        (",target=y,drop=y", "column 'y' is given for target and drop. Give it once"),
+        (",target=y,weight=y", "column 'y' is given for target and weight"),
+        (",target=y,drop=n+color", "no column is left to predict from"),
+        (",targt=y", "no option 'targt'; did you mean 'target'"),
+        (",target=", "target has no value"),
+        (",target=y,task=clasification", "task is .*did you mean 'classification'"),
+        (",target=y,missing=median", "missing is 'median'; .*Known: mean"),
+        (",target=color,task=regression", "needs numbers, but the target 'color' is 'blue'"),
+        (",target=color,drop=y+y", "column 'y' is given for drop and drop"),
+        (",target=n,task=classification", "'n' has 4 classes in 4 rows.*or task=regression"),
+        (",target=y,weight=color", "the weights 'color' are text"),
+        (",target=y,test=none.csv", "no file none.csv"),
+    ],
+)
+def test_mistakes_in_options(tmp_path: Path, options: str, message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=f"--dataset csv:.*{message}"):
+        loaded(csv(tmp_path) + options)
+
+
+MANY = column("c", [f"c{i}" for i in range(101)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "t.csv cannot be read: Empty CSV file. Mend or remove it"),
+        ("n,y\n", "t.csv has no rows"),
+        ("n,y\n1,a\n2\n", "cannot be read: CSV parse error: Expected 2 columns, got 1"),
+        ("n,n,y\n1,2,a\n", "has the column 'n' twice"),
+        ("n,y\n1,a\n,b\n", "'n' has no value in row 2 of .*missing=mean or drop=n"),
+        ("c,y\nu,a\nv,b\n,b\n", "'c' has no value in row 3 of .*t.csv"),
+        ("n,y\n1,a\n2,\n", "'y' has no value in row 2 of .*t.csv. Remove such rows"),
+        ("n,y\n,a\n,b\n", "'n' has no values. Leave it out: drop=n"),
+        ("n,y\n1,a\n-inf,b\n", "'n' is -inf in row 2 of .*t.csv, which is no finite"),
+        ("n,y\n1,a\n1e39,b\n", r"'n' is 1e\+39 in row 2 of .*t.csv, which is no finite"),
+        ("n,y\n1,1.5\n2,inf\n", "'y' is inf in row 2 of .*t.csv, which is no finite"),
+        ("n,y\n1,a\n2,a\n", "'y' has 1 classes in 2 rows, but it needs two or more"),
+        ("n,y\n1,a\n2,b\n3,c\n", "'y' has 3 classes in 3 rows, .*Use another target.$"),
+        (MANY, "'c' has 101 different texts, such as 'c0' .*drop=c"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=f"--dataset csv:.*{message}"):
+        loaded(f"{csv(tmp_path, text)},target=y")
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfea,b\n1,2\n", b"n,y\n1,\xff\n"])
+def test_a_file_that_is_not_utf8(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "t.csv").write_bytes(data)
+    with pytest.raises(DataError, match=r"t.csv cannot be read: .*(UTF-8|UTF8)"):
+        loaded(f"{tmp_path}/t.csv,target=y")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("n,y\n1,a\n", "2.csv lacks the column 'color'; it has n, y"),
+        ("n,color,y,z\n1,red,a,1\n", "2.csv has a column 'z', which the first file"),
+        ("n,color,y\n1,red,a\n2,red,c\n", "'y' is 'c' in row 2 of .*2.csv, which no training"),
+        ("n,color,y\n1,red,a\nx,red,b\n", "'n' is 'x' in row 2 of .*2.csv, but it is a number"),
+        ("n,color,y\n1,red,a\n,red,b\n", "'n' has no value in row 2 of .*2.csv"),
+        ("n,color,y\n1,red,a\n2,red,\n", "'y' has no value in row 2 of .*2.csv"),
+    ],
+)
+def test_mistakes_in_another_part(tmp_path: Path, text: str, message: str) -> None:
+    other = csv(tmp_path, text, "2.csv")
+    with pytest.raises(DataError, match=message):
+        loaded(f"{csv(tmp_path)},target=y,test={other}")
+
+
+def test_another_part_is_true_or_false_too(tmp_path: Path) -> None:
+    train = csv(tmp_path, column("f", ["true", "false"]))
+    other = csv(tmp_path, column("f", ["true", "1", "false"]), "2.csv")
+    with pytest.raises(DataError, match=r"'f' is '1' in row 2 of .*, but it is true or false in"):
+        loaded(f"{train},target=y,validation={other}")
+
+
+def test_a_row_of_the_second_file_is_counted_from_its_start(tmp_path: Path) -> None:
+    csv(tmp_path, "n,y\n1,a\n2,b\n3,a\n", "1.csv")
+    for text, row in (("n,y\n1,a\n,b\n", 2), ("n,y\n,b\n", 1)):
+        csv(tmp_path, text, "2.csv")
+        with pytest.raises(DataError, match=rf"in row {row} of .*2.csv"):
+            loaded(f"{tmp_path},target=y")
+
+
+def test_no_value_is_left_in_the_training_rows(tmp_path: Path) -> None:
+    """All its values fell into the validation part."""
+    for kind, value in (("n", "1"), ("c", "x")):
+        text = csv(tmp_path, column(kind, [value, *[""] * 39]))
+        with pytest.raises(DataError, match=f"'{kind}' has no values in the training rows"):
+            loaded(f"{text},target=y,missing=mean", 0.95)
+
+
+def test_a_weight_below_zero(tmp_path: Path) -> None:
+    text = csv(tmp_path, "n,w,y\n1,1,a\n2,-0.5,b\n")
+    with pytest.raises(DataError, match=r"weight 'w' is -0.5 in row 2 of .*t.csv"):
+        loaded(f"{text},target=y,weight=w")
+
+
+def test_a_file_in_two_parts(tmp_path: Path) -> None:
+    path = csv(tmp_path)
+    with pytest.raises(DataError, match=r"t.csv is in the training part and in the test part"):
+        loaded(f"{tmp_path}/*.csv,target=y,test={path}")
+
+
+def test_no_path() -> None:
+    with pytest.raises(DataError, match=r"--dataset csv: needs a file. Write --dataset csv:PATH"):
+        tables.load_csv("", 0)
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = csv(tmp_path)
+
+    def refuse(*args: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(builtins, "open", refuse)  # root may read any file
+    with pytest.raises(DataError, match=r"t.csv cannot be read: Permission denied"):
+        tables.load_csv(f"{path},target=y", 0)
