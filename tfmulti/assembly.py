@@ -71,7 +71,12 @@ def set_up(job: preflight.Job) -> Setup:
     keras.utils.set_random_seed(config.seed)
     if config.op_determinism:
         tf.config.experimental.enable_op_determinism()
-    data = shared(job.data or load_user_data(config, batch), strategy)
+    data = job.data or load_user_data(config, batch)
+    if data.finish is not None:
+        data = data.finish(batch.global_batch_size)
+    if data.warning is not None:
+        say("warning", data.warning)
+    data = shared(data, strategy)
     preflight.check_batch(config, data, place.replicas)
     return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,10 +25,13 @@ from tfmulti.feed import Feed
 from tfmulti.launched import teller
 from tfmulti.pipeline import DIFFERENT_ROWS, different_rows
 from tfmulti.resuming import Keeper, Progress
+from tfmulti.sources.record_stream import SCOPE
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
 Logs = dict[str, Any]
+
+_FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,8 @@ def _next_of(iterator: Any) -> Any:
     """Returns an Optional of the next `Shards`, or None at the end of the data."""
     try:
         taken = iterator.get_next_as_optional()
-    except tf.errors.InvalidArgumentError as error:
-        _check_rows_were_alike(error)
+    except _FAULTS_OF_DATA as error:
+        _raise_as_data_error(error)
         raise
     return taken if taken.has_value() else None
 
@@ -305,8 +309,8 @@ def predict(
         try:
             with told_by(feed):
                 outputs = model.predict_function(source)
-        except tf.errors.InvalidArgumentError as error:
-            _check_rows_were_alike(error)
+        except _FAULTS_OF_DATA as error:
+            _raise_as_data_error(error)
             raise
         batches.append(outputs)
         callbacks.on_predict_batch_end(last, {"outputs": outputs})
@@ -337,8 +341,8 @@ def run(
             outcome = execute(source, count, _votes(model, wish, backup))
             several = placement_of(model.distribute_strategy).workers > 1
             spread = float(outcome.digest_spread) if several else 0.0  # waits for the execution
-    except tf.errors.InvalidArgumentError as error:
-        _check_rows_were_alike(error)
+    except _FAULTS_OF_DATA as error:
+        _raise_as_data_error(error)
         raise
     if spread > 0.1:
         raise DataError(
@@ -360,9 +364,21 @@ def told_by(feed: Feed) -> Iterator[None]:
         raise
 
 
-def _check_rows_were_alike(error: tf.errors.InvalidArgumentError) -> None:
+def _raise_as_data_error(error: tf.errors.OpError) -> None:
+    """Raises DataError where the data is what is wrong, of which `tf.data` tells as text."""
     if DIFFERENT_ROWS in error.message:
         raise DataError(different_rows()) from None
+    first = error.message.partition("\n")[0]
+    reason = re.sub(r"^.*Iterator::\S+ |\{\{.*?\}\}", "", first).strip(" .")
+    if isinstance(error, tf.errors.DataLossError):
+        raise DataError(
+            f"a file of the data is damaged: {reason}. Find it (gzip -t FILE), and copy it anew."
+        ) from None
+    if f"{SCOPE}/" in error.message:
+        raise DataError(
+            f"a record of the GZIP files cannot be read: {reason}. gunzip the files: then the "
+            "file and the record are told, and --skip_bad_records leaves it out."
+        ) from None
 
 
 def as_floats(logs: Logs) -> Logs:

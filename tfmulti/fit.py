@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if cluster is not None and cluster.is_evaluator:
             print("tfmulti: the workers evaluate; this evaluator task has nothing to do.")
             return errors.EXIT_DONE
+        # Before any import of TensorFlow: data at gs://… is looked for with it in `check`.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         job = preflight.check(config, cluster)
         if job.done is not None:
             print(
@@ -41,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "to do. Give more --epochs, or a new --run_dir."
             )
             return errors.EXIT_DONE
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with quiet_stderr():
             from tfmulti import loop  # 4 s for TensorFlow: only when all that can be is checked
         stopped_by = loop.run(job).stopped_by

@@ -80,6 +80,8 @@ DATASETS: dict[str, Recipe] = {
     "csv": Recipe("tfmulti.sources.tables:load_csv", "mlp", 32, takes_options=True),
     "parquet": Recipe("tfmulti.sources.tables:load_parquet", "mlp", 32, takes_options=True),
     "text": Recipe("tfmulti.sources.text:load", "transformer", 32, takes_options=True),
+    "tfrecord": Recipe("tfmulti.sources.tfrecord:load", "cnn", takes_options=True),
+    "tfds": Recipe("tfmulti.sources.tfds:load", "cnn", takes_options=True),
 }
 
 _USER_DATASET = Recipe("", "mlp")

@@ -1,12 +1,21 @@
-"""Small data of every kind, made on the disk: one function a kind, in `KINDS`."""
+"""Small data of every kind, made on the disk: one function a kind, in `KINDS`.
+
+Each writes `EXAMPLES` examples, no two alike, into a folder of its own and returns what
+`--dataset` is given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
+
+from tests.support.records import write_features, write_records
 
 EXAMPLES = 23  # no multiple of the batches that tests take
 
@@ -38,4 +47,113 @@ def images(folder: Path) -> str:
     return f"images:{folder},size=8x10"
 
 
-KINDS: dict[str, Callable[[Path], str]] = {"npz": npz, "npy": npy, "images": images}
+def tfrecord(folder: Path) -> str:
+    """Files of 1, 0, 15 and 7 records."""
+    records = [example(encoded(image), i % 3) for i, image in enumerate(pictures(EXAMPLES, 8, 8))]
+    start = 0
+    for name, count in (("a", 1), ("b", 0), ("c", 15), ("d", 7)):
+        write_records(folder / name, records[start : start + count])
+        start += count
+    write_features(folder)
+    return f"tfrecord:{folder}"
+
+
+def tfds(folder: Path) -> str:
+    _builder()(data_dir=str(folder)).download_and_prepare()
+    return f"tfds:contract,data_dir={folder}"
+
+
+@functools.cache  # tensorflow-datasets takes a name once
+def _builder() -> Any:
+    import tensorflow_datasets
+
+    features = tensorflow_datasets.features
+    form = {"image": features.Image(shape=(8, 8, 3)), "label": features.ClassLabel(num_classes=3)}
+
+    class Contract(tensorflow_datasets.core.GeneratorBasedBuilder):
+        VERSION = tensorflow_datasets.core.Version("1.0.0")
+        pkg_dir_path = Path(__file__).parent
+        code_path = None  # there are no checksums of downloads beside it
+
+        def _info(self) -> Any:
+            return tensorflow_datasets.core.DatasetInfo(
+                builder=self,
+                features=features.FeaturesDict(form),
+                supervised_keys=("image", "label"),
+            )
+
+        def _split_generators(self, manager: Any) -> dict[str, Any]:
+            return {"train": self._all()}
+
+        def _generate_examples(self) -> None:
+            raise AssertionError
+
+        def _all(self) -> Iterator[tuple[int, dict[str, Any]]]:
+            for i, image in enumerate(pictures(EXAMPLES, 8, 8)):
+                yield i, {"image": image, "label": i % 3}
+
+    return Contract
+
+
+def csv(folder: Path) -> str:
+    """Files of 1 and 22 rows."""
+    rows = [f"{i},{'red' if i % 3 else 'blue'},{i % 2 + 0.5},{i * i}.5" for i in range(EXAMPLES)]
+    for name, part in (("a", rows[:1]), ("b", rows[1:])):
+        (folder / f"{name}.csv").write_text("\n".join(["number,color,half,size", *part]))
+    return f"csv:{folder},target=size"
+
+
+def parquet(folder: Path) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table(
+        {"n": list(range(EXAMPLES)), "kind": ["ab"[i % 2] for i in range(EXAMPLES)]}
+    )
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=4)
+    return f"parquet:{folder / 'a.parquet'},target=kind"
+
+
+def text(folder: Path) -> str:
+    for i in range(EXAMPLES):
+        place = folder / ("good" if i % 2 else "bad")
+        place.mkdir(exist_ok=True)
+        (place / f"{i}.txt").write_text(" ".join(["word"] * i + [f"own{i}"]))
+    return f"text:{folder},tokens=30"
+
+
+KINDS: dict[str, Callable[[Path], str]] = {
+    "npz": npz,
+    "npy": npy,
+    "images": images,
+    "tfrecord": tfrecord,
+    "tfds": tfds,
+    "csv": csv,
+    "parquet": parquet,
+    "text": text,
+}
+
+
+def encoded(image: np.ndarray) -> bytes:
+    return bytes(cv2.imencode(".png", image[..., ::-1])[1])
+
+
+def example(image: bytes, label: int) -> bytes:
+    """Returns a tf.train.Example of an image and a label, written without TensorFlow."""
+    features = [_entry("image", _field(1, _field(1, image)))]
+    features.append(_entry("label", _field(3, _field(1, bytes([label])))))
+    return _field(1, b"".join(features))
+
+
+def _entry(name: str, feature: bytes) -> bytes:
+    return _field(1, _field(1, name.encode()) + _field(2, feature))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Returns a field of a protocol buffer that has a length."""
+    length, size = b"", len(content)
+    while True:
+        size, low = size >> 7, size & 0x7F
+        length += struct.pack("B", low | (0x80 if size else 0))
+        if not size:
+            return bytes([number << 3 | 2]) + length + content

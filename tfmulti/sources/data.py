@@ -77,6 +77,9 @@ class Data:
     them call it with `from_chief`, which returns on every worker what its argument returns on
     the chief (`broadcast.from_chief`). `vocabulary` is that of token sequences, most frequent
     first, without the tokens for padding (0) and for any other word (1).
+
+    `finish` makes the data whole once TensorFlow is there, given the global batch size: what
+    needs both has no parts before. `warning` is what the user should know of it, in one line.
     """
 
     train: Any
@@ -87,6 +90,8 @@ class Data:
     features: tuple[str, ...] | None = None
     share: Callable[[Data, FromChief], Data] | None = None
     vocabulary: tuple[str, ...] | None = None
+    finish: Callable[[int], Data] | None = None
+    warning: str | None = None
 
 
 def fitted(data: Data) -> Data:

@@ -5,15 +5,24 @@ A path with a scheme goes to `tf.io.gfile`, which imports TensorFlow; any other 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import glob
 import importlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfmulti.console import quiet_stderr
 from tfmulti.errors import DataError
+
+
+class Stamp(NamedTuple):
+    """What changes when a file is written anew: its size in bytes, and when that was."""
+
+    size: int
+    modified_ns: int
 
 
 def is_remote(path: str) -> bool:
@@ -40,33 +49,28 @@ def read_bytes(path: str) -> bytes:
     if not is_remote(path):
         with open(path, "rb") as file:
             return file.read()
-    try:
-        with _gfile().GFile(path, "rb") as file:
-            content: bytes = file.read()
-            return content
-    except Exception as error:  # TensorFlow's errors are no OSError
-        raise OSError(_words_of(error)) from error
+    with as_os_error(), gfile().GFile(path, "rb") as file:
+        content: bytes = file.read()
+        return content
 
 
-def stamp(path: str) -> str:
-    """Returns a file's size and the time of its last change, by which a new one is known.
+def stamp_of(path: str) -> Stamp:
+    """Returns the size of a file, and when it was modified.
 
     Raises:
-        OSError: it is not there.
+        OSError: there is no such file.
     """
-    if not is_remote(path):
-        found = os.stat(path)
-        return f"{found.st_size} {found.st_mtime_ns}"
-    try:
-        found = _gfile().stat(path)
-    except Exception as error:
-        raise OSError(_words_of(error)) from error
-    return f"{found.length} {found.mtime_nsec}"
+    if is_remote(path):
+        with as_os_error():
+            found = gfile().stat(path)
+        return Stamp(int(found.length), int(found.mtime_nsec))
+    status = os.stat(path)
+    return Stamp(status.st_size, status.st_mtime_ns)
 
 
 def is_folder(path: str) -> bool:
     """Whether there is a folder at a path."""
-    return bool(_gfile().isdir(path)) if is_remote(path) else os.path.isdir(path)
+    return bool(gfile().isdir(path)) if is_remote(path) else os.path.isdir(path)
 
 
 def in_folder(place: str, path: str) -> tuple[list[str], list[str]]:
@@ -80,7 +84,7 @@ def in_folder(place: str, path: str) -> tuple[list[str], list[str]]:
             words = "is a file" if _exists(path) else "does not exist"
             raise DataError(f"{place}: {path} {words}. Give the path of a folder.")
         if is_remote(path):
-            entries = [name.rstrip("/") for name in _gfile().listdir(path)]
+            entries = [name.rstrip("/") for name in gfile().listdir(path)]
             is_dir = {name: is_folder(join(path, name)) for name in entries}
         else:
             with os.scandir(path) as found:
@@ -132,20 +136,37 @@ def _glob(place: str, pattern: str) -> list[str]:
     if not is_remote(pattern):
         return sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
     try:
-        return sorted(_gfile().glob(pattern))
+        return sorted(gfile().glob(pattern))
     except Exception as error:
         raise DataError(f"{place}: {pattern}: {_words_of(error)}. Give another path.") from None
 
 
 def _exists(path: str) -> bool:
-    return bool(_gfile().exists(path)) if is_remote(path) else os.path.exists(path)
+    return bool(gfile().exists(path)) if is_remote(path) else os.path.exists(path)
 
 
-def _gfile() -> Any:
+def gfile() -> Any:
+    """Returns `tf.io.gfile`; imports TensorFlow where that has not been done."""
+    return _tensorflow().io.gfile
+
+
+@contextlib.contextmanager
+def as_os_error() -> Iterator[None]:
+    """Inside, an error of TensorFlow's file systems becomes an `OSError`."""
+    tf = _tensorflow()
+    try:
+        yield
+    except tf.errors.NotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "no such file") from None
+    except tf.errors.OpError as error:
+        raise OSError(errno.EIO, " ".join(error.message.split())) from None
+
+
+def _tensorflow() -> Any:
     if "tensorflow" not in sys.modules:
         with quiet_stderr():
             importlib.import_module("tensorflow")
-    return sys.modules["tensorflow"].io.gfile
+    return sys.modules["tensorflow"]
 
 
 def _words_of(error: Exception) -> str:

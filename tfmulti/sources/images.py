@@ -87,5 +87,5 @@ class ImageFolder(Source):
         return self._classes.labels
 
     def identity(self) -> str:
-        sizes = (f"{p} {files.stamp(p)}" for p in self._classes.paths)
+        sizes = (f"{p} {files.stamp_of(p)}" for p in self._classes.paths)
         return "\n".join([repr(self._shape), *sizes])

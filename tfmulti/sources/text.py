@@ -112,7 +112,7 @@ class TextFiles(Source):
         return self._labels
 
     def identity(self) -> str:
-        return "\n".join(f"{path} {files.stamp(path)}" for path in self.paths)
+        return "\n".join(f"{path} {files.stamp_of(path)}" for path in self.paths)
 
 
 class VectorizedSource(Source):

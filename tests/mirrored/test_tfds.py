@@ -1,0 +1,178 @@
+"""Data sets that tensorflow-datasets prepared: both kinds of files, and what is not prepared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow_datasets
+
+from tfmulti.errors import ConfigError, DataError
+from tfmulti.sources import tfds
+from tfmulti.sources.data import Data
+from tfmulti.sources.source import Leaf
+
+features = tensorflow_datasets.features
+
+
+class Tiny(tensorflow_datasets.core.GeneratorBasedBuilder):
+    """Images that are filled with their number; train 20 and test 5."""
+
+    VERSION = tensorflow_datasets.core.Version("1.0.0")
+    pkg_dir_path = Path(__file__).parent
+    code_path = None  # there are no checksums of downloads beside it
+
+    def _info(self) -> Any:
+        return tensorflow_datasets.core.DatasetInfo(
+            builder=self,
+            features=features.FeaturesDict(
+                {
+                    "image": features.Image(shape=(None, None, 3)),
+                    "label": features.ClassLabel(num_classes=4),
+                    "fixed": features.Image(shape=(6, 5, 1)),
+                    "name": features.Text(),
+                    "values": features.Tensor(shape=(2,), dtype=np.float32),
+                    "sound": features.Audio(),
+                    "count": np.int64,
+                }
+            ),
+            supervised_keys=("image", "label"),
+        )
+
+    def _split_generators(self, manager: Any) -> dict[str, Any]:
+        return {"train": self._numbered(20), "test": self._numbered(5, first=20)}
+
+    def _generate_examples(self) -> None:
+        raise AssertionError
+
+    def _numbered(self, count: int, first: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        for i in range(first, first + count):
+            yield (
+                i,
+                {
+                    "image": np.full((8 + i % 3, 9, 3), i, np.uint8),
+                    "label": i % 4,
+                    "fixed": np.full((6, 5, 1), i, np.uint8),
+                    "name": f"{i}\0",
+                    "values": np.array([i, 0.5], np.float32),
+                    "sound": np.zeros(3, np.int64),
+                    "count": i,
+                },
+            )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each kind of files."""
+    made = tmp_path_factory.mktemp("tfds")
+    for kind in ("tfrecord", "array_record"):
+        Tiny(data_dir=str(made / kind), file_format=kind).download_and_prepare()
+    return made
+
+
+def read(data: Data) -> tuple[np.ndarray, np.ndarray]:
+    """All training examples, in an order of which the first is not the first."""
+    x, y = data.train.read(np.arange(20)[::-1])
+    return x, y
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
+def test_images_and_labels(folder: Path, kind: str) -> None:
+    data = tfds.load(f"tiny,data_dir={folder}/{kind},size=8x12", 0)
+    assert (len(data.train), data.validation, len(data.test)) == (20, None, 5)
+    assert data.spec is not None
+    assert data.spec.describe() == "8×12×3, 4 classes"
+    x, y = read(data)
+    assert x.shape == (20, 8, 12, 3)
+    numbers = x[:, 0, 0, 0]
+    assert sorted(numbers.tolist()) == list(range(20))
+    assert np.array_equal(x, np.broadcast_to(numbers[:, None, None, None], x.shape))
+    assert np.array_equal(y, numbers % 4)
+    assert "record 3" in data.train.where(3)
+    assert set(data.test.read(np.arange(5))[0][:, 0, 0, 0]) == set(range(20, 25))
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
+def test_the_order_is_that_of_the_files(folder: Path, kind: str) -> None:
+    forward = tfds.load(f"tiny,data_dir={folder}/{kind},x=fixed", 0).train
+    x, _ = forward.read(np.arange(20))
+    again, _ = forward.read(np.array([7, 2]))
+    assert np.array_equal(again, x[[7, 2]])
+
+
+def test_other_features(folder: Path) -> None:
+    place = f"tiny,data_dir={folder}/tfrecord"
+    x, y = read(tfds.load(f"{place},x=values,y=count,classes=20", 0))
+    assert np.array_equal(x[:, 0], y)
+    assert tfds.load(f"{place},x=fixed,y=values", 0).spec.describe() == "6×5×1, 2 values"  # type: ignore[union-attr]
+    data = tfds.load(f"{place},x=name,y=count", 0)
+    assert data.spec is None
+    assert data.train.specs == (Leaf((), "str"), Leaf((), "int64"))
+    x, y = read(data)
+    assert x.tolist() == [b"%d\0" % n for n in y]
+
+
+def test_splits_have_names(folder: Path) -> None:
+    place = f"tiny,data_dir={folder}/tfrecord,size=8x8"
+    data = tfds.load(f"{place},validation=test", 0)
+    assert (len(data.train), len(data.validation), data.test) == (20, 5, None)
+    assert len(tfds.load(f"{place},train=test", 0).train) == 5
+
+
+def test_the_last_version_and_the_config(folder: Path, tmp_path: Path) -> None:
+    for name in ("a/1.9.0", "a/1.10.0", "b/cold/1.0.0", "b/warm/1.0.0"):
+        target = tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(folder / "tfrecord" / "tiny" / "1.0.0")
+    assert len(tfds.load(f"b,config=warm,data_dir={tmp_path},size=8x8", 0).train) == 20
+    with pytest.raises(DataError, match=r"several configs. Write config=NAME; .*Known: cold, warm"):
+        tfds.load(f"b,data_dir={tmp_path}", 0)
+    with pytest.raises(DataError, match=r"did you mean 'warm'"):
+        tfds.load(f"b,config=wram,data_dir={tmp_path}", 0)
+    data = tfds.load(f"a,data_dir={tmp_path},size=8x8", 0)
+    assert "/a/1.10.0/" in data.train.where(0)
+    data = tfds.load(f"a,version=1.9.0,data_dir={tmp_path},size=8x8", 0)
+    assert "/a/1.9.0/" in data.train.where(0)
+    with pytest.raises(DataError, match=r"version 2.0.0 is not prepared; .*Known: 1.10.0, 1.9.0"):
+        tfds.load(f"a,version=2.0.0,data_dir={tmp_path}", 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "needs a name"),
+        ("mnist,data_dir={}", r"no mnist is prepared in .* Prepare it once: python -c .*'mnist'"),
+        ("glue,config=cola,data_dir={}", "no glue/cola is prepared"),
+        ("tiny,data_dir={}", "the images 'image' vary in size.*size=224x224"),
+        ("tiny,data_dir={},size=8", "size needs a height and a width"),
+        ("tiny,data_dir={},size=8xa", "size is '8xa'"),
+        ("tiny,data_dir={},siz=8x8", "did you mean 'size'"),
+        ("tiny,data_dir={},x=imag", "no feature 'imag'; did you mean 'image'"),
+        ("tiny,data_dir={},x=sound", r"'sound' varies in shape \(None,\), and only images"),
+        ("tiny,data_dir={},x=fixed,y=name,classes=3", "'name' is no label. Leave classes out"),
+        ("tiny,data_dir={},size=8x8,test=tset", "no split 'tset'; did you mean 'test'"),
+        ("tiny,data_dir={},size=8x8,validation=train", "validation=train is another part already"),
+    ],
+)
+def test_mistakes(folder: Path, options: str, message: str) -> None:
+    with pytest.raises((DataError, ConfigError), match=message):
+        tfds.load(options.replace("{}", str(folder / "tfrecord")), 0)
+
+
+def test_a_damaged_data_set(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "tiny" / "1.0.0"
+    broken.mkdir(parents=True)
+    for name in ("dataset_info.json", "features.json"):
+        (broken / name).write_text("{")
+    with pytest.raises(DataError, match=r"tiny/1.0.0 is damaged: .*Prepare it anew\."):
+        tfds.load(f"tiny,data_dir={tmp_path}", 0)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(DataError, match=r"Install it: pip install 'tfmulti\[tfds\]'"):
+        tfds.load("tiny", 0)

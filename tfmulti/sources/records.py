@@ -1,0 +1,87 @@
+"""The records of many TFRecord files as one list of byte strings, read in any order."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from tfmulti.errors import DataError
+from tfmulti.sources.files import stamp_of
+from tfmulti.sources.open_files import OpenFiles
+from tfmulti.sources.record_index import FOOTER, checksum, index_of
+
+_AT_ONCE = 8  # files whose index is made: remote ones answer slowly
+
+
+class ByteStrings(Protocol):
+    """Encoded examples with random access."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        """Returns the examples of these numbers, in that order."""
+
+    def where(self, number: int) -> str:
+        """Returns the file and the record of an example, for messages."""
+
+    def identity(self) -> str:
+        """Returns what is another text where the examples are others."""
+
+
+class Records:
+    """The records of TFRecord files, numbered from 0 over all files. Any thread may read.
+
+    A file may hold any number of them, also none.
+
+    Raises:
+        DataError: a file is missing, no TFRecord file, cut off or damaged, or all are empty.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = list(paths)
+        with ThreadPoolExecutor(_AT_ONCE, "tfmulti-index") as pool:
+            self._indices = list(pool.map(index_of, self.paths))
+        self._ends = np.cumsum([len(rows) for rows in self._indices])
+        self._open = OpenFiles()
+        if not len(self):
+            what = self.paths[0] if len(self.paths) == 1 else f"all {len(self.paths)} files of it"
+            raise DataError(f"there are no records in {what}. Give files that hold some.")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        """Returns the data of these records, in that order.
+
+        Raises:
+            ValueError: a checksum is wrong.
+            OSError: a file cannot be read.
+        """
+        return [self._read_one(*self._place(int(number))) for number in numbers]
+
+    def where(self, number: int) -> str:
+        """Returns the file of a record, and its number there from 0 on."""
+        file, row = self._place(number)
+        return f"{self.paths[file]}, record {row}"
+
+    def identity(self) -> str:
+        """Returns the names, sizes and times of the files."""
+        return "\n".join(f"{path} {stamp_of(path)}" for path in self.paths)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        return file, number - int(self._ends[file]) + len(self._indices[file])
+
+    def _read_one(self, file: int, row: int) -> bytes:
+        offset, length = self._indices[file][row].tolist()
+        found = self._open.get(self.paths[file]).read_at(offset, length + FOOTER)
+        data = found[:length]
+        if len(found) != length + FOOTER:
+            raise ValueError("the file has become shorter since it was opened")
+        if struct.unpack("<I", found[length:])[0] != checksum(data):
+            raise ValueError("the checksum is wrong (the file is damaged)")
+        return data

@@ -1,0 +1,208 @@
+"""TFRecord files of `tf.train.Example`, read at random by an index of their records."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfmulti.errors import DataError
+from tfmulti.sources.data import Data, DataSpec
+from tfmulti.sources.encoded import Decoder, EncodedSource
+from tfmulti.sources.examples import parse_into
+from tfmulti.sources.features import Features, is_label, read_features, spec_of
+from tfmulti.sources.files import is_remote, read_bytes
+from tfmulti.sources.open_files import files_of, open_file
+from tfmulti.sources.options import parse_options
+from tfmulti.sources.record_index import HEADER, is_header
+from tfmulti.sources.record_stream import stream
+from tfmulti.sources.records import Records
+
+BUFFER = 4096  # records that a stream is shuffled within
+_GZIP = b"\x1f\x8b"
+_NO_RECORDS = (".json", ".md", ".txt")  # what a folder may hold besides
+_FORM = (
+    '{"features": {"image": {"type": "image", "shape": [224, 224, 3]}, "label": {"type": '
+    '"int64"}}, "x": "image", "y": "label", "classes": 10}'
+)
+_DEFAULTS: dict[str, Any] = {
+    "spec": "",
+    "validation": "",
+    "test": "",
+    "classes": None,
+    "buffer": BUFFER,
+}
+
+
+def load(options: str, seed: int) -> Data:
+    """Returns the data of `PATTERN[,spec=FILE,validation=PATTERN,test=PATTERN,classes=N]`.
+
+    A pattern is a file, a folder or one with `*`; local, or what `tf.io.gfile` reads. A mere
+    name for validation and test is looked for in the folder of the first pattern, and what they
+    name is not trained on. `spec` is a JSON file (`features`), or `features.json` beside the
+    records.
+
+    GZIP files become a stream, shuffled within `buffer` records.
+
+    Raises:
+        DataError: no file or no spec is found, or one of them is wrong.
+        ConfigError: an unknown option, or a value of the wrong form.
+    """
+    pattern, _, rest = options.partition(",")
+    chosen = parse_options(f"tfrecord:{pattern}", rest, _DEFAULTS)
+    place = f"--dataset tfrecord:{pattern}"
+    if not pattern:
+        raise DataError("--dataset tfrecord: needs a file. Write --dataset tfrecord:PATTERN.")
+    parts = _parts(place, pattern, chosen)
+    features = _features(place, pattern, chosen["spec"])
+    classes = _classes(place, features, chosen["classes"])
+    leaves = {name: feature.leaf for name, feature in features.features.items()}
+    parse = functools.partial(_parse_into, features)
+    decoder = Decoder(features.names, leaves, parse, classes)
+    x, y, *_ = decoder.specs
+    spec = spec_of(x, y, classes)
+    if _are_compressed(place, parts):
+        make = functools.partial(stream, features=features, classes=classes)
+        return _streamed(parts, make, spec, seed, chosen["buffer"])
+    sources: dict[str, Any] = {
+        name: EncodedSource(Records(paths), decoder) for name, paths in parts.items()
+    }
+    return Data(spec=spec, **sources)
+
+
+def _parse_into(features: Features, records: Sequence[bytes], out: Any) -> None:
+    parse_into(records, features.features, out)
+
+
+def _parts(place: str, pattern: str, chosen: dict[str, Any]) -> dict[str, list[str]]:
+    """Returns the files of each part that there is."""
+    parts = {"train": _found(place, pattern)}
+    for part in ("validation", "test"):
+        if chosen[part]:
+            own = chosen[part]
+            if "/" not in own:
+                own = os.path.join(_folder_of(pattern, parts["train"]), own)
+            parts[part] = _found(f"{place},{part}={chosen[part]}", own)
+    others = {path for part in parts if part != "train" for path in parts[part]}
+    train = [path for path in parts["train"] if path not in others]
+    if not train:
+        raise DataError(
+            f"{place}: validation and test take all {len(others)} files. Leave one for training."
+        )
+    if "test" in parts and set(parts["test"]) & set(parts.get("validation", [])):
+        raise DataError(
+            f"{place}: validation={chosen['validation']} and test={chosen['test']} name the same "
+            "files. Give each its own."
+        )
+    return parts | {"train": train}
+
+
+def _found(place: str, pattern: str) -> list[str]:
+    try:
+        found = files_of(pattern)
+    except OSError as error:
+        raise DataError(f"{place}: {error.strerror or error}. Give a readable path.") from None
+    found = [path for path in found if not path.endswith(_NO_RECORDS)]
+    if not found:
+        raise DataError(
+            f"{place}: no file is found there. Give a file, a folder of TFRecord files, or a "
+            "pattern such as 'data/train-*'."
+        )
+    return found
+
+
+def _folder_of(pattern: str, files: list[str]) -> str:
+    """Returns the folder of a pattern: itself, where it is one."""
+    whole = pattern if is_remote(pattern) else os.path.expanduser(pattern)
+    if files[0].startswith(whole.rstrip("/") + "/"):
+        return whole
+    return os.path.dirname(files[0])
+
+
+def _features(place: str, pattern: str, given: str) -> Features:
+    name = given or "features.json"
+    folder = _folder_of(pattern, _found(place, pattern))
+    places = [os.path.expanduser(given)] if given else []
+    if "/" not in name:
+        places.append(os.path.join(folder, name))
+    for path in places:
+        try:
+            return read_features(path, read_bytes(path))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
+    raise DataError(
+        f"{place}: no {' or '.join(places)} says what the records hold. "
+        f"Write such a file: {_FORM}, or give its path: spec=FILE."
+    )
+
+
+def _classes(place: str, features: Features, given: int | None) -> int | None:
+    """Returns the number of classes; None where the target is no label."""
+    classes = given if given is not None else features.classes
+    x, y = ([features.features[n].leaf for n in _list(names)] for names in (features.x, features.y))
+    labels = isinstance(features.y, str) and is_label(y[0])
+    if classes is not None and not labels:
+        raise DataError(
+            f"{place}: there are {classes} classes, but y is {features.y!r}, no single label. "
+            "Leave classes out, or make y one int64."
+        )
+    if classes is None and labels and isinstance(features.x, str) and spec_of(x[0], y[0], 2):
+        raise DataError(
+            f'{place}: the labels {features.y!r} are of how many classes? Add "classes": N to '
+            "the spec, or write classes=N."
+        )
+    return classes
+
+
+def _list(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _are_compressed(place: str, parts: dict[str, list[str]]) -> bool:
+    """Returns whether the files are GZIP files.
+
+    Raises:
+        DataError: some are and some are not, or one cannot be read.
+    """
+    kinds: dict[bool, str] = {}
+    for path in (path for paths in parts.values() for path in paths):
+        try:
+            head = open_file(path).read_at(0, HEADER)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
+        if head:  # a record of 35,615 bytes begins as a GZIP file does, but for its checksum
+            kinds.setdefault(head.startswith(_GZIP) and not is_header(head), path)
+    if len(kinds) > 1:
+        raise DataError(
+            f"{place}: {kinds[True]} is a GZIP file and {kinds[False]} is not. Give files of one "
+            "kind; gunzip them to read at random."
+        )
+    return True in kinds
+
+
+def _streamed(
+    parts: dict[str, list[str]],
+    make: Callable[..., Any],
+    spec: DataSpec | None,
+    seed: int,
+    buffer: int,
+) -> Data:
+    warning = (
+        f"GZIP files cannot be read at random: every worker decompresses all of them, training "
+        f"shuffles within {buffer:,} records alone (buffer=N), and a resumed run reads again up to "
+        "its place. gunzip them to read at random."
+        + ("" if "validation" in parts else " Without validation=PATTERN there is no validation.")
+    )
+
+    def finish(global_batch_size: int) -> Data:
+        orders = {"train": {"seed": seed, "buffer": buffer}}
+        datasets = {
+            name: make(paths, global_batch_size=global_batch_size, **orders.get(name, {}))
+            for name, paths in parts.items()
+        }
+        return Data(spec=spec, warning=warning, **datasets)
+
+    return Data(None, spec, finish=finish)
