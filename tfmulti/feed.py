@@ -18,6 +18,7 @@ from tfmulti.reading import Reading
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.sources.source import Source, map_nest
 from tfmulti.strategies import Placement
+from tfmulti.streams import DEFAULT, AnyStream, specs_of, stream_of
 
 DEFAULT_BATCH_SIZE = 32  # Keras' own
 
@@ -95,12 +96,12 @@ class SourceFeed:
         source: Source,
         plan: Plan,
         placement: Placement,
-        reading: Reading = pipeline.DEFAULT,
+        reading: Reading = DEFAULT,
     ) -> None:
         self._source, self._plan, self._placement = source, plan, placement
         self._reading = reading
         self.passes = 0
-        self._stream: pipeline.Stream | None = None
+        self._stream: AnyStream | None = None
         self._is_at_start = False
 
     @property
@@ -110,7 +111,7 @@ class SourceFeed:
     @property
     def specs(self) -> Any:
         rows = self._plan.global_batch_size
-        return pipeline.specs_of(self._source, rows)
+        return specs_of(self._source.specs, rows)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class SourceFeed:
         self.passes += 1
         if self._stream is None or first_step or not self._is_at_start:
             self.close()
-            self._stream = pipeline.Stream(
+            self._stream = stream_of(
                 self._source, self._plan, self._placement, first_step, self._reading
             )
         self._is_at_start = False
@@ -287,7 +288,7 @@ def make_feed(
     class_weight: Mapping[int, float] | None = None,
     seed: int | None = None,
     steps_per_epoch: int | None = None,
-    reading: Reading = pipeline.DEFAULT,
+    reading: Reading = DEFAULT,
 ) -> Feed:
     """Returns the feed of what Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
 

@@ -16,7 +16,6 @@ from tfmulti.assembly import Setup, compile_model, make_model, set_up
 from tfmulti.callbacks.throughput import Throughput
 from tfmulti.callbacks.waiting import Waiting
 from tfmulti.console import Say, number, speaker
-from tfmulti.pipeline import Stream
 from tfmulti.plan import Plan
 from tfmulti.reader import Reader, bytes_of, cores
 from tfmulti.reading import Reading
@@ -26,6 +25,7 @@ from tfmulti.sources.data import CLASSIFICATION, Data, size_of
 from tfmulti.sources.source import Leaf, Source, leaves_of, map_nest
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
+from tfmulti.streams import stream_of
 
 _ROWS_SHOWN, _IMAGES_SHOWN, _CLASSES_SHOWN, _REPLICAS_SHOWN = 5, 25, 20, 16
 _MEASURED_STEPS, _MEASURED_S = 20, 3.0
@@ -214,14 +214,14 @@ def _data_alone(setup: Setup) -> tuple[float, int, int]:
     """Returns the seconds of a batch, how many threads read, and the bytes of a batch."""
     reading = Reading(setup.config.reader_threads, setup.config.skip_bad_records)
     with contextlib.closing(
-        Stream(setup.data.train, _plan(setup), setup.place, 0, reading)
+        stream_of(setup.data.train, _plan(setup), setup.place, 0, reading)
     ) as stream:
-        size = sum(bytes_of_tensors(data) for data in next(stream.shards).data)
+        size = sum(bytes_of_tensors(data) for data in stream.shards.take().data)
         for _ in range(3):  # what was read ahead meanwhile
-            next(stream.shards)
+            stream.shards.take()
         began, count = time.perf_counter(), 0
         while count < 10 or time.perf_counter() - began < _MEASURED_S:
-            next(stream.shards)
+            stream.shards.take()
             count += 1
         return (time.perf_counter() - began) / count, stream.threads or 0, size
 

@@ -2,9 +2,7 @@
 
 Two ways in, one form out (`Shards`):
 
-- a source with random access (`Stream`): the plan says which examples global batch `k` holds,
-  a reader reads this worker's rows alone, and a thread puts them into a queue of TensorFlow's,
-  out of which the compiled step takes them. The position is one number, the steps so far.
+- a source with random access (`streams`): each worker reads its own rows alone.
 - a `tf.data.Dataset` of global batches: every worker reads it and keeps its own rows.
 
 Nothing here is tuned while it runs: tf.data's autotuner makes the end of a run wait for up
@@ -14,152 +12,19 @@ parallelism is set by number.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
-import weakref
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmulti import sharding
 from tfmulti.errors import DataError
-from tfmulti.plan import Plan
-from tfmulti.reader import ALIGNMENT, Batch, Reader
-from tfmulti.reading import Reading
 from tfmulti.replicas import rows_of
-from tfmulti.sources.source import Leaf, Source, leaves_of, map_nest
-from tfmulti.steps import Shards
+from tfmulti.shards import Shards
 from tfmulti.strategies import Placement
 
-PREFETCH_STEPS = 2  # batches that wait for the step; the reader makes others meanwhile
-
-DEFAULT = Reading()
+PREFETCH_STEPS = 2  # batches that wait for the step
 
 DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
-
-
-class Stream:
-    """This worker's `Shards` of a source, from a step on, without end.
-
-    It holds at most `PREFETCH_STEPS` batches that wait, and those that the reader makes
-    (`reader.AHEAD`). A thread fills the queue until `close`.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        plan: Plan,
-        placement: Placement,
-        first_step: int = 0,
-        reading: Reading = DEFAULT,
-    ) -> None:
-        self._reader = Reader(source, plan, placement, reading)
-        self._placement = placement
-        self.error: Exception | None = None
-        self.lost: set[str] = set()  # what could not be read, in words
-        # One replica's rows are known beforehand where all batches are alike. Those of several
-        # are not said, so that an axis of known size is none of rows (`randomness`).
-        alone = placement.replicas == 1 and plan.is_even and not reading.skip_bad_records
-        rows = plan.global_batch_size if alone else None
-        self._form = specs_of(source, rows)
-        types = [spec.dtype for spec in leaves_of(self._form)] * placement.local_replicas
-        with tf.device("CPU:0"):
-            self._queue = tf.queue.FIFOQueue(PREFETCH_STEPS, [*types, tf.int64])
-        self.shards = iter(_untuned(tf.data.Dataset.counter().map(self._taken)))
-        self._thread = threading.Thread(
-            target=_fill,
-            args=(weakref.ref(self), self._reader, self._queue, first_step),
-            name="tfmulti-feeder",
-            daemon=True,
-        )
-        self._thread.start()
-
-    @property
-    def threads(self) -> int | None:
-        """How many threads read examples; None before the first was read."""
-        return self._reader.threads
-
-    def close(self) -> None:
-        """Ends the threads. What is in the queue is dropped."""
-        with tf.init_scope():  # at once, also where a stream is collected while a step is traced
-            self._queue.close(cancel_pending_enqueues=True)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter may be ending
-            self.close()
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def _taken(self, _: tf.Tensor) -> Shards:
-        *parts, counts = self._queue.dequeue()
-        local = self._placement.local_replicas
-        size = len(parts) // local
-        data = []
-        for i in range(local):
-            own = parts[i * size : (i + 1) * size]
-            for tensor, spec in zip(own, leaves_of(self._form), strict=True):
-                tensor.set_shape(spec.shape)
-            data.append(tf.nest.pack_sequence_as(self._form, own))
-        counts.set_shape([2 * local + 2])
-        *numbers, rows, lost = tf.unstack(counts)
-        own_rows, first_rows = tuple(numbers[:local]), tuple(numbers[local:])
-        return Shards(tuple(data), own_rows, first_rows, rows, tf.constant(-1), lost)
-
-
-def _fill(
-    stream: weakref.ref[Stream], reader: Reader, queue: tf.queue.QueueBase, first_step: int
-) -> None:
-    """Runs in a thread: puts batch after batch into the queue, until that is closed."""
-    with contextlib.closing(reader.batches(first_step)) as batches:
-        try:
-            for batch in batches:
-                _say_lost(stream(), batch)
-                queue.enqueue(_components(batch))
-        except tf.errors.CancelledError:
-            pass  # closed
-        except Exception as error:
-            holder = stream()
-            if holder is not None:
-                holder.error = error
-            queue.close()  # what is in it is still taken, and then the step finds no more
-
-
-def _say_lost(stream: Stream | None, batch: Batch) -> None:
-    for words in batch.lost:
-        if stream is not None and words not in stream.lost:
-            stream.lost.add(words)
-            print(f"tfmulti: left out {words}", file=sys.stderr, flush=True)
-
-
-def _components(batch: Batch) -> list[tf.Tensor]:
-    tensors = [as_tensor(leaf) for data in batch.data for leaf in leaves_of(data)]
-    counts = [*batch.own_rows, *batch.first_rows, batch.rows, len(batch.lost)]
-    return [*tensors, tf.constant(counts, tf.int64)]
-
-
-def as_tensor(array: Any) -> tf.Tensor:
-    """Returns an array as a tensor: the same memory, where TensorFlow can take that.
-
-    Nothing may write to the array afterwards.
-    """
-    plain = isinstance(array, np.ndarray) and array.dtype.kind in "iuf" and array.size
-    if plain and array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous:
-        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-    with tf.device("CPU:0"):
-        return tf.convert_to_tensor(array)
-
-
-def specs_of(source: Source, rows: int | None) -> Any:
-    """Returns the form of so many rows of a source (None: any number), in TensorFlow's words."""
-
-    def spec(leaf: Leaf) -> tf.TensorSpec:
-        dtype = tf.string if leaf.dtype == "str" else tf.as_dtype(leaf.dtype)
-        return tf.TensorSpec([rows, *leaf.shape], dtype)
-
-    return map_nest(spec, source.specs)
 
 
 def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:

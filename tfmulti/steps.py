@@ -17,50 +17,12 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, microbatches, replicas, run_state
 from tfmulti.launched import teller
+from tfmulti.shards import ArrayOutlet, Outlet, Shards
 from tfmulti.share import Share, computing
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
 
 Logs = dict[str, tf.Tensor]
-
-
-class Shards(NamedTuple):
-    """This worker's part of one global batch.
-
-    `data[i]` are the rows that local replica `i` reads, from row `first_rows[i]` of the
-    global batch on, and `own_rows[i]` how many of them count: all, or none where a replica
-    without rows reads one (`sharding.rows_to_read`). `rows` is the number of rows of the
-    global batch (all int64), and `digest` a small whole number that is the same on all
-    workers if they read the same global batch (-1: not computed). `lost` counts the rows that
-    this worker could not read: they are left out of `data` and `own_rows`, and on one worker
-    out of `first_rows` and `rows`; several have to tell each other (`_agreed`).
-    """
-
-    data: tuple[Any, ...]
-    own_rows: tuple[tf.Tensor, ...]
-    first_rows: tuple[tf.Tensor, ...]
-    rows: tf.Tensor
-    digest: tf.Tensor
-    lost: tf.Tensor
-
-    def weight(self, local: int) -> tf.Tensor:
-        """Returns the part of the global batch that a local replica has, float32."""
-        part = tf.math.divide_no_nan(  # of nothing, where all rows of a batch were lost
-            tf.cast(self.own_rows[local], tf.float64), tf.cast(self.rows, tf.float64)
-        )
-        return tf.cast(part, tf.float32)  # rounded once
-
-    def share(self, local: int, *, alone: bool, sync_batch_norm: bool) -> Share:
-        """Returns a local replica's share; `alone` if there is no other replica."""
-        return Share(
-            self.weight(local),
-            self.own_rows[local],
-            self.first_rows[local],
-            self.rows,
-            _fixed_rows(self.data[local]),
-            alone,
-            sync_batch_norm,
-        )
 
 
 class Outcome(NamedTuple):
@@ -216,6 +178,8 @@ def _build_by(function: Any, model: keras.Model, *inputs: Any) -> None:
 def _taken(source: Any) -> Shards:
     if isinstance(source, Shards):
         return source
+    if isinstance(source, (Outlet, ArrayOutlet)):
+        return source.take()
     taken: Shards = (
         source.get_value() if isinstance(source, tf.experimental.Optional) else next(source)
     )
@@ -293,12 +257,6 @@ def _make_step(
         return strategy.run(alike)
 
     return one_step if model.run_eagerly else tf.function(one_step, reduce_retracing=True)
-
-
-def _fixed_rows(data: Any) -> int | None:
-    """Returns how many rows the data has, where that is known when a step is traced."""
-    sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(data)}
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 class _Statistics:

@@ -16,12 +16,12 @@ import tensorflow as tf
 from tests.unit.test_plan import epoch_of
 from tfmulti.errors import DataError
 from tfmulti.feed import make_feed
-from tfmulti.pipeline import Stream, as_tensor
 from tfmulti.plan import Plan
 from tfmulti.reader import empty
 from tfmulti.reading import Reading
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.strategies import Placement
+from tfmulti.streams import as_tensor, stream_of
 
 ALONE = Placement(0, 1, 1)
 
@@ -34,8 +34,8 @@ def shards_of(
     first: int = 0,
     threads: int | None = None,
 ) -> list[Any]:
-    with contextlib.closing(Stream(source, plan, place, first, Reading(threads))) as stream:
-        return [next(stream.shards) for _ in range(steps)]
+    with contextlib.closing(stream_of(source, plan, place, first, Reading(threads))) as stream:
+        return [stream.shards.take() for _ in range(steps)]
 
 
 @pytest.fixture(autouse=True)
@@ -122,12 +122,12 @@ def test_an_evaluation_begins_where_the_last_one_ended() -> None:
     feed = make_feed(source, placement=ALONE, batch_size=4)
     for _ in range(3):
         shards = feed.iterate(0)
-        assert [next(shards).data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]
+        assert [shards.take().data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]
         feed.end_pass(whole=True)
     shards = feed.iterate(0)
-    next(shards)
+    shards.take()
     feed.end_pass()  # part of a pass: the next one begins anew
-    assert next(feed.iterate(0)).data[0][0].numpy()[0] == 0
+    assert feed.iterate(0).take().data[0][0].numpy()[0] == 0
     feed.close()
 
 
@@ -146,9 +146,9 @@ class Broken(ArraySource):
 @pytest.mark.parametrize("threads", [0, 2])
 def test_what_cannot_be_read_is_named_when_it_is_its_turn(threads: int) -> None:
     source = Broken((np.arange(12, dtype=np.float32),))
-    with contextlib.closing(Stream(source, Plan(12, 4), ALONE, 0, Reading(threads))) as stream:
-        assert next(stream.shards).data[0][0].numpy().tolist() == [0, 1, 2, 3]
+    with contextlib.closing(stream_of(source, Plan(12, 4), ALONE, 0, Reading(threads))) as stream:
+        assert stream.shards.take().data[0][0].numpy().tolist() == [0, 1, 2, 3]
         with pytest.raises(tf.errors.OpError):
-            next(stream.shards)
+            stream.shards.take()
         assert isinstance(stream.error, DataError)
         assert str(stream.error).startswith("some.file, record 7: Input/output error. Mend")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.errors import DataError
-from tfmulti.sources.source import Leaf, Source, map_nest
+from tfmulti.sources.source import Arrays, Leaf, Source, leaves_of, map_nest
 
 
 class ArraySource(Source):
@@ -35,6 +35,7 @@ class ArraySource(Source):
         self._rows = next(iter(lengths.values()))
         if not self._rows:
             raise DataError("the data has no rows. Give at least one example.")
+        self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves_of(data))
         self._specs = map_nest(_leaf, self.data)
         if dtypes is not None:
             self._specs = map_nest(_as_dtype, self._specs, dtypes)
@@ -54,6 +55,11 @@ class ArraySource(Source):
             return rows if leaf.dtype == "str" else rows.astype(leaf.dtype, copy=False)
 
         return map_nest(take, self.data, self._specs)
+
+    def arrays(self) -> Arrays | None:
+        if type(self).read_into is not ArraySource.read_into or self._is_mapped:
+            return None
+        return Arrays(self.data, self._specs, lambda indices: indices)
 
     def labels(self) -> np.ndarray | None:
         y = self.data[1] if isinstance(self.data, tuple) and len(self.data) > 1 else None

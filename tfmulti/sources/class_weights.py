@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.sources.source import Leaf, Source
+from tfmulti.sources.source import Arrays, Leaf, Source
 
 BALANCED = "balanced"
 
@@ -97,6 +97,13 @@ class Weighted(Source):
 
     def labels(self) -> np.ndarray | None:
         return self._source.labels()
+
+    def arrays(self) -> Arrays | None:
+        arrays = self._source.arrays()
+        if arrays is None:
+            return None
+        weights = self._of(arrays.data[1])
+        return arrays._replace(data=(*arrays.data, weights), specs=self.specs)
 
     def changed(self, change: Callable[[Source], Source]) -> Source:
         weights = dict(enumerate(self._weights.tolist()))

@@ -27,6 +27,17 @@ class Leaf(NamedTuple):
     dtype: str
 
 
+class Arrays(NamedTuple):
+    """What rows can be gathered from: a nest of arrays in memory, and how rows come out of it.
+
+    `specs` is the form in which they come out, and `rows_of` gives the rows of examples.
+    """
+
+    data: Any
+    specs: Any
+    rows_of: Callable[[np.ndarray], np.ndarray]
+
+
 class Source(ABC):
     """Examples with random access."""
 
@@ -62,6 +73,10 @@ class Source(ABC):
 
     def labels(self) -> np.ndarray | None:
         """Returns the class of each example, whole numbers, or None where that takes reading."""
+        return None
+
+    def arrays(self) -> Arrays | None:
+        """Returns what examples are rows of, where that is in memory already."""
         return None
 
     def identity(self) -> str | None:
@@ -107,6 +122,12 @@ class Part(Source):
     def labels(self) -> np.ndarray | None:
         labels = self.whole.labels()
         return None if labels is None else labels[self._in_whole(np.arange(len(self)))]
+
+    def arrays(self) -> Arrays | None:
+        whole = self.whole.arrays()
+        if whole is None:
+            return None
+        return whole._replace(rows_of=lambda indices: whole.rows_of(self._in_whole(indices)))
 
     def changed(self, change: Callable[[Source], Source]) -> Source:
         return Part(self.whole.changed(change), self.start, self.stop, self.order)

@@ -1,0 +1,56 @@
+"""How each side of `benchmarks.input` is measured, inside its own process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LONG_S = 4.0  # of reading, after the first batch
+
+
+def measure(
+    begin: Callable[[], Iterator[int]],
+    end: Callable[[], None] = lambda: None,
+    resume: Callable[[], Callable[[], Any]] | None = None,
+) -> None:
+    """Measures a side and prints its figures as a line of JSON.
+
+    Args:
+        begin: builds the pipeline and returns an endless iterator, which yields the rows of
+            each batch as it comes.
+        end: ends it.
+        resume: what is to be ready before a resumption; returns what gives the first batch
+            after 90 % of an epoch, in a new pipeline.
+    """
+    print("READY", flush=True)
+    sys.stdin.readline()  # the memory of before is measured
+    began = time.perf_counter()
+    batches = begin()
+    next(batches)
+    first_s = time.perf_counter() - began
+    rows, began = 0, time.perf_counter()
+    while time.perf_counter() - began < LONG_S:
+        rows += next(batches)
+    per_s = rows / (time.perf_counter() - began)
+    print("READ", flush=True)
+    sys.stdin.readline()
+    began = time.perf_counter()
+    del batches
+    end()
+    end_s = time.perf_counter() - began
+    resume_s = None
+    if resume is not None:
+        take = resume()
+        began = time.perf_counter()
+        take()
+        resume_s = time.perf_counter() - began
+    found = {
+        "examples_per_s": per_s,
+        "first_batch_s": first_s,
+        "end_s": end_s,
+        "resume_s": resume_s,
+    }
+    print(json.dumps(found), flush=True)

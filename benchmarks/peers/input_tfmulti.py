@@ -1,0 +1,61 @@
+"""tfmulti's side of `benchmarks.input`: its own stream, as `fit` reads it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.input_data import BATCHES, TARGET
+from benchmarks.peers.input_measure import measure
+from benchmarks.peers.input_step import rows_of_next
+from tfmulti.config import FitConfig
+from tfmulti.plan import Plan
+from tfmulti.preflight import load_data
+from tfmulti.sources.arrays import ArraySource
+from tfmulti.strategies import Placement
+from tfmulti.streams import AnyStream, stream_of
+
+
+def source_of(task: str, folder: str) -> Any:
+    if task == "arrays":
+        import numpy as np
+
+        return ArraySource((np.load(f"{folder}/x.npy"), np.load(f"{folder}/y.npy")))
+    height, width = TARGET
+    dataset = {
+        "images": f"images:{folder}/images,size={height}x{width}",
+        "tfrecord": f"tfrecord:{folder}/records",
+    }[task]
+    config = FitConfig(dataset=dataset, validation_fraction=0.0, global_batch_size=1)
+    data = load_data(config)
+    assert data is not None
+    return data.train
+
+
+def main(task: str, folder: str) -> None:
+    streams: list[AnyStream] = []
+    arrays = source_of(task, folder) if task == "arrays" else None
+
+    def stream(first_step: float = 0.0) -> AnyStream:
+        source = arrays or source_of(task, folder)  # finding the files is part of it
+        plan = Plan(len(source), BATCHES[task], seed=1)
+        streams.append(
+            stream_of(source, plan, Placement(0, 1, 1), int(first_step * plan.steps_per_epoch))
+        )
+        return streams[-1]
+
+    def begin() -> Iterator[int]:
+        outlet = stream().shards
+        while True:
+            yield int(rows_of_next(outlet)[0])
+
+    def end() -> None:
+        streams.pop().close()
+
+    measure(begin, end, lambda: lambda: rows_of_next(stream(0.9).shards))
+    end()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
