@@ -1,0 +1,99 @@
+"""Trains on several workers and writes down which examples each of them read.
+
+python -m tests.support.reads OUT_RANK.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmulti import make_strategy, prepare
+from tfmulti.errors import DataError
+from tfmulti.sources.arrays import ArraySource
+from tfmulti.stopping import state_of
+from tfmulti.strategies import placement_of
+
+EXAMPLES, BATCH, EPOCHS = 50, 12, 2
+BAD = (3, 17, 44)
+
+
+class Logged(ArraySource):
+    """Notes (epoch, example) of each read, and its bytes; some examples cannot be read."""
+
+    def __init__(self, rows: int, bad: tuple[int, ...] = (), pause_s: float = 0.0) -> None:
+        x = np.random.default_rng(2).standard_normal((rows, 4)).astype(np.float32)
+        super().__init__((x, (np.arange(rows) % 3).astype(np.int32)))
+        self.bad, self.pause_s = bad, pause_s
+        self.reads: list[tuple[int, int]] = []
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        time.sleep(self.pause_s)
+        if set(self.bad) & set(indices.tolist()):
+            raise OSError(5, "Input/output error")
+        with self._lock:
+            self.reads += [(epoch, index) for index in indices.tolist()]
+        super().read_into(indices, epoch, out)
+        self.bytes += sum(leaf.nbytes for leaf in out)
+
+    def where(self, index: int) -> str:
+        return f"some.file, record {index}"
+
+
+def main(out: str) -> None:
+    strategy = make_strategy()
+
+    def trained(source: Any, validation: Any = None, **options: Any) -> keras.Model:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "softmax")])
+            prepare(model, seed=9, **options)
+            model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        model.fit(
+            source,
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            validation_data=validation,
+            verbose=0,
+        )
+        return model
+
+    found: dict[str, Any] = {}
+    threads = set(threading.enumerate())
+    source, validation = Logged(EXAMPLES), Logged(7)
+    model = trained(source, validation, reader_threads=2)
+    found["training"], found["bytes"] = source.reads, source.bytes
+    found["validation"], found["loss"] = validation.reads, model.history.history["loss"]
+    few = Logged(2)
+    trained(few, reader_threads=0)
+    found["few"] = few.reads
+    slow = trained(Logged(EXAMPLES, pause_s=0.1), reader_threads=0)
+    found["waited"] = state_of(slow).waited_s / state_of(slow).epoch_s
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        skipping = Logged(EXAMPLES, BAD)
+        model = trained(skipping, reader_threads=0, skip_bad_records=len(BAD))
+        found["skipped"] = [skipping.reads, state_of(model).lost, state_of(model).examples]
+        try:
+            trained(Logged(EXAMPLES, BAD), reader_threads=0, skip_bad_records=len(BAD) - 1)
+        except DataError as error:
+            found["too many"] = str(error)
+    found["said"] = said.getvalue()
+    found["left"] = [t.name for t in threading.enumerate() if t not in threads]
+    rank = placement_of(strategy).rank
+    Path(out.replace("RANK", str(rank))).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
