@@ -48,6 +48,32 @@ def rows() -> list[tuple[str, str, str]]:
             "exactness",
         )
     )
+    return found + input_rows()
+
+
+def input_rows() -> list[tuple[str, str, str]]:
+    """Returns the figures of data: each task beside its best peer."""
+    found = []
+    what = {
+        "arrays": "60,000 images of 28×28 in memory, shuffled",
+        "images": "2,000 JPEG files of 256×256, shuffled and resized",
+        "tfrecord": "the same images in TFRecord files",
+    }
+    for task, sides in result("input")["tasks"].items():
+        words = [
+            f"{name} {side['examples_per_s']:,.0f}"
+            for name, side in sorted(
+                sides.items(), key=lambda item: item[1]["examples_per_s"], reverse=True
+            )
+        ]
+        found.append((f"{what[task]}, examples/s", ", ".join(words), "input"))
+    for task, sides in result("input")["tasks"].items():
+        words = [
+            f"{name} {1000 * side['resume_s']:,.0f} ms"
+            for name, side in sides.items()
+            if side["resume_s"] is not None
+        ]
+        found.append((f"{task}: first batch from 90 % of an epoch on", ", ".join(words), "input"))
     return found
 
 
