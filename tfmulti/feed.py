@@ -15,6 +15,7 @@ from tfmulti.errors import DataError, ModelError
 from tfmulti.plan import Plan
 from tfmulti.positions import Position, position_of, set_position
 from tfmulti.reading import Reading
+from tfmulti.shards import Ahead
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.sources.source import Source, map_nest
 from tfmulti.strategies import Placement
@@ -102,6 +103,7 @@ class SourceFeed:
         self._reading = reading
         self.passes = 0
         self._stream: AnyStream | None = None
+        self._taken: Any = None
         self._is_at_start = False
 
     @property
@@ -130,8 +132,11 @@ class SourceFeed:
             self._stream = stream_of(
                 self._source, self._plan, self._placement, first_step, self._reading
             )
+            self._taken = self._stream.shards
+            if self._placement.gpus:
+                self._taken = Ahead(self._stream.shards, self._placement.gpus)
         self._is_at_start = False
-        return self._stream.shards
+        return self._taken
 
     def position(self) -> Position | None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -117,6 +118,42 @@ class ArrayOutlet(tf.experimental.ExtensionType):  # type: ignore[misc]
         first_rows = tuple(counts[2 * self.replicas : -1])
         nothing = tf.constant(0, tf.int64)
         return Shards(tuple(data), own_rows, first_rows, counts[-1], tf.constant(-1), nothing)
+
+
+class Ahead:
+    """An outlet whose next batch is taken, and brought to the replicas' GPUs, while a step runs.
+
+    `held` is the batch that was taken so; None at the beginning.
+    """
+
+    def __init__(self, outlet: Outlet | ArrayOutlet, gpus: Sequence[str]) -> None:
+        self.outlet, self.gpus = outlet, gpus
+        self.held: Shards | None = None
+
+
+def on_devices(shards: Shards, devices: Sequence[str]) -> Shards:
+    """Returns the same with each replica's rows on its device; text stays with the host."""
+
+    def copied(tensor: tf.Tensor, device: str) -> tf.Tensor:
+        if tensor.dtype == tf.string:
+            return tensor  # a GPU holds none
+        with tf.device(device):
+            return tf.identity(tensor)
+
+    data = tuple(
+        tf.nest.map_structure(lambda t, device=device: copied(t, device), own)
+        for own, device in zip(shards.data, devices, strict=True)
+    )
+    return shards._replace(data=data)
+
+
+def with_any_rows(shards: Shards) -> Shards:
+    """Returns the form of all batches, out of one: any number of rows."""
+    return shards._replace(
+        data=tf.nest.map_structure(
+            lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), shards.data
+        )
+    )
 
 
 _FORMS: dict[str, Any] = {}

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, microbatches, replicas, run_state
 from tfmulti.launched import teller
-from tfmulti.shards import ArrayOutlet, Outlet, Shards
+from tfmulti.shards import Ahead, ArrayOutlet, Outlet, Shards, on_devices, with_any_rows
 from tfmulti.share import Share, computing
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
@@ -59,21 +59,30 @@ class Taken(NamedTuple):
         rows = tuple(tf.constant(0, tf.int64) for _ in range(placement.local_replicas + 1))
         return cls(rows, tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.timestamp())
 
-    def with_(self, shards: Shards) -> Taken:
-        """Returns the same with the next step's, which have just come."""
-        with tf.control_dependencies([shards.rows]):
-            waited_s = tf.maximum(tf.timestamp() - self.free_since, 0)
+    def counted(self, shards: Shards) -> Taken:
+        """Returns the same with the rows of a step."""
         more = (*shards.own_rows, shards.rows)
         rows = tuple(a + b for a, b in zip(self.rows, more, strict=True))
-        return self._replace(
-            rows=rows, lost=self.lost + shards.lost, waited_s=self.waited_s + waited_s
-        )
+        return self._replace(rows=rows, lost=self.lost + shards.lost)
+
+    def waited_for(self, came: tf.Tensor) -> Taken:
+        """Returns the same when the next step's data has come, at a time."""
+        return self._replace(waited_s=self.waited_s + tf.maximum(came - self.free_since, 0))
 
     def after(self, logs: Any) -> Taken:
         """Returns the same when a step has ended, with these logs."""
-        # TensorFlow may take the next step's data while this one runs: that is no waiting.
-        with tf.control_dependencies(tf.nest.flatten(logs, expand_composites=True)):
+        # TensorFlow may take the next step's data while this one runs: that is no waiting. On a
+        # GPU a step has ended when what it computes can be brought to the host.
+        with tf.device("CPU:0"):
+            done = [tf.identity(t) for t in tf.nest.flatten(logs, expand_composites=True)]
+        with tf.control_dependencies(done):
             return self._replace(free_since=tf.timestamp())
+
+
+def _time_of(shards: Shards) -> tf.Tensor:
+    """Returns the time at which a batch has come."""
+    with tf.control_dependencies([shards.rows]):
+        return tf.timestamp()
 
 
 Execution = Callable[[Any, int, Sequence[float]], Outcome]
@@ -116,18 +125,27 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         before = states.now() if states else ()
         taken = Taken.nothing(placement)
         shards = take(source)
-        taken = taken.with_(shards)
+        taken = taken.counted(shards).waited_for(_time_of(shards))
         return outcome(shards, one_step(shards), votes, before, taken)
+
+    def one_and_next(source: Any, shards: Shards, votes: tf.Tensor) -> tuple[Outcome, Shards]:
+        """Runs a step on a batch that is on the GPUs, and brings the next one there meanwhile."""
+        before = states.now() if states else ()
+        taken = Taken.nothing(placement).counted(shards)
+        following = on_devices(_taken(source), placement.gpus)
+        logs = one_step(shards)
+        taken = taken.after(logs).waited_for(_time_of(following))
+        return outcome(shards, logs, votes, before, taken), following
 
     def several(iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> Outcome:
         before = states.now() if states else ()
         taken = Taken.nothing(placement)
         for _ in tf.range(steps - 1):
             shards = take(iterator)
-            taken = taken.with_(shards)
+            taken = taken.counted(shards).waited_for(_time_of(shards))
             taken = taken.after(one_step(shards))
         shards = take(iterator)
-        taken = taken.with_(shards)
+        taken = taken.counted(shards).waited_for(_time_of(shards))
         return outcome(shards, one_step(shards), votes, before, taken)
 
     if model.run_eagerly:
@@ -137,7 +155,12 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         one_compiled = tf.function(one, reduce_retracing=True)
         several_compiled = tf.function(several, reduce_retracing=True)
 
+    next_compiled = tf.function(one_and_next, reduce_retracing=True)
+    first_compiled = tf.function(lambda outlet: on_devices(_taken(outlet), placement.gpus))
+
     state = state_of(model)
+    # A collective before the step (`_agreed`) may not run beside those of another one.
+    goes_ahead = take is _taken and model.steps_per_execution == 1 and not model.run_eagerly
     may_gather = placement.replicas > 1 and not model.run_eagerly
 
     def one_by_one(source: Any, steps: int, vote: tf.Tensor) -> Outcome:
@@ -146,8 +169,22 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         sums = {name: tf.add_n([getattr(each, name) for each in found]) for name in summed}
         return found[-1]._replace(**sums)
 
+    def one_ahead(ahead: Ahead, vote: tf.Tensor) -> Outcome:
+        held = first_compiled(ahead.outlet) if ahead.held is None else ahead.held
+        if next_compiled.experimental_get_tracing_count() == 0:
+            # Once for any number of rows, and not again for the last batch.
+            next_compiled.get_concrete_function(ahead.outlet, with_any_rows(held), vote)
+            run_state.restore_late(model)
+        found: Outcome
+        found, ahead.held = next_compiled(ahead.outlet, held, vote)
+        return found
+
     def execute(source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
+        if isinstance(source, Ahead):
+            if goes_ahead:
+                return one_ahead(source, vote)
+            source = source.outlet
         if state.saved_variables and not model.run_eagerly:
             if steps == 1:
                 _build_by(one_compiled, model, source, vote)
@@ -389,7 +426,8 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
             lambda v: tf.concat(strategy.experimental_local_results(v), axis=0), outputs
         )
 
-    return predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
+    compiled = predict if model.run_eagerly else tf.function(predict, reduce_retracing=True)
+    return lambda source: compiled(source.outlet if isinstance(source, Ahead) else source)
 
 
 @functools.lru_cache(maxsize=4)  # strategies: a process has one, seldom two

@@ -76,11 +76,15 @@ def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribu
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process stands: its rank among the workers, and its replicas."""
+    """Where this process stands: its rank among the workers, and its replicas.
+
+    `gpus` are the devices of the local replicas, where these are GPUs.
+    """
 
     rank: int
     workers: int
     local_replicas: int
+    gpus: tuple[str, ...] = ()
 
     @property
     def is_chief(self) -> bool:
@@ -99,16 +103,18 @@ class Placement:
 def placement_of(strategy: tf.distribute.Strategy) -> Placement:
     """Returns this process' place in a strategy, whoever made it."""
     total = strategy.num_replicas_in_sync
+    devices = tuple(strategy.extended.worker_devices)
+    gpus = devices if all("GPU" in device.upper() for device in devices) else ()
     resolver = strategy.cluster_resolver
     if resolver is None or not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return Placement(0, 1, total)
+        return Placement(0, 1, total, gpus)
     jobs = resolver.cluster_spec().as_dict()
     chiefs = len(jobs.get("chief", ()))
     workers = chiefs + len(jobs.get("worker", ()))
     if workers == 0:
-        return Placement(0, 1, total)
+        return Placement(0, 1, total, gpus)
     rank = resolver.task_id + (chiefs if resolver.task_type == "worker" else 0)
-    return Placement(rank, workers, total // workers)
+    return Placement(rank, workers, total // workers, gpus)
 
 
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

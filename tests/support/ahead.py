@@ -1,0 +1,70 @@
+"""Trains on two devices that are treated as GPUs, and as what they are; prints both results.
+
+python -m tests.support.ahead
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmulti import make_strategy, prepare, steps, trainer
+from tfmulti.shards import Shards
+from tfmulti.strategies import Placement, placement_of
+
+traces: list[str] = []
+placed: list[Any] = []
+
+
+class Model(keras.Model):
+    """Counts how often its step is traced."""
+
+    def train_step(self, data: Any) -> Any:
+        traces.append("train")
+        return super().train_step(data)
+
+
+def as_gpus(strategy: Any) -> Placement:
+    return dataclasses.replace(placement_of(strategy), gpus=strategy.extended.worker_devices)
+
+
+def noting(shards: Shards, devices: Any) -> Shards:
+    placed.append(list(devices))
+    return on_devices(shards, devices)
+
+
+on_devices = steps.on_devices
+
+
+def trained(strategy: Any) -> Any:
+    traces.clear()
+    keras.utils.set_random_seed(4)
+    x = np.random.default_rng(1).standard_normal((50, 6)).astype(np.float32)
+    y = (x.sum(1) > 0).astype(np.int32)
+    with strategy.scope():
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dropout(0.3)(keras.layers.Dense(8, "relu")(inputs))
+        model = prepare(Model(inputs, keras.layers.Dense(2, "softmax")(hidden)), seed=3)
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    options = {"batch_size": 12, "validation_data": (x[:17], y[:17]), "verbose": 0}
+    first = model.fit(x, y, epochs=3, **options).history
+    model.fit(x, y, epochs=1, **options)
+    predicted = model.predict(x[:5], verbose=0)
+    weights = [float(np.abs(w).sum()) for w in model.get_weights()]
+    return {**first, "weights": weights, "predicted": predicted.tolist()}, len(traces)
+
+
+def main() -> None:
+    strategy = make_strategy("mirrored", replicas=2)
+    found = [trained(strategy)]
+    trainer.placement_of, steps.on_devices = as_gpus, noting  # type: ignore[attr-defined]
+    found.append(trained(strategy))
+    print(json.dumps([found, placed]))
+
+
+if __name__ == "__main__":
+    main()
