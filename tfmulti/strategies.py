@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -84,7 +84,7 @@ class Placement:
     rank: int
     workers: int
     local_replicas: int
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def is_chief(self) -> bool:
@@ -100,11 +100,18 @@ class Placement:
         return self.rank * self.local_replicas
 
 
+def _gpus_of(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    try:
+        devices = tuple(strategy.extended.worker_devices)
+    except RuntimeError:
+        return ()  # without a strategy TensorFlow places what it computes
+    return devices if all("GPU" in device.upper() for device in devices) else ()
+
+
 def placement_of(strategy: tf.distribute.Strategy) -> Placement:
     """Returns this process' place in a strategy, whoever made it."""
     total = strategy.num_replicas_in_sync
-    devices = tuple(strategy.extended.worker_devices)
-    gpus = devices if all("GPU" in device.upper() for device in devices) else ()
+    gpus = _gpus_of(strategy)
     resolver = strategy.cluster_resolver
     if resolver is None or not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return Placement(0, 1, total, gpus)
