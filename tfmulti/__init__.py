@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tfmulti.errors import TfmultiError, UserError
     from tfmulti.loop import fit
     from tfmulti.report import FitReport
+    from tfmulti.sources.source import Source
     from tfmulti.strategies import make_strategy
     from tfmulti.trainer import prepare
 
@@ -25,6 +26,7 @@ _PLACES = {
     "FitReport": "tfmulti.report",
     "TfmultiError": "tfmulti.errors",
     "UserError": "tfmulti.errors",
+    "Source": "tfmulti.sources.source",
     "fit": "tfmulti.loop",
     "make_strategy": "tfmulti.strategies",
     "prepare": "tfmulti.trainer",
@@ -35,6 +37,7 @@ __all__ = [
     "Cluster",
     "FitConfig",
     "FitReport",
+    "Source",
     "Task",
     "TfmultiError",
     "UserError",

@@ -23,7 +23,7 @@ from tfmulti import plain
 from tfmulti.errors import TfmultiError
 from tfmulti.rundir import remove_partial, replacing
 
-FORMAT = 2
+FORMAT = 3
 _TREE = "record.json"
 _NAME = re.compile(r"step-(\d{9,})\.npz")
 

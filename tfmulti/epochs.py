@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +18,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, steps, stopping
+from tfmulti.clock import Clock
+from tfmulti.data_faults import FAULTS_OF_DATA, raise_as_data_error, told_by
 from tfmulti.errors import DataError
 from tfmulti.feed import Feed
 from tfmulti.launched import teller
-from tfmulti.pipeline import DIFFERENT_ROWS, different_rows
 from tfmulti.resuming import Keeper, Progress
-from tfmulti.sources.record_stream import SCOPE
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
 Logs = dict[str, Any]
-
-_FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def train(model: keras.Model, training: Training) -> Logs:
     at = resumed or Progress(keras_compat.initial_epoch_of(model, training.initial_epoch))
     logs, iterator = dict(at.logs), None
     teller().begin()
-    trained, clock = False, _Clock()
+    trained, clock = False, Clock()
     if keeper is not None and resumed and (not at.step or at.epoch >= training.epochs):
         keeper.restore()
     while at.epoch < training.epochs and not at.is_over:
@@ -152,44 +148,6 @@ def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
     return feed.holds(None if count is None else at.batches + count - at.step)
 
 
-class _Clock:
-    """The seconds of an epoch's steps, and those of them that went by without data.
-
-    The first execution of all, which is traced, counts in neither. What an execution says is
-    read when the next one has ended, so that nobody waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._traced = False
-
-    def begin(self) -> None:
-        """Begins an epoch."""
-        self._seconds = self._waited_s = self._outside_s = 0.0
-        self._unread: Any = 0.0
-        self._began = time.perf_counter()
-
-    def waiting(self, take: Callable[[], Any]) -> Any:
-        """Returns what `take` returns, and counts the time that it took."""
-        began = time.perf_counter()
-        taken = take()
-        self._outside_s += time.perf_counter() - began
-        return taken
-
-    def add(self, outcome: steps.Outcome) -> None:
-        """Counts an execution that has just ended."""
-        now = time.perf_counter()
-        if self._traced:
-            self._seconds += now - self._began
-            self._waited_s += float(self._unread) + self._outside_s
-            self._unread = outcome.waited_s
-        self._traced, self._began, self._outside_s = True, now, 0.0
-
-    def stop(self, state: stopping.TrainerState, feed: Feed) -> None:
-        """Notes the seconds of the epoch, and who read its data."""
-        state.reader_threads = feed.threads
-        state.epoch_s, state.waited_s = self._seconds, self._waited_s + float(self._unread)
-
-
 def _lost(model: keras.Model, outcome: steps.Outcome, before: int) -> int:
     """Returns how many examples of a pass could not be read so far; alike on all workers.
 
@@ -214,8 +172,8 @@ def _next_of(iterator: Any) -> Any:
     """Returns an Optional of the next `Shards`, or None at the end of the data."""
     try:
         taken = iterator.get_next_as_optional()
-    except _FAULTS_OF_DATA as error:
-        _raise_as_data_error(error)
+    except FAULTS_OF_DATA as error:
+        raise_as_data_error(error)
         raise
     return taken if taken.has_value() else None
 
@@ -225,7 +183,7 @@ def _first_step(training: Training, at: Progress) -> int:
 
 
 def _epoch(
-    model: keras.Model, iterator: Any, training: Training, at: Progress, clock: _Clock
+    model: keras.Model, iterator: Any, training: Training, at: Progress, clock: Clock
 ) -> bool:
     """Trains the rest of an epoch, and returns whether the data came to its end."""
     state, keeper = state_of(model), training.keeper
@@ -309,8 +267,8 @@ def predict(
         try:
             with told_by(feed):
                 outputs = model.predict_function(source)
-        except _FAULTS_OF_DATA as error:
-            _raise_as_data_error(error)
+        except FAULTS_OF_DATA as error:
+            raise_as_data_error(error)
             raise
         batches.append(outputs)
         callbacks.on_predict_batch_end(last, {"outputs": outputs})
@@ -341,8 +299,8 @@ def run(
             outcome = execute(source, count, _votes(model, wish, backup))
             several = placement_of(model.distribute_strategy).workers > 1
             spread = float(outcome.digest_spread) if several else 0.0  # waits for the execution
-    except _FAULTS_OF_DATA as error:
-        _raise_as_data_error(error)
+    except FAULTS_OF_DATA as error:
+        raise_as_data_error(error)
         raise
     if spread > 0.1:
         raise DataError(
@@ -351,34 +309,6 @@ def run(
             "shuffles alike everywhere."
         )
     return outcome
-
-
-@contextlib.contextmanager
-def told_by(feed: Feed) -> Iterator[None]:
-    """Inside, a step that found no data raises the reason that its feed has for it."""
-    try:
-        yield
-    except tf.errors.OpError:
-        if feed.error is not None:
-            raise feed.error from None
-        raise
-
-
-def _raise_as_data_error(error: tf.errors.OpError) -> None:
-    """Raises DataError where the data is what is wrong, of which `tf.data` tells as text."""
-    if DIFFERENT_ROWS in error.message:
-        raise DataError(different_rows()) from None
-    first = error.message.partition("\n")[0]
-    reason = re.sub(r"^.*Iterator::\S+ |\{\{.*?\}\}", "", first).strip(" .")
-    if isinstance(error, tf.errors.DataLossError):
-        raise DataError(
-            f"a file of the data is damaged: {reason}. Find it (gzip -t FILE), and copy it anew."
-        ) from None
-    if f"{SCOPE}/" in error.message:
-        raise DataError(
-            f"a record of the GZIP files cannot be read: {reason}. gunzip the files: then the "
-            "file and the record are told, and --skip_bad_records leaves it out."
-        ) from None
 
 
 def as_floats(logs: Logs) -> Logs:

@@ -84,7 +84,7 @@ LAYERS = [
     ["steps"],
     ["pipeline", "positions", "streams"],
     ["feed", "callbacks.worker_safe"],
-    ["resuming"],
+    ["resuming", "clock", "data_faults"],
     ["epochs"],
     ["trainer", "optimizers", "sources.user", "models.building"],
     ["models.convolutional", "models.dense", "models.resnet", "models.transformer", "models.user"],

@@ -1,0 +1,44 @@
+"""What is wrong with the data, where TensorFlow says it in its own words."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfmulti.errors import DataError
+from tfmulti.feed import Feed
+from tfmulti.pipeline import DIFFERENT_ROWS, different_rows
+from tfmulti.sources.record_stream import SCOPE
+
+FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
+
+
+@contextlib.contextmanager
+def told_by(feed: Feed) -> Iterator[None]:
+    """Inside, a step that found no data raises the reason that its feed has for it."""
+    try:
+        yield
+    except tf.errors.OpError:
+        if feed.error is not None:
+            raise feed.error from None
+        raise
+
+
+def raise_as_data_error(error: tf.errors.OpError) -> None:
+    """Raises DataError where the data is what is wrong, of which `tf.data` tells as text."""
+    if DIFFERENT_ROWS in error.message:
+        raise DataError(different_rows()) from None
+    first = error.message.partition("\n")[0]
+    reason = re.sub(r"^.*Iterator::\S+ |\{\{.*?\}\}", "", first).strip(" .")
+    if isinstance(error, tf.errors.DataLossError):
+        raise DataError(
+            f"a file of the data is damaged: {reason}. Find it (gzip -t FILE), and copy it anew."
+        ) from None
+    if f"{SCOPE}/" in error.message:
+        raise DataError(
+            f"a record of the GZIP files cannot be read: {reason}. gunzip the files: then the "
+            "file and the record are told, and --skip_bad_records leaves it out."
+        ) from None
