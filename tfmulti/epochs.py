@@ -126,7 +126,7 @@ def train(model: keras.Model, training: Training) -> Logs:
 def _close(feed: Feed, iterator: Any, over: bool) -> Any:
     """Ends an epoch, and its pass if that is over; returns the iterator that is left in use."""
     if over:
-        feed.end_pass()
+        feed.end_pass(whole=True)
         return None
     feed.end_epoch()
     return iterator

@@ -17,6 +17,7 @@ from tfmulti.positions import Position, position_of, set_position
 from tfmulti.reading import Reading
 from tfmulti.shards import Ahead
 from tfmulti.sources.arrays import ArraySource
+from tfmulti.sources.class_weights import Weighted
 from tfmulti.sources.source import Source, map_nest
 from tfmulti.strategies import Placement
 from tfmulti.streams import DEFAULT, AnyStream, specs_of, stream_of
@@ -173,19 +174,25 @@ class DatasetFeed:
     endless = False
 
     def __init__(self, x: Any, class_weight: Any, placement: Placement) -> None:
-        try:
-            self._adapter = keras_compat.batches_of(x, class_weight)
-        except ValueError as error:
-            raise DataError(str(error)) from None
+        self._x, self._class_weight, self._placement = x, class_weight, placement
+        self._build()
         if self.steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
         self.passes = 0
         self._in_order = x if isinstance(x, _InOrder) else None
+        self._is_too_large = False
+        self._is_used = False  # the readers of a PyDataset may hold batches of an earlier pass
         self._iterator: Any = None
         endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
         self._without_end = x if endless else None
+
+    def _build(self) -> None:
+        try:
+            self._adapter = keras_compat.batches_of(self._x, self._class_weight)
+        except ValueError as error:
+            raise DataError(str(error)) from None
         self._dataset = self._adapter.get_tf_dataset()
-        self._shards = pipeline.from_dataset(self._dataset, placement)
+        self._shards = pipeline.from_dataset(self._dataset, self._placement)
 
     @property
     def steps(self) -> int | None:
@@ -209,7 +216,7 @@ class DatasetFeed:
     def iterate(self, first_step: int, skipped: int = 0, position: Position | None = None) -> Any:
         self.passes += 1
         if self._in_order is not None:
-            self._in_order.begin_at, skipped = skipped, 0
+            return self._in_order_from(skipped)
         self._adapter.on_epoch_begin()
         self._iterator = iter(self._shards)
         if position is not None and set_position(self._iterator, position):
@@ -220,10 +227,24 @@ class DatasetFeed:
             next(self._iterator)
         return self._iterator
 
+    def _in_order_from(self, batch: int) -> Any:
+        """Returns an iterator of the rest of a PyDataset's pass."""
+        assert self._in_order is not None
+        self._in_order.begin_at = 0
+        if self._is_used:
+            self._build()
+        self._in_order.begin_at, self._is_used = batch, True
+        self._adapter.on_epoch_begin()
+        return iter(self._shards.take(len(self._in_order) - batch) if batch else self._shards)
+
     def position(self) -> Position | None:
-        if self._in_order is not None:
+        # Another pass of a Dataset that ends may draw its order by what the last one has left,
+        # which no position holds: only what goes on for ever is put back.
+        if self._in_order is not None or not self.holds(None) or self._is_too_large:
             return None
-        return position_of(self._iterator)
+        found = position_of(self._iterator)
+        self._is_too_large = found is None  # for good: to find it out takes long
+        return found
 
     def end_epoch(self) -> None:
         if self._without_end is not None:  # others may shuffle for the next pass, not within one
@@ -232,11 +253,18 @@ class DatasetFeed:
 
     def end_pass(self, whole: bool = False) -> None:
         self._adapter.on_epoch_end()
+        if self._in_order is not None and whole:
+            self._is_used = self._in_order.begin_at > 0
 
     def begin_after(self, passes: int) -> None:
         for _ in range(passes):
-            self.iterate(0)  # an iterator draws the seed of its shuffle when it is made
-            self.end_pass()
+            if self._in_order is not None:  # without its readers: nothing is read
+                self.passes += 1
+                self._in_order.on_epoch_begin()
+                self._in_order.on_epoch_end()
+            else:
+                self.iterate(0)  # an iterator draws the seed of its shuffle when it is made
+                self.end_pass()
 
     @property
     def error(self) -> Exception | None:
@@ -308,6 +336,9 @@ def make_feed(
     if isinstance(x, (SourceFeed, DatasetFeed)):
         return x
     if isinstance(x, Source):
+        _check_no_more(x, y=y, sample_weight=sample_weight)
+        if class_weight is not None:
+            x = Weighted(x, class_weight)
         size = batch_size or DEFAULT_BATCH_SIZE
         return SourceFeed(x, Plan(len(x), size, seed), placement, reading)
     if isinstance(x, tf.distribute.DistributedDataset):
@@ -316,11 +347,7 @@ def make_feed(
             "the tf.data.Dataset of global batches itself; tfmulti shares out its rows."
         )
     if _is_batched(x):
-        if y is not None or sample_weight is not None:
-            raise DataError(
-                f"{'y' if y is not None else 'sample_weight'} does not go with a "
-                f"{type(x).__name__}, whose batches hold targets and weights themselves."
-            )
+        _check_no_more(x, y=y, sample_weight=sample_weight)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
             x = _InOrder(x, seed)
         return DatasetFeed(x, class_weight, placement)
@@ -330,6 +357,16 @@ def make_feed(
     if batch_size is None and steps_per_epoch:
         batch_size = -(-len(source) // steps_per_epoch)
     return make_feed(source, placement=placement, batch_size=batch_size, seed=seed, reading=reading)
+
+
+def _check_no_more(x: Any, **given: Any) -> None:
+    """Raises DataError where targets or weights were given beside data that holds them."""
+    for name, value in given.items():
+        if value is not None:
+            raise DataError(
+                f"{name} does not go with a {type(x).__name__}, which holds targets and weights "
+                "itself."
+            )
 
 
 def _is_batched(x: Any) -> bool:
@@ -366,9 +403,10 @@ def split_off_validation(parts: tuple[Any, ...], fraction: float) -> tuple[Any, 
     Raises:
         DataError: the data is no arrays, or one of the parts would be empty.
     """
-    if _is_batched(parts[0]):
+    if _is_batched(parts[0]) or isinstance(parts[0], Source):
         raise DataError(
-            "validation_split needs arrays: a Dataset is split by its take() and skip()."
+            "validation_split needs arrays: a Dataset is split by its take() and skip(), a Source "
+            "by tfmulti.sources.source.Part."
         )
     source = ArraySource(tuple(part for part in parts if part is not None))
     at = int(len(source) * (1 - fraction))

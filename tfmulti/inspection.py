@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
 from tfmulti import preflight
@@ -28,7 +29,7 @@ from tfmulti.strategies import Placement
 from tfmulti.streams import stream_of
 
 _ROWS_SHOWN, _IMAGES_SHOWN, _CLASSES_SHOWN, _REPLICAS_SHOWN = 5, 25, 20, 16
-_MEASURED_STEPS, _MEASURED_S = 20, 3.0
+_MEASURED_STEPS, _MEASURED_S = 200, 3.0
 
 
 def show(job: preflight.Job, workers: int, picture: str, *, measure: bool) -> None:
@@ -177,7 +178,7 @@ def _show_speed(setup: Setup, say: Say) -> None:
         model = make_model(setup)
     compile_model(setup, model)
     batch = setup.batch.global_batch_size
-    alone_s = None
+    say("measuring", f"batches, and steps of {setup.config.model}, for {_MEASURED_S:.0f} s each")
     if isinstance(setup.data.train, Source):
         alone_s, threads, size = _data_alone(setup)
         how = f"{threads} threads" if threads else "no threads of their own"
@@ -193,7 +194,7 @@ def _show_speed(setup: Setup, say: Say) -> None:
         setup.data.train,
         batch_size=batch if isinstance(setup.data.train, Source) else None,
         steps_per_epoch=_MEASURED_STEPS + 1,
-        callbacks=[throughput, waiting],
+        callbacks=[throughput, waiting, StopsAfter(_MEASURED_S)],
         verbose=0,
     )
     say(
@@ -226,6 +227,20 @@ def _data_alone(setup: Setup) -> tuple[float, int, int]:
         return (time.perf_counter() - began) / count, stream.threads or 0, size
 
 
+class StopsAfter(keras.callbacks.Callback):
+    """Ends training some seconds after its first step, which is traced; after two at least."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds, self._began = seconds, 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not batch:
+            self._began = time.perf_counter()
+        elif time.perf_counter() - self._began > self._seconds:
+            self.model.stop_training = True
+
+
 def bytes_of_tensors(data: Any) -> int:
     """Returns the bytes of a nest of tensors; text counts as its characters."""
     return bytes_of(map_nest(lambda tensor: tensor.numpy(), data))
@@ -241,7 +256,7 @@ def _step_alone(setup: Setup, model: Any) -> float:
         ArraySource(rows),
         batch_size=plan.global_batch_size,
         steps_per_epoch=_MEASURED_STEPS + 1,
-        callbacks=[throughput],
+        callbacks=[throughput, StopsAfter(_MEASURED_S)],
         verbose=0,
     )
     return throughput.step_s

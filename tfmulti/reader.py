@@ -118,6 +118,14 @@ class Reader:
             if self._pool is not None:
                 self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def stop(self) -> None:
+        """Ends the reading soon, from another thread: what was not begun is not read any more.
+
+        The generator raises `concurrent.futures.CancelledError` then.
+        """
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
     def _part(self, step: int) -> Part:
         place = self._place
         return self._plan.part(step, place.first_replica, place.local_replicas, place.replicas)
@@ -210,8 +218,13 @@ NEXT_STEP = "Mend or remove it, or give --skip_bad_records N to leave out up to 
 
 def cores(env: Mapping[str, str] = os.environ) -> int:
     """Returns how many cores this process may use: its part, where workers share a machine."""
-    workers = env.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, len(os.sched_getaffinity(0)) // (int(workers) if workers.isdecimal() else 1))
+    return max(1, len(os.sched_getaffinity(0)) // workers_here(env))
+
+
+def workers_here(env: Mapping[str, str] = os.environ) -> int:
+    """Returns how many workers the launcher has started on this machine; 1 without it."""
+    given = env.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(given)) if given.isdecimal() else 1
 
 
 def reason_of(error: Exception) -> str:

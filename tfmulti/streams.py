@@ -16,6 +16,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,9 @@ class AnyStream(ABC):
     def __init__(self, queue: tf.queue.QueueBase) -> None:
         self.error: Exception | None = None
         self.lost: set[str] = set()
+        self.is_closed = False
         self._queue = queue
+        self._reader: Reader | None = None
 
     def _start(self, filled: Iterator[Any]) -> None:
         self._thread = threading.Thread(
@@ -79,6 +82,9 @@ class AnyStream(ABC):
 
     def close(self) -> None:
         """Ends the threads. What is in the queue is dropped."""
+        self.is_closed = True
+        if self._reader is not None:
+            self._reader.stop()
         with tf.init_scope():  # at once, also where a stream is collected while a step is traced
             self._queue.close(cancel_pending_enqueues=True)
         if self._thread is not threading.current_thread():
@@ -110,12 +116,12 @@ class Stream(AnyStream):
         with tf.device("CPU:0"):
             super().__init__(tf.queue.FIFOQueue(PREFETCH_STEPS, [*types, tf.int64]))
         self.shards: Outlet = outlet_of(self._queue, form, placement.local_replicas)
-        self._reader = Reader(source, plan, placement, reading)
-        self._start(_components(weakref.ref(self), self._reader, first_step))
+        reader = self._reader = Reader(source, plan, placement, reading)
+        self._start(_components(weakref.ref(self), reader, first_step))
 
     @property
     def threads(self) -> int | None:
-        return self._reader.threads
+        return self._reader.threads if self._reader is not None else None
 
 
 class ArrayStream(AnyStream):
@@ -168,12 +174,13 @@ def _fill(stream: weakref.ref[AnyStream], filled: Iterator[Any], queue: tf.queue
         try:
             for components, several in filled:
                 (queue.enqueue_many if several else queue.enqueue)(components)
-        except tf.errors.CancelledError:
+        except (tf.errors.CancelledError, CancelledError):
             pass  # closed
         except Exception as error:
             holder = stream()
-            if holder is not None:
-                holder.error = error
+            if holder is None or holder.is_closed:
+                return  # it was stopped in the midst of something
+            holder.error = error
             queue.close()  # what is in it is still taken, and then the step finds no more
 
 

@@ -162,7 +162,7 @@ def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
         events = EventAccumulator(str(folder / "tensorboard" / part), {"tensors": 0})
         events.Reload()
         for tag in events.Tags()["tensors"]:
-            if "throughput" not in tag:
+            if not tag.startswith(("throughput", "data/waiting")):
                 values = events.Tensors(tag)
                 found[f"{part} {tag}"] = [
                     (v.step, float(tensor_util.make_ndarray(v.tensor_proto))) for v in values

@@ -89,12 +89,13 @@ class InMemory(_Kept):
 
     def __init__(self, source: Source, free_bytes: int | None = None) -> None:
         super().__init__(source)
-        size = sum(_bytes_of(leaf) for leaf in leaves_of(source.specs)) * len(source)
+        self.most_bytes = sum(_bytes_of(leaf) for leaf in leaves_of(source.specs)) * len(source)
         free = free_memory() if free_bytes is None else free_bytes
-        if size > free:
+        if self.most_bytes > free:
+            needed, there = self.most_bytes / 1e9, free / 1e9
             raise DataError(
-                f"--cache memory: {len(source):,} examples take {size / 1e9:,.1f} GB, and "
-                f"{free / 1e9:,.1f} GB of memory are free. Use --cache disk, or smaller examples."
+                f"--cache memory: {len(source):,} examples take {needed:,.1f} GB, and {there:,.1f} "
+                "GB of memory are free. Use --cache disk, or smaller examples."
             )
         count = len(source)
         self._arrays = map_nest(lambda s: np.empty((count, *s.shape), _dtype(s)), source.specs)
@@ -160,7 +161,8 @@ class OnDisk(_Kept):
         size = max(1, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
         if not path.exists() or path.stat().st_size != size:
             with open(path, "wb") as file:
-                file.truncate(size)  # of zeros, which take no space until they are written
+                # A disk that is full later would end the process without a word (SIGBUS).
+                os.posix_fallocate(file.fileno(), 0, size)
         return np.memmap(path, dtype, "r+", shape=shape)
 
     def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
@@ -188,17 +190,20 @@ class OnDisk(_Kept):
         self._sums[indices] = [_checksum(leaves, row) for row in range(len(indices))]
 
 
-def cached(source: Source, kind: str, folder: Path | None = None) -> Source:
+def cached(
+    source: Source, kind: str, folder: Path | None = None, free_bytes: int | None = None
+) -> Source:
     """Returns a source that keeps its examples; one that has nothing to cache stays as it is.
 
     Args:
         kind: `memory` or `disk`.
         folder: of the files of `disk`; by default one in the cache folder.
+        free_bytes: the memory that may be taken; by default what is free.
     """
     if source.identity() is None:
         return source
     if kind == MEMORY:
-        return InMemory(source)
+        return InMemory(source, free_bytes)
     return OnDisk(source, folder or cache_folder() / "examples")
 
 

@@ -82,7 +82,8 @@ class EncodedSource(Source):
         return self.records.where(index)
 
     def identity(self) -> str:
-        form = f"{self.decoder.names} {dict(self.decoder.leaves)}"
+        decoder = self.decoder
+        form = f"{decoder.names} {dict(decoder.leaves)} {decoder.classes}"
         return f"{form}\n{self.records.identity()}"
 
 

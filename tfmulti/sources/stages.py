@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tfmulti.config import FitConfig
-from tfmulti.errors import DataError
+from tfmulti.errors import ConfigError, DataError
+from tfmulti.reader import workers_here
 from tfmulti.sources import augmentation, class_weights
-from tfmulti.sources.cache import cached
+from tfmulti.sources.cache import InMemory, cached, free_memory
 from tfmulti.sources.data import Data, fitted
 from tfmulti.sources.source import Source
 from tfmulti.sources.splits import PARTS, with_splits, with_validation
@@ -22,8 +23,11 @@ def prepared(data: Data, config: FitConfig) -> Data:
     Raises:
         UserError: the data cannot be split, cached, changed or weighted as asked.
     """
+    if data.finish is not None:
+        _check_is_asked_of_no_stream(config)
+        return data
     if config.cache != "none":
-        data = replace(data, **{p: _cached(getattr(data, p), config.cache) for p in PARTS})
+        data = _with_cache(data, config.cache)
     splits = {
         "train": config.training_split,
         "validation": config.validation_split,
@@ -39,10 +43,42 @@ def prepared(data: Data, config: FitConfig) -> Data:
     return data
 
 
-def _cached(part: Any, kind: str) -> Any:
-    if not isinstance(part, Source):
-        return part
-    return part.changed(lambda source: cached(source, kind))
+def _check_is_asked_of_no_stream(config: FitConfig) -> None:
+    """Raises ConfigError where something is asked for that a stream of records cannot have."""
+    asked = {
+        "cache": config.cache != "none",
+        "training_split": config.training_split is not None,
+        "validation_split": config.validation_split is not None,
+        "test_split": config.test_split is not None,
+        "augment": config.augment is not None,
+        "class_weight": config.class_weight is not None,
+        "skip_bad_records": config.skip_bad_records > 0,
+    }
+    for flag, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"--{flag} needs files that are read at random, but those of --dataset "
+                f"{config.dataset} are GZIP files, which are streamed. gunzip them, or leave "
+                f"--{flag} out."
+            )
+
+
+def _with_cache(data: Data, kind: str) -> Data:
+    """Returns the data with each part cached; in memory, within what is free for all of them."""
+    free_bytes = free_memory() // workers_here()
+
+    def made(source: Source) -> Source:
+        nonlocal free_bytes
+        found = cached(source, kind, free_bytes=free_bytes)
+        if isinstance(found, InMemory):
+            free_bytes -= found.most_bytes
+        return found
+
+    parts: dict[str, Any] = {}
+    for name in PARTS:
+        part = getattr(data, name)
+        parts[name] = part.changed(made) if isinstance(part, Source) else part
+    return replace(data, **parts)
 
 
 def _augmented(train: Any, config: FitConfig) -> Source:

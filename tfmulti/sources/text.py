@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -112,7 +113,8 @@ class TextFiles(Source):
         return self._labels
 
     def identity(self) -> str:
-        return "\n".join(f"{path} {files.stamp_of(path)}" for path in self.paths)
+        stamps = (f"{path} {files.stamp_of(path)}" for path in self.paths)
+        return "\n".join([f"{zlib.crc32(self._labels.tobytes())}", *stamps])
 
 
 class VectorizedSource(Source):
