@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -334,6 +335,25 @@ def draw_seed(model: keras.Model) -> int:
         return drawn
     vote = steps.make_vote(model.distribute_strategy)
     return round(vote([drawn if place.is_chief else 0])[0] / place.local_replicas)
+
+
+def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
+    """Checks that all workers have the same data. Runs on every worker.
+
+    Raises:
+        DataError: they have not; on all workers alike.
+    """
+    strategy = model.distribute_strategy
+    digests = [feed.digest for feed in feeds if feed is not None]
+    if placement_of(strategy).workers == 1 or not any(digests):
+        return
+    own = zlib.crc32(str(digests).encode()) % 251
+    total, squares, count = steps.make_vote(strategy)([own, own * own, 1.0])
+    if squares / count - (total / count) ** 2 > 0.1:
+        raise DataError(
+            "the workers have different data: another number of examples, other shapes, labels or "
+            "values. Give all workers the same files."
+        )
 
 
 def _executions(

@@ -47,6 +47,10 @@ class Feed(Protocol):
         """What must be the same for a run to resume: sizes by name."""
 
     @property
+    def digest(self) -> int | None:
+        """A number that is another one where the data is another; None: it tells by its batches."""
+
+    @property
     def passes(self) -> int:
         """How many iterators were made."""
 
@@ -122,6 +126,10 @@ class SourceFeed:
             "examples": self._plan.examples,
             "global_batch_size": self._plan.global_batch_size,
         }
+
+    @property
+    def digest(self) -> int | None:
+        return self._source.digest()
 
     def holds(self, batches: int | None) -> bool:
         return True
@@ -206,6 +214,10 @@ class DatasetFeed:
     @property
     def form(self) -> dict[str, Any]:
         return {"steps": self.steps}
+
+    @property
+    def digest(self) -> int | None:
+        return None
 
     def holds(self, batches: int | None) -> bool:
         known = int(self._dataset.cardinality())

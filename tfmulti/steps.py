@@ -57,7 +57,7 @@ class Taken(NamedTuple):
     @classmethod
     def nothing(cls, placement: Placement) -> Taken:
         rows = tuple(tf.constant(0, tf.int64) for _ in range(placement.local_replicas + 1))
-        return cls(rows, tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.timestamp())
+        return cls(rows, tf.constant(0, tf.int64), tf.constant(0, tf.float64), _now())
 
     def counted(self, shards: Shards) -> Taken:
         """Returns the same with the rows of a step."""
@@ -76,13 +76,23 @@ class Taken(NamedTuple):
         with tf.device("CPU:0"):
             done = [tf.identity(t) for t in tf.nest.flatten(logs, expand_composites=True)]
         with tf.control_dependencies(done):
-            return self._replace(free_since=tf.timestamp())
+            return self._replace(free_since=_now())
+
+
+def _now() -> tf.Tensor:
+    """Returns the time in seconds; 0 under op determinism, where TensorFlow tells none."""
+    with tf.init_scope():  # asked now, not when the step runs
+        try:
+            tf.timestamp()
+        except tf.errors.FailedPreconditionError:
+            return tf.constant(0, tf.float64)
+    return tf.timestamp()
 
 
 def _time_of(shards: Shards) -> tf.Tensor:
     """Returns the time at which a batch has come."""
     with tf.control_dependencies([shards.rows]):
-        return tf.timestamp()
+        return _now()
 
 
 Execution = Callable[[Any, int, Sequence[float]], Outcome]

@@ -9,6 +9,7 @@ gradients meet in the optimizer and their metrics once an execution (`replicas`,
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -177,6 +178,7 @@ class DistributedModel(keras.Model):
                 steps_per_epoch=validation_steps,
                 reading=state_of(self).reading,
             )
+        epochs_loop.check_same_data(self, feed, validation)
         model_checks.build(self, feed.specs, optimizers=backup is not None)
         count = steps_per_epoch or feed.steps
         all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
@@ -232,7 +234,7 @@ class DistributedModel(keras.Model):
             reading=state_of(self).reading,
         )
         model_checks.build(self, feed.specs)
-        count = steps or feed.steps
+        count = _steps_of(feed, steps)
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
         with closing(None if feed is x else feed):
@@ -255,7 +257,7 @@ class DistributedModel(keras.Model):
             steps_per_epoch=steps,
             reading=Reading(state_of(self).reading.threads),  # each row has its prediction
         )
-        count = steps or feed.steps
+        count = _steps_of(feed, steps)
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
         with closing(feed):
@@ -303,6 +305,17 @@ class DistributedModel(keras.Model):
         """Pickles and copies the model as Keras does: the copy is to be prepared again."""
         with model_checks.as_made(self):
             return self.__reduce__()
+
+
+def _steps_of(feed: Feed, asked: int | None) -> int | None:
+    """Returns how many batches are evaluated: those that were asked for, but each once."""
+    if asked and feed.endless and feed.steps is not None and asked > feed.steps:
+        warnings.warn(
+            f"the data ended after {feed.steps} of {asked} steps. Ask for fewer steps.",
+            stacklevel=4,
+        )
+        return feed.steps
+    return asked or feed.steps
 
 
 @contextlib.contextmanager

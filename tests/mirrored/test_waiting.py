@@ -141,6 +141,14 @@ def test_no_thread_outlives_fit_evaluate_and_predict() -> None:
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("tfmulti")]
 
 
+def test_more_steps_than_batches_read_each_row_once() -> None:
+    made = model()
+    with pytest.warns(UserWarning, match="ended after 12 of 20 steps"):
+        assert len(made.predict(X, batch_size=4, steps=20, verbose=0)) == 48
+    with pytest.warns(UserWarning, match="ended after 12 of 20 steps"):
+        made.evaluate(X, X[:, :1], batch_size=4, steps=20, verbose=0)
+
+
 class Fails(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         raise RuntimeError("on purpose")

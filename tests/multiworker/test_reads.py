@@ -94,6 +94,14 @@ def test_bad_examples_are_left_out_alike(found: Any, workers: int) -> None:
 
 
 @WORKERS
+@pytest.mark.parametrize("what", ["rows", "values"])
+def test_other_data_on_a_worker_is_noticed_by_all(found: Any, workers: int, what: str) -> None:
+    for worker in found(workers):
+        said = worker[f"other {what}"]
+        assert said is None if workers == 1 else "the workers have different data" in said
+
+
+@WORKERS
 def test_waiting_for_slow_data_is_seen(found: Any, workers: int) -> None:
     for worker in found(workers):
         assert 0.3 < worker["waited"] <= 1.01

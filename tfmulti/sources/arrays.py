@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,13 @@ class ArraySource(Source):
         if type(self).read_into is not ArraySource.read_into or self._is_mapped:
             return None
         return Arrays(self.data, self._specs, lambda indices: indices)
+
+    def digest(self) -> int:
+        found = super().digest()
+        for leaf in leaves_of(self.data):
+            rows = leaf[[0, len(leaf) // 2, -1]]
+            found = zlib.crc32(str(rows.tolist()).encode(), found)
+        return found
 
     def labels(self) -> np.ndarray | None:
         y = self.data[1] if isinstance(self.data, tuple) and len(self.data) > 1 else None

@@ -10,6 +10,7 @@ examples, the same for every source.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -78,6 +79,15 @@ class Source(ABC):
     def arrays(self) -> Arrays | None:
         """Returns what examples are rows of, where that is in memory already."""
         return None
+
+    def digest(self) -> int:
+        """Returns a number that is another one where the data is: by its size, form and labels.
+
+        By it workers notice that they have not the same; examples are not read for that.
+        """
+        labels = self.labels()
+        known = b"" if labels is None else labels.tobytes()
+        return zlib.crc32(known, zlib.crc32(f"{len(self)} {self.specs}".encode()))
 
     def identity(self) -> str | None:
         """Returns what tells this data from other data and from a changed one.
