@@ -31,7 +31,7 @@ def make(folder: Path) -> None:
     for file in range(FILES):
         with open(records / f"train-{file:05}", "wb") as out:
             for i in range(file, IMAGES, FILES):
-                out.write(_framed(_example(encoded[i], i % CLASSES)))
+                out.write(_framed(example(encoded[i], i % CLASSES)))
     features = {"image": {"type": "image", "shape": [*TARGET, 3]}, "label": {"type": "int64"}}
     spec = {"features": features, "x": "image", "y": "label", "classes": CLASSES}
     (records / "features.json").write_text(json.dumps(spec))
@@ -46,7 +46,7 @@ def _photograph(rng: np.random.Generator) -> bytes:
     return bytes(cv2.imencode(".jpg", np.clip(image, 0, 255).astype(np.uint8), quality)[1])
 
 
-def _example(image: bytes, label: int) -> bytes:
+def example(image: bytes, label: int) -> bytes:
     """Returns a tf.train.Example in the form of protocol buffers."""
     features = [
         _entry("image", _field(1, _field(1, image))),

@@ -7,7 +7,6 @@ Each writes `EXAMPLES` examples, no two alike, into a folder of its own and retu
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import cv2
 import numpy as np
 
+from benchmarks.input_data import example
 from tests.support.records import write_features, write_records
 
 EXAMPLES = 23  # no multiple of the batches that tests take
@@ -136,24 +136,3 @@ KINDS: dict[str, Callable[[Path], str]] = {
 
 def encoded(image: np.ndarray) -> bytes:
     return bytes(cv2.imencode(".png", image[..., ::-1])[1])
-
-
-def example(image: bytes, label: int) -> bytes:
-    """Returns a tf.train.Example of an image and a label, written without TensorFlow."""
-    features = [_entry("image", _field(1, _field(1, image)))]
-    features.append(_entry("label", _field(3, _field(1, bytes([label])))))
-    return _field(1, b"".join(features))
-
-
-def _entry(name: str, feature: bytes) -> bytes:
-    return _field(1, _field(1, name.encode()) + _field(2, feature))
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """Returns a field of a protocol buffer that has a length."""
-    length, size = b"", len(content)
-    while True:
-        size, low = size >> 7, size & 0x7F
-        length += struct.pack("B", low | (0x80 if size else 0))
-        if not size:
-            return bytes([number << 3 | 2]) + length + content
