@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmulti.replicas import SUM
+from tfmulti import replicas
 from tfmulti.share import Share
 
 
@@ -65,11 +65,26 @@ Moments = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 def _moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns mean and variance of each channel of images: of each image first.
 
-    That is faster than over all at once, and loses fewer digits of the many values.
+    That is faster than over all at once, and loses fewer digits of the many values. Of few
+    channels the squares are summed by a product of matrices, which reads the values once; where a
+    mean is so large that its square would cost the variance digits, distances to it are summed.
     """
     mean = tf.reduce_mean(tf.reduce_mean(x, [1, 2]), 0)
-    squares = tf.math.squared_difference(x, mean)
-    return mean, tf.reduce_mean(tf.reduce_mean(squares, [1, 2]), 0)
+
+    def by_distances() -> tf.Tensor:
+        squares = tf.math.squared_difference(x, mean)
+        return tf.reduce_mean(tf.reduce_mean(squares, [1, 2]), 0)
+
+    channels, form = x.shape[-1], tf.shape(x)
+    if channels > FEW_CHANNELS:
+        return mean, by_distances()
+    values = form[1] * form[2]
+    rows = tf.reshape(x, [form[0], values, channels])
+    products = tf.linalg.diag_part(tf.matmul(rows, rows, transpose_a=True))
+    square = tf.square(mean)
+    variance = tf.reduce_mean(products, 0) / tf.cast(values, x.dtype) - square
+    exact = tf.reduce_all(square <= 4.0 * variance)
+    return mean, tf.cond(exact, lambda: variance, by_distances)
 
 
 def _keras_moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -105,6 +120,7 @@ def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
     return found.y
 
 
+FEW_CHANNELS = 32  # up to which a product of matrices costs less than another pass over the values
 _EPSILON = 2.0**-10  # of a kernel that shall divide by 1
 
 Gradients = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
@@ -129,7 +145,7 @@ def _gradients_of_share(
     # here will be weighed by this replica's (without rows by 0).
     weight = tf.cast(share.weight, x.dtype)
     sums = tf.math.multiply_no_nan(tf.stack([dgamma, dbeta]), weight)
-    of_all = tf.distribute.get_replica_context().all_reduce(SUM, sums)
+    of_all = replicas.total(sums)
     by_gamma, by_beta = tf.unstack(tf.math.divide_no_nan(of_all, weight))
     scale = tf.math.rsqrt(variance + epsilon)
     slope = tf.math.divide_no_nan(gamma * scale * scale * by_gamma, total)
@@ -220,12 +236,11 @@ def global_moments(
             # Each replica's loss depends on the rows of all, and counts by its weight; what
             # is returned here will be weighed by this replica's.
             weight = tf.cast(share.weight, x.dtype)
-            context = tf.distribute.get_replica_context()
             upstream = tf.math.multiply_no_nan(
                 tf.stack([tf.reshape(mean_upstream, [-1]), tf.reshape(variance_upstream, [-1])]),
                 weight,
             )
-            by_mean, by_variance = tf.unstack(context.all_reduce(SUM, upstream))
+            by_mean, by_variance = tf.unstack(replicas.total(upstream))
             by_mean, by_variance = (
                 tf.math.divide_no_nan(tf.reshape(part, tf.shape(mean)), total)
                 for part in (by_mean, by_variance)
@@ -243,11 +258,7 @@ def _merged(
     count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance over all replicas, from one collective."""
-    context = tf.distribute.get_replica_context()
-    replicas = context.num_replicas_in_sync
-    own = tf.stack([count, mean, squares])
-    place = tf.one_hot(context.replica_id_in_sync_group, replicas, dtype=own.dtype)
-    everyone = context.all_reduce(SUM, tf.tensordot(place, own, axes=0))  # [replicas, 3, …]
+    everyone = replicas.of_each(tf.stack([count, mean, squares]))
     counts, means, squares = tf.unstack(everyone, axis=1)
     total = tf.reduce_sum(counts, 0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmulti import collectives
 from tfmulti.errors import ModelError
 from tfmulti.share import current
 
@@ -43,10 +44,9 @@ def reduce_gradients(
     present = [g for g in gradients if g is not None]
     if share is not None:
         present = [weighed(g, share.weight) for g in present]
-    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
     narrow = [_narrow(g, wire) for g in present]
     try:
-        sums = context.all_reduce(SUM, narrow, options) if present else []
+        sums = _totals(narrow, by_bytes)
     except RuntimeError as error:
         if "merge_call" not in str(error):
             raise
@@ -59,6 +59,51 @@ def reduce_gradients(
         for total, g in zip(sums, present, strict=True)
     )
     return [None if g is None else next(reduced) for g in gradients]
+
+
+def _totals(gradients: list[Any], by_bytes: int) -> list[Any]:
+    """Returns the sums over all replicas, from packs of about so many bytes."""
+    totals: dict[int, Any] = {}
+    for pack in _packs(gradients, by_bytes):
+        parts = [gradients[i] for i in pack]
+        flat = [tf.reshape(part, [-1]) for part in parts]
+        total = collectives.total(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
+        if total is None:
+            break
+        split = [total] if len(flat) == 1 else tf.split(total, [f.shape[0] for f in flat])
+        for i, own, part in zip(pack, split, parts, strict=True):
+            totals[i] = tf.reshape(own, part.shape)
+    rest = [i for i in range(len(gradients)) if i not in totals]
+    if rest:
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
+        context = tf.distribute.get_replica_context()
+        found = context.all_reduce(SUM, [gradients[i] for i in rest], options)
+        totals |= zip(rest, found, strict=True)
+    return [totals[i] for i in range(len(gradients))]
+
+
+def _packs(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:
+    """Returns the places of dense gradients in packs of one type, the last layers' first.
+
+    What is a pack by itself travels alone: it need not be copied together with others.
+    """
+    packs: list[list[int]] = []
+    open_packs: dict[tf.DType, tuple[list[int], int]] = {}
+    for i in reversed(range(len(gradients))):
+        gradient = gradients[i]
+        if isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined():
+            continue
+        size = gradient.dtype.size * gradient.shape.num_elements()
+        if 0 < by_bytes <= size:
+            packs.append([i])
+            continue
+        pack, before = open_packs.get(gradient.dtype, ([], 0))
+        if not pack:
+            packs.append(pack)
+        pack.append(i)
+        full = 0 < by_bytes <= before + size
+        open_packs[gradient.dtype] = ([], 0) if full else (pack, before + size)
+    return packs
 
 
 def _narrow(gradient: Any, wire: tf.DType | None) -> Any:
@@ -121,6 +166,37 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
     return tf.gather(context.all_gather(value, axis=0), tf.argsort(numbers, stable=True))
 
 
+def total(value: tf.Tensor) -> tf.Tensor:
+    """Returns a value, whose shape is known, summed over all replicas."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def summed(value: tf.Tensor) -> Any:
+        found = collectives.total(value)
+        if found is None:
+            found = tf.distribute.get_replica_context().all_reduce(SUM, value)
+        return found, total
+
+    found: tf.Tensor = summed(value)
+    return found
+
+
+def of_each(value: tf.Tensor) -> tf.Tensor:
+    """Returns every replica's value, `[replicas, ...]` in their order; of a known shape."""
+    context = tf.distribute.get_replica_context()
+    number, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def gathered(value: tf.Tensor) -> Any:
+        found = collectives.gather(value)
+        if found is None:
+            place = tf.one_hot(number, replicas, dtype=value.dtype)
+            found = context.all_reduce(SUM, tf.tensordot(place, value, axes=0))
+        return found, lambda upstream: total(upstream)[number]
+
+    found: tf.Tensor = gathered(value)
+    return found
+
+
 def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns each value summed over all replicas, with one collective a dtype.
 
@@ -133,8 +209,7 @@ def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
         places = [i for i, v in enumerate(values) if v.dtype == dtype]
         packed = tf.concat([tf.reshape(values[i], [-1]) for i in places], axis=0)
-        total = context.all_reduce(SUM, packed)
-        parts = tf.split(total, [values[i].shape.num_elements() for i in places])
+        parts = tf.split(total(packed), [values[i].shape.num_elements() for i in places])
         for i, part in zip(places, parts, strict=True):
             totals[i] = tf.reshape(part, values[i].shape)
     return [totals[i] for i in range(len(values))]
@@ -142,6 +217,7 @@ def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 def global_metrics(
     variables: Sequence[Any],
+    values: Sequence[tf.Tensor],
     results: Callable[[], dict[str, Any]],
     extra: Sequence[tf.Tensor],
 ) -> tuple[dict[str, Any], list[tf.Tensor]]:
@@ -153,16 +229,16 @@ def global_metrics(
 
     Args:
         variables: the metrics' Keras variables.
+        values: what this replica has in them.
         results: computes the results from those variables, by name.
         extra: more scalars to add up in the same collective.
     """
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync
     first = context.replica_id_in_sync_group == 0
-    local = [tf.convert_to_tensor(v.value) for v in variables]
     local = [
         value if v.aggregation != "only_first_replica" else tf.where(first, value, 0)
-        for v, value in zip(variables, local, strict=True)
+        for v, value in zip(variables, values, strict=True)
     ]
     totals = sum_together([*local, *extra])
     states = [

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, microbatches, replicas, run_state
+from tfmulti import collectives, keras_compat, microbatches, replicas, run_state
 from tfmulti.launched import teller
 from tfmulti.shards import Ahead, ArrayOutlet, Outlet, Shards, on_devices, with_any_rows
 from tfmulti.share import Share, computing
@@ -114,21 +114,24 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     take = _agreed(model, placement)
 
-    def outcome(
-        shards: Shards, local_logs: Any, votes: tf.Tensor, before: Any, taken: Taken
-    ) -> Outcome:
-        def on_replica(logs: Any, before: Any) -> Outcome:
+    def outcome(shards: Shards, local: Any, votes: tf.Tensor, before: Any, taken: Taken) -> Outcome:
+        def on_replica(local: Any, before: Any) -> Outcome:
+            with collectives.serving("outcome", placement):
+                logs, metrics = local
+                return summed_up(logs, metrics, before)
+
+        def summed_up(logs: Any, metrics: list[tf.Tensor], before: Any) -> Outcome:
             local = replicas.local_index(placement.local_replicas)
             weight = tf.math.divide_no_nan(
                 tf.cast(taken.rows[local], tf.float64), tf.cast(taken.rows[-1], tf.float64)
             )
             moved = states.moved(before, weight) if states else []
-            found, moved = _outcome(model, logs, shards, local, votes, taken, moved)
+            found, moved = _outcome(model, logs, metrics, shards, local, votes, taken, moved)
             if states:
                 states.set(before, moved)
             return found
 
-        found: Outcome = _first_local(strategy, strategy.run(on_replica, args=(local_logs, before)))
+        found: Outcome = _first_local(strategy, strategy.run(on_replica, args=(local, before)))
         return found
 
     def one(source: Any, votes: tf.Tensor) -> Outcome:
@@ -289,9 +292,14 @@ def _make_step(
         alone, sync = placement.replicas == 1, state.sync_batch_norm
         share = shards.share(local, alone=alone, sync_batch_norm=sync)
         share = share._replace(seeds=seeds, note_gather=lambda: setattr(state, "gathers", True))
-        if passes == 1:
-            return compute(shards.data[local], share)
-        return microbatches.run(model, compute, shards.data[local], share, passes)
+        with collectives.serving("step", placement):
+            if passes == 1:
+                logs = compute(shards.data[local], share)
+            else:
+                logs = microbatches.run(model, compute, shards.data[local], share, passes)
+        # Told here, the metrics wait for nothing else in the step: their sums are on the way
+        # while the weights are updated.
+        return logs, [tf.identity(v.value) for v in replicas.metric_variables(model)]
 
     def one_step(shards: Shards) -> Any:
         python = random.getstate()
@@ -341,6 +349,7 @@ class _Statistics:
 def _outcome(
     model: keras.Model,
     logs: Any,
+    metrics: list[tf.Tensor],
     shards: Shards,
     local: int,
     votes: tf.Tensor,
@@ -357,6 +366,7 @@ def _outcome(
     differing = _differing(logs, model.get_metrics_result(), weight)
     results, sums = replicas.global_metrics(
         replicas.metric_variables(model),
+        metrics,
         model.get_metrics_result,
         [*means, *differing.values(), votes, digest, digest * digest, lost, waited_s, *moved],
     )

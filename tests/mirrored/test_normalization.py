@@ -133,3 +133,17 @@ def test_no_values_at_all_are_no_numbers_for_nobody(shape: tuple[int, ...]) -> N
     y, count, mean, variance = normalization.normalized(part(2), tf.zeros(shape), ones, ones, 1e-3)
     assert y.shape == shape
     assert np.stack([count, mean, variance]).tolist() == [[0.0] * 3] * 3
+
+
+@pytest.mark.parametrize(
+    "channels", [3, normalization.FEW_CHANNELS, normalization.FEW_CHANNELS + 1]
+)
+@pytest.mark.parametrize("mean", [0.0, 1.0, 3.0, 1000.0])
+def test_moments_of_images_lose_no_digits_to_a_large_mean(channels: int, mean: float) -> None:
+    """Of few channels too, where squares are summed: 1000 deviations would cost all digits."""
+    rng = np.random.default_rng(0)
+    x = (mean + rng.standard_normal((8, 16, 16, channels))).astype(np.float32)
+    found_mean, found = (part.numpy() for part in tf.function(normalization._moments)(x))
+    true = x.astype(np.float64).var((0, 1, 2))
+    assert np.abs(found / true - 1).max() < 2e-6
+    assert np.abs(found_mean - x.astype(np.float64).mean((0, 1, 2))).max() < 1e-6 * max(mean, 1)

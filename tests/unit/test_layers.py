@@ -80,6 +80,7 @@ LAYERS = [
     ],
     ["preflight", "command_line"],
     ["share", "strategies"],
+    ["collectives"],
     ["replicas", "shards", "callbacks.backup"],
     ["broadcast"],
     ["losses", "normalization", "randomness"],
