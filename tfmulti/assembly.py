@@ -142,6 +142,7 @@ def make_model(setup: Setup) -> keras.Model:
         gradient_compression=config.gradient_compression,
         reader_threads=config.reader_threads,
         skip_bad_records=config.skip_bad_records,
+        steps_per_execution="auto" if config.steps_per_execution is None else None,
     )
     return model
 
@@ -169,7 +170,7 @@ def compile_model(setup: Setup, model: keras.Model) -> bool:
             make_optimizer(config, setup.batch.global_batch_size, total_steps(setup)),
             loss="sparse_categorical_crossentropy" if classifies else "mse",
             metrics=["accuracy" if classifies else "mae"],
-            steps_per_execution=config.steps_per_execution,
+            steps_per_execution=config.steps_per_execution or 1,
         )
     return True
 

@@ -16,10 +16,14 @@ class Clock:
 
     The first execution of all, which is traced, counts in neither. What an execution says is
     read when the next one has ended, so that nobody waits for it.
+
+    `period_s` are the seconds from the end of the execution before the last to the last one's
+    end, `inside_s` those of them that the last itself took.
     """
 
     def __init__(self) -> None:
         self._traced = False
+        self.period_s = self.inside_s = 0.0
 
     def begin(self) -> None:
         """Begins an epoch."""
@@ -34,9 +38,14 @@ class Clock:
         self._outside_s += time.perf_counter() - began
         return taken
 
+    def start(self) -> None:
+        """Says that an execution begins."""
+        self._started = time.perf_counter()
+
     def add(self, outcome: Outcome) -> None:
         """Counts an execution that has just ended."""
         now = time.perf_counter()
+        self.period_s, self.inside_s = now - self._began, now - self._started
         if self._traced:
             self._seconds += now - self._began
             self._waited_s += float(self._unread) + self._outside_s

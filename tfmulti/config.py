@@ -191,9 +191,11 @@ class FitConfig:
         "one device's numbers to the last digits.",
         choices=COMPRESSIONS,
     )
-    steps_per_execution: int = _flag(
-        1,
-        "Optimizer steps of one call into TensorFlow; more hides the cost of a call.",
+    steps_per_execution: int | None = _flag(
+        None,
+        "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: "
+        "one, and where calls turn out to cost more than compiling another step does, as many "
+        "as last 0.1 s.",
         low=1,
         free=True,
     )

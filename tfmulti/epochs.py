@@ -11,7 +11,7 @@ import itertools
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -24,6 +24,7 @@ from tfmulti.data_faults import told_by
 from tfmulti.errors import DataError
 from tfmulti.feed import Feed
 from tfmulti.launched import teller
+from tfmulti.pace import Pace
 from tfmulti.resuming import Keeper, Progress
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
@@ -48,6 +49,7 @@ class Training:
     validation_steps: int | None = None
     validation_freq: Any = 1
     keeper: Keeper | None = None
+    pace: Pace = field(default_factory=lambda: Pace(1))
 
     @property
     def steps(self) -> int | None:
@@ -174,6 +176,11 @@ def _next_of(feed: Feed) -> Any:
         return feed.next()
 
 
+def _steps_left(training: Training, at: Progress) -> int:
+    """Returns the steps until the end of `fit`; 0 where nobody knows."""
+    return (training.epochs - at.epoch) * (training.steps or 0) - at.step
+
+
 def _first_step(training: Training, at: Progress) -> int:
     return at.epoch * (training.steps or 0) + at.step
 
@@ -185,8 +192,8 @@ def _epoch(
     state, keeper = state_of(model), training.keeper
     clock.begin()
     sure = _is_sure(training.feed, training.steps, at)
-    at_once = model.steps_per_execution if sure else 1
-    for first, last in _executions(training.steps, at_once, at.step):
+    pace = training.pace if sure else Pace(1)
+    for first, last in _executions(training.steps, pace, at.step):
         source = iterator if sure else clock.waiting(lambda: _next_of(training.feed))
         if source is None:
             _check_data_was_enough(training.steps, first, state.steps)
@@ -196,11 +203,13 @@ def _epoch(
         training.callbacks.on_train_batch_begin(first)
         count, wish = last - first + 1, bool(model.stop_training)
         due = keeper is not None and keeper.wants(count)
+        clock.start()
         with told_by(training.feed):
-            outcome = run(model, model.train_function, source, count, wish, due)
+            outcome = run(model, model.train_function, source, count, wish, due, pace)
         state.steps += count
         state.examples += int(outcome.rows)
         clock.add(outcome)
+        pace.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
         at.lost = _lost(model, outcome, at.lost)
         at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.logs
         teller().step(state.steps)
@@ -226,7 +235,7 @@ def evaluate(
     model.reset_metrics()
     logs: Logs = {}
     iterator, sure, taken, lost = feed.iterate(0), feed.holds(count), 0, 0
-    for first, last in _executions(count, model.steps_per_execution if sure else 1):
+    for first, last in _executions(count, Pace(model.steps_per_execution if sure else 1)):
         source = iterator if sure else _next_of(feed)
         if source is None:
             _check_data_was_enough(count, first, first)
@@ -254,7 +263,7 @@ def predict(
     callbacks.on_predict_begin()
     batches = []
     iterator, sure = feed.iterate(0), feed.holds(count)
-    for first, last in _executions(count, 1):
+    for first, last in _executions(count, Pace(1)):
         source = iterator if sure else _next_of(feed)
         if source is None:
             _check_data_was_enough(count, first, first)
@@ -278,18 +287,24 @@ def run(
     count: int,
     wish: bool,
     backup: bool = False,
+    pace: Pace | None = None,
 ) -> steps.Outcome:
     """Returns what an execution gave.
 
-    `wish` is whether this worker wants to stop, `backup` whether it wants one afterwards.
+    `wish` is whether this worker wants to stop, `backup` whether it wants one afterwards, and
+    `pace` learns how many steps the next one has.
 
     Raises:
         DataError: the workers do not read the same batches; on all workers alike.
     """
     with teller().working(id(execute)):
-        outcome = execute(source, count, _votes(model, wish, backup))
-        several = placement_of(model.distribute_strategy).workers > 1
-        spread = float(outcome.digest_spread) if several else 0.0  # waits for the execution
+        place = placement_of(model.distribute_strategy)
+        steps_wanted = pace.wish if pace and place.is_chief else 0
+        outcome = execute(source, count, _votes(model, wish, backup, steps_wanted))
+        spread = float(outcome.digest_spread) if place.workers > 1 else 0.0  # waits for it
+    if pace is not None:
+        counted = np.asarray(outcome.votes).tolist()
+        pace.agree(stopping.agreed_pace(counted, place.local_replicas))
     if spread > 0.1:
         raise DataError(
             "the workers read different batches: the data is shuffled without a seed, or is not "
@@ -343,9 +358,7 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
         )
 
 
-def _executions(
-    count: int | None, steps_per_execution: int, start: int = 0
-) -> Iterator[tuple[int, int]]:
+def _executions(count: int | None, pace: Pace, start: int = 0) -> Iterator[tuple[int, int]]:
     """Yields the first and the last step of each execution of an epoch, from a step on.
 
     Where the number of steps is unknown an execution is one step: the data may end anywhere.
@@ -353,12 +366,16 @@ def _executions(
     if count is None:
         yield from ((step, step) for step in itertools.count(start))
     else:
-        for first in range(start, count, steps_per_execution):
-            yield first, min(first + steps_per_execution, count) - 1
+        while start < count:
+            first, start = start, min(start + pace.at_once, count)
+            yield first, start - 1
 
 
-def _votes(model: keras.Model, wish: bool, backup: bool = False) -> list[float]:
-    return stopping.votes(wish, state_of(model).interrupted, wants_backup=backup)
+def _votes(
+    model: keras.Model, wish: bool, backup: bool = False, steps_wanted: int = 0
+) -> list[float]:
+    interrupted = state_of(model).interrupted
+    return stopping.votes(wish, interrupted, wants_backup=backup, pace=steps_wanted)
 
 
 def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:

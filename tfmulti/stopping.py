@@ -13,7 +13,7 @@ from typing import Any
 from tfmulti.reading import Reading
 
 REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
-VOTES = (*REASONS, "backup")  # what travels with each execution
+VOTES = (*REASONS, "backup", "pace")  # what travels with each execution
 
 
 @dataclass
@@ -25,7 +25,8 @@ class TrainerState:
     `examples` count since the run of the last `fit` began, of which `steps_before` and
     `examples_before` are from before it was resumed here. A step takes `microbatches` passes,
     batch statistics over all replicas if `sync_batch_norm`, and gradients that travel between
-    workers as `gradient_compression` says. Of the `epoch_s` seconds of the last epoch's steps
+    workers as `gradient_compression` says. If it `chooses_pace`, executions take as many steps as
+    `pace` finds. Of the `epoch_s` seconds of the last epoch's steps
     `waited_s` went by without data, which `reader_threads` threads read; `lost` examples of the
     run could not be read. `gathers` says that a step gathers rows, which it can do once an
     execution only.
@@ -40,6 +41,7 @@ class TrainerState:
     sync_batch_norm: bool = True
     gradient_compression: str = "none"
     reading: Reading = field(default_factory=Reading)
+    chooses_pace: bool = False
     interrupted: str | None = None
     stopped_by: str | None = None
     steps: int = 0
@@ -56,9 +58,11 @@ class TrainerState:
     saved_variables: dict[str, Any] = field(default_factory=dict)
 
 
-def votes(wants_stop: bool, interrupted: str | None, *, wants_backup: bool = False) -> list[float]:
-    """Returns this worker's vote for each of `VOTES`."""
-    asked = {"requested": wants_stop, "backup": wants_backup}
+def votes(
+    wants_stop: bool, interrupted: str | None, *, wants_backup: bool = False, pace: int = 0
+) -> list[float]:
+    """Returns this worker's vote for each of `VOTES`; that for a pace is its steps."""
+    asked = {"requested": wants_stop, "backup": wants_backup, "pace": pace}
     return [float(asked.get(vote, False) or vote == interrupted) for vote in VOTES]
 
 
@@ -75,10 +79,19 @@ def verdict(counted: Sequence[float]) -> str | None:
 def wants_backup(counted: Sequence[float]) -> bool:
     """Returns whether a backup is to be made after this execution.
 
-    >>> wants_backup([0, 0, 0, 1])
+    >>> wants_backup([0, 0, 0, 1, 0])
     True
     """
     return counted[VOTES.index("backup")] > 0
+
+
+def agreed_pace(counted: Sequence[float], local_replicas: int) -> int:
+    """Returns the steps that the chief wants for each execution, which its replicas voted for.
+
+    >>> agreed_pace([0, 0, 0, 0, 40], 2)
+    20
+    """
+    return round(counted[VOTES.index("pace")] / local_replicas)
 
 
 def state_of(model: object) -> TrainerState:

@@ -19,11 +19,13 @@ import tensorflow as tf
 
 from tfmulti import epochs as epochs_loop
 from tfmulti import keras_compat, losses, model_checks, resuming, steps
+from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.config import COMPRESSIONS
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.feed import Feed, make_feed, split_off_validation, weights_of_classes
 from tfmulti.microbatches import take
+from tfmulti.pace import Pace
 from tfmulti.pipeline import from_batch
 from tfmulti.reading import Reading
 from tfmulti.replicas import reduce_gradients
@@ -45,6 +47,7 @@ def prepare(
     gradient_compression: str = "none",
     reader_threads: int | None = None,
     skip_bad_records: int = 0,
+    steps_per_execution: str | None = None,
 ) -> Model:
     """Returns the same model with a `fit`, `evaluate` and `predict` for any strategy.
 
@@ -71,11 +74,14 @@ def prepare(
             thread that feeds the steps; None: as many as it has cores, where reading is slow.
         skip_bad_records: how many examples of a `Source` that cannot be read are left out in
             a pass over the data, counted over all workers; one more is an error.
+        steps_per_execution: `auto` takes as many steps at a time in `fit` as last a tenth of a
+            second, where that saves more than it costs to compile; callbacks are called once for
+            them, as with `compile(steps_per_execution=N)`. None: as `compile` says.
 
     Raises:
         ModelError: no Keras model, or one that was made outside the strategy's scope, or
             `microbatches` below 1.
-        ConfigError: a number below 0, or an unknown compression.
+        ConfigError: a number below 0, or an unknown compression or pace.
     """
     if not isinstance(model, keras.Model):
         raise ModelError(f"prepare() takes a keras.Model, not a {type(model).__name__}.")
@@ -89,6 +95,11 @@ def prepare(
             f"gradient_compression is {gradient_compression!r}, "
             f"but it must be one of {', '.join(COMPRESSIONS)}."
         )
+    if steps_per_execution not in (None, "auto"):
+        raise ConfigError(
+            f"steps_per_execution is {steps_per_execution!r}, but it must be 'auto' or None. "
+            "Give a number to compile()."
+        )
     if not isinstance(model, DistributedModel):
         cls = type(model)
         derived = keras_compat.derived_class(cls, (cls, DistributedModel))
@@ -97,6 +108,7 @@ def prepare(
         setattr(model, name, None)
     reading = Reading(reader_threads, skip_bad_records)
     state = TrainerState(seed, microbatches, sync_batch_norm, gradient_compression, reading)
+    state.chooses_pace = steps_per_execution == "auto"
     remember(model, state)
     return model
 
@@ -135,6 +147,17 @@ class DistributedModel(keras.Model):
         compression = state_of(self).gradient_compression
         wire = None if compression == "none" else tf.as_dtype(compression)
         return {"wire": wire, "by_bytes": PACK_BYTES}
+
+    def _pace(self, backup: Backup | None) -> Pace:
+        """Returns how many steps executions have: as compiled, or chosen if that was asked for.
+
+        On GPUs a step by itself takes its data there while the one before runs.
+        """
+        given = self.steps_per_execution
+        chosen = state_of(self).chooses_pace and given == 1
+        if not chosen or self.run_eagerly or self._placement.gpus:
+            return Pace(given)
+        return Pace(None, most=backup.every_steps if backup else None)
 
     @property
     def _placement(self) -> Placement:
@@ -229,6 +252,7 @@ class DistributedModel(keras.Model):
             validation_steps,
             validation_freq,
             keeper,
+            self._pace(backup),
         )
         with resuming.saving_at_signals(self, backup), closing(feed, validation):
             logs = epochs_loop.train(self, training)

@@ -23,6 +23,7 @@ LAYERS = [
         "console",
         "gpus",
         "launched",
+        "pace",
         "reading",
         "report",
         "rundir",

@@ -16,13 +16,13 @@ from tfmulti.stopping import verdict, votes, wants_backup
 
 
 def test_votes_and_verdicts() -> None:
-    assert votes(False, None) == [0, 0, 0, 0]
-    assert votes(True, "SIGTERM") == [1, 0, 1, 0]
-    assert votes(False, "SIGINT", wants_backup=True) == [0, 1, 0, 1]
-    assert verdict([0, 0, 0, 1]) is None
-    assert verdict([2, 0, 0, 0]) == "requested"
-    assert verdict([1, 1, 0, 0]) == "SIGINT"
-    assert [wants_backup([1, 1, 1, 0]), wants_backup([0, 0, 0, 2])] == [False, True]
+    assert votes(False, None) == [0, 0, 0, 0, 0]
+    assert votes(True, "SIGTERM") == [1, 0, 1, 0, 0]
+    assert votes(False, "SIGINT", wants_backup=True) == [0, 1, 0, 1, 0]
+    assert verdict([0, 0, 0, 1, 9]) is None
+    assert verdict([2, 0, 0, 0, 0]) == "requested"
+    assert verdict([1, 1, 0, 0, 0]) == "SIGINT"
+    assert [wants_backup([1, 1, 1, 0, 1]), wants_backup([0, 0, 0, 2, 0])] == [False, True]
 
 
 def wait_for(condition: Callable[[], object]) -> None:

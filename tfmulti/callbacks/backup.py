@@ -71,7 +71,7 @@ class Backup(keras.callbacks.Callback):
         self.resume = resume
         self.settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._backups = Backups(Path(folder), keep)
-        self._every_steps, self._every_s, self._clock = every_steps, every_s, clock
+        self.every_steps, self._every_s, self._clock = every_steps, every_s, clock
         self._last = clock()
         self._writer: threading.Thread | None = None
 
@@ -86,8 +86,8 @@ class Backup(keras.callbacks.Callback):
         """Whether a backup is due after the next `count` steps, `step` being those so far."""
         if self._writer is not None and self._writer.is_alive():
             return False  # the disk is slower than the interval
-        by_steps = self._every_steps is not None and (
-            (step + count) // self._every_steps > step // self._every_steps
+        by_steps = self.every_steps is not None and (
+            (step + count) // self.every_steps > step // self.every_steps
         )
         by_time = self._every_s is not None and self._clock() - self._last >= self._every_s
         return by_steps or by_time
