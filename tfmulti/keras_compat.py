@@ -19,6 +19,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | layers that look at all rows | public: `call` of `mixing.LAYERS` | none | they know of shares |
 | steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
+| `updates` | `BaseOptimizer._get_variable_index` | none | Keras' SGD updates by one kernel |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
 | `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or a public writer given to it |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
@@ -42,7 +43,7 @@ from keras.src.random.seed_generator import draw_seed, global_seed_generator
 from keras.src.trainers import data_adapters
 from keras.src.trainers.trainer import Trainer
 
-from tfmulti import losses, mixing, normalization, own_steps, randomness
+from tfmulti import losses, mixing, normalization, own_steps, randomness, updates
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
 from tfmulti.share import Share, computing, current, partial
@@ -439,6 +440,20 @@ class _UpdatesReplica:
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
         return list(grads_and_vars)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        step = super().update_step  # type: ignore[misc]
+        if not updates.knows(step) or not updates.update(
+            self, gradient, [variable, *_momenta(self, variable)], learning_rate
+        ):
+            step(gradient, variable, learning_rate)
+
+
+def _momenta(optimizer: Any, variable: Any) -> list[Any]:
+    """Returns the momentum that an SGD keeps for a variable, if it keeps any."""
+    if not optimizer.momentum:
+        return []
+    return [optimizer.momentums[optimizer._get_variable_index(variable)]]
 
 
 def _on_each_replica(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,9 @@ import statistics
 
 TARGET_S = 0.1  # of a call: progress moves ten times a second, and a stop takes no longer
 TRIALS = 8  # calls that are measured, after the two that are traced and warm up
-CALL_S = 0.0005  # of a call of the smallest network, that no clock outside of it tells from its steps
+CALL_S = (
+    0.0005  # of a call of the smallest network, that no clock outside of it tells from its steps
+)
 
 
 class Pace:

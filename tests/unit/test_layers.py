@@ -81,7 +81,7 @@ LAYERS = [
     ],
     ["preflight", "command_line"],
     ["share", "strategies"],
-    ["collectives"],
+    ["collectives", "updates"],
     ["replicas", "shards", "callbacks.backup"],
     ["broadcast"],
     ["losses", "normalization", "randomness"],
