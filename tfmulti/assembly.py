@@ -28,7 +28,9 @@ from tfmulti.sharding import steps_per_epoch
 from tfmulti.signals import default_signals
 from tfmulti.sources import user as user_data
 from tfmulti.sources.data import CLASSIFICATION, Data, size_of
+from tfmulti.sources.lost import lost_examples
 from tfmulti.sources.stages import prepared
+from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement, build_strategy, placement_of
 from tfmulti.trainer import prepare
 
@@ -80,8 +82,8 @@ def set_up(job: preflight.Job) -> Setup:
         data = data.finish(batch.global_batch_size)
     if data.warning is not None:
         say("warning", data.warning)
-    for words in data.lost if chief else ():  # all workers have loaded the same
-        left_out(words)
+    for lost in data.lost if chief else ():  # all workers have loaded the same
+        left_out(lost.words)
     data = shared(data, strategy)
     preflight.check_batch(config, data, place.replicas)
     return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
@@ -140,10 +142,9 @@ def make_model(setup: Setup) -> keras.Model:
         microbatches=config.microbatches,
         sync_batch_norm=config.sync_batch_norm,
         gradient_compression=config.gradient_compression,
-        reader_threads=config.reader_threads,
-        skip_bad_records=config.skip_bad_records,
         steps_per_execution="auto" if config.steps_per_execution is None else None,
     )
+    state_of(model).reading = reading_of(setup)
     return model
 
 
@@ -199,7 +200,8 @@ def plan_of(setup: Setup) -> Plan:
 
 def reading_of(setup: Setup) -> Reading:
     """Returns how the examples are read."""
-    return Reading(setup.config.reader_threads, setup.config.skip_bad_records)
+    config = setup.config
+    return Reading(config.reader_threads, config.skip_bad_records, lost_examples(setup.data.lost))
 
 
 def first_batch(setup: Setup) -> Any:

@@ -1,4 +1,4 @@
-"""Gives all workers the chief's bytes, to the bit."""
+"""Gives all workers the bytes of one of them, to the bit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _CHUNK = 1 << 20  # whole numbers of four bytes: one collective takes 4 MiB
 _MADE, _FAILED = b"+", b"-"
 
 
-def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes | None:
-    """Returns the chief's `data` on every worker, None where it has none. All workers call it.
+def broadcast(strategy: tf.distribute.Strategy, data: bytes | None, rank: int = 0) -> bytes | None:
+    """Returns the `data` of worker `rank` on every worker, None where it has none.
+
+    All workers call it. Worker 0 is the chief.
 
     The bytes travel as whole numbers, to which the others add 0: what is summed as float
     would lose the sign of a zero. So no worker but the chief needs to see the chief's files.
@@ -26,10 +28,11 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes | N
     if place.workers == 1:
         return data
     add = _make_sum(strategy)
-    mine = data if place.is_chief else None
+    speaks = place.rank == rank
+    mine = data if speaks else None
     size = -1 if mine is None else len(mine)
     # In two halves: a sum of int32 alone would end at 2 GiB.
-    halves = np.array([size >> 16, size & 0xFFFF] if place.is_chief else [0, 0], np.int32)
+    halves = np.array([size >> 16, size & 0xFFFF] if speaks else [0, 0], np.int32)
     high, low = (int(n) for n in add(_padded(halves))[:2])
     size = (high << 16) | low
     if size < 0:

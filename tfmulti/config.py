@@ -140,8 +140,8 @@ class FitConfig:
     skip_bad_records: int = _flag(
         0,
         "Leave out up to so many examples that cannot be read in each pass over the data, over "
-        "all workers together, and rows of CSV files with other columns than their header; each is "
-        "named. Default: the first one is an error.",
+        "all workers together, with the rows of CSV and Parquet files that cannot be; each is "
+        "named. GZIP files of records are unpacked for it. Default: the first one is an error.",
         low=0,
         free=True,
     )

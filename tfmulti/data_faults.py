@@ -6,12 +6,16 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+import numpy as np
 import tensorflow as tf
 
+from tfmulti.broadcast import broadcast
 from tfmulti.errors import DataError
 from tfmulti.feed import Feed
 from tfmulti.pipeline import DIFFERENT_ROWS, different_rows
 from tfmulti.sources.record_stream import SCOPE
+from tfmulti.steps import make_vote
+from tfmulti.strategies import placement_of
 
 FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
 
@@ -29,6 +33,18 @@ def told_by(feed: Feed) -> Iterator[None]:
         raise
 
 
+def found_by_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
+    """Returns, alike on all workers, why one of them cannot read the data. All call it."""
+    place = placement_of(strategy)
+    words = None if feed.error is None else str(feed.error)
+    known = [float(words is not None and rank == place.rank) for rank in range(place.workers)]
+    rank = int(np.argmax(make_vote(strategy)(known)))  # the first of those that know
+    told = broadcast(strategy, None if words is None else words.encode(), rank)
+    assert told is not None
+    error: DataError = DataError(told.decode())
+    return error
+
+
 def _raise_as_data_error(error: tf.errors.OpError, feed: Feed) -> None:
     """Raises DataError where the data is what is wrong, of which `tf.data` tells as text."""
     if DIFFERENT_ROWS in error.message:
@@ -39,8 +55,8 @@ def _raise_as_data_error(error: tf.errors.OpError, feed: Feed) -> None:
     found = feed.find_fault() if is_damaged or f"{SCOPE}/" in error.message else None
     if found is not None:
         raise DataError(
-            f"{found}. Mend or remove it, or gunzip the files: then --skip_bad_records N leaves "
-            "out up to N such examples."
+            f"{found}. Mend or remove it, or give --skip_bad_records N to leave out up to N such "
+            "examples: the files are unpacked for that."
         ) from None
     if is_damaged:
         raise DataError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -33,7 +32,6 @@ _MEASURED_STEPS, MEASURED_S = 200, 3.0
 
 def show_speed(setup: Setup, say: Say) -> None:
     """Measures the data alone, the model's step alone, and both together."""
-    setup = _over_passes(setup)
     with setup.strategy.scope():
         model = make_model(setup)
     compile_model(setup, model)
@@ -69,15 +67,6 @@ def show_speed(setup: Setup, say: Say) -> None:
     else:
         share = f"{waiting.share:.0%}".replace("%", " %")
         say("", f"the data keeps up: {share} of the step is waiting for it")
-
-
-def _over_passes(setup: Setup) -> Setup:
-    """Returns the setup with what may be lost in all passes that are measured as one epoch."""
-    if not isinstance(setup.data.train, Source):
-        return setup
-    passes = -(-(_MEASURED_STEPS + 1) // plan_of(setup).steps_per_epoch)
-    most = passes * setup.config.skip_bad_records
-    return replace(setup, config=replace(setup.config, skip_bad_records=most))
 
 
 def _data_alone(setup: Setup) -> tuple[float, int, int]:

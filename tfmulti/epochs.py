@@ -20,11 +20,12 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, steps, stopping
 from tfmulti.clock import Clock
-from tfmulti.data_faults import told_by
+from tfmulti.data_faults import found_by_any, told_by
 from tfmulti.errors import DataError
 from tfmulti.feed import Feed
 from tfmulti.launched import teller
 from tfmulti.pace import Pace
+from tfmulti.reading import Reading
 from tfmulti.resuming import Keeper, Progress
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
@@ -55,6 +56,11 @@ class Training:
     def steps(self) -> int | None:
         """The steps of an epoch, or None where only reading tells."""
         return self.steps_per_epoch or self.feed.steps
+
+    @property
+    def steps_per_pass(self) -> int | None:
+        """The steps after which an iterator begins the data anew, where it does so by itself."""
+        return self.feed.steps if self.feed.endless else None
 
     def is_over(self, at: Progress) -> bool:
         """Whether the next epoch starts the data anew, instead of going on in the same pass."""
@@ -111,7 +117,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         if state.stopped_by is not None:
             break
         callbacks.on_epoch_end(at.epoch, logs)
-        at.epoch, at.step, at.lost, at.logs = at.epoch + 1, 0, 0, logs
+        at.epoch, at.step, at.logs = at.epoch + 1, 0, logs
         if over:
             at.goes_on, at.batches = False, 0
         wish = bool(model.stop_training)
@@ -150,24 +156,34 @@ def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
     return feed.holds(None if count is None else at.batches + count - at.step)
 
 
-def _lost(model: keras.Model, outcome: steps.Outcome, before: int) -> int:
+def _lost(model: keras.Model, feed: Feed, outcome: steps.Outcome, before: int) -> int:
     """Returns how many examples of a pass could not be read so far; alike on all workers.
 
     Raises:
-        DataError: more than may be.
+        DataError: with those that loading has left out, more than may be.
     """
-    most = state_of(model).reading.skip_bad_records
-    if not most:
+    reading = state_of(model).reading
+    if not reading.skip_bad_records:
+        several = placement_of(model.distribute_strategy).workers > 1
+        if several and int(outcome.lost):  # alone this worker has no batch of it
+            raise found_by_any(model.distribute_strategy, feed)
         return 0
     now = int(outcome.lost)
     state_of(model).lost += now
-    if before + now > most:
-        raise DataError(
-            f"{before + now} examples of this pass over the data could not be read, more than "
-            f"--skip_bad_records {most} allows; each was named when it was read. Mend the data, "
-            "or allow more."
-        )
-    return before + now
+    lost = before + now
+    if now and lost + reading.lost_at_loading > reading.skip_bad_records:
+        raise DataError(_too_many_lost(lost, reading))
+    return lost
+
+
+def _too_many_lost(lost: int, reading: Reading) -> str:
+    loaded = reading.lost_at_loading
+    besides = f" and {loaded} when it was loaded," if loaded else ","
+    return (
+        f"{lost} examples of this pass over the data could not be read{besides} more than "
+        f"--skip_bad_records {reading.skip_bad_records} allows; each was named when it was read. "
+        "Mend the data, or allow more."
+    )
 
 
 def _next_of(feed: Feed) -> Any:
@@ -193,7 +209,11 @@ def _epoch(
     clock.begin()
     sure = _is_sure(training.feed, training.steps, at)
     pace = training.pace if sure else Pace(1)
-    for first, last in _executions(training.steps, pace, at.step):
+    per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
+    before = _first_step(training, at) - at.step
+    for first, last in _executions(training.steps, pace, at.step, per_pass, before):
+        if per_pass and (before + first) % per_pass == 0:
+            at.lost = 0
         source = iterator if sure else clock.waiting(lambda: _next_of(training.feed))
         if source is None:
             _check_data_was_enough(training.steps, first, state.steps)
@@ -210,7 +230,7 @@ def _epoch(
         state.examples += int(outcome.rows)
         clock.add(outcome)
         pace.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
-        at.lost = _lost(model, outcome, at.lost)
+        at.lost = _lost(model, training.feed, outcome, at.lost)
         at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.logs
         teller().step(state.steps)
         training.callbacks.on_train_batch_end(last, at.logs)
@@ -245,7 +265,7 @@ def evaluate(
         with told_by(feed):
             outcome = run(model, model.test_function, source, last - first + 1, wish)
         logs, taken = outcome.logs, last + 1
-        lost = _lost(model, outcome, lost)
+        lost = _lost(model, feed, outcome, lost)
         callbacks.on_test_batch_end(last, logs)
         if _stops(model, bool(model.stop_evaluating), outcome.votes):
             break
@@ -358,17 +378,31 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
         )
 
 
-def _executions(count: int | None, pace: Pace, start: int = 0) -> Iterator[tuple[int, int]]:
+def _executions(
+    count: int | None,
+    pace: Pace,
+    start: int = 0,
+    per_pass: int | None = None,
+    before: int = 0,
+) -> Iterator[tuple[int, int]]:
     """Yields the first and the last step of each execution of an epoch, from a step on.
 
     Where the number of steps is unknown an execution is one step: the data may end anywhere.
+    None goes beyond a pass of `per_pass` steps, so that what it lost is one pass's; `before`
+    steps were in the epochs before.
+
+    >>> list(_executions(8, Pace(4), 0, per_pass=5, before=8))
+    [(0, 1), (2, 5), (6, 6), (7, 7)]
     """
     if count is None:
         yield from ((step, step) for step in itertools.count(start))
-    else:
-        while start < count:
-            first, start = start, min(start + pace.at_once, count)
-            yield first, start - 1
+        return
+    while start < count:
+        end = min(start + pace.at_once, count)
+        if per_pass:
+            end = min(end, start + per_pass - (before + start) % per_pass)
+        first, start = start, end
+        yield first, end - 1
 
 
 def _votes(

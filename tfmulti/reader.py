@@ -24,6 +24,7 @@ import numpy as np
 from tfmulti.errors import DataError
 from tfmulti.plan import Part, Plan
 from tfmulti.reading import Reading
+from tfmulti.sources.lost import NEXT_STEP
 from tfmulti.sources.source import Source, leaves_of, map_nest
 
 AHEAD = 2  # one is completed while the threads that are done with it begin the next
@@ -80,7 +81,9 @@ class Reader:
 
     Args:
         reading: how many threads, and whether examples that cannot be read are left out instead
-            of ending it; how many of them there may be is the caller's to count.
+            of ending it; how many of them there may be is the caller's to count. Where none may
+            be and there are other workers, another example stands in the place of one that
+            cannot be read, and `Batch.lost` has it: the caller tells them.
     """
 
     def __init__(
@@ -92,12 +95,19 @@ class Reader:
     ) -> None:
         self._source, self._plan, self._place = source, plan, place
         self._threads, self._skips_bad = reading.threads, reading.skip_bad_records > 0
+        here = place.local_replicas == place.replicas
+        self._raises = not self._skips_bad and (here or reading.alone)
         self._most = cores()
         self._is_warm = False
         self._pool: ThreadPoolExecutor | None = None
         self._stand_in: Any = None
         self._is_stopped = False
         self._lock = threading.RLock()  # no piece is begun after `stop`
+
+    @property
+    def skips_bad(self) -> bool:
+        """Whether examples that cannot be read are left out."""
+        return self._skips_bad
 
     @property
     def threads(self) -> int | None:
@@ -182,7 +192,7 @@ class Reader:
             self._source.read_into(share.examples[one], epoch, _rows_of(share.data, one))
         except Exception as error:
             words = f"{self._source.where(int(share.examples[row]))}: {reason_of(error)}"
-            if not self._skips_bad:
+            if self._raises:
                 raise DataError(f"{words} {NEXT_STEP}") from error
             share.lost[row] = words
 
@@ -190,7 +200,8 @@ class Reader:
         for piece in begun.waiting:
             piece.result()
         shares, rows = begun.shares, begun.part.rows
-        own_rows = tuple((len(s.examples) - len(s.lost)) * s.counts for s in shares)
+        left_out = self._skips_bad
+        own_rows = tuple((len(s.examples) - len(s.lost) * left_out) * s.counts for s in shares)
         first_rows = tuple(share.first for share in shares)
         lost = tuple(s.lost[row] for s in shares if s.counts for row in sorted(s.lost))
         if lost and self._place.local_replicas == self._place.replicas:
@@ -206,8 +217,17 @@ class Reader:
         """Returns the rows of a share without those that were lost; but one at least."""
         if not share.lost:
             return share.data
+        if not self._skips_bad:
+            return self._stood_in(share)
         left = [row for row in range(len(share.examples)) if row not in share.lost]
         return map_nest(lambda a: a[left], share.data) if left else self._one_readable()
+
+    def _stood_in(self, share: _Share) -> Any:
+        """Returns the rows of a share, each of those that were lost replaced by another example."""
+        one = self._one_readable()
+        for row in share.lost:
+            map_nest(_copy_one, _rows_of(share.data, slice(row, row + 1)), one)
+        return share.data
 
     def _one_readable(self) -> Any:
         """Returns one example that can be read, for a replica that lost all of its own."""
@@ -219,9 +239,6 @@ class Reader:
                     continue
             return self._stand_in
         raise DataError(f"none of the {self._plan.examples} examples can be read. Check the files.")
-
-
-NEXT_STEP = "Mend or remove it, or give --skip_bad_records N to leave out up to N such examples."
 
 
 def cores(env: Mapping[str, str] = os.environ) -> int:
@@ -251,6 +268,10 @@ def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _copy_one(out: np.ndarray, rows: Any) -> None:
+    out[...] = rows
 
 
 def _rows_of(buffers: Any, piece: slice) -> Any:

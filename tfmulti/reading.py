@@ -13,7 +13,9 @@ class Reading:
 
     `threads` is how many examples are read at a time by each worker (0: in the thread that
     feeds the step; None: as it is measured). Up to `skip_bad_records` examples that cannot be
-    read are left out in each pass over the data, counted over all workers.
+    read are left out in each pass over the data, counted over all workers, with the
+    `lost_at_loading` that each pass lacks. Where none may be and several workers read, the step
+    tells all of them of the first one, unless `alone`: then it ends this worker's reading.
 
     Raises:
         ConfigError: a number below 0.
@@ -21,6 +23,8 @@ class Reading:
 
     threads: int | None = None
     skip_bad_records: int = 0
+    lost_at_loading: int = 0
+    alone: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (

@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, str] = {
 class Recipe:
     """A data set's place, and what a run on it uses where no flag says otherwise.
 
-    `skips_damage`: its loader is told `skip_bad_records`, since it looks through files first.
+    `skips_damage`: its loader is told `skip_bad_records`, since it looks through files itself.
     """
 
     place: str
@@ -81,9 +81,15 @@ DATASETS: dict[str, Recipe] = {
     "npz": Recipe("tfmulti.sources.npz:load", "cnn", takes_options=True),
     "npy": Recipe("tfmulti.sources.npy:load", "cnn", takes_options=True),
     "images": Recipe("tfmulti.sources.images:load", "resnet20", 32, takes_options=True),
-    "csv": Recipe("tfmulti.sources.tables:load_csv", "mlp", 32, takes_options=True),
-    "parquet": Recipe("tfmulti.sources.tables:load_parquet", "mlp", 32, takes_options=True),
-    "text": Recipe("tfmulti.sources.text:load", "transformer", 32, takes_options=True),
+    "csv": Recipe(
+        "tfmulti.sources.tables:load_csv", "mlp", 32, takes_options=True, skips_damage=True
+    ),
+    "parquet": Recipe(
+        "tfmulti.sources.tables:load_parquet", "mlp", 32, takes_options=True, skips_damage=True
+    ),
+    "text": Recipe(
+        "tfmulti.sources.text:load", "transformer", 32, takes_options=True, skips_damage=True
+    ),
     "tfrecord": Recipe(
         "tfmulti.sources.tfrecord:load", "cnn", takes_options=True, skips_damage=True
     ),

@@ -34,7 +34,7 @@ class Progress:
 
     `epoch` epochs are whole; of the next one `step` steps are done, which left `logs`. If
     `goes_on`, the next step takes from the iterator in use, which has given `batches` batches;
-    else it begins another. `lost` examples of this epoch could not be read.
+    else it begins another. `lost` examples of this pass of the data could not be read.
     `is_over` says that a callback ended training.
     """
 
@@ -167,6 +167,7 @@ class Keeper:
         state = state_of(self._model)
         state.steps = state.steps_before = self._record.step
         state.examples = state.examples_before = tree["examples"]
+        state.lost = tree.get("lost", 0)
 
     def restore_random_states(self) -> None:
         """Gives Python's and NumPy's generators the states of the record."""
@@ -217,6 +218,7 @@ class Keeper:
             "passes": {name: feed.passes for name, feed in self._feeds.items()},
             "model": run_state.capture(self._model),
             "callbacks": self._callbacks.capture(),
+            "lost": state_of(self._model).lost,
         }
 
     @contextlib.contextmanager

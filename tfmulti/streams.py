@@ -22,10 +22,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.console import left_out
+from tfmulti.errors import DataError
 from tfmulti.plan import Plan
 from tfmulti.reader import ALIGNMENT, Batch, Reader, bytes_of, empty
 from tfmulti.reading import Reading
 from tfmulti.shards import PREFETCH_STEPS, ArrayOutlet, Outlet, array_outlet_of, outlet_of
+from tfmulti.sources.lost import NEXT_STEP
 from tfmulti.sources.source import Arrays, Leaf, Source, leaves_of, map_nest
 from tfmulti.strategies import Placement
 
@@ -187,7 +189,10 @@ def _components(stream: weakref.ref[Stream], reader: Reader, first_step: int) ->
     """Yields the queue's elements: the leaves for each replica, and the counts."""
     with contextlib.closing(reader.batches(first_step)) as batches:
         for batch in batches:
-            _say_lost(stream(), batch)
+            if reader.skips_bad:
+                _say_lost(stream(), batch)
+            else:
+                _note_error(stream(), batch)
             tensors = [as_tensor(leaf) for data in batch.data for leaf in leaves_of(data)]
             counts = [*batch.own_rows, *batch.first_rows, batch.rows, len(batch.lost)]
             yield [*tensors, tf.constant(counts, tf.int64)], False
@@ -222,6 +227,12 @@ def _say_lost(stream: Stream | None, batch: Batch) -> None:
         if stream is not None and words not in stream.lost:
             stream.lost.add(words)
             left_out(words)
+
+
+def _note_error(stream: Stream | None, batch: Batch) -> None:
+    """Makes the first example that cannot be read the stream's error; the step tells the others."""
+    if batch.lost and stream is not None and stream.error is None:
+        stream.error = DataError(f"{batch.lost[0]} {NEXT_STEP}")
 
 
 def as_tensor(array: Any) -> tf.Tensor:

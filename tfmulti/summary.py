@@ -16,6 +16,7 @@ from tfmulti.optimizers import peak_learning_rate
 from tfmulti.report import FitReport
 from tfmulti.rundir import RunDir
 from tfmulti.sources.data import size_of
+from tfmulti.sources.lost import lost_examples
 from tfmulti.stopping import state_of
 from tfmulti.strategies import device_names
 
@@ -94,7 +95,7 @@ def make_report(
         seconds=seconds,
         examples_per_second=speed,
         waiting_share=waiting.share,
-        examples_lost=state.lost + len(setup.data.lost),
+        examples_lost=state.lost + lost_examples(setup.data.lost),
         weights_sha256=artifacts.weights_sha256(model),
         epochs_asked=setup.epochs,
         stopped_by=state.stopped_by,

@@ -305,7 +305,7 @@ class DistributedModel(keras.Model):
             placement=self._placement,
             batch_size=batch_size,
             steps_per_epoch=steps,
-            reading=Reading(state_of(self).reading.threads),  # each row has its prediction
+            reading=Reading(state_of(self).reading.threads, alone=True),  # each row has its own
         )
         count = _steps_of(feed, steps)
         tools = _callback_list(self, callbacks, verbose, 1, count)

@@ -345,7 +345,7 @@ def flat_model() -> keras.Model:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"label": [1]}, "a.gz, record 2: .*'image'.*or gunzip the files"),
+        ({"label": [1]}, "a.gz, record 2: .*'image'.*or give --skip_bad_records N .*are unpacked"),
         (GOOD | {"label": [3]}, r"a.gz, record 2: 'label' is 3, out of range 0\.\.2"),
         (GOOD | {"image": [b"none"]}, "a.gz, record 2: feature 'image': .*image"),
         (None, r"a.gz, record 1\d\d: the file is cut off in it\. Mend"),

@@ -94,6 +94,15 @@ def test_bad_examples_are_left_out_alike(found: Any, workers: int) -> None:
 
 
 @WORKERS
+@pytest.mark.parametrize("part", ["any", "any of validation"])
+def test_a_bad_example_ends_training_on_all_workers(found: Any, workers: int, part: str) -> None:
+    """All name it, whoever read it, where none may be left out."""
+    (words,) = {worker[part] for worker in found(workers)}
+    assert words.startswith(tuple(f"some.file, record {example}: " for example in BAD))
+    assert "or give --skip_bad_records N" in words
+
+
+@WORKERS
 @pytest.mark.parametrize("what", ["rows", "values"])
 def test_other_data_on_a_worker_is_noticed_by_all(found: Any, workers: int, what: str) -> None:
     for worker in found(workers):

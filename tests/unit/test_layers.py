@@ -43,8 +43,8 @@ LAYERS = [
     ["launch.pool"],
     ["launch.supervisor"],
     ["launch.__main__"],
-    ["hashing", "sources.source", "sources.files", "plain"],
-    ["sources.open_files", "sources.pixels"],
+    ["hashing", "sources.arrow", "sources.lost", "sources.source", "sources.files", "plain"],
+    ["sources.csv_tables", "sources.open_files", "sources.parquet_tables", "sources.pixels"],
     ["permutation", "sources.arrays", "sources.columns", "sources.folders"],
     [
         "plan",
@@ -53,6 +53,7 @@ LAYERS = [
         "sources.encoding",
         "sources.options",
         "sources.record_index",
+        "sources.unpacked",
         "backup",
     ],
     ["reader", "sources.features", "sources.named_arrays", "sources.records", "sources.targets"],

@@ -219,6 +219,18 @@ def test_bad_examples_are_left_out_where_that_is_asked_for(threads: int) -> None
     assert second.lost == tuple(f"file, record {i}: Input/output error." for i in (5, 6))
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+def test_other_workers_are_told_of_a_bad_example(threads: int) -> None:
+    """Its row is another example's, so that the step, which tells them, can be run."""
+    source = Counting(12, bad=(1, 4))
+    (batch,) = batches(source, Plan(12, 12), Place(0, 2, 2), 1, Reading(threads))
+    assert [x.tolist() for (x,) in batch.data] == [[0, 0, 2], [3, 0, 5]]
+    assert (batch.rows, batch.own_rows, batch.first_rows) == (12, (3, 3), (0, 3))
+    assert batch.lost == tuple(f"file, record {i}: Input/output error." for i in (1, 4))
+    with pytest.raises(DataError, match="file, record 1: Input/output error"):
+        batches(source, Plan(12, 12), Place(0, 2, 2), 1, Reading(threads, alone=True))
+
+
 def test_rows_close_up_where_some_are_left_out() -> None:
     """4 replicas of 3 rows: what is lost moves the others' places, as on one device."""
     source = Counting(12, bad=(1, 3, 4, 5))

@@ -188,7 +188,7 @@ def test_damaged_npz(tmp_path: Path, damage: Callable[[Path], Any], message: str
         ({"x": np.where(X == 7, np.inf, X), "y": Y}, "", "x of the train part is inf in row 1"),
         ({"x": X, "y": np.eye(4, dtype=int)[Y]}, "", r"is one-hot.*y.argmax\(axis=1\)"),
         ({"x": X, "y": Y - 1}, "", "label -1 in row 0 .*out of range 0..2"),
-        ({"x": X, "y": Y * 1000}, "", "label of y is 3000, out of range for 20"),
+        ({"x": X, "y": Y * 1000}, "", r"label of y is 3000 in row 3, out of range for 20"),
         ({"x": X, "y": Y}, ",classes=3", "label 3 in row 3 .*out of range 0..2"),
         ({"x": X, "y": Y}, ",classs=3", "did you mean 'classes'"),
         ({"x": X, "y": Y / 2}, ",classes=3", "needs whole-number labels"),

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from tfmulti.config import FitConfig
 from tfmulti.errors import ConfigError, DataError
 from tfmulti.preflight import load_data
-from tfmulti.sources import columns, tables
+from tfmulti.sources import csv_tables, parquet_tables, tables
 from tfmulti.sources.data import Data, fitted
 from tfmulti.sources.splits import with_validation
 
@@ -37,8 +37,9 @@ def column(name: str, values: Sequence[object], y: str = "ab") -> str:
     return "\n".join([f"{name},y", *rows]) + "\n"
 
 
-def loaded(options: str, fraction: float = 0.0) -> Data:
-    return fitted(with_validation(tables.load_csv(options, 0), fraction, seed=1))
+def loaded(options: str, fraction: float = 0.0, most_bad: int = 0) -> Data:
+    data = tables.load_csv(options, 0, skip_bad_records=most_bad)
+    return fitted(with_validation(data, fraction, seed=1))
 
 
 def rows_of(part: Any) -> Any:
@@ -209,10 +210,152 @@ def test_a_type_that_is_not_read(tmp_path: Path) -> None:
     assert fitted(tables.load_parquet(f"{tmp_path},target=y,drop=when", 0)).features == ("n",)
 
 
-def test_a_damaged_parquet_file(tmp_path: Path) -> None:
-    (tmp_path / "t.parquet").write_bytes(b"no table at all")
-    with pytest.raises(DataError, match=r"t.parquet cannot be read: .*Mend or remove it"):
-        tables.load_parquet(f"{tmp_path},target=y", 0)
+def damaged_parquet(folder: Path, groups: Sequence[int], name: str = "t.parquet") -> str:
+    """Writes 40 rows in row groups of 10, of which some have a byte flipped in a page."""
+    table = pa.table({"n": np.arange(40.0), "s": list("uv" * 20), "y": list("aabb" * 10)})
+    parquet.write_table(table, folder / name, row_group_size=10, write_page_checksum=True)
+    content = bytearray((folder / name).read_bytes())
+    found = parquet.ParquetFile(folder / name).metadata
+    for group in groups:
+        chunk = found.row_group(group).column(0)
+        content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 4
+    (folder / name).write_bytes(content)
+    return str(folder / name)
+
+
+def test_damaged_row_groups_are_left_out(tmp_path: Path) -> None:
+    """All rows of one are lost, in all parts; the others keep their numbers."""
+    path = damaged_parquet(tmp_path, [0, 2])
+    test = damaged_parquet(tmp_path, [3], "test.parquet")
+    data = prepared_from(f"{path},target=y,test={test}", 30, "parquet")
+    words = "could not verify page integrity, CRC checksum verification failed"
+    for lost, place in zip(
+        data.lost,
+        (
+            f"row group 0 (rows 1 to 10) of {path}: {words}",
+            f"row group 2 (rows 21 to 30) of {path}: {words}",
+            f"row group 3 (rows 31 to 40) of {test}: {words}",
+        ),
+        strict=True,
+    ):
+        assert lost.words.startswith(place)
+        assert lost.examples == 10
+    assert rows_of(data.train)[0][:, 0].tolist() == [*range(10, 20), *range(30, 40)]
+    assert len(data.test) == 30
+
+
+@pytest.mark.parametrize(
+    ("most", "message"),
+    [
+        (0, r"row group 1 \(rows 11 to 20\) of {}: could not .* or give --skip_bad_records N"),
+        (9, "10 examples cannot be read, more than --skip_bad_records 9 allows; the first is row"),
+    ],
+)
+def test_more_rows_of_row_groups_than_may_be(tmp_path: Path, most: int, message: str) -> None:
+    path = damaged_parquet(tmp_path, [1])
+    with pytest.raises(DataError, match="^" + message.format(path)):
+        prepared_from(f"{path},target=y", most, "parquet")
+
+
+def test_a_row_keeps_its_number_behind_a_lost_row_group(tmp_path: Path) -> None:
+    n = pa.array([float(i) if i != 25 else None for i in range(40)])
+    table = pa.table({"s": ["u"] * 40, "n": n, "y": list("ab" * 20)})
+    path = tmp_path / "t.parquet"
+    parquet.write_table(table, path, row_group_size=10, write_page_checksum=True)
+    content = bytearray(path.read_bytes())
+    content[parquet.ParquetFile(path).metadata.row_group(1).column(2).data_page_offset + 20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"'n' has no value in row 26 of .*t.parquet"):
+        prepared_from(f"{path},target=y", 10, "parquet")
+
+
+def test_text_of_a_parquet_file_that_is_none(tmp_path: Path) -> None:
+    """Without a checksum pyarrow itself reads such bytes."""
+    table = pa.table({"s": ["word"] * 4 + ["other"] * 4, "y": list("ab" * 4)})
+    path = tmp_path / "t.parquet"
+    parquet.write_table(table, path, row_group_size=4, compression="none")
+    path.write_bytes(path.read_bytes().replace(b"word", b"w\xffrd"))
+    data = prepared_from(f"{path},target=y", 4, "parquet")
+    (lost,) = data.lost
+    assert "row group 0 (rows 1 to 4) of" in lost.words
+    assert "Invalid UTF8 sequence" in lost.words
+    assert len(data.train) == 4
+
+
+@pytest.mark.parametrize("content", [b"no table at all", b"", None])
+@pytest.mark.parametrize("most", [0, 100])
+def test_a_parquet_file_without_its_footer(
+    tmp_path: Path, content: bytes | None, most: int
+) -> None:
+    """Also one that is cut off: the footer is its end."""
+    path = Path(damaged_parquet(tmp_path, []))
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    words = "t.parquet cannot be read: .*nobody knows how many rows it has, .* Mend or remove it"
+    with pytest.raises(DataError, match=words):
+        prepared_from(f"{path},target=y", most, "parquet")
+
+
+def test_a_parquet_file_whose_footer_contradicts_itself(tmp_path: Path) -> None:
+    class Group:
+        num_rows = 3
+
+    class Footer:
+        num_rows, num_row_groups = 7, 2
+
+        def row_group(self, group: int) -> Group:
+            return Group()
+
+    with pytest.raises(ValueError, match="its row groups have 6 rows, and it 7"):
+        parquet_tables.check_footer(Footer())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('1,"red,a\n2,blue,b\n3,red,a\n', "begins a value in line 2 is not closed"),
+        ('1,red,a\n2,blue,"b\n3,red,a', "begins a value in line 3 is not closed"),
+        ('1,red,"a\n2,blue,b\n3,"red",a\n', "begins a value in line 2 is closed in line 4 alone"),
+        ('1,red,a\n\n2\n3,"red,a\n4,red,a\n', "begins a value in line 5 is not closed"),
+        ('1,red,a\n2,"b""\n3,red,a\n', "begins a value in line 3 is not closed"),
+    ],
+)
+@pytest.mark.parametrize("most", [0, 9])
+def test_a_quote_that_is_not_closed(tmp_path: Path, rows: str, message: str, most: int) -> None:
+    """It takes the lines behind it into its value, so no row can be told from another."""
+    path = csv(tmp_path, "n,color,y\n" + rows)
+    with pytest.raises(DataError, match=f"t.csv cannot be read: the quote that {message}.* Mend"):
+        prepared_from(f"{path},target=y", most)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('n,"color,y\n1,red,a\n2,blue,b\n', "in line 1 is not closed"),
+        ('n,"y\n1,"a\n2,b\n', "in line 1 is closed in line 2 alone"),
+    ],
+)
+def test_a_quote_in_the_header_that_is_not_closed(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=f"the quote that begins a value {message}"):
+        prepared_from(f"{csv(tmp_path, text)},target=y")
+
+
+def test_quotes_that_are_closed(tmp_path: Path) -> None:
+    """Over several lines, doubled, after a mark of byte order, and in the midst of a value."""
+    rows = '"1" ,"red\n\n""light"" ",a\n2,5" pipe,"b"\r\n3,"5"" ,\n6"" pipe",a\n4,"4"th,"b"'
+    path = csv(tmp_path, '\ufeff"n,",color,y\n' + rows)
+    data = tables.load_csv(f"{path},target=y", 0)
+    x, _ = rows_of(data.train)
+    assert x["n,"].tolist() == [1, 2, 3, 4]
+    assert x["color"].tolist() == ['red\n\n"light"', '5" pipe', '5" ,\n6" pipe', "4th"]
+
+
+def test_bad_rows_are_told_before_what_follows_from_them(tmp_path: Path) -> None:
+    """Here without the bad rows the target has one class alone."""
+    path = csv(tmp_path, "n,y\n1,a\n2,a\n3\n4\n")
+    with pytest.raises(DataError, match=r"^row 3 of .*t.csv: it has 1 column"):
+        prepared_from(f"{path},target=y")
+    with pytest.raises(DataError, match=r"--dataset csv:.* target 'y'"):
+        prepared_from(f"{path},target=y", 2)
 
 
 def test_pyarrow_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,9 +397,9 @@ def test_mistakes_in_options(tmp_path: Path, options: str, message: str) -> None
 RAGGED = "n,color,y\n1,red,a\n\n2\n2,blue,b\n3,red,b,9\n4,blue,a\n5,x\n"
 
 
-def prepared_from(options: str, skip_bad_records: int = 0) -> Data:
+def prepared_from(options: str, skip_bad_records: int = 0, form: str = "csv") -> Data:
     config = FitConfig(
-        dataset=f"csv:{options}", skip_bad_records=skip_bad_records, validation_fraction=0.0
+        dataset=f"{form}:{options}", skip_bad_records=skip_bad_records, validation_fraction=0.0
     )
     data = load_data(config)
     assert data is not None
@@ -268,7 +411,7 @@ def test_rows_of_another_length_are_left_out(tmp_path: Path) -> None:
     ragged, test = csv(tmp_path, RAGGED), csv(tmp_path, SMALL + "5,red\n", "test.csv")
     other = csv(tmp_path, SMALL, "validation.csv")
     data = prepared_from(f"{ragged},target=y,test={test},validation={other}", 4)
-    assert data.lost == (
+    assert tuple(lost.words for lost in data.lost) == (
         f"row 2 of {ragged}: it has 1 column, but the header has 3: '2'.",
         f"row 4 of {ragged}: it has 4 columns, but the header has 3: '3,red,b,9'.",
         f"row 6 of {ragged}: it has 2 columns, but the header has 3: '5,x'.",
@@ -302,17 +445,17 @@ def test_a_row_keeps_its_number_where_others_are_left_out(tmp_path: Path) -> Non
     for cell, words in ((",red,a", "'n' has no value"), ("inf,red,a", "'n' is inf")):
         csv(tmp_path, f"n,color,y\n1\n1,red,a\n3,\n{cell}\n5,red\n", "2.csv")
         with pytest.raises(DataError, match=rf"{words} in row 4 of .*2\.csv"):
-            loaded(f"{tmp_path},target=y")
+            loaded(f"{tmp_path},target=y", most_bad=9)
     train = csv(tmp_path, SMALL)
     other = csv(tmp_path, "n,color,y\n1\nx,red,a\n", "2.csv")
     with pytest.raises(DataError, match=r"'n' is 'x' in row 2 of .*2\.csv"):
-        loaded(f"{train},target=y,test={other}")
+        loaded(f"{train},target=y,test={other}", most_bad=9)
 
 
 def test_a_long_row_is_shown_in_part_and_in_one_line(tmp_path: Path) -> None:
     rows = "".join(f"{i},a\n" for i in range(300_000))  # several of pyarrow's blocks
     text = f'n,y\n1\n{rows}"2\n3",b,{"x" * 99}\n4,b\n'
-    (first, last) = prepared_from(f"{csv(tmp_path, text)},target=y", 2).lost
+    first, last = (lost.words for lost in prepared_from(f"{csv(tmp_path, text)},target=y", 2).lost)
     assert first.startswith("row 1 of ")
     assert "row 300002 of" in last
     assert last.endswith(f"3 columns, but the header has 2: '\"2\\n3\",b,{'x' * 32}…'.")
@@ -321,7 +464,7 @@ def test_a_long_row_is_shown_in_part_and_in_one_line(tmp_path: Path) -> None:
 def test_a_file_of_bad_rows_alone_is_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(columns, "_MOST_BAD", 2)
+    monkeypatch.setattr(csv_tables, "_MOST_BAD", 2)
     path = csv(tmp_path, "n,y\n" + "1,a,\n" * 3)
     with pytest.raises(DataError, match=r"t.csv cannot be read: .*Row #4: Expected 2 columns"):
         prepared_from(f"{path},target=y", 9)
@@ -357,13 +500,37 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, message: str) -> None:
         loaded(f"{csv(tmp_path, text)},target=y")
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfea,b\n1,2\n", b"n,y\n1,\xff\n", b"n,y\n\xff\n"])
+@pytest.mark.parametrize("data", [b"\xff\xfea,b\n1,2\n", "n,y\n1,a\n".encode("utf-16")])
 def test_a_file_that_is_not_utf8(
     tmp_path: Path, data: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.csv").write_bytes(data)
-    with pytest.raises(DataError, match=r"t.csv cannot be read: .*(UTF-8|UTF8)"):
-        loaded(f"{tmp_path}/t.csv,target=y")
+    for most in (0, 9):
+        with pytest.raises(DataError, match=r"t.csv cannot be read: .*not UTF-8 text"):
+            prepared_from(f"{tmp_path}/t.csv,target=y", most)
+    assert not capfd.readouterr().err
+
+
+def test_rows_that_are_not_utf8_are_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [b"1,red,a", b"\xff", b"2,\xe4\xe4h,b", b"3", b"NA,\xef\xb7\x90,b", b"5,blue,\xfc"]
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\n".join([b"n,color,y", *rows, b"6,red,b"]))
+    data = prepared_from(f"{path},target=y,missing=mean", 4)
+    assert [lost.words for lost in data.lost] == [
+        f"row 2 of {path}: it has 1 column, but the header has 3: '\N{REPLACEMENT CHARACTER}'.",
+        f"row 3 of {path}: it is not UTF-8 text: '2,\N{REPLACEMENT CHARACTER}h,b'.",
+        f"row 4 of {path}: it has 1 column, but the header has 3: '3'.",
+        f"row 6 of {path}: it is not UTF-8 text: '5,blue,\N{REPLACEMENT CHARACTER}'.",
+    ]
+    assert rows_of(data.train)[1].tolist() == [0, 1, 1]
+    with pytest.raises(DataError, match=r"^row 2 of .* or give --skip_bad_records N"):
+        prepared_from(f"{path},target=y")
+    monkeypatch.setattr(csv_tables, "_MOST_BAD", 1)
+    path.write_bytes(b"n,y\n1,\xff\n1,\xff\n")
+    with pytest.raises(DataError, match=r"t.csv cannot be read: it is not UTF-8 text. Mend"):
+        prepared_from(f"{path},target=y", 9)
     assert not capfd.readouterr().err
 
 

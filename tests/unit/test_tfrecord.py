@@ -186,7 +186,6 @@ def test_gzip_files_are_a_stream_and_do_not_mix(tmp_path: Path) -> None:
         ("test_split", "train[50%:]"),
         ("augment", "flip"),
         ("class_weight", "balanced"),
-        ("skip_bad_records", 1),
     ],
 )
 def test_what_needs_random_access_is_refused_for_gzip_files(

@@ -1,13 +1,12 @@
 """Columns of CSV and Parquet files, read by pyarrow, and alike in all files of a data set.
 
-Rows count from 1 in messages, the header and empty lines of a CSV file not counted. A row of a
-CSV file with another number of columns than its header is left out; who loads the data decides
-whether that may be (`lost_of`).
+Rows count from 1 in messages, the header and empty lines of a CSV file not counted. Rows that
+cannot be read are left out (`csv_tables`, `parquet_tables`); who loads the data decides whether
+that may be (`lost_of`).
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,30 +14,33 @@ import numpy as np
 
 from tfmulti.errors import DataError
 from tfmulti.sources import files
+from tfmulti.sources.arrow import BadRows, arrow, reason_of
+from tfmulti.sources.csv_tables import read_csv
+from tfmulti.sources.lost import Lost
+from tfmulti.sources.parquet_tables import read_parquet
 
 CSV, PARQUET = "csv", "parquet"
 EXTENSIONS = {CSV: (".csv", ".csv.gz"), PARQUET: (".parquet",)}
 FLAG, WHOLE, NUMBER, TEXT = "bool", "whole", "number", "text"
-_MOST_BAD = 100_000  # rows of a file; one that has more is no table
-_SHOWN = 40  # characters of a row
 
 
 class Table(NamedTuple):
-    """What one file holds: a `pyarrow.Table`, where it is from, and whether its columns have
-    types; those of CSV are all text. `bad` says of each row that is left out, by its number in
-    the file, why.
+    """What one file holds: a `pyarrow.Table`, and where it is from.
+
+    `bad` are the rows that are left out, in the order of the file. Columns of CSV have no types
+    (`is_typed`): they are all text.
     """
 
     path: str
     rows: Any
+    bad: list[BadRows]
     is_typed: bool
-    bad: dict[int, str]
 
     def where(self, row: int) -> str:
         """Returns the place of a row (from 0, without those left out), such as `row 3 of a.csv`."""
         number = row + 1
-        for bad in self.bad:  # in the file's order
-            number += bad <= number
+        for bad in self.bad:
+            number += bad.rows * (bad.first <= number)
         return f"row {number} of {self.path}"
 
 
@@ -89,18 +91,20 @@ def read_tables(
         _check_names(place, path, found, names)
         tables.append(table)
     if not sum(table.rows.num_rows for table in tables):
-        bad = "".join(f" that can be read: {words}" for words in lost_of(tables)[:1]).rstrip(".")
+        bad = "".join(f" that can be read: {lost.words}" for lost in lost_of(tables)[:1]).rstrip(
+            "."
+        )
         raise DataError(f"{place}: {pattern} has no rows{bad}. Give files with at least one.")
     return tables
 
 
-def lost_of(*parts: list[Table]) -> tuple[str, ...]:
-    """Returns, of each row of the parts' tables that is left out, where it is and why."""
+def lost_of(*parts: list[Table]) -> tuple[Lost, ...]:
+    """Returns, of the rows of the parts' tables that are left out, where they are and why."""
     return tuple(
-        f"row {number} of {table.path}: {reason}"
+        Lost(f"{bad.place} of {table.path}: {bad.reason}", bad.rows)
         for tables in parts
         for table in tables
-        for number, reason in table.bad.items()
+        for bad in table.bad
     )
 
 
@@ -126,90 +130,20 @@ def to_columns(
     return Columns(values, kinds, tables, ends)
 
 
-def _arrow(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise DataError(
-            "reading tables needs pyarrow, which is not installed. "
-            "Install it: pip install 'tfmulti[tables]'."
-        ) from None
-
-
 def _read(place: str, form: str, path: str) -> Table:
-    arrow = _arrow("pyarrow")
+    pyarrow = arrow()
     try:
         # The bytes of a file are read by us: one way for all places, and the table goes into
         # memory anyway.
         data = files.read_bytes(path)
         if form == CSV:
-            return Table(path, *_read_csv(arrow, data, path.endswith(".gz")))
-        file = _arrow("pyarrow.parquet").ParquetFile(arrow.BufferReader(data))
-        return Table(path, _decoded(arrow, file.read()), is_typed=True, bad={})
+            return Table(path, *read_csv(data, path.endswith(".gz")), is_typed=False)
+        return Table(path, *read_parquet(data), is_typed=True)
     except UnicodeDecodeError:
         reason = "it is not UTF-8 text"
-    except (OSError, arrow.ArrowException) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        reason = reason_of(error)
     raise DataError(f"{place}: {path} cannot be read: {reason}. Mend or remove it.")
-
-
-def _read_csv(arrow: Any, data: bytes, packed: bool) -> tuple[Any, bool, dict[int, str]]:
-    """Returns a table of text, that it has no types, and the rows that are left out.
-
-    What a column holds is told by all values of all files.
-    """
-    compute, bad = _arrow("pyarrow.compute"), dict[int, str]()
-    if packed:
-        data = arrow.CompressedInputStream(arrow.BufferReader(data), "gzip").read()
-    try:
-        table = _parsed(arrow, data, None)
-    except arrow.ArrowInvalid:
-        data.decode()  # pyarrow writes a traceback where a bad row is no UTF-8
-        table = _parsed(arrow, data, bad)
-    for i, name in enumerate(table.column_names):
-        trimmed = compute.utf8_trim_whitespace(table.column(i))
-        empty = compute.equal(trimmed, "")
-        text = compute.if_else(empty, arrow.scalar(None, arrow.string()), trimmed)
-        table = table.set_column(i, name, text)
-    return table, False, bad
-
-
-def _parsed(arrow: Any, data: bytes, bad: dict[int, str] | None) -> Any:
-    """Returns a CSV file as a table of text.
-
-    Why a row of another length than the header is left out is put into `bad`, by its number;
-    where that is None such a row is an error.
-    """
-    csv = _arrow("pyarrow.csv")
-
-    def handle(row: Any) -> str:
-        assert bad is not None
-        bad[row.number - 1] = _reason(row)
-        return "skip" if len(bad) <= _MOST_BAD else "error"
-
-    read = csv.ReadOptions(use_threads=bad is None)  # without threads rows have numbers
-    parse = csv.ParseOptions(
-        newlines_in_values=True, invalid_row_handler=None if bad is None else handle
-    )
-    names = csv.open_csv(arrow.BufferReader(data), read, parse).schema.names
-    convert = csv.ConvertOptions(
-        column_types={name: arrow.string() for name in names}, strings_can_be_null=True
-    )
-    return csv.read_csv(arrow.BufferReader(data), read, parse, convert)
-
-
-def _reason(row: Any) -> str:
-    columns = f"{row.actual_columns} column{'s' if row.actual_columns > 1 else ''}"
-    shown = row.text[:_SHOWN] + ("…" if len(row.text) > _SHOWN else "")
-    return f"it has {columns}, but the header has {row.expected_columns}: {shown!r}."
-
-
-def _decoded(arrow: Any, table: Any) -> Any:
-    for i, field in enumerate(table.schema):
-        if arrow.types.is_dictionary(field.type):
-            plain = table.column(i).cast(field.type.value_type)
-            table = table.set_column(i, field.name, plain)
-    return table
 
 
 def _check_names(place: str, path: str, found: Sequence[str], names: Sequence[str]) -> None:
@@ -249,7 +183,7 @@ def _kind(place: str, table: Table, name: str) -> str | None:
 
 
 def _kind_of_type(place: str, table: Table, name: str) -> str:
-    types, array = _arrow("pyarrow").types, table.rows.column(name)
+    types, array = arrow("pyarrow").types, table.rows.column(name)
     if _is_text(array) or types.is_null(array.type):
         return TEXT
     if types.is_boolean(array.type):
@@ -265,7 +199,7 @@ def _kind_of_type(place: str, table: Table, name: str) -> str:
 
 
 def _is_text(array: Any) -> bool:
-    types = _arrow("pyarrow").types
+    types = arrow("pyarrow").types
     return bool(types.is_string(array.type) or types.is_large_string(array.type))
 
 
@@ -285,18 +219,18 @@ def _cast(array: Any, kind: str) -> Any:
     Raises:
         ValueError: a value is not of it (`ArrowInvalid` is one).
     """
-    arrow, compute = _arrow("pyarrow"), _arrow("pyarrow.compute")
+    pyarrow, compute = arrow(), arrow("pyarrow.compute")
     if kind == TEXT:
-        return compute.cast(array, arrow.string())
+        return compute.cast(array, pyarrow.string())
     if not _is_text(array):
-        return compute.cast(array, arrow.float64(), safe=False)  # 2**53 + 1 is 2**53
+        return compute.cast(array, pyarrow.float64(), safe=False)  # 2**53 + 1 is 2**53
     if kind == FLAG:
         small = compute.utf8_lower(array)
-        known = compute.is_in(small, value_set=arrow.array(["true", "false", None]))
+        known = compute.is_in(small, value_set=pyarrow.array(["true", "false", None]))
         if not compute.all(known).as_py():
             raise ValueError
-        return compute.cast(compute.equal(small, "true"), arrow.float64())
-    return compute.cast(array, arrow.int64() if kind == WHOLE else arrow.float64())
+        return compute.cast(compute.equal(small, "true"), pyarrow.float64())
+    return compute.cast(array, pyarrow.int64() if kind == WHOLE else pyarrow.float64())
 
 
 def _values(place: str, table: Table, name: str, kind: str) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.sources.arrays import ArraySource
+from tfmulti.sources.lost import Lost
 from tfmulti.sources.source import Source
 
 CLASSIFICATION, REGRESSION = "classification", "regression"
@@ -80,8 +81,8 @@ class Data:
 
     `finish` makes the data whole once TensorFlow is there, given the global batch size: what
     needs both has no parts before. `warning` is what the user should know of it, in one line.
-    `lost` says of each example that could not be read when the data was loaded, and is left out,
-    where it is and why; whether so many may be is for `stages` to say.
+    `lost` says of the examples that could not be read when the data was loaded, and are left out,
+    where they are and why; whether so many may be `stages` says, or a loader that is told.
     """
 
     train: Any
@@ -94,7 +95,7 @@ class Data:
     vocabulary: tuple[str, ...] | None = None
     finish: Callable[[int], Data] | None = None
     warning: str | None = None
-    lost: tuple[str, ...] = ()
+    lost: tuple[Lost, ...] = ()
 
 
 def fitted(data: Data) -> Data:

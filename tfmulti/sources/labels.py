@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tfmulti.errors import DataError
-from tfmulti.reader import NEXT_STEP, cores, reason_of
+from tfmulti.reader import cores, reason_of
+from tfmulti.sources.lost import NEXT_STEP
 from tfmulti.sources.source import Source
 
 _AT_ONCE = 32  # examples that a thread reads before the time is looked at

@@ -97,9 +97,9 @@ def _spec(place: str, x: np.ndarray, y: np.ndarray, classes: int | None) -> Data
             classes = int(y.max()) + 1
             if classes > max(len(y), 2):
                 raise DataError(
-                    f"--dataset {place}: the largest label of y is {classes - 1}, out of range "
-                    f"for {len(y)} examples. Number the classes from 0, or say how many there "
-                    f"are: {place},classes=N."
+                    f"--dataset {place}: the largest label of y is {classes - 1} in row "
+                    f"{int(y.argmax())}, out of range for {len(y)} examples. Number the classes "
+                    f"from 0, or say how many there are: {place},classes=N."
                 )
         return DataSpec(images.shape[1:], dtype, CLASSIFICATION, max(classes, 2), scale)
     if classes is not None:

@@ -41,22 +41,28 @@ _MASK, _WORD = 0xA282EAD8, 0xFFFFFFFF
 
 
 def index_of(
-    path: str, env: Mapping[str, str] = os.environ, *, keep_damage: bool = False
+    path: str,
+    env: Mapping[str, str] = os.environ,
+    *,
+    keep_damage: bool = False,
+    name: str | None = None,
 ) -> np.ndarray:
     """Returns the offset and the length of the data of each record of a file, int64 [n, 2].
 
     With `keep_damage` a damaged place is an entry, too: `CUT_OFF` or `WRONG_LENGTH` for a length.
+    `name` is what messages call the file; by default its path.
 
     Raises:
         DataError: the file is missing, no TFRecord file, cut off or damaged.
     """
-    rows = _found(path, env, keep_damage)
+    name = path if name is None else name
+    rows = _found(path, env, keep_damage, name)
     if not keep_damage:
-        _check_whole(path, rows)
+        _check_whole(name, rows)
     return rows
 
 
-def _found(path: str, env: Mapping[str, str], keep_damage: bool) -> np.ndarray:
+def _found(path: str, env: Mapping[str, str], keep_damage: bool, name: str) -> np.ndarray:
     """Returns the index that is kept of a file, or makes it."""
     try:
         stamp = stamp_of(path)
@@ -65,9 +71,9 @@ def _found(path: str, env: Mapping[str, str], keep_damage: bool) -> np.ndarray:
             kept = _kept(place, stamp)
             if kept is not None:
                 return kept
-        rows = _walk(path, open_file(path), stamp.size, keep_damage)
+        rows = _walk(name, open_file(path), stamp.size, keep_damage)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
+        raise DataError(f"{name}: {error.strerror or error}. Give a readable file.") from None
     for place in places:
         if _keep(place, stamp, rows):
             break
@@ -104,7 +110,7 @@ def is_header(data: bytes) -> bool:
     return len(data) == HEADER and struct.unpack("<I", data[8:])[0] == checksum(data[:8])
 
 
-def _walk(path: str, file: File, size: int, keep_damage: bool) -> np.ndarray:
+def _walk(name: str, file: File, size: int, keep_damage: bool) -> np.ndarray:
     found, records, at = array("q"), 0, 0
     block, start = b"", 0
     while at < size:
@@ -117,7 +123,7 @@ def _walk(path: str, file: File, size: int, keep_damage: bool) -> np.ndarray:
         else:
             end = size if length == CUT_OFF or not keep_damage else _search(file, at + 1, size)
             if not keep_damage or (records == 0 and length == WRONG_LENGTH and end == size):
-                raise DataError(_damage_words(path, records, length))
+                raise DataError(_damage_words(name, records, length))
             found.extend((at, length))
         records, at = records + 1, end
     return np.frombuffer(found, np.int64).reshape(-1, 2) if found else np.empty((0, 2), np.int64)
@@ -192,20 +198,20 @@ def _one(place: int, value: int) -> bytes:
     return bytes(place) + bytes([value]) + bytes(7 - place)
 
 
-def _check_whole(path: str, rows: np.ndarray) -> None:
+def _check_whole(name: str, rows: np.ndarray) -> None:
     damaged = np.flatnonzero(rows[:, 1] < 0)
     if len(damaged):
         first = int(damaged[0])
-        raise DataError(_damage_words(path, first, int(rows[first, 1])))
+        raise DataError(_damage_words(name, first, int(rows[first, 1])))
 
 
-def _damage_words(path: str, record: int, damage: int) -> str:
+def _damage_words(name: str, record: int, damage: int) -> str:
     if damage == CUT_OFF:
-        return f"{path} is cut off in record {record}, after {record} whole ones. {_NEXT_STEP}"
+        return f"{name} is cut off in record {record}, after {record} whole ones. {_NEXT_STEP}"
     if record == 0:
-        return f"{path} is no TFRecord file, or its first record is damaged. Give TFRecord files."
+        return f"{name} is no TFRecord file, or its first record is damaged. Give TFRecord files."
     return (
-        f"{path}, record {record}: the checksum of its length is wrong, so what follows cannot be "
+        f"{name}, record {record}: the checksum of its length is wrong, so what follows cannot be "
         f"found (the file is damaged). {_NEXT_STEP}"
     )
 

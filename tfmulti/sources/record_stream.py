@@ -7,6 +7,7 @@ that waits for ever.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ def _value(tf: Any, rows: tf.Tensor, feature: Feature) -> tf.Tensor:
         flat = tf.io.decode_raw(rows, tf.as_dtype(feature.dtype), little_endian=True)
         return tf.reshape(flat, [tf.size(rows), *feature.shape])
     if feature.type == "image":
-        return tf.map_fn(lambda data: _image(tf, data, feature.shape), rows, tf.uint8)
+        make = functools.partial(_image, tf, shape=feature.shape)
+        return tf.map_fn(make, rows, fn_output_signature=tf.uint8)
     return rows
 
 

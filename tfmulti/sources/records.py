@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -38,19 +37,32 @@ class Records:
     A file may hold any number of them, also none. With `keep_damage` what is damaged in a file,
     or cut off, is a record as well, one that cannot be read.
 
+    Args:
+        packed: the GZIP files that these were unpacked from, for messages.
+
     Raises:
         DataError: a file is missing, no TFRecord file, cut off or damaged, or all are empty.
     """
 
-    def __init__(self, paths: Sequence[str], *, keep_damage: bool = False) -> None:
-        self.paths = list(paths)
-        make = functools.partial(index_of, keep_damage=keep_damage)
+    def __init__(
+        self,
+        paths: Sequence[str],
+        *,
+        keep_damage: bool = False,
+        packed: Sequence[str] | None = None,
+    ) -> None:
+        self.paths, self._is_packed = list(paths), packed is not None
+        self._names = self.paths if packed is None else list(packed)
+
+        def make(path: str, name: str) -> np.ndarray:
+            return index_of(path, keep_damage=keep_damage, name=name)
+
         with ThreadPoolExecutor(_AT_ONCE, "tfmulti-index") as pool:
-            self._indices = list(pool.map(make, self.paths))
+            self._indices = list(pool.map(make, self.paths, self._names))
         self._ends = np.cumsum([len(rows) for rows in self._indices])
         self._open = OpenFiles()
         if not len(self):
-            what = self.paths[0] if len(self.paths) == 1 else f"all {len(self.paths)} files of it"
+            what = self._names[0] if len(self.paths) == 1 else f"all {len(self.paths)} files of it"
             raise DataError(f"there are no records in {what}. Give files that hold some.")
 
     def __len__(self) -> int:
@@ -68,7 +80,7 @@ class Records:
     def where(self, number: int) -> str:
         """Returns the file of a record, and its number there from 0 on."""
         file, row = self._place(number)
-        return f"{self.paths[file]}, record {row}"
+        return f"{self._names[file]}, record {row}"
 
     def identity(self) -> str:
         """Returns the names, sizes and times of the files."""
@@ -81,7 +93,7 @@ class Records:
     def _read_one(self, file: int, row: int) -> bytes:
         offset, length = self._indices[file][row].tolist()
         if length < 0:
-            raise ValueError(_damage_words(self._indices[file], row))
+            raise ValueError(_damage_words(self._indices[file], row, self._is_packed))
         found = self._open.get(self.paths[file]).read_at(offset, length + FOOTER)
         data = found[:length]
         if len(found) != length + FOOTER:
@@ -90,9 +102,14 @@ class Records:
         return data
 
 
-def _damage_words(rows: np.ndarray, row: int) -> str:
+def _damage_words(rows: np.ndarray, row: int, is_packed: bool) -> str:
     """Returns why a damaged record of an index cannot be read."""
     start, damage = rows[row].tolist()
+    if damage == CUT_OFF and is_packed:
+        return (
+            "the GZIP file is cut off or damaged in it; what follows, up to its end, counts as one "
+            "record"
+        )
     if damage == CUT_OFF:
         return "the file is cut off in it"
     lost = "what follows, up to the end of the file,"

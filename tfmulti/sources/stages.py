@@ -7,11 +7,12 @@ from typing import Any
 
 from tfmulti.config import FitConfig
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.reader import NEXT_STEP, workers_here
+from tfmulti.reader import workers_here
 from tfmulti.sources import augmentation, class_weights
 from tfmulti.sources.cache import InMemory, cached, free_memory
 from tfmulti.sources.data import Data, fitted
 from tfmulti.sources.labels import read_labels
+from tfmulti.sources.lost import check_lost
 from tfmulti.sources.source import Source
 from tfmulti.sources.splits import PARTS, with_splits, with_validation
 
@@ -25,7 +26,7 @@ def prepared(data: Data, config: FitConfig) -> Data:
         UserError: the data cannot be split, cached, changed or weighted as asked, or more of it
             could not be read than may be left out.
     """
-    _check_lost(data, config.skip_bad_records)
+    check_lost(data.lost, config.skip_bad_records)
     if data.finish is not None:
         _check_is_asked_of_no_stream(config)
         return data
@@ -46,18 +47,6 @@ def prepared(data: Data, config: FitConfig) -> Data:
     return data
 
 
-def _check_lost(data: Data, most: int) -> None:
-    """Raises DataError where loading has left out more examples than may be."""
-    if len(data.lost) <= most:
-        return
-    if not most:
-        raise DataError(f"{data.lost[0]} {NEXT_STEP}")
-    raise DataError(
-        f"{len(data.lost):,} examples cannot be read, more than --skip_bad_records {most} allows; "
-        f"the first is {data.lost[0]} Mend the data, or allow more."
-    )
-
-
 def _check_is_asked_of_no_stream(config: FitConfig) -> None:
     """Raises ConfigError where something is asked for that a stream of records cannot have."""
     asked = {
@@ -67,7 +56,6 @@ def _check_is_asked_of_no_stream(config: FitConfig) -> None:
         "test_split": config.test_split is not None,
         "augment": config.augment is not None,
         "class_weight": config.class_weight is not None,
-        "skip_bad_records": config.skip_bad_records > 0,
     }
     for flag, is_asked in asked.items():
         if is_asked:

@@ -21,8 +21,9 @@ true (1) or false (0) is one value, a text one value a category, 1 where it is t
 Categories are those of the training rows, sorted; any other text is all zeros. The run
 directory's features.txt names the values in their order. The tables are held in memory.
 
-A row of a CSV file that has more or fewer columns than the header is an error;
---skip_bad_records N leaves out up to N of them in all files together.
+A row of a CSV file that has more or fewer columns than the header is an error, and so is a row
+group of a Parquet file that is damaged; --skip_bad_records N leaves out up to N such rows in all
+files together. Of a row group all rows are lost.
 """
 
 from __future__ import annotations
@@ -46,28 +47,30 @@ from tfmulti.sources.columns import (
 )
 from tfmulti.sources.data import CLASSIFICATION, REGRESSION, Data, DataSpec
 from tfmulti.sources.encoding import Encoder
+from tfmulti.sources.lost import check_lost
 from tfmulti.sources.options import parse_options
 from tfmulti.sources.targets import Target, check_present, finite
 
 _OPTIONS = ("target", "weight", "task", "drop", "missing", "validation", "test")
 
 
-def load_csv(options: str, seed: int) -> Data:
+def load_csv(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
     """Returns the data of `PATTERN,target=COLUMN[,…]`; see the module.
 
     Raises:
         ConfigError: an option is wrong.
-        DataError: a file is missing, damaged or unlike the others, or a value cannot be used.
+        DataError: a file is missing, damaged or unlike the others, a value cannot be used, or
+            more rows than `skip_bad_records` cannot be read.
     """
-    return _load(CSV, options)
+    return _load(CSV, options, skip_bad_records)
 
 
-def load_parquet(options: str, seed: int) -> Data:
+def load_parquet(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
     """Returns the data of `PATTERN,target=COLUMN[,…]`, as `load_csv` does."""
-    return _load(PARQUET, options)
+    return _load(PARQUET, options, skip_bad_records)
 
 
-def _load(form: str, options: str) -> Data:
+def _load(form: str, options: str, most_bad: int) -> Data:
     pattern, _, rest = options.partition(",")
     place = f"--dataset {form}:{pattern}"
     if not pattern:
@@ -82,6 +85,8 @@ def _load(form: str, options: str) -> Data:
         if chosen[part]:
             tables[part] = read_tables(place, form, chosen[part], names)
             _check_apart(place, part, [table.path for table in tables[part]], seen)
+    lost = lost_of(*tables.values())
+    check_lost(lost, most_bad)  # first: what is wrong with the others may be due to them
     wanted = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
     columns = {"train": to_columns(place, tables["train"], wanted)}
     for part in tables:
@@ -101,7 +106,7 @@ def _load(form: str, options: str) -> Data:
     }
     kinds = {name: columns["train"].kinds[name] for name in features}
     fit = functools.partial(_fitted, place, kinds, target)
-    return Data(fit=fit, lost=lost_of(*tables.values()), **sources)
+    return Data(fit=fit, lost=lost, **sources)
 
 
 def _fitted(place: str, kinds: dict[str, str], target: Target, data: Data) -> Data:

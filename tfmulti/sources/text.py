@@ -33,6 +33,7 @@ from tfmulti.sources.arrays import ArraySource
 from tfmulti.sources.columns import CSV, EXTENSIONS, PARQUET, TEXT, lost_of, read_tables, to_columns
 from tfmulti.sources.data import CLASSIFICATION, Data, DataSpec, FromChief
 from tfmulti.sources.folders import find_classes, find_parts
+from tfmulti.sources.lost import check_lost
 from tfmulti.sources.options import parse_options
 from tfmulti.sources.source import Leaf, Source
 from tfmulti.sources.targets import Target, check_present
@@ -49,14 +50,15 @@ _SPECIAL_TOKENS = 2  # padding, and a word that is not in the vocabulary
 _AT_A_TIME = 256  # texts in memory while the vocabulary is computed
 
 
-def load(options: str, seed: int) -> Data:
+def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
     """Returns the data of `FOLDER[,…]` or `PATTERN,text=COLUMN,target=COLUMN[,…]`.
 
     Its parts are texts until `share` has made them tokens.
 
     Raises:
         ConfigError: an option is wrong.
-        DataError: a file or a class is missing, or a table cannot be read.
+        DataError: a file or a class is missing, a table cannot be read, or more of its rows than
+            `skip_bad_records`.
     """
     path, _, rest = options.partition(",")
     place = f"--dataset text:{path}"
@@ -69,7 +71,10 @@ def load(options: str, seed: int) -> Data:
             f"{_SPECIAL_TOKENS}: 0 is padding and 1 any other word."
         )
     is_table = chosen["text"] or chosen["target"] or path.endswith((*EXTENSIONS[CSV], ".parquet"))
-    parts, names = (_of_tables if is_table else _of_folders)(place, path, chosen)
+    if is_table:
+        parts, names = _of_tables(place, path, chosen, skip_bad_records)
+    else:
+        parts, names = _of_folders(place, path, chosen)
     spec = DataSpec(
         (chosen["tokens"],),
         "int32",
@@ -255,7 +260,7 @@ def _of_folders(
 
 
 def _of_tables(
-    place: str, path: str, chosen: dict[str, Any]
+    place: str, path: str, chosen: dict[str, Any], most_bad: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the parts of tables with `lost`, what was left out, and the names of the classes."""
     form = PARQUET if path.endswith(EXTENSIONS[PARQUET]) else CSV
@@ -272,10 +277,12 @@ def _of_tables(
     for part in ("validation", "test"):
         if chosen[part]:
             tables[part] = read_tables(place, form, chosen[part], names)
+    lost = lost_of(*tables.values())
+    check_lost(lost, most_bad)
     text, target = chosen["text"], chosen["target"]
     labels = to_columns(place, tables["train"], [target])
     classes = Target.of(place, labels, target, CLASSIFICATION)
-    parts: dict[str, Any] = {"lost": lost_of(*tables.values())}
+    parts: dict[str, Any] = {"lost": lost}
     for part, found in tables.items():
         texts = to_columns(place, found, [text], {text: TEXT})
         check_present(place, texts, text, "Remove such rows.")

@@ -19,9 +19,9 @@ from tfmulti.sources.options import parse_options
 from tfmulti.sources.record_index import HEADER, is_header
 from tfmulti.sources.record_stream import stream
 from tfmulti.sources.records import Records
+from tfmulti.sources.unpacked import GZIP, folder_of, unpack
 
 BUFFER = 4096  # records that a stream is shuffled within
-_GZIP = b"\x1f\x8b"
 _NO_RECORDS = (".json", ".md", ".txt")  # what a folder may hold besides
 _FORM = (
     '{"features": {"image": {"type": "image", "shape": [224, 224, 3]}, "label": {"type": '
@@ -45,7 +45,8 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
     records.
 
     GZIP files become a stream, shuffled within `buffer` records. Where bad records may be
-    skipped, a file that is damaged or cut off is no error: it has records that cannot be read.
+    skipped, a file that is damaged or cut off is no error: it has records that cannot be read,
+    and GZIP files are unpacked (`unpacked`).
 
     Raises:
         DataError: no file or no spec is found, or one of them is wrong.
@@ -65,14 +66,25 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
     decoder = Decoder(features.names, leaves, parse, classes, parse_label)
     x, y, *_ = decoder.specs
     spec = spec_of(x, y, classes)
-    if _are_compressed(place, parts):
+    packed = _are_compressed(place, parts)
+    if packed and not skip_bad_records:
         make = functools.partial(stream, features=features, classes=classes)
         return _streamed(parts, make, decoder, spec, seed, chosen["buffer"])
-    opened = functools.partial(Records, keep_damage=skip_bad_records > 0)
+    warning = None
+    opened: Callable[[list[str]], Records] = functools.partial(
+        Records, keep_damage=skip_bad_records > 0
+    )
+    if packed:
+        warning = f"GZIP files are unpacked to {folder_of()}, to be read without what is damaged."
+        opened = _unpacked
     sources: dict[str, Any] = {
         name: EncodedSource(opened(paths), decoder) for name, paths in parts.items()
     }
-    return Data(spec=spec, **sources)
+    return Data(spec=spec, warning=warning, **sources)
+
+
+def _unpacked(paths: list[str]) -> Records:
+    return Records(unpack(paths), keep_damage=True, packed=paths)
 
 
 def _parse_into(features: Features, records: Sequence[bytes], out: Any) -> None:
@@ -178,7 +190,7 @@ def _are_compressed(place: str, parts: dict[str, list[str]]) -> bool:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
         if head:  # a record of 35,615 bytes begins as a GZIP file does, but for its checksum
-            kinds.setdefault(head.startswith(_GZIP) and not is_header(head), path)
+            kinds.setdefault(head.startswith(GZIP) and not is_header(head), path)
     if len(kinds) > 1:
         raise DataError(
             f"{place}: {kinds[True]} is a GZIP file and {kinds[False]} is not. Give files of one "
