@@ -13,15 +13,16 @@ from tfmulti.errors import DataError
 from tfmulti.positions import (
     Position,
     State,
+    form_of,
     holds_all,
     in_passes,
     must_be_read,
     position_of,
     random_states_in,
+    random_states_of,
     set_position,
 )
 from tfmulti.sources.gzip_faults import fault_of
-from tfmulti.strategies import Placement
 
 
 class DatasetFeed:
@@ -29,8 +30,8 @@ class DatasetFeed:
 
     endless = False
 
-    def __init__(self, x: Any, class_weight: Any, placement: Placement) -> None:
-        self._x, self._class_weight, self._placement = x, class_weight, placement
+    def __init__(self, x: Any, class_weight: Any) -> None:
+        self._x, self._class_weight = x, class_weight
         self._build()
         if self.steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
@@ -40,6 +41,8 @@ class DatasetFeed:
         self._all_passes: tf.data.Dataset | None = None
         self._keeps_position = False
         self._random_states: int | None = None  # that a whole position has
+        self._whole: tuple[int, Position] | None = None  # the last one of this pass, and where
+        self._given = 0  # batches of its pass that the iterator in use had given when it was made
         endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
         self._without_end = x if endless else None
 
@@ -49,7 +52,8 @@ class DatasetFeed:
         except ValueError as error:
             raise DataError(str(error)) from None
         self._dataset = self._adapter.get_tf_dataset()
-        self._shards = pipeline.from_dataset(self._dataset, self._placement)
+        pipeline.check_known_rows(self._dataset.element_spec)
+        self._batches = pipeline.read_ahead(self._dataset)
 
     @property
     def steps(self) -> int | None:
@@ -78,12 +82,11 @@ class DatasetFeed:
         self.passes += 1
         self._has_ended = self._has_ended and skipped > 0  # else this is the next pass
         self._adapter.on_epoch_begin()
-        if self._iterator is not None:
-            return self._iterator
         if self._has_ended:
-            return self._pass_over()
-        self._iterator = self._new_iterator()
-        for batches in range(skipped):
+            return self._pass_over() if self._iterator is None else self._iterator
+        if self._iterator is None:
+            self._iterator = self._new_iterator()
+        for batches in range(self._given, skipped):
             taken = next(self._iterator)
             if self._all_passes is not None and not taken.has_value():
                 raise DataError(
@@ -92,12 +95,18 @@ class DatasetFeed:
                 )
         return self._iterator
 
+    @property
+    def _source(self) -> tf.data.Dataset:
+        """What an iterator is made of."""
+        return self._batches if self._all_passes is None else self._all_passes
+
     def _new_iterator(self) -> Any:
-        iterator = iter(self._shards if self._all_passes is None else self._all_passes)
+        iterator = iter(self._source)
         if self._keeps_position and self._random_states is None:
             found = position_of(iterator)
             self._keeps_position = found is not None
-            self._random_states = random_states_in(found or {})
+            known = random_states_of(self._source)
+            self._random_states = max(known, random_states_in(found or {}))
         return iterator
 
     def next(self) -> Any:
@@ -111,32 +120,34 @@ class DatasetFeed:
         return None if self._has_ended else taken
 
     def keep_position(self) -> None:
-        self._keeps_position = isinstance(self._x, tf.data.Dataset) and holds_all(self._shards)
+        self._keeps_position = isinstance(self._x, tf.data.Dataset) and holds_all(self._batches)
         if self._keeps_position and not self.holds(None):
-            self._all_passes = in_passes(self._shards)
+            self._all_passes = in_passes(self._batches)
 
-    def position(self) -> State | None:
-        return {
-            "iterator": self._position(),
-            "has_ended": self._has_ended,
-            "place": self._place,
-        }
-
-    @property
-    def _place(self) -> list[int]:
-        """Whose rows are in an iterator's buffers."""
-        place = self._placement
-        return [place.first_replica, place.local_replicas, place.replicas]
-
-    def _position(self) -> Position | None:
+    def position(self, batches: int) -> State | None:
+        state = {"has_ended": self._has_ended, "form": form_of(self._source)}
         if not self._keeps_position or self._iterator is None:
-            return None
+            return state
         found = position_of(self._iterator)
         if found is None:
             self._keeps_position = False  # it is too large: to find it out takes long
-        elif random_states_in(found) < (self._random_states or 0):
-            return None
-        return found
+            return state
+        lacks_seeds = random_states_in(found) < (self._random_states or 0)
+        if not lacks_seeds:
+            self._whole = batches, found
+        elif self._has_ended or not batches:
+            return state  # between passes: they are made again, and nothing is read
+        elif not self._draws_once_a_pass:
+            if self._whole is None:
+                return state
+            batches, found = self._whole  # and on from there by reading
+            lacks_seeds = False
+        return state | {"iterator": found, "batches": batches, "lacks_seeds": lacks_seeds}
+
+    @property
+    def _draws_once_a_pass(self) -> bool:
+        """Whether each shuffle draws one order a pass, when the pass's iterator is made."""
+        return self._all_passes is not None and not must_be_read(self._batches)
 
     def end_epoch(self) -> None:
         if self._without_end is not None:  # others may shuffle for the next pass, not within one
@@ -153,26 +164,43 @@ class DatasetFeed:
             next(self._iterator)  # the mark of the end
         if not self._keeps_position:
             self._all_passes = None  # numbers that no seed gives begin anew with an iterator
-        self._has_ended = ended
+        self._has_ended, self._whole, self._given = ended, None, 0
 
     def begin_after(self, passes: int, position: State | None = None) -> None:
         state = position or {}
         self._has_ended = state.get("has_ended", False)
-        if state.get("iterator") is not None and state["place"] == self._place:
-            iterator = self._new_iterator()
-            if set_position(iterator, state["iterator"]):
-                self._iterator, self.passes = iterator, passes
-                return
+        if state.get("iterator") is not None and state.get("form") == form_of(self._source):
+            self._iterator = self._restored(state, passes)
+        if self._iterator is not None:
+            self.passes, self._given = passes, state["batches"]
+            return
         for _ in range(passes):
             self.passes += 1
             self._adapter.on_epoch_begin()
             self._pass_over()
             self._adapter.on_epoch_end()
 
+    def _restored(self, state: State, passes: int) -> Any:
+        """Returns an iterator at a saved position, in the pass after so many; None: it cannot be.
+
+        A shuffle that has given its last row is not in a position. How many orders it has drawn
+        is in that of an iterator that was made as the pass's was.
+        """
+        of_pass = None
+        for _ in range(passes + 1 if state["lacks_seeds"] else 0):
+            of_pass = iter(self._source)
+        seeds = position_of(of_pass) if of_pass is not None else None
+        iterator = self._new_iterator()
+        if not set_position(iterator, state["iterator"]):
+            return None
+        if seeds is not None:
+            set_position(of_pass, seeds)  # last: all iterators share what the next pass draws by
+        return iterator
+
     def _pass_over(self) -> Any:
         """Returns an iterator of a pass of which nothing will be taken."""
-        iterator = iter(self._shards)  # when it is made it draws the seed of its shuffle
-        if must_be_read(self._shards) and not self.holds(None):
+        iterator = iter(self._batches)  # when it is made it draws the seed of its shuffle
+        if must_be_read(self._batches) and not self.holds(None):
             for _ in iterator:
                 pass
         return iterator
@@ -195,8 +223,8 @@ class DatasetFeed:
 class PyDatasetFeed(DatasetFeed):
     """A PyDataset with a known number of batches: any of them is read at once."""
 
-    def __init__(self, x: InOrder, class_weight: Any, placement: Placement) -> None:
-        super().__init__(x, class_weight, placement)
+    def __init__(self, x: InOrder, class_weight: Any) -> None:
+        super().__init__(x, class_weight)
         self._in_order = x
         self._is_used = False  # its readers may hold batches of an earlier pass
 
@@ -208,14 +236,14 @@ class PyDatasetFeed(DatasetFeed):
             self._build()
         self._in_order.begin_at, self._is_used = skipped, True
         self._adapter.on_epoch_begin()
-        rest = self._shards.take(len(self._in_order) - skipped) if skipped else self._shards
+        rest = self._batches.take(len(self._in_order) - skipped) if skipped else self._batches
         self._iterator = iter(rest)
         return self._iterator
 
     def keep_position(self) -> None:
         pass
 
-    def position(self) -> State | None:
+    def position(self, batches: int) -> State | None:
         return None
 
     def end_pass(self, whole: bool = False) -> None:

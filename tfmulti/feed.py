@@ -57,7 +57,7 @@ class Feed(Protocol):
         """Whether one iterator is known to give so many batches; None: without end."""
 
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        """Returns an iterator of `Shards`.
+        """Returns an iterator of global batches, or an outlet of this worker's `Shards`.
 
         A feed with random access starts at that step, counted over all epochs; another one
         starts a pass of its data after the first `skipped` batches: at once where `begin_after`
@@ -65,7 +65,7 @@ class Feed(Protocol):
         """
 
     def next(self) -> Any:
-        """Returns the next `Shards` of the iterator in use, or an Optional of them.
+        """Returns the next `Shards` of the outlet in use, or an Optional of a global batch.
 
         None at the end of a pass.
         """
@@ -73,8 +73,11 @@ class Feed(Protocol):
     def keep_position(self) -> None:
         """Is called before the first iterator, where `position` will be asked for."""
 
-    def position(self) -> State | None:
-        """Returns where the iterator in use is, where that takes more than counting."""
+    def position(self, batches: int) -> State | None:
+        """Returns where the iterator in use is, where that takes more than counting.
+
+        It has given so many batches of its pass.
+        """
 
     def end_epoch(self) -> None:
         """Is called at the end of an epoch where the iterator goes on."""
@@ -169,7 +172,7 @@ class SourceFeed:
     def keep_position(self) -> None:
         pass
 
-    def position(self) -> State | None:
+    def position(self, batches: int) -> State | None:
         return None
 
     def end_epoch(self) -> None:
@@ -239,8 +242,8 @@ def make_feed(
     if _is_batched(x):
         _check_no_more(x, y=y, sample_weight=sample_weight)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-            return PyDatasetFeed(InOrder(x, seed), class_weight, placement)
-        return DatasetFeed(x, class_weight, placement)
+            return PyDatasetFeed(InOrder(x, seed), class_weight)
+        return DatasetFeed(x, class_weight)
     if class_weight is not None:
         sample_weight = weights_of_classes(y, class_weight, sample_weight)
     source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))

@@ -1,9 +1,7 @@
-"""Turns data into this worker's part of each global batch.
+"""Batches of the user's own: read ahead whole, and cut to this worker's rows when a step takes one.
 
-Two ways in, one form out (`Shards`):
-
-- a source with random access (`streams`): each worker reads its own rows alone.
-- a `tf.data.Dataset` of global batches: every worker reads it and keeps its own rows.
+An iterator of a `tf.data.Dataset` gives global batches, the same on every worker: so what it
+holds in buffers is of no place, and a saved position is taken anywhere (`positions`).
 
 Nothing here is tuned while it runs: tf.data's autotuner makes the end of a run wait for up
 to as long as the run took (its period doubles up to 60 s), so it is switched off and
@@ -25,20 +23,24 @@ from tfmulti.strategies import Placement
 DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
 
 
-def from_dataset(dataset: tf.data.Dataset, placement: Placement) -> tf.data.Dataset:
-    """Returns this worker's `Shards` of a dataset of global batches, with the same length."""
+def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the same batches, of which the next ones are read while a step runs."""
+    options = tf.data.Options()
+    if dataset.options().autotune.enabled is None:  # a user who set it keeps it
+        options.autotune.enabled = False
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # An iterator whose random numbers a position would not hold has none (`positions`).
+    options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
+    return dataset.prefetch(PREFETCH_STEPS).with_options(options)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def shards(*batch: Any) -> Shards:
-        return from_batch(batch if len(batch) > 1 else batch[0], placement)
 
-    _check_known_rows(dataset.element_spec)
-    return _untuned(dataset.map(shards, num_parallel_calls=1).prefetch(PREFETCH_STEPS))
-
-
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def from_batch(batch: Any, placement: Placement) -> Shards:
     """Returns this worker's `Shards` of one global batch of tensors."""
     rows = _checked_rows(batch)
+    nothing = tf.constant(0, tf.int64)
+    if placement.replicas == 1:
+        return Shards((batch,), (rows,), (nothing,), rows, tf.constant(-1), nothing)
     data, own_rows, first_rows = [], [], []
     for local in range(placement.local_replicas):
         replica = tf.constant(placement.first_replica + local, tf.int64)
@@ -48,18 +50,7 @@ def from_batch(batch: Any, placement: Placement) -> Shards:
         own_rows.append(stop - start)
         first_rows.append(begin)
     digest = _digest(batch) if placement.workers > 1 else tf.constant(-1)
-    nothing = tf.constant(0, tf.int64)
     return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest, nothing)
-
-
-def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    options = tf.data.Options()
-    if dataset.options().autotune.enabled is None:  # a user who set it keeps it
-        options.autotune.enabled = False
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    # An iterator whose random numbers a position would not hold has none (`positions`).
-    options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
-    return dataset.with_options(options)
 
 
 def _rows(batch: Any) -> tf.Tensor:
@@ -71,7 +62,7 @@ def _rows(batch: Any) -> tf.Tensor:
     return tf.shape(leaf, tf.int64)[0]
 
 
-def _check_known_rows(specs: Any) -> None:
+def check_known_rows(specs: Any) -> None:
     """Raises DataError where it is known beforehand that the parts differ in their rows."""
     shapes = [spec.shape for spec in tf.nest.flatten(specs) if spec is not None]
     if any(shape.rank == 0 for shape in shapes):

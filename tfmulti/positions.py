@@ -21,9 +21,10 @@ MOST_BYTES = 1 << 26  # 64 MB: of a larger one (a long shuffle buffer) a backup 
 Position = dict[str, np.ndarray]  # bytes: what TensorFlow writes of it: file name -> content
 State = dict[str, Any]  # what a backup holds of a feed
 
-_RANDOM_STATE = b"num_random_samples"  # in the names of what is saved of all that draws
+_RANDOM_STATE = b"num_random_samples"  # in the names of what is saved of all that draws: twice
 _DRAWING = ("_ShuffleDataset", "_RandomDataset")
-_KEEPING, _REPEATING, _AT_ONCE = "CacheDataset", "_RepeatDataset", "_ZipDataset"
+_KEEPING, _REPEATING, _LATE = "CacheDataset", "_RepeatDataset", "_ShuffleDataset"
+_AT_ONCE = "_ZipDataset"
 
 
 def holds_all(dataset: tf.data.Dataset) -> bool:
@@ -37,23 +38,24 @@ def holds_all(dataset: tf.data.Dataset) -> bool:
 def must_be_read(dataset: tf.data.Dataset) -> bool:
     """Whether a pass is what it is by what was read in those before: not by an iterator alone.
 
-    So it is where one iterator draws several orders, or where the first one's is cached.
+    So it is where one iterator draws several orders, or one only when its first row is read
+    (below another shuffle), or where the first one's is cached.
     """
-    return _has_drawing_below(dataset, _KEEPING, _REPEATING)
+    return _has_drawing_below(dataset, _KEEPING, _REPEATING, _LATE)
 
 
 def _has_drawing_below(dataset: tf.data.Dataset, *kinds: str) -> bool:
     """Whether a shuffle is below one of these kinds, or where datasets follow each other."""
     kind, parts = keras_compat.kind_of(dataset), keras_compat.parts_of(dataset)
     if kind in kinds or (len(parts) > 1 and kind != _AT_ONCE):
-        return _draws(dataset)
+        return any(map(_drawing, parts))
     return any(_has_drawing_below(part, *kinds) for part in parts)
 
 
-def _draws(dataset: tf.data.Dataset) -> bool:
-    if keras_compat.kind_of(dataset) in _DRAWING:
-        return True
-    return any(map(_draws, keras_compat.parts_of(dataset)))
+def _drawing(dataset: tf.data.Dataset) -> int:
+    """Returns how many parts of a dataset draw."""
+    below = sum(map(_drawing, keras_compat.parts_of(dataset)))
+    return below + (keras_compat.kind_of(dataset) in _DRAWING)
 
 
 def in_passes(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -63,8 +65,31 @@ def in_passes(dataset: tf.data.Dataset) -> tf.data.Dataset:
     what the order of the next pass is drawn by.
     """
     optional = tf.experimental.Optional
+    has_parts = type(dataset.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def wrapped(*batch: Any) -> tf.experimental.Optional:
+        return optional.from_value(batch if has_parts else batch[0])
+
     end = tf.data.Dataset.from_tensors(optional.empty(dataset.element_spec))
-    return dataset.map(optional.from_value, num_parallel_calls=1).concatenate(end).repeat()
+    return dataset.map(wrapped, num_parallel_calls=1).concatenate(end).repeat()
+
+
+def form_of(dataset: tf.data.Dataset) -> str:
+    """Returns what an iterator's position fits: how the dataset is made, by which TensorFlow.
+
+    To try another's in vain takes an iterator, and with it a seed of each shuffle.
+    """
+
+    def kinds(part: tf.data.Dataset) -> list[Any]:
+        return [keras_compat.kind_of(part), *map(kinds, keras_compat.parts_of(part))]
+
+    return f"{tf.__version__} {dataset.element_spec} {kinds(dataset)}"
+
+
+def random_states_of(dataset: tf.data.Dataset) -> int:
+    """Returns what `random_states_in` finds where the state of all that draws is there."""
+    return 2 * _drawing(dataset)
 
 
 def random_states_in(position: Position) -> int:

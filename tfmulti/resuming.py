@@ -192,7 +192,7 @@ class Keeper:
                 "examples": state.examples,
                 "seed": self._seed,
                 "data": self._data,
-                "positions": self._positions(),
+                "positions": self._positions(progress.batches),
                 "settings": self._backup.settings,
                 "trained": trained,
                 **moving,
@@ -202,15 +202,17 @@ class Keeper:
             self._say_once(self._callbacks.left_out)
             self._backup.keep(record, wait=wait)
 
-    def _positions(self) -> dict[str, State | None]:
-        """Returns where the data is; the chief's say, since all read the same batches.
+    def _positions(self, batches: int) -> dict[str, State | None]:
+        """Returns where the data is, the training data after so many batches of its pass.
 
-        Of validation data that is not known in the midst of its pass, which will be done again.
+        The chief's say, since all read the same batches. Of validation data that is not known in
+        the midst of its pass, which will be done again.
         """
         if not placement_of(self._model.distribute_strategy).is_chief:
             return {}
         known = ["training"] if self._before else list(self._feeds)
-        return {name: self._feeds[name].position() for name in known}
+        given = {"training": batches}
+        return {name: self._feeds[name].position(given.get(name, 0)) for name in known}
 
     def _moving(self) -> Tree:
         """Returns what an evaluation changes, too: all but the weights; a collective."""

@@ -1,8 +1,8 @@
 """Compiles what `fit`, `evaluate` and `predict` call for each execution.
 
 An execution takes one or several steps from an iterator and returns what all replicas
-found, with one collective for all metrics together. The iterator yields `Shards`: this
-worker's part of a global batch, one share a local replica.
+found, with one collective for all metrics together. The iterator yields global batches, of
+which a step keeps its `Shards`: this worker's part, one share a local replica.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfmulti import collectives, keras_compat, microbatches, replicas, run_state
 from tfmulti.launched import teller
+from tfmulti.pipeline import from_batch
 from tfmulti.shards import Ahead, ArrayOutlet, Outlet, Shards, on_devices, with_any_rows
 from tfmulti.share import Share, computing
 from tfmulti.stopping import state_of
@@ -91,7 +92,9 @@ def _now() -> tf.Tensor:
 
 def _time_of(shards: Shards) -> tf.Tensor:
     """Returns the time at which a batch has come."""
-    with tf.control_dependencies([shards.rows]):
+    leaves = tf.nest.flatten(shards.data[0], expand_composites=True)
+    data = [leaf for leaf in leaves if leaf is not None][:1]
+    with tf.control_dependencies([shards.rows, *data]):  # their number may be known beforehand
         return _now()
 
 
@@ -101,8 +104,8 @@ Execution = Callable[[Any, int, Sequence[float]], Outcome]
 def make_execution(model: keras.Model, placement: Placement, *, training: bool) -> Execution:
     """Returns `execute(source, steps, votes)` for training or for evaluation.
 
-    `execute` runs `steps` steps from an iterator of `Shards`, or one step on the `Shards`
-    themselves or an Optional of them, and returns their `Outcome`; `votes` are this worker's.
+    `execute` runs `steps` steps from an outlet or an iterator of global batches, or one step on
+    `Shards` or an Optional of a batch, and returns their `Outcome`; `votes` are this worker's.
     An iterator must have that many batches: a step that finds none would still do what needs
     no data, draw seeds and count itself.
     """
@@ -112,7 +115,10 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     one_step = _make_step(model, placement, seeds, training=training)
     states = _Statistics(model, placement) if training else None
 
-    take = _agreed(model, placement)
+    def taken_of(source: Any) -> Shards:
+        return _taken(source, placement)
+
+    take = _agreed(model, placement, taken_of)
 
     def outcome(shards: Shards, local: Any, votes: tf.Tensor, before: Any, taken: Taken) -> Outcome:
         def on_replica(local: Any, before: Any) -> Outcome:
@@ -145,7 +151,7 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         """Runs a step on a batch that is on the GPUs, and brings the next one there meanwhile."""
         before = states.now() if states else ()
         taken = Taken.nothing(placement).counted(shards)
-        following = on_devices(_taken(source), placement.gpus)
+        following = on_devices(taken_of(source), placement.gpus)
         logs = one_step(shards)
         taken = taken.after(logs).waited_for(_time_of(following))
         return outcome(shards, logs, votes, before, taken), following
@@ -169,11 +175,11 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         several_compiled = tf.function(several, reduce_retracing=True)
 
     next_compiled = tf.function(one_and_next, reduce_retracing=True)
-    first_compiled = tf.function(lambda outlet: on_devices(_taken(outlet), placement.gpus))
+    first_compiled = tf.function(lambda outlet: on_devices(taken_of(outlet), placement.gpus))
 
     state = state_of(model)
     # A collective before the step (`_agreed`) may not run beside those of another one.
-    goes_ahead = take is _taken and model.steps_per_execution == 1 and not model.run_eagerly
+    goes_ahead = take is taken_of and model.steps_per_execution == 1 and not model.run_eagerly
     may_gather = placement.replicas > 1 and not model.run_eagerly
 
     def one_by_one(source: Any, steps: int, vote: tf.Tensor) -> Outcome:
@@ -225,29 +231,34 @@ def _build_by(function: Any, model: keras.Model, *inputs: Any) -> None:
         run_state.restore_late(model)
 
 
-def _taken(source: Any) -> Shards:
+def _taken(source: Any, placement: Placement) -> Shards:
+    """Returns what a step takes; of a global batch it keeps this worker's rows, on the host."""
     if isinstance(source, Shards):
         return source
     if isinstance(source, (Outlet, ArrayOutlet)):
         return source.take()
     taken: Any = source if isinstance(source, tf.experimental.Optional) else next(source)
-    shards: Shards = taken.get_value() if isinstance(taken, tf.experimental.Optional) else taken
+    batch = taken.get_value() if isinstance(taken, tf.experimental.Optional) else taken
+    with tf.device("CPU:0"):
+        shards: Shards = from_batch(batch, placement)
     return shards
 
 
-def _agreed(model: keras.Model, placement: Placement) -> Callable[[Any], Shards]:
+def _agreed(
+    model: keras.Model, placement: Placement, taken_of: Callable[[Any], Shards]
+) -> Callable[[Any], Shards]:
     """Returns what takes `Shards` that say of all workers' rows how many there are.
 
     Where examples that cannot be read are left out, no worker knows how many rows the others
     have: they tell each other, by one small collective a step.
     """
     if not state_of(model).reading.skip_bad_records or placement.workers == 1:
-        return _taken
+        return taken_of
     strategy = model.distribute_strategy
     local = range(placement.first_replica, placement.first_replica + placement.local_replicas)
 
     def take(source: Any) -> Shards:
-        shards = _taken(source)
+        shards = taken_of(source)
 
         def rows_of_all() -> tf.Tensor:
             replica = placement.first_replica + replicas.local_index(placement.local_replicas)
@@ -414,8 +425,8 @@ def _first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:
 def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Any]:
     """Returns `predict(source)`: the outputs of a global batch, rows in order.
 
-    The source is an iterator of `Shards`, `Shards`, or an Optional of them. Every worker gets
-    all rows.
+    The source is an outlet, an iterator of global batches, `Shards`, or an Optional of a batch.
+    Every worker gets all rows.
     """
     strategy = model.distribute_strategy
     keras_compat.install()
@@ -423,7 +434,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     sync = state_of(model).sync_batch_norm
 
     def predict(source: Any) -> Any:
-        shards = _taken(source)
+        shards = _taken(source, placement)
 
         def replica_step() -> Any:
             index = replicas.local_index(placement.local_replicas)

@@ -33,8 +33,9 @@ class Backup(keras.callbacks.Callback):
     The numbers that follow are those of a run that was never stopped: weights, optimizer,
     metrics of the epoch in progress, order of the data, masks, and what callbacks know
     (EarlyStopping, ReduceLROnPlateau, a callback of your own: its attributes of plain values,
-    or what its `get_state()` returns). A `tf.data.Dataset` must give the same batches again; it
-    is read anew up to the position.
+    or what its `get_state()` returns). A `tf.data.Dataset` goes on
+    at once, on any number of workers; what TensorFlow cannot save (a generator, numbers without a
+    seed) must give the same batches again and is read anew up to the position.
 
     Args:
         folder: of this run's backups.
