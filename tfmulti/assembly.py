@@ -142,6 +142,9 @@ def make_model(setup: Setup) -> keras.Model:
         microbatches=config.microbatches,
         sync_batch_norm=config.sync_batch_norm,
         gradient_compression=config.gradient_compression,
+        sync_every=config.sync_every,
+        outer_learning_rate=config.outer_learning_rate,
+        outer_momentum=config.outer_momentum,
         steps_per_execution="auto" if config.steps_per_execution is None else None,
     )
     state_of(model).reading = reading_of(setup)

@@ -76,6 +76,30 @@ def _now(value: tf.Tensor) -> _Serving | None:
     return found if here and value.shape.is_fully_defined() else None
 
 
+def workers_at(value: tf.Tensor) -> int | None:
+    """Returns how many workers there are, where collectives of a tensor can be made here."""
+    serves = _now(value)
+    return None if serves is None else serves.workers
+
+
+def swap(values: tf.Tensor) -> tf.Tensor:
+    """Returns, from each worker, the row that has this worker's number: `[workers, ...]`.
+
+    Where `workers_at` says that it can be.
+    """
+    serves = _now(values)
+    assert serves is not None
+    with tf.device("CPU:0"):
+        found = tf.raw_ops.CollectiveAllToAllV2(
+            input=values,
+            group_size=serves.workers,
+            group_key=GROUP_KEY,
+            instance_key=serves.key("swap", values),
+            ordering_token=[],
+        )
+    return tf.ensure_shape(found, values.shape)
+
+
 def gather(value: tf.Tensor) -> tf.Tensor | None:
     """Returns each worker's value, `[workers, ...]` in their order; None where that cannot be."""
     serves = _now(value)

@@ -191,6 +191,18 @@ class FitConfig:
         "one device's numbers to the last digits.",
         choices=COMPRESSIONS,
     )
+    sync_every: int | None = _flag(
+        None,
+        "Each of several workers takes so many steps by itself, then all meet (DiLoCo): for slow "
+        "networks; not one device's numbers. Default: all steps are taken together, exactly.",
+        low=1,
+    )
+    outer_learning_rate: float = _flag(
+        0.7, "What the workers' mean move is multiplied by where they meet.", above=0
+    )
+    outer_momentum: float = _flag(
+        0.9, "Nesterov momentum of the moves between meetings.", low=0, below=1
+    )
     steps_per_execution: int | None = _flag(
         None,
         "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: "

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, steps, stopping
+from tfmulti import keras_compat, local_steps, steps, stopping
 from tfmulti.clock import Clock
 from tfmulti.data_faults import found_by_any, told_by
 from tfmulti.errors import DataError
@@ -208,6 +208,8 @@ def _epoch(
     state, keeper = state_of(model), training.keeper
     clock.begin()
     sure = _is_sure(training.feed, training.steps, at)
+    if not sure:
+        local_steps.check_length_is_known(model)
     pace = training.pace if sure else Pace(1)
     per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
     before = _first_step(training, at) - at.step

@@ -196,6 +196,8 @@ def _metric_from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..
             by_rows = values(y_true, y_pred).shape.rank != 0
         if by_rows and not _mixes_rows(share, self, self._fn, values, y_true, y_pred):
             return original(self, y_true, y_pred, sample_weight)
+        if share.is_local and not losses.in_passes():
+            return original(self, y_true, y_pred, sample_weight)
         # The numbers are of the whole batch; the replicas' states are summed later.
         context = tf.distribute.get_replica_context()
         counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
@@ -217,7 +219,7 @@ def _mean_of_shares(original: Callable[..., Any]) -> Callable[..., Any]:
         one_number = share is not None and tf.convert_to_tensor(values).shape.rank == 0
         if one_number and sample_weight is None:  # a batch counts once, whoever computed it
             assert share is not None
-            sample_weight = share.weight
+            sample_weight = share.part
         return original(self, values, sample_weight)
 
     return update_state
@@ -241,7 +243,10 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
         channels = inputs.shape[-1]
         gamma = tf.convert_to_tensor(self.gamma) if self.scale else tf.ones([channels])
         beta = tf.convert_to_tensor(self.beta) if self.center else tf.zeros([channels])
-        outputs, count, *found = normalization.normalized(share, inputs, gamma, beta, self.epsilon)
+        group = share.alone() if share.is_local else share
+        outputs, count, *found = normalization.normalized(group, inputs, gamma, beta, self.epsilon)
+        if share.is_local:
+            count *= tf.cast(share.own_rows > 0, count.dtype)
         moving = (self.moving_mean, self.moving_variance)
         for variable, value in zip(moving, found, strict=True):
             before = tf.convert_to_tensor(variable.value)
@@ -253,7 +258,7 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _can_be_fused(layer: Any, share: Share, inputs: Any, training: Any) -> bool:
-    of_all = share.is_whole or layer.synchronized or share.sync_batch_norm
+    of_all = share.is_whole or share.is_local or layer.synchronized or share.sync_batch_norm
     known = tf.is_tensor(inputs) and inputs.shape.rank is not None and inputs.shape.rank > 1
     return bool(
         known
@@ -281,16 +286,20 @@ def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
         if share is None or (mask is not None and share.is_whole):
             return original(self, inputs, mask)
         context = tf.distribute.get_replica_context()
-        synchronized = self.synchronized or share.sync_batch_norm
+        synchronized = (self.synchronized or share.sync_batch_norm) and not share.is_local
         if synchronized and context.num_replicas_in_sync > 1:
             return normalization.global_moments(share, inputs, mask, self._reduction_axes)
         if share.is_whole:  # Keras' own for several replicas loses digits, and is not needed
             return keras.ops.moments(inputs, self._reduction_axes)
         # What reads a row that does not count learns nothing from it.
         known = (tf.cast(v, inputs.dtype) for v in (self.moving_mean, self.moving_variance))
+        if share.is_local and mask is None:  # Keras' own might be synchronized
+            own = keras.ops.moments(inputs, self._reduction_axes)
+        else:
+            own = original(self, inputs, mask)
         return tuple(
             tf.where(share.own_rows > 0, found, before)
-            for found, before in zip(original(self, inputs, mask), known, strict=True)
+            for found, before in zip(own, known, strict=True)
         )
 
     return moments
@@ -375,16 +384,19 @@ def is_seed(variable: Any) -> bool:
     return bool(variable.name == SEED)
 
 
-def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]:
+def moving_statistics(
+    model: keras.Model, *, sync_batch_norm: bool, is_local: bool = False
+) -> list[Any]:
     """Returns the Keras variables that layers update by themselves while they train.
 
-    Those of floating point type, of layers that are not frozen, and not synchronized: each
-    replica has its own.
+    Those of floating point type, of layers that are not frozen, and not synchronized (in local
+    steps none are): each replica has its own.
     """
     found = {}
     for layer in layers_of(model):
         normalizes = isinstance(layer, keras.layers.BatchNormalization)
-        if layer.trainable and not (normalizes and (sync_batch_norm or layer.synchronized)):
+        meets = normalizes and not is_local and (sync_batch_norm or layer.synchronized)
+        if layer.trainable and not meets:
             for variable in layer._non_trainable_variables:
                 if tf.as_dtype(variable.dtype).is_floating:
                     found[id(variable)] = variable

@@ -58,9 +58,9 @@ class Divisors:
         self._next = 0
         return _divisors.set_to(self)
 
-    def sum_up(self) -> None:
-        """Ends the measuring: the divisors are those of all passes of all replicas."""
-        self._totals = sum_together(self._own) if self._own else []
+    def sum_up(self, share: Share) -> None:
+        """Ends the measuring: the divisors are those of all passes of all replicas that meet."""
+        self._totals = _of_all(share, self._own) if self._own else []
 
     def total_of(self, own: tf.Tensor) -> tf.Tensor:
         """Returns a loss' divisor over the global batch, or while measuring its own part."""
@@ -108,9 +108,13 @@ def scaled_to_global(
             return loss
         own = tf.where(share.own_rows > 0, own, 0.0)
         divisors = _divisors.get()
-        total = divisors.total_of(own) if divisors else sum_together([own])[0]
+        total = divisors.total_of(own) if divisors else _of_all(share, [own])[0]
         part = tf.math.divide_no_nan(own, total)
     return loss * tf.cast(tf.math.divide_no_nan(part, share.weight), loss.dtype)
+
+
+def _of_all(share: Share, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    return values if share.is_local else sum_together(values)
 
 
 def summed_gradient(share: Share, loss: Any) -> Any:
@@ -208,6 +212,10 @@ def from_all_rows(
             "a loss or metric function needs all rows of a batch together, which --microbatches "
             "splits. Return a value for each example from its own row, or leave --microbatches out."
         )
+    if share.is_local:
+        own = tf.nest.map_structure(lambda v: _own_rows(share, v), (y_true, y_pred, weights))
+        with computing(share.alone()):
+            return compute(*own)
     share.note_gather()
     y_true, weights = (
         tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
@@ -218,11 +226,16 @@ def from_all_rows(
     return _with_gradient_times(loss, tf.math.divide_no_nan(1.0, share.weight))
 
 
-def _all_rows(share: Share, value: Any) -> Any:
+def _own_rows(share: Share, value: Any) -> Any:
     if value is None:
         return None
     value = tf.convert_to_tensor(value)
-    return gather_rows(value[: share.own_rows]) if value.shape.rank else value
+    return value[: share.own_rows] if value.shape.rank else value
+
+
+def _all_rows(share: Share, value: Any) -> Any:
+    own = _own_rows(share, value)
+    return own if own is None or not own.shape.rank else gather_rows(own)
 
 
 def _all_rows_of_variable(share: Share, value: Any) -> Any:

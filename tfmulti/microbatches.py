@@ -19,7 +19,7 @@ from tfmulti import keras_compat, sharding
 from tfmulti.errors import ModelError
 from tfmulti.losses import Divisors
 from tfmulti.replicas import rows_of, weighed
-from tfmulti.share import PerThread, Share, current
+from tfmulti.share import PerThread, Share, current, part_of
 
 Step = Callable[[Any, Share], dict[str, Any]]
 
@@ -115,7 +115,7 @@ def _part(data: Any, share: Share, passes: int, number: int) -> tuple[Any, Share
         known = share.read_rows // passes
         begin, end = number * known, (number + 1) * known
     part = share._replace(
-        weight=tf.cast((stop - start) / share.global_rows, tf.float32),
+        weight=part_of(stop - start, share.own_rows if share.is_local else share.global_rows),
         own_rows=stop - start,
         first_row=share.first_row + tf.cast(begin, tf.int64),
         read_rows=known,
@@ -140,7 +140,7 @@ def _measured(model: keras.Model, step: Step, parts: Sequence[tuple[Any, Share]]
             step(rows, part)
         if not divisors.any:
             break
-    divisors.sum_up()
+    divisors.sum_up(parts[0][1])
     return divisors
 
 

@@ -39,6 +39,8 @@ def mixed(
             f"the layer {layer.name!r} looks at all rows of a batch, which --microbatches "
             "splits. Put it into the data (dataset.map), or leave --microbatches out."
         )
+    if share.is_local:
+        return original(layer, data, training=training)
     share.note_gather()
     data = tf.nest.map_structure(tf.convert_to_tensor, data)
     read = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]

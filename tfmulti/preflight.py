@@ -19,6 +19,7 @@ from tfmulti.rundir import RunDir, check_writable
 from tfmulti.selection import batch_sizes, select
 from tfmulti.sources.data import Data, size_of
 from tfmulti.sources.stages import prepared
+from tfmulti.synchronisation import Synchronisation
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ def check(
         gpus=gpus,
         ignore_cluster=config.ignore_cluster,
     )
+    several = cluster is not None and selection.strategy == "multi_worker_mirrored"
+    workers = cluster.size if cluster is not None and several else 1
+    synchronisation_of(config).check_place(workers, selection.local_replicas)
     if config.run_dir is not None:
         goes_on = _goes_on(config, RunDir(config.run_dir))
     elif config.resume == "must":
@@ -65,7 +69,6 @@ def check(
     data = load_data(config)
     resolved = config.resolved(data.spec.kind if data and data.spec else None)
     if data is not None:
-        workers = cluster.size if cluster and selection.strategy == "multi_worker_mirrored" else 1
         check_model_takes(resolved, data)
         check_batch(resolved, data, workers * selection.local_replicas)
     done = None
@@ -76,6 +79,11 @@ def check(
     if config.export_dir is not None and done is None:
         _check_export_dir(Path(config.export_dir))
     return Job(resolved, None if config.ignore_cluster else cluster, data, done)
+
+
+def synchronisation_of(config: FitConfig) -> Synchronisation:
+    """Returns how often workers meet, as a value."""
+    return Synchronisation(config.sync_every, config.outer_learning_rate, config.outer_momentum)
 
 
 def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti import collectives
+from tfmulti import collectives, half_sums
 from tfmulti.errors import ModelError
 from tfmulti.share import current
 
@@ -33,7 +33,8 @@ def reduce_gradients(
     gradients are summed.
 
     Args:
-        wire: the type that dense float32 gradients are summed in; None: their own.
+        wire: the type that dense float32 gradients travel in, to be added in float32; None: their
+            own.
         by_bytes: they are summed in packs of about so many bytes, the last layers' first, while
             the others are computed; 0: all at once.
     """
@@ -41,12 +42,13 @@ def reduce_gradients(
     if context.num_replicas_in_sync == 1:
         return list(gradients)
     share = current()
+    if share is not None and share.is_local:
+        return own_gradients(gradients)
     present = [g for g in gradients if g is not None]
     if share is not None:
         present = [weighed(g, share.weight) for g in present]
-    narrow = [_narrow(g, wire) for g in present]
     try:
-        sums = _totals(narrow, by_bytes)
+        reduced = iter(summed(present, wire, by_bytes))
     except RuntimeError as error:
         if "merge_call" not in str(error):
             raise
@@ -54,32 +56,44 @@ def reduce_gradients(
             "the train_step applies gradients inside a condition, a loop or a tf.function of its "
             "own, where replicas cannot meet. Compute them there, and apply them outside."
         ) from None
-    reduced = (
-        total if total.dtype == g.dtype else tf.cast(total, g.dtype)
-        for total, g in zip(sums, present, strict=True)
-    )
     return [None if g is None else next(reduced) for g in gradients]
 
 
-def _totals(gradients: list[Any], by_bytes: int) -> list[Any]:
-    """Returns the sums over all replicas, from packs of about so many bytes."""
-    totals: dict[int, Any] = {}
-    for pack in _packs(gradients, by_bytes):
-        parts = [gradients[i] for i in pack]
-        flat = [tf.reshape(part, [-1]) for part in parts]
-        total = collectives.total(flat[0] if len(flat) == 1 else tf.concat(flat, 0))
-        if total is None:
-            break
-        split = [total] if len(flat) == 1 else tf.split(total, [f.shape[0] for f in flat])
-        for i, own, part in zip(pack, split, parts, strict=True):
-            totals[i] = tf.reshape(own, part.shape)
-    rest = [i for i in range(len(gradients)) if i not in totals]
+def own_gradients(gradients: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of this replica's rows alone; 0 where it has none."""
+    share = current()
+    if share is None:
+        return list(gradients)
+    return [None if g is None else weighed(g, share.weight) for g in gradients]
+
+
+def summed(values: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 0) -> list[Any]:
+    """Returns each value summed over all replicas; see `reduce_gradients` for how."""
+    narrow = [_narrow(value, wire) for value in values]
+    found: dict[int, Any] = {}
+    for pack in _packs(narrow, by_bytes):
+        flat = [tf.reshape(narrow[i], [-1]) for i in pack]
+        halves = narrow[pack[0]].dtype != values[pack[0]].dtype
+        joined = _total(flat[0] if len(flat) == 1 else tf.concat(flat, 0), halves)
+        if joined is None:
+            break  # nor can it be for the others
+        parts = [joined] if len(flat) == 1 else tf.split(joined, [f.shape[0] for f in flat])
+        for i, part in zip(pack, parts, strict=True):
+            found[i] = tf.reshape(part, values[i].shape)
+    rest = [i for i in range(len(values)) if i not in found]
     if rest:
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
         context = tf.distribute.get_replica_context()
-        found = context.all_reduce(SUM, [gradients[i] for i in rest], options)
-        totals |= zip(rest, found, strict=True)
-    return [totals[i] for i in range(len(gradients))]
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
+        totals = context.all_reduce(SUM, [narrow[i] for i in rest], options)
+        found |= zip(rest, totals, strict=True)
+    pairs = ((found[i], value.dtype) for i, value in enumerate(values))
+    return [total if total.dtype == dtype else tf.cast(total, dtype) for total, dtype in pairs]
+
+
+def _total(flat: tf.Tensor, halves: bool) -> tf.Tensor | None:
+    workers = tf.distribute.get_replica_context().num_replicas_in_sync
+    # The sum of two is rounded once in any type.
+    return half_sums.total(flat) if halves and workers > 2 else collectives.total(flat)
 
 
 def _packs(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:

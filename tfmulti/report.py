@@ -18,7 +18,8 @@ class FitReport:
     training loop since then, validation included, without start-up; `examples_per_second` is 0
     where nothing was left to train. `waiting_share` of the steps' time went by without data, and
     `examples_lost` examples could not be read, counted in each pass; rows of tables, which are
-    read once, count once. `epochs_asked` is what the run was to train, of which a callback may
+    read once, count once. `inexact` are the flags by which the numbers are not those of one device.
+    `epochs_asked` is what the run was to train, of which a callback may
     have spared some. On workers other than the chief `run_dir` is None.
     """
 
@@ -40,6 +41,7 @@ class FitReport:
     waiting_share: float
     weights_sha256: str
     examples_lost: int = 0
+    inexact: tuple[str, ...] = ()
     steps_before: int = 0
     examples_before: int = 0
     epochs_asked: int = 0
@@ -58,5 +60,6 @@ class FitReport:
             ValueError, TypeError: it is none of this version's.
         """
         values = json.loads(text)
-        values["devices"] = tuple(values["devices"])
+        for name in ("devices", "inexact"):
+            values[name] = tuple(values.get(name, ()))
         return cls(**values)

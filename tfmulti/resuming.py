@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfmulti import backup, run_state
+from tfmulti import backup, local_steps, run_state
 from tfmulti.backup import Record
 from tfmulti.broadcast import broadcast
 from tfmulti.callback_states import CallbackStates
@@ -163,6 +163,7 @@ class Keeper:
             position = tree.get("positions", {}).get(name)
             feed.begin_after(tree["passes"][name] - in_use, position)
         run_state.restore(self._model, tree["model"], tree["trained"])
+        local_steps.restore(self._model, tree.get("apart"))
         self._callbacks.restore(tree["callbacks"])
         state = state_of(self._model)
         state.steps = state.steps_before = self._record.step
@@ -185,6 +186,7 @@ class Keeper:
         with teller().working(id(self)):  # all workers take part
             moving = self._before or self._moving()
             trained = run_state.capture_trained(self._model)
+            apart = local_steps.capture(self._model)
         record = Record(
             state.steps,
             {
@@ -195,6 +197,7 @@ class Keeper:
                 "positions": self._positions(progress.batches),
                 "settings": self._backup.settings,
                 "trained": trained,
+                "apart": apart,
                 **moving,
             },
         )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfmulti.share import Share
+from tfmulti.share import Share, part_of
 from tfmulti.sources.source import leaves_of
 
 PREFETCH_STEPS = 2  # batches that wait for the step; the reader makes others meanwhile
@@ -34,21 +34,22 @@ class Shards(NamedTuple):
 
     def weight(self, local: int) -> tf.Tensor:
         """Returns the part of the global batch that a local replica has, float32."""
-        part = tf.math.divide_no_nan(  # of nothing, where all rows of a batch were lost
-            tf.cast(self.own_rows[local], tf.float64), tf.cast(self.rows, tf.float64)
-        )
-        return tf.cast(part, tf.float32)  # rounded once
+        return part_of(self.own_rows[local], self.rows)  # of nothing, where all rows were lost
 
-    def share(self, local: int, *, alone: bool, sync_batch_norm: bool) -> Share:
+    def share(
+        self, local: int, *, alone: bool, sync_batch_norm: bool, is_local: bool = False
+    ) -> Share:
         """Returns a local replica's share; `alone` if there is no other replica."""
+        own = self.own_rows[local]
         return Share(
-            self.weight(local),
+            part_of(own, own) if is_local else self.weight(local),
             self.own_rows[local],
             self.first_rows[local],
             self.rows,
             _fixed_rows(self.data[local]),
             alone,
             sync_batch_norm,
+            is_local=is_local,
         )
 
 

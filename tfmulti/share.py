@@ -19,8 +19,9 @@ class Share(NamedTuple):
     """The rows of the global batch that one replica computes at a time.
 
     Attributes:
-        weight: this share's part of the global batch's rows, float32 scalar; 0 where it has
-            none and reads one row that does not count.
+        weight: this share's part of the rows whose gradients meet (`is_local`: the replica's own,
+            else the global batch's), float32 scalar; 0 where it has none and reads one row that
+            does not count.
         own_rows: how many rows count, int64 scalar.
         first_row: where the rows that are read begin in the global batch, int64 scalar.
         global_rows: the rows of the global batch, int64 scalar.
@@ -30,6 +31,8 @@ class Share(NamedTuple):
             layers say.
         seeds: the generator of draws without a seed.
         note_gather: is called when the step, as it is traced, gathers the rows of all replicas.
+        is_local: whether the replica takes the step as if it were alone with its rows: its loss,
+            gradient and batch statistics are of these (`local_steps`).
     """
 
     weight: tf.Tensor
@@ -41,10 +44,22 @@ class Share(NamedTuple):
     sync_batch_norm: bool
     seeds: Any = None
     note_gather: Callable[[], None] = lambda: None
+    is_local: bool = False
+
+    @property
+    def part(self) -> tf.Tensor:
+        """This share's part of the global batch's rows, float32 scalar."""
+        return part_of(self.own_rows, self.global_rows) if self.is_local else self.weight
 
     def alone(self) -> Share:
         """Returns the same as if nobody had other rows: Keras' own numbers of what is there."""
         return self._replace(is_whole=True)
+
+
+def part_of(rows: tf.Tensor, of: tf.Tensor) -> tf.Tensor:
+    """Returns which part some rows are, float32, rounded once; 0 of nothing."""
+    part = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(of, tf.float64))
+    return tf.cast(part, tf.float32)
 
 
 Value = TypeVar("Value")

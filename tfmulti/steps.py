@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfmulti import collectives, keras_compat, microbatches, replicas, run_state
+from tfmulti import collectives, keras_compat, local_steps, microbatches, replicas, run_state
 from tfmulti.launched import teller
 from tfmulti.pipeline import from_batch
 from tfmulti.shards import Ahead, ArrayOutlet, Outlet, Shards, on_devices, with_any_rows
@@ -114,6 +114,7 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     seeds = keras_compat.seeds_of_step(model, "training" if training else "evaluation")
     one_step = _make_step(model, placement, seeds, training=training)
     states = _Statistics(model, placement) if training else None
+    outer = state_of(model).outer if training else None
 
     def taken_of(source: Any) -> Shards:
         return _taken(source, placement)
@@ -121,12 +122,12 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
     take = _agreed(model, placement, taken_of)
 
     def outcome(shards: Shards, local: Any, votes: tf.Tensor, before: Any, taken: Taken) -> Outcome:
-        def on_replica(local: Any, before: Any) -> Outcome:
+        def on_replica(local: Any, before: Any, weights: Any) -> Outcome:
             with collectives.serving("outcome", placement):
                 logs, metrics = local
-                return summed_up(logs, metrics, before)
+                return summed_up(logs, metrics, before, weights)
 
-        def summed_up(logs: Any, metrics: list[tf.Tensor], before: Any) -> Outcome:
+        def summed_up(logs: Any, metrics: list[tf.Tensor], before: Any, weights: Any) -> Outcome:
             local = replicas.local_index(placement.local_replicas)
             weight = tf.math.divide_no_nan(
                 tf.cast(taken.rows[local], tf.float64), tf.cast(taken.rows[-1], tf.float64)
@@ -135,13 +136,20 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
             found, moved = _outcome(model, logs, metrics, shards, local, votes, taken, moved)
             if states:
                 states.set(before, moved)
+            if outer:
+                outer.step(weights, tf.cast(weight, tf.float32))
             return found
 
-        found: Outcome = _first_local(strategy, strategy.run(on_replica, args=(local, before)))
+        args = (local, *before)
+        found: Outcome = _first_local(strategy, strategy.run(on_replica, args=args))
         return found
 
+    def now() -> Any:
+        """Returns moving statistics and weights as they are before the steps."""
+        return (states.now() if states else (), outer.now() if outer else ())
+
     def one(source: Any, votes: tf.Tensor) -> Outcome:
-        before = states.now() if states else ()
+        before = now()
         taken = Taken.nothing(placement)
         shards = take(source)
         taken = taken.counted(shards).waited_for(_time_of(shards))
@@ -149,7 +157,7 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     def one_and_next(source: Any, shards: Shards, votes: tf.Tensor) -> tuple[Outcome, Shards]:
         """Runs a step on a batch that is on the GPUs, and brings the next one there meanwhile."""
-        before = states.now() if states else ()
+        before = now()
         taken = Taken.nothing(placement).counted(shards)
         following = on_devices(taken_of(source), placement.gpus)
         logs = one_step(shards)
@@ -157,7 +165,7 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
         return outcome(shards, logs, votes, before, taken), following
 
     def several(iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> Outcome:
-        before = states.now() if states else ()
+        before = now()
         taken = Taken.nothing(placement)
         for _ in tf.range(steps - 1):
             shards = take(iterator)
@@ -179,8 +187,9 @@ def make_execution(model: keras.Model, placement: Placement, *, training: bool) 
 
     state = state_of(model)
     # A collective before the step (`_agreed`) may not run beside those of another one.
-    goes_ahead = take is taken_of and model.steps_per_execution == 1 and not model.run_eagerly
-    may_gather = placement.replicas > 1 and not model.run_eagerly
+    one_step_each = local_steps.steps_at_once(model) == 1
+    goes_ahead = take is taken_of and one_step_each and not model.run_eagerly
+    may_gather = placement.replicas > 1 and outer is None and not model.run_eagerly
 
     def one_by_one(source: Any, steps: int, vote: tf.Tensor) -> Outcome:
         found = [one_compiled(source, vote) for _ in range(steps)]
@@ -301,7 +310,8 @@ def _make_step(
     def replica_step(shards: Shards) -> Any:
         local = replicas.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
-        share = shards.share(local, alone=alone, sync_batch_norm=sync)
+        apart = training and state.outer is not None
+        share = shards.share(local, alone=alone, sync_batch_norm=sync, is_local=apart)
         share = share._replace(seeds=seeds, note_gather=lambda: setattr(state, "gathers", True))
         with collectives.serving("step", placement):
             if passes == 1:
@@ -336,7 +346,11 @@ class _Statistics:
         sync = state_of(model).sync_batch_norm
         several = placement.replicas > 1
         self._variables = (
-            keras_compat.moving_statistics(model, sync_batch_norm=sync) if several else []
+            keras_compat.moving_statistics(
+                model, sync_batch_norm=sync, is_local=local_steps.is_on(model)
+            )
+            if several
+            else []
         )
         self._strategy = model.distribute_strategy
 

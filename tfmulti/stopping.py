@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfmulti.reading import Reading
+from tfmulti.synchronisation import Synchronisation
 
 REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
 VOTES = (*REASONS, "backup", "pace")  # what travels with each execution
@@ -29,7 +30,8 @@ class TrainerState:
     `pace` finds. Of the `epoch_s` seconds of the last epoch's steps
     `waited_s` went by without data, which `reader_threads` threads read; `lost` examples of the
     run could not be read. `gathers` says that a step gathers rows, which it can do once an
-    execution only.
+    execution only. Where workers take steps of their own, `synchronisation` says when they meet,
+    and `outer` moves their weights then (`local_steps`).
 
     `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
     the states, in the backup that this run was resumed from, of those that are yet to be made,
@@ -41,6 +43,8 @@ class TrainerState:
     sync_batch_norm: bool = True
     gradient_compression: str = "none"
     reading: Reading = field(default_factory=Reading)
+    synchronisation: Synchronisation = field(default_factory=Synchronisation)
+    outer: Any = None
     chooses_pace: bool = False
     interrupted: str | None = None
     stopped_by: str | None = None

@@ -11,6 +11,7 @@ from tfmulti import artifacts
 from tfmulti.assembly import Setup
 from tfmulti.callbacks.throughput import Throughput
 from tfmulti.callbacks.waiting import Waiting
+from tfmulti.config import FitConfig
 from tfmulti.console import Say, number, speaker
 from tfmulti.optimizers import peak_learning_rate
 from tfmulti.report import FitReport
@@ -18,7 +19,7 @@ from tfmulti.rundir import RunDir
 from tfmulti.sources.data import size_of
 from tfmulti.sources.lost import lost_examples
 from tfmulti.stopping import state_of
-from tfmulti.strategies import device_names
+from tfmulti.strategies import Placement, device_names
 
 
 def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
@@ -48,6 +49,23 @@ def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
         f"replica × {place.replicas}; {setup.epochs} epoch{'s' if setup.epochs > 1 else ''} of "
         f"{steps}",
     )
+    inexact = inexact_flags(config, place)
+    if inexact:
+        say("inexact", f"{', '.join(inexact)}: not the numbers of one device")
+    if config.sync_every is not None and place.workers == 1:
+        say("exact", f"--sync_every {config.sync_every} has no effect with one worker")
+
+
+def inexact_flags(config: FitConfig, place: Placement) -> tuple[str, ...]:
+    """Returns the flags that make a run's numbers others than those of one device, here."""
+    found = []
+    if place.workers > 1 and config.sync_every is not None:
+        found.append(f"--sync_every {config.sync_every}")
+    if place.workers > 1 and config.gradient_compression != "none":
+        found.append(f"--gradient_compression {config.gradient_compression}")
+    if place.replicas > 1 and not config.sync_batch_norm:
+        found.append("--nosync_batch_norm")
+    return tuple(found)
 
 
 def optimizer_words(setup: Setup, model: keras.Model, compiled_here: bool) -> str:
@@ -97,6 +115,7 @@ def make_report(
         waiting_share=waiting.share,
         examples_lost=state.lost + lost_examples(setup.data.lost),
         weights_sha256=artifacts.weights_sha256(model),
+        inexact=inexact_flags(setup.config, setup.place),
         epochs_asked=setup.epochs,
         stopped_by=state.stopped_by,
         run_dir=str(run_dir.path) if run_dir else None,

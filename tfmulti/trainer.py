@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import epochs as epochs_loop
-from tfmulti import keras_compat, losses, model_checks, resuming, steps
+from tfmulti import keras_compat, local_steps, losses, model_checks, resuming, steps
 from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.config import COMPRESSIONS
@@ -28,10 +28,11 @@ from tfmulti.microbatches import take
 from tfmulti.pace import Pace
 from tfmulti.pipeline import from_batch
 from tfmulti.reading import Reading
-from tfmulti.replicas import reduce_gradients
+from tfmulti.replicas import own_gradients, reduce_gradients
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.stopping import TrainerState, remember, state_of
 from tfmulti.strategies import Placement, placement_of
+from tfmulti.synchronisation import Synchronisation
 
 Model = TypeVar("Model", bound=keras.Model)
 
@@ -47,6 +48,9 @@ def prepare(
     gradient_compression: str = "none",
     reader_threads: int | None = None,
     skip_bad_records: int = 0,
+    sync_every: int | None = None,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
     steps_per_execution: str | None = None,
 ) -> Model:
     """Returns the same model with a `fit`, `evaluate` and `predict` for any strategy.
@@ -66,14 +70,22 @@ def prepare(
             it to the layers' own `synchronized`; moving statistics are then averaged over
             the replicas, weighted by their rows.
         gradient_compression: the type that gradients have between workers: none (their own),
-            float16 or bfloat16, which halve the traffic and round each gradient to 11 or 8
-            binary digits. float16 loses what is below 6e-8 and overflows above 65,504: where
-            gradients are not clipped, bfloat16 is safe. Weights stay alike everywhere; they are
-            not one device's to the last digits any more. Nothing within one process.
+            float16 or bfloat16, which halve the traffic and round each gradient, and then their
+            sum, to 11 or 8 binary digits; they are added in float32. float16 loses what is below
+            6e-8 and overflows above 65,504: where gradients are not clipped, bfloat16 is safe.
+            Weights stay alike everywhere; they are not one device's to the last digits any more.
+            Nothing within one process.
         reader_threads: how many examples of a `Source` each worker reads at a time; 0: in the
             thread that feeds the steps; None: as many as it has cores, where reading is slow.
         skip_bad_records: how many examples of a `Source` that cannot be read are left out in
             a pass over the data, counted over all workers; one more is an error.
+        sync_every: how many steps each worker takes by itself, on its own rows, before all meet
+            (`local_steps`): less talk over a slow network, and not one device's numbers. They meet
+            at the end of an epoch, too; an execution is as many steps, whatever
+            `steps_per_execution` says. None: every step is taken together, exactly. With one
+            worker it does nothing.
+        outer_learning_rate: what the mean of the workers' moves is multiplied by where they meet.
+        outer_momentum: Nesterov momentum of these moves.
         steps_per_execution: `auto` takes as many steps at a time in `fit` as last a tenth of a
             second, where that saves more than it costs to compile; callbacks are called once for
             them, as with `compile(steps_per_execution=N)`. None: as `compile` says.
@@ -81,7 +93,8 @@ def prepare(
     Raises:
         ModelError: no Keras model, or one that was made outside the strategy's scope, or
             `microbatches` below 1.
-        ConfigError: a number below 0, or an unknown compression or pace.
+        ConfigError: a number out of its range, an unknown compression or pace, or `sync_every`
+            where workers have several replicas each.
     """
     if not isinstance(model, keras.Model):
         raise ModelError(f"prepare() takes a keras.Model, not a {type(model).__name__}.")
@@ -100,15 +113,20 @@ def prepare(
             f"steps_per_execution is {steps_per_execution!r}, but it must be 'auto' or None. "
             "Give a number to compile()."
         )
+    place = placement_of(model.distribute_strategy)
+    synchronisation = Synchronisation(sync_every, outer_learning_rate, outer_momentum)
+    synchronisation.check_place(place.workers, place.local_replicas)
+    reading = Reading(reader_threads, skip_bad_records)
+    state = TrainerState(
+        seed, microbatches, sync_batch_norm, gradient_compression, reading, synchronisation
+    )
+    state.chooses_pace = steps_per_execution == "auto"
     if not isinstance(model, DistributedModel):
         cls = type(model)
         derived = keras_compat.derived_class(cls, (cls, DistributedModel))
         object.__setattr__(model, "__class__", derived)
     for name in ("train_function", "test_function", "predict_function"):
         setattr(model, name, None)
-    reading = Reading(reader_threads, skip_bad_records)
-    state = TrainerState(seed, microbatches, sync_batch_norm, gradient_compression, reading)
-    state.chooses_pace = steps_per_execution == "auto"
     remember(model, state)
     return model
 
@@ -122,7 +140,9 @@ class DistributedModel(keras.Model):
 
     def make_train_function(self, force: bool = False) -> None:
         if self.train_function is None or force:
-            reduce = functools.partial(reduce_gradients, **self._wire)
+            outer = state_of(self).outer = local_steps.make_outer(self, self._wire)
+            all_meet = functools.partial(reduce_gradients, **self._wire)
+            reduce = all_meet if outer is None else own_gradients
             for optimizer in model_checks.optimizers_of(self):
                 keras_compat.take_reduced_gradients(optimizer, reduce, take)
             keras_compat.count_rows_in_output_losses(self)
@@ -153,8 +173,8 @@ class DistributedModel(keras.Model):
 
         On GPUs a step by itself takes its data there while the one before runs.
         """
-        given = self.steps_per_execution
-        chosen = state_of(self).chooses_pace and given == 1
+        given = local_steps.steps_at_once(self)
+        chosen = state_of(self).chooses_pace and given == 1 and not local_steps.is_on(self)
         if not chosen or self.run_eagerly or self._placement.gpus:
             return Pace(given)
         return Pace(None, most=backup.every_steps if backup else None)

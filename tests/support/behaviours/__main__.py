@@ -15,12 +15,19 @@ from pathlib import Path
 
 import keras
 
-from tests.support.behaviours import numbers, rewritten, stops, upstream, usage
+from tests.support.behaviours import apart, numbers, rewritten, stops, upstream, usage
 from tests.support.behaviours.common import BEHAVIOURS, KINDS, here
 from tfmulti import make_strategy
 from tfmulti.strategies import placement_of
 
-MODULES = (usage, numbers, rewritten, stops, upstream)  # importing them registers what they hold
+MODULES = (
+    usage,
+    numbers,
+    rewritten,
+    stops,
+    upstream,
+    apart,
+)  # importing them registers what they hold
 
 
 def main(out: str, kind: str, replicas: str | None = None, *only: str) -> None:

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, fit, here, model
+from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
 from tests.support.models import of_two_outputs
-from tfmulti import prepare, replicas
+from tfmulti import collectives, prepare, replicas
 
 ONE_LEFT = {"x": X[:25], "y": Y[:25]}  # of a batch of 24: the last has one row
 OWN_STATISTICS = {"sync_batch_norm": False}
@@ -519,10 +519,10 @@ def learning_rates_and_best_models() -> Any:
 
 @behaviour
 def gradients_in_half_the_bytes() -> Any:
-    """Returns the weights after training with each compression."""
+    """Returns the weights after training with each compression, two steps an execution."""
     found = {}
     for name in ("none", "float16", "bfloat16"):
-        made = model(prepared={"gradient_compression": name})
+        made = model(prepared={"gradient_compression": name}, steps_per_execution=2)
         fit(made)
         found[name] = [weight.tolist() for weight in made.get_weights()]
     return found
@@ -538,11 +538,41 @@ def what_gradients_travel_as() -> Any:
         gradients = [tf.ones([1000, 600]), tf.ones([1000, 400]), rows]
 
         def reduce(made: Any = made, gradients: Any = gradients) -> Any:
-            return replicas.reduce_gradients(gradients, **made._wire)
+            with collectives.serving("test", here.place):
+                return replicas.reduce_gradients(gradients, **made._wire)
 
         step = tf.function(lambda reduce=reduce: here.strategy.run(reduce))
         graph = step.get_concrete_function().graph.as_graph_def()
         nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
         types = [n.attr["T"].type for n in nodes if n.op == "CollectiveReduceV2"]
         found[name] = [tf.as_dtype(type).name for type in types]
+    return found
+
+
+@behaviour_at("multi_worker_mirrored")
+def sums_in_half_the_bytes() -> Any:
+    """Returns the sums of three gradients over the workers, with each compression.
+
+    One of 2048 and of ones, which float16 would lose one by one; one of a shape that the
+    workers do not divide, packed with another of many digits.
+    """
+    first = here.place.is_chief
+    digits = np.random.default_rng(here.place.rank).standard_normal([40, 50]).astype(np.float32)
+    found = {}
+    for name in ("none", "float16", "bfloat16"):
+        made = model(prepared={"gradient_compression": name})
+        gradients = [
+            tf.fill([2, 2], 2048.0 if first else 1.0),
+            None,
+            tf.constant(digits),
+            tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2])),
+        ]
+
+        def reduce(made: Any = made, gradients: Any = gradients) -> Any:
+            with collectives.serving("test", here.place):
+                large, _, many, rows = replicas.reduce_gradients(gradients, **made._wire)
+            return [large, many, tf.convert_to_tensor(rows)]
+
+        sums = tf.function(lambda reduce=reduce: here.strategy.run(reduce), autograph=False)()
+        found[name] = [value.numpy().tolist() for value in sums]
     return found

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,7 @@ def _run(
     optimizer: Callable[[], keras.optimizers.Optimizer] = lambda: keras.optimizers.Adam(0.05),
     same_process: bool = False,
     validation: Callable[[], Any] = lambda: (X[60:], Y[60:]),
+    prepared: Mapping[str, Any] | None = None,
 ) -> Any:
     """Returns what a fit leaves, or None where it was stopped.
 
@@ -153,7 +154,7 @@ def _run(
         layers = extra()
     made = model(
         *layers,
-        prepared={"seed": 4, "sync_batch_norm": False},
+        prepared={"seed": 4, "sync_batch_norm": False, **(prepared or {})},
         optimizer=adam,
         steps_per_execution=steps_per_execution,
     )

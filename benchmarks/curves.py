@@ -1,0 +1,158 @@
+"""What inexact training does to its curve: two workers, exact, in half the bytes, and apart.
+
+    python -m benchmarks.curves [--seeds 3] [--epochs 8] [--only SIDE]
+
+trains the digits' CNN by `python -m tfmulti.launch -m tfmulti.fit` with each flag, from the same
+seeds, and writes what was lost and validated after each epoch to benchmarks/results/curves.json
+and docs/curves.png. Exact training is the same on any number of workers, so it is the yardstick;
+how far its own seeds lie apart says which differences count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "curves.json"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "curves.png"
+MEAN = ["--outer_learning_rate", "1", "--outer_momentum", "0"]  # the outer optimizer takes it as is
+SIDES: dict[str, list[str]] = {
+    "exact": [],
+    "float16": ["--gradient_compression", "float16"],
+    "bfloat16": ["--gradient_compression", "bfloat16"],
+    "sync_every 10": ["--sync_every", "10"],
+    "sync_every 50": ["--sync_every", "50"],
+    "sync_every 10, mean": ["--sync_every", "10", *MEAN],
+}
+BATCH, STEPS_PER_EPOCH = 32, 100
+WORKLOAD = ["--dataset", "digits", "--model", "cnn", "--global_batch_size", str(BATCH)]
+WORKLOAD += ["--steps_per_epoch", str(STEPS_PER_EPOCH), "--steps_per_execution", "20"]
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN, END = "<!-- curves: begin -->", "<!-- curves: end -->"
+KEPT = ("loss", "accuracy", "val_loss", "val_accuracy")
+
+
+def train(flags: list[str], seed: int, epochs: int, folder: Path) -> dict[str, Any]:
+    """Returns the history and the final metrics of one run of two workers."""
+    run_dir = folder / f"{'_'.join(flags)}-{seed}"
+    argv = [sys.executable, "-m", "tfmulti.launch", "--nproc-per-node", "2", "--no-standby"]
+    argv += ["--log-dir", str(folder / "logs"), "-m", "tfmulti.fit", *WORKLOAD, *flags]
+    argv += ["--seed", str(seed), "--epochs", str(epochs), "--run_dir", str(run_dir)]
+    env = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3")
+    subprocess.run(argv, env=env, check=True, stdout=subprocess.DEVNULL, timeout=900)
+    report = json.loads((run_dir / "report.json").read_text())
+    print(f"{' '.join(flags) or 'exact'}, seed {seed}: {report['metrics']}", file=sys.stderr)
+    history = {name: [round(v, 6) for v in report["history"][name]] for name in KEPT}
+    test = {name: v for name, v in report["metrics"].items() if name.startswith("test_")}
+    return {"seed": seed, "parameters": report["parameters"], **history, **test}
+
+
+def final(runs: list[dict[str, Any]], name: str) -> float:
+    """Returns the mean over the seeds of what the last epoch left."""
+    return statistics.fmean(run[name][-1] for run in runs)
+
+
+def sent_kb(side: str, parameters: int) -> float:
+    """Returns the KB of gradients or moves that each of two workers sends a step, on average."""
+    flags = SIDES[side]
+    every = int(flags[flags.index("--sync_every") + 1]) if "--sync_every" in flags else 1
+    return parameters * (2 if "--gradient_compression" in flags else 4) / every / 1000
+
+
+def table(sides: dict[str, list[dict[str, Any]]]) -> str:
+    """Returns README's table in Markdown: the last epoch, means of the seeds."""
+    heads = ["", "training loss", "from exact", "validation loss", "validation accuracy"]
+    heads += ["test accuracy", "sent a step"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    exact = final(sides["exact"], "loss")
+    for side, runs in sides.items():
+        loss = final(runs, "loss")
+        words = [
+            f"`{' '.join(SIDES[side])}`" if SIDES[side] else "exact",
+            f"{loss:.4f}",
+            "" if side == "exact" else f"{loss - exact:+.4f}",
+            f"{final(runs, 'val_loss'):.4f}",
+            f"{final(runs, 'val_accuracy'):.4f}",
+            f"{statistics.fmean(run['test_accuracy'] for run in runs):.4f}",
+            f"{sent_kb(side, runs[0]['parameters']):.0f} KB",
+        ]
+        lines.append(f"| {' | '.join(words)} |")
+    losses = [run["loss"][-1] for run in sides["exact"]]
+    spread = f"{min(losses):.4f} to {max(losses):.4f}"
+    count, epochs = len(losses), len(sides["exact"][0]["loss"])
+    return (
+        f"The digits' CNN, two workers, {epochs} epochs of {STEPS_PER_EPOCH} steps of {BATCH} "
+        f"rows, means of {count} seeds; exact training's loss is {spread}, by seed "
+        "(`python -m benchmarks.curves`).\n\n" + "\n".join(lines)
+    )
+
+
+def write_readme(sides: dict[str, list[dict[str, Any]]]) -> None:
+    head, rest = README.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    README.write_text(f"{head}{BEGIN}\n{table(sides)}\n{END}{after}")
+
+
+def draw(sides: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draws training loss and validation loss by epoch: the seeds' mean, and all between them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    titles = {"loss": "training loss", "val_loss": "validation loss"}
+    for axis, (name, title) in zip(axes, titles.items(), strict=True):
+        for number, (side, runs) in enumerate(sides.items()):
+            values = np.array([run[name] for run in runs])
+            epochs = np.arange(1, values.shape[1] + 1)
+            style = {"color": f"C{number}", "zorder": 3 - 0.1 * number}
+            dashes = "--" if "--gradient_compression" in SIDES[side] else "-"
+            axis.plot(epochs, values.mean(0), dashes, label=side, **style)
+            axis.fill_between(epochs, values.min(0), values.max(0), alpha=0.12, lw=0, **style)
+        axis.set(title=title, xlabel=f"epoch of {STEPS_PER_EPOCH} steps", yscale="log")
+        axis.grid(alpha=0.3, which="both")
+    axes[0].legend()
+    count = len(next(iter(sides.values())))
+    figure.suptitle(f"digits, cnn, two workers; means of {count} seeds, shaded from least to most")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    import keras
+    import tensorflow as tf
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--only", choices=SIDES, help="measure this side; the others stay")
+    given = parser.parse_args()
+    sides: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
+    if given.only:
+        sides = json.loads(RESULTS.read_text())["sides"] | {given.only: []}
+    for seed in range(given.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            for name in [given.only] if given.only else SIDES:
+                sides[name].append(train(SIDES[name], seed, given.epochs, Path(folder)))
+        results = {
+            "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
+            "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
+            "workload": " ".join(WORKLOAD),
+            "sides": sides,
+        }
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        draw(sides, PICTURE)
+        write_readme(sides)
+
+
+if __name__ == "__main__":
+    main()
