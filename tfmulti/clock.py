@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfmulti.feed import Feed
-from tfmulti.steps import Outcome
+from tfmulti.outcomes import Outcome
 from tfmulti.stopping import TrainerState
 
 

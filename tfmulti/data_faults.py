@@ -14,8 +14,8 @@ from tfmulti.errors import DataError
 from tfmulti.feed import Feed
 from tfmulti.pipeline import DIFFERENT_ROWS, different_rows
 from tfmulti.sources.record_stream import SCOPE
-from tfmulti.steps import make_vote
 from tfmulti.strategies import placement_of
+from tfmulti.votes import make_vote
 
 FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
 

@@ -18,17 +18,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, local_steps, steps, stopping
+from tfmulti import keras_compat, local_steps, stopping
 from tfmulti.clock import Clock
 from tfmulti.data_faults import found_by_any, told_by
 from tfmulti.errors import DataError
+from tfmulti.execution import Execution
 from tfmulti.feed import Feed
 from tfmulti.launched import teller
+from tfmulti.outcomes import Outcome
 from tfmulti.pace import Pace
 from tfmulti.reading import Reading
 from tfmulti.resuming import Keeper, Progress
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
+from tfmulti.votes import make_vote
 
 Logs = dict[str, Any]
 
@@ -81,7 +84,7 @@ class Training:
 def train(model: keras.Model, training: Training) -> Logs:
     """Runs the epochs and returns the last one's logs."""
     several = placement_of(model.distribute_strategy).workers > 1
-    vote = steps.make_vote(model.distribute_strategy) if several else None
+    vote = make_vote(model.distribute_strategy) if several else None
     callbacks, state, keeper = training.callbacks, state_of(model), training.keeper
     resumed = keeper.start() if keeper else None
     at = resumed or Progress(keras_compat.initial_epoch_of(model, training.initial_epoch))
@@ -156,7 +159,7 @@ def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
     return feed.holds(None if count is None else at.batches + count - at.step)
 
 
-def _lost(model: keras.Model, feed: Feed, outcome: steps.Outcome, before: int) -> int:
+def _lost(model: keras.Model, feed: Feed, outcome: Outcome, before: int) -> int:
     """Returns how many examples of a pass could not be read so far; alike on all workers.
 
     Raises:
@@ -304,13 +307,13 @@ def predict(
 
 def run(
     model: keras.Model,
-    execute: steps.Execution,
+    execute: Execution,
     source: Any,
     count: int,
     wish: bool,
     backup: bool = False,
     pace: Pace | None = None,
-) -> steps.Outcome:
+) -> Outcome:
     """Returns what an execution gave.
 
     `wish` is whether this worker wants to stop, `backup` whether it wants one afterwards, and
@@ -357,7 +360,7 @@ def draw_seed(model: keras.Model) -> int:
     place = placement_of(model.distribute_strategy)
     if place.workers == 1:
         return drawn
-    vote = steps.make_vote(model.distribute_strategy)
+    vote = make_vote(model.distribute_strategy)
     return round(vote([drawn if place.is_chief else 0])[0] / place.local_replicas)
 
 
@@ -372,7 +375,7 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
     if placement_of(strategy).workers == 1 or not any(digests):
         return
     own = zlib.crc32(str(digests).encode()) % 251
-    total, squares, count = steps.make_vote(strategy)([own, own * own, 1.0])
+    total, squares, count = make_vote(strategy)([own, own * own, 1.0])
     if squares / count - (total / count) ** 2 > 0.1:
         raise DataError(
             "the workers have different data: another number of examples, other shapes, labels or "

@@ -18,15 +18,17 @@ import keras
 import tensorflow as tf
 
 from tfmulti import epochs as epochs_loop
-from tfmulti import keras_compat, local_steps, losses, model_checks, resuming, steps
+from tfmulti import keras_compat, local_steps, losses, model_checks, resuming
 from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.config import COMPRESSIONS
 from tfmulti.errors import ConfigError, ModelError
+from tfmulti.execution import Execution
 from tfmulti.feed import Feed, make_feed, split_off_validation, weights_of_classes
 from tfmulti.microbatches import take
 from tfmulti.pace import Pace
 from tfmulti.pipeline import from_batch
+from tfmulti.prediction import make_prediction
 from tfmulti.reading import Reading
 from tfmulti.replicas import own_gradients, reduce_gradients
 from tfmulti.sources.arrays import ArraySource
@@ -147,17 +149,17 @@ class DistributedModel(keras.Model):
                 keras_compat.take_reduced_gradients(optimizer, reduce, take)
             keras_compat.count_rows_in_output_losses(self)
             keras_compat.watch_losses(self)
-            self.train_function = steps.make_execution(self, self._placement, training=True)
+            self.train_function = Execution(self, self._placement, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
         if self.test_function is None or force:
             keras_compat.count_rows_in_output_losses(self)
             keras_compat.watch_losses(self)
-            self.test_function = steps.make_execution(self, self._placement, training=False)
+            self.test_function = Execution(self, self._placement, training=False)
 
     def make_predict_function(self, force: bool = False) -> None:
         if self.predict_function is None or force:
-            self.predict_function = steps.make_prediction(self, self._placement)
+            self.predict_function = make_prediction(self, self._placement)
 
     @property
     def _wire(self) -> dict[str, Any]:
@@ -428,9 +430,7 @@ def _one_batch(x: Any, y: Any, sample_weight: Any) -> Any:
     return tf.nest.map_structure(tf.convert_to_tensor, source.data)
 
 
-def _on_batch(
-    model: DistributedModel, execute: steps.Execution, batch: Any, return_dict: bool
-) -> Any:
+def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_dict: bool) -> Any:
     model.reset_metrics()
     shards = from_batch(batch, model._placement)
     outcome = epochs_loop.run(model, execute, shards, 1, False)
