@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
 
-LIMIT_S = 480  # of one process that runs all behaviours
+LIMIT_S = 720  # of one process that runs all behaviours
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
