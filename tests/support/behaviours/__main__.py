@@ -15,7 +15,7 @@ from pathlib import Path
 
 import keras
 
-from tests.support.behaviours import apart, numbers, rewritten, stops, upstream, usage
+from tests.support.behaviours import apart, costs, numbers, rewritten, stops, upstream, usage
 from tests.support.behaviours.common import BEHAVIOURS, KINDS, here
 from tfmulti import make_strategy
 from tfmulti.strategies import placement_of
@@ -27,6 +27,7 @@ MODULES = (
     stops,
     upstream,
     apart,
+    costs,
 )  # importing them registers what they hold
 
 

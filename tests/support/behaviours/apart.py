@@ -17,7 +17,7 @@ from tests.support.behaviours.stops import FEEDS, StopsAt, _run, _stopped
 from tfmulti import local_steps, prepare
 from tfmulti.errors import DataError, ModelError, ResumeError
 from tfmulti.feed import make_feed
-from tfmulti.stopping import state_of
+from tfmulti.stopping import VOTES, state_of
 
 at_workers = behaviour_at("multi_worker_mirrored")
 EXACT = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
@@ -95,7 +95,7 @@ def collectives_of_local_steps() -> Any:
             source = feed.iterate(0)
             execute = made.train_function
             whole = tf.function(
-                lambda e=execute, s=source: e(s, 4, [0.0] * 4).rows, autograph=False
+                lambda e=execute, s=source: e(s, 4, [0.0] * len(VOTES)).rows, autograph=False
             )
             graph = whole.get_concrete_function().graph.as_graph_def()
         functions = {each.signature.name: each.node_def for each in graph.library.function}

@@ -1,0 +1,61 @@
+"""What a step costs, in counts: no test measures time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tfmulti.pace import TRIALS
+
+KINDS = pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
+Behaviours = Callable[..., list[dict[str, Any]]]
+STEPS = 40  # of the behaviour that chooses its pace
+
+
+def workers_of(behaviours: Behaviours, kind: str) -> list[dict[str, Any]]:
+    return behaviours(kind) if kind == "one_device" else behaviours(kind, 2)
+
+
+def test_a_step_has_one_collective_beside_its_gradients(behaviours: Behaviours) -> None:
+    """That of metrics, votes and digest. Gradients travel in packs of 0.5 MB or one large one;
+    a BatchNormalization has one collective forward and one backward."""
+    small, large = "CollectiveGatherV2", "CollectiveReduceV2"
+    for worker in behaviours("multi_worker_mirrored", 2):
+        found = worker["collectives_of_a_step"]
+        assert found["dense"] == [small] * 2
+        assert found["normalized"] == [small] * (2 + 2 * 2)
+        # 700 * 800 values by themselves; the others are less than a pack
+        assert found["large"] == [small] + [large] * 2
+    of_each_replica = behaviours("mirrored", 2)[0]["collectives_of_a_step"]
+    for name, packs in {"dense": 1, "normalized": 1 + 2 * 2, "large": 1}.items():
+        assert len(of_each_replica[name]) == 2 * (packs + 1)  # within a process packs are whole
+    alone = behaviours("one_device")[0]["collectives_of_a_step"]
+    assert set(map(tuple, alone.values())) == {()}
+
+
+@KINDS
+def test_a_step_is_one_call_and_traced_once(behaviours: Behaviours, kind: str) -> None:
+    """Of a batch with fewer rows, too: any number of them is one trace."""
+    for worker in workers_of(behaviours, kind):
+        calls, traces = worker["calls_of_a_step"]
+        assert calls == 20
+        assert traces == 1
+
+
+@KINDS
+def test_fit_leaves_no_thread(behaviours: Behaviours, kind: str) -> None:
+    for worker in workers_of(behaviours, kind):
+        assert worker["threads_after_fit"] == []
+
+
+@KINDS
+def test_all_take_the_chiefs_pace(behaviours: Behaviours, kind: str) -> None:
+    """After the trials the chief's wish travels with one step, or is followed at once."""
+    for worker in workers_of(behaviours, kind):
+        (single, exact), (chosen, weights) = worker["the_chiefs_pace"]
+        assert single == list(range(STEPS))
+        alone = TRIALS + 3
+        assert chosen == [*range(alone), *range(alone + 6, STEPS - 1, 7), STEPS - 1]
+        assert weights == exact

@@ -1,0 +1,116 @@
+"""What a step costs, in counts: collectives, calls into TensorFlow, traces, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.support.behaviours.common import X, Y, behaviour, fit, here, model
+from tfmulti import pace
+from tfmulti.feed import make_feed
+from tfmulti.stopping import VOTES
+
+LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
+    "dense": lambda: [],
+    "normalized": lambda: [keras.layers.BatchNormalization(), keras.layers.BatchNormalization()],
+    "large": lambda: [keras.layers.Dense(700), keras.layers.Dense(800), keras.layers.Dense(8)],
+}
+
+
+def _step_of(made: keras.Model) -> Any:
+    """Returns the graph of one execution of one step, with the functions that it calls."""
+    with contextlib.closing(make_feed(X, Y, placement=here.place, batch_size=24)) as feed:
+        source = feed.iterate(0)
+        step = tf.function(
+            lambda: made.train_function(source, 1, [0.0] * len(VOTES)).rows, autograph=False
+        )
+        return step.get_concrete_function().graph.as_graph_def()
+
+
+def _collectives(nodes: Any, functions: dict[str, Any]) -> list[str]:
+    """Returns the kinds of the collectives of nodes, and of the functions that they call."""
+    found = [node.op for node in nodes if node.op.startswith("Collective")]
+    for node in nodes:
+        for attribute in node.attr.values():
+            if attribute.func.name in functions:
+                found += _collectives(functions[attribute.func.name], functions)
+    return found
+
+
+@behaviour
+def collectives_of_a_step() -> Any:
+    """Returns the kinds of the collectives of a step, of each network."""
+    found = {}
+    for name, layers in LAYERS.items():
+        made = model(*layers())
+        fit(made, epochs=1)
+        graph = _step_of(made)
+        functions = {each.signature.name: each.node_def for each in graph.library.function}
+        found[name] = sorted(_collectives(graph.node, functions))
+    return found
+
+
+@behaviour
+def calls_of_a_step() -> Any:
+    """Returns the calls into TensorFlow of 20 more steps, and the traces of the step."""
+    made = model()
+    x, y = np.tile(X, (10, 1)), np.tile(Y, 10)
+
+    def executed(steps: int) -> int:
+        count = 0
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "c_call" and argument.__name__ == "TFE_Py_Execute"
+
+        sys.setprofile(note)
+        try:
+            fit(made, x=x[: 24 * steps], y=y[: 24 * steps], epochs=1)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    executed(4)
+    few, many = executed(10), executed(30)
+    uneven = model()
+    fit(uneven, x=x[:61], y=y[:61], epochs=3)  # the last batch has fewer rows
+    return [many - few, uneven.train_function.one.experimental_get_tracing_count()]
+
+
+@behaviour
+def threads_after_fit() -> Any:
+    """Returns the names of the threads that `fit` has left."""
+    made = model()
+    before = set(threading.enumerate())
+    fit(made, validation_split=0.25)
+    return [thread.name for thread in set(threading.enumerate()) - before]
+
+
+@behaviour
+def the_chiefs_pace() -> Any:
+    """Returns the steps at which callbacks were called, where each worker wants its own pace."""
+    best, pace.Pace._best = pace.Pace._best, lambda self, left: 7 - here.place.rank  # type: ignore[method-assign]
+    seen: list[int] = []
+
+    class Sees(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(batch)
+
+    x, y = np.tile(X, (10, 1)), np.tile(Y, 10)
+    found = []
+    try:
+        for chosen in (None, "auto"):
+            made = model(prepared={"seed": 1, "steps_per_execution": chosen})
+            seen.clear()
+            fit(made, x=x, y=y, epochs=1, callbacks=[Sees()])
+            found.append([list(seen), [weight.tolist() for weight in made.get_weights()]])
+    finally:
+        pace.Pace._best = best  # type: ignore[method-assign]
+    return found
