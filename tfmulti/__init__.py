@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfmulti.callbacks.backup import Backup
+    from tfmulti.callbacks.throughput import Throughput
     from tfmulti.cluster import Cluster, Task
     from tfmulti.config import FitConfig
     from tfmulti.errors import TfmultiError, UserError
@@ -26,6 +27,7 @@ _PLACES = {
     "FitReport": "tfmulti.report",
     "TfmultiError": "tfmulti.errors",
     "UserError": "tfmulti.errors",
+    "Throughput": "tfmulti.callbacks.throughput",
     "Source": "tfmulti.sources.source",
     "fit": "tfmulti.loop",
     "make_strategy": "tfmulti.strategies",
@@ -40,6 +42,7 @@ __all__ = [
     "Source",
     "Task",
     "TfmultiError",
+    "Throughput",
     "UserError",
     "fit",
     "make_strategy",

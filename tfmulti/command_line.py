@@ -107,10 +107,16 @@ def _keep_one_batch_size(values: flags.FlagValues, given: dict[str, Any]) -> Non
             given.pop(other, None)
 
 
-def help_text(manual: str, values: flags.FlagValues, more: Sequence[str] = ()) -> str:
+def help_text(
+    manual: str,
+    values: flags.FlagValues,
+    more: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> str:
     """Returns what `--help` prints: a command's manual, and its flags, `more` of them first."""
     lines = [manual, "Flags:"]
-    for name in [*more, "config", *(item.name for item in dataclasses.fields(FitConfig))]:
+    of_run = (item.name for item in dataclasses.fields(FitConfig))
+    for name in [*more, "config", *(name for name in of_run if name not in without)]:
         flag = values[name]
         default = f" (default: {flag.default})" if flag.default not in (None, False) else ""
         lines.append(f"  --{name}")

@@ -211,6 +211,19 @@ class FitConfig:
         low=1,
         free=True,
     )
+    log_throughput: bool = _flag(
+        False,
+        "Examples a second, of all devices and of one, the steps' times (p50, p90, p99) and model "
+        "FLOPs utilisation, in the progress bar, TensorBoard and report.json.",
+        free=True,
+    )
+    peak_tflops: float | None = _flag(
+        None,
+        "What one device can do at most in this precision, in TFLOP/s, for the utilisation that "
+        "--log_throughput shows. Default: looked up for known GPUs; CPUs have none.",
+        above=0,
+        free=True,
+    )
     run_dir: str | None = _flag(
         None,
         "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME. The same command "
@@ -256,6 +269,10 @@ class FitConfig:
             registry.model_entry(self.model)
         if self.optimizer is not None:
             registry.optimizer_place(self.optimizer)
+        if self.peak_tflops is not None and not self.log_throughput:
+            raise ConfigError(
+                f"--peak_tflops {self.peak_tflops:g} is for what --log_throughput shows. Give both."
+            )
         self._check_batch()
 
     def _check_batch(self) -> None:

@@ -47,7 +47,7 @@ def show_speed(setup: Setup, say: Say) -> None:
         )
         step_s = _step_alone(setup, model)
         say("step alone", f"{number(batch / step_s)} examples/s: {number(step_s * 1000)} ms")
-    throughput, waiting = Throughput(setup.place.replicas), Waiting()
+    throughput, waiting = Throughput(in_logs=False), Waiting()
     model.fit(
         setup.data.train,
         batch_size=batch if isinstance(setup.data.train, Source) else None,
@@ -108,7 +108,7 @@ def _step_alone(setup: Setup, model: Any) -> float:
     batch, data = setup.batch.global_batch_size, first_batch(setup)
     whole = np.arange(batch) % len(leaves_of(data)[0])  # some may have been lost
     rows = map_nest(lambda leaf: np.asarray(leaf)[whole], data)
-    throughput = Throughput(setup.place.replicas)
+    throughput = Throughput(in_logs=False)
     model.fit(
         ArraySource(rows),
         batch_size=batch,

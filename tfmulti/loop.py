@@ -22,7 +22,7 @@ from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.history_file import HistoryFile
 from tfmulti.callbacks.model_file import ModelFile
 from tfmulti.callbacks.tensorboard import TensorBoard
-from tfmulti.callbacks.throughput import Throughput
+from tfmulti.callbacks.throughput import LOGS, Throughput
 from tfmulti.callbacks.waiting import Waiting
 from tfmulti.cluster import Cluster
 from tfmulti.config import FitConfig
@@ -67,7 +67,9 @@ def run(job: preflight.Job) -> FitReport:
             return dry_run(setup, model)
         run_dir = make_run_dir(setup)
         throughput = Throughput(
-            setup.place.replicas, run_dir.tensorboard / "train" if run_dir else None
+            run_dir.tensorboard / "train" if run_dir else None,
+            in_logs=setup.config.log_throughput,
+            peak_tflops=setup.config.peak_tflops,
         )
         waiting = Waiting(
             run_dir.tensorboard / "train" if run_dir else None,
@@ -76,7 +78,9 @@ def run(job: preflight.Job) -> FitReport:
         )
         started = time.perf_counter()
         files = file_callbacks(run_dir)
-        history = train(setup, model, [throughput, waiting, *files, backup(setup, run_dir)])
+        # Last: history.csv and TensorBoard's metrics, which come before, stay a function of the
+        # run's numbers alone; the progress bar comes after it.
+        history = train(setup, model, [waiting, *files, backup(setup, run_dir), throughput])
         seconds = time.perf_counter() - started
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= test(setup, model)
@@ -144,7 +148,7 @@ def train(
         callbacks=callbacks,
         verbose=_verbosity(verbose) if setup.place.is_chief else 0,
     )
-    return dict(history.history)
+    return {name: values for name, values in history.history.items() if name not in LOGS}
 
 
 def test(setup: Setup, model: keras.Model) -> dict[str, float]:
@@ -164,7 +168,7 @@ def test(setup: Setup, model: keras.Model) -> dict[str, float]:
 
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:
     """Runs two steps and one of validation, writes nothing, and says what a full run takes."""
-    throughput, waiting = Throughput(setup.place.replicas), Waiting()
+    throughput, waiting = Throughput(in_logs=False), Waiting()
     started = time.perf_counter()
     history = model.fit(
         setup.data.train,

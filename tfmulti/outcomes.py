@@ -134,6 +134,7 @@ class Summary:
         self._model, self._placement = model, placement
         self._statistics = Statistics(model, placement) if training else None
         self._outer = state_of(model).outer if training else None
+        self._traces = training and not model.run_eagerly
 
     def before(self) -> Any:
         """Returns moving statistics and weights as they are before the steps."""
@@ -151,6 +152,8 @@ class Summary:
             before: what `before` returned.
         """
         strategy = self._model.distribute_strategy
+        if self._traces:
+            state_of(self._model).traces += 1  # each function of an execution comes here once
 
         def on_replica(found: Any, before: Any, weights: Any) -> Outcome:
             with collectives.serving("outcome", self._placement):

@@ -19,8 +19,9 @@ class FitReport:
     where nothing was left to train. `waiting_share` of the steps' time went by without data, and
     `examples_lost` examples could not be read, counted in each pass; rows of tables, which are
     read once, count once. `inexact` are the flags by which the numbers are not those of one device.
-    `epochs_asked` is what the run was to train, of which a callback may
-    have spared some. On workers other than the chief `run_dir` is None.
+    `epochs_asked` is what the run was to train, of which a callback may have spared some.
+    `throughput` has what `--log_throughput` measured, by the names of `callbacks.throughput`. On
+    workers other than the chief `run_dir` is None.
     """
 
     strategy: str
@@ -46,6 +47,7 @@ class FitReport:
     examples_before: int = 0
     epochs_asked: int = 0
     stopped_by: str | None = None
+    throughput: dict[str, float] | None = None
     run_dir: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 

@@ -31,7 +31,8 @@ class TrainerState:
     `waited_s` went by without data, which `reader_threads` threads read; `lost` examples of the
     run could not be read. `gathers` says that a step gathers rows, which it can do once an
     execution only. Where workers take steps of their own, `synchronisation` says when they meet,
-    and `outer` moves their weights then (`local_steps`).
+    and `outer` moves their weights then (`local_steps`). `traces` counts how often an execution of
+    training was traced, and `specs` is the form of a global batch of the last `fit`.
 
     `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
     the states, in the backup that this run was resumed from, of those that are yet to be made,
@@ -57,6 +58,8 @@ class TrainerState:
     reader_threads: int | None = None
     lost: int = 0
     gathers: bool = False
+    traces: int = 0
+    specs: Any = None
     seeds: dict[str, Any] = field(default_factory=dict)
     saved_seeds: dict[str, Any] = field(default_factory=dict)
     saved_variables: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +106,11 @@ def state_of(model: object) -> TrainerState:
     state = vars(model)["_tfmulti"]
     assert isinstance(state, TrainerState)
     return state
+
+
+def is_prepared(model: object) -> bool:
+    """Whether a model went through `prepare`."""
+    return "_tfmulti" in vars(model)
 
 
 def remember(model: object, state: TrainerState) -> None:

@@ -118,6 +118,7 @@ def make_report(
         inexact=inexact_flags(setup.config, setup.place),
         epochs_asked=setup.epochs,
         stopped_by=state.stopped_by,
+        throughput=throughput.figures() if setup.config.log_throughput else None,
         run_dir=str(run_dir.path) if run_dir else None,
         versions={"tensorflow": tf.__version__, "keras": keras.__version__},
     )
@@ -135,6 +136,8 @@ def summarize(setup: Setup, report: FitReport) -> None:
     words = [f"{name} {number(value)}" for name, value in report.metrics.items()]
     say("metrics", ", ".join(words) or "none: no epoch was finished")
     say("speed", speed_words(report))
+    if report.throughput and "examples_per_sec" in report.throughput:
+        say("throughput", throughput_words(report.throughput, report.devices))
     if report.run_dir is not None:
         files = ", ".join(sorted(p.name for p in Path(report.run_dir).iterdir()))
         say("written", f"{report.run_dir}: {files}")
@@ -153,6 +156,21 @@ def speed_words(report: FitReport) -> str:
         f"{steps} steps{before}, {examples:,} examples in {number(report.seconds)} s; "
         f"{number(report.examples_per_second)} examples/s"
     )
+
+
+def throughput_words(found: dict[str, float], devices: tuple[str, ...]) -> str:
+    """Returns what `--log_throughput` measured, in a line."""
+    p50, p90, p99 = (number(found[f"step_ms_p{percent}"]) for percent in (50, 90, 99))
+    words = (
+        f"{number(found['device_examples_per_sec'])} examples/s on each device; a step takes "
+        f"{p50} ms (p50), {p90} (p90), {p99} (p99); "
+    )
+    if "device_tflops_per_sec" not in found:
+        return words + "the model's operations cannot be counted"
+    words += f"{number(found['device_tflops_per_sec'])} TFLOP/s of the model on each device"
+    if "mfu" in found:
+        return words + f", {number(100 * found['mfu'])} % of its peak"
+    return words + f"; no peak is known of {devices[0]} (--peak_tflops gives one)"
 
 
 def say_for(setup: Setup) -> Say:

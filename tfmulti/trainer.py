@@ -255,6 +255,7 @@ class DistributedModel(keras.Model):
         all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
         self.stop_training = False
         state = state_of(self)
+        state.specs = feed.specs
         state.steps = state.steps_before = state.examples = state.examples_before = 0
         state.lost = 0
         state.stopped_by, state.saved_seeds, state.saved_variables = None, {}, {}

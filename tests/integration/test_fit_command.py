@@ -268,9 +268,9 @@ def test_two_replicas_and_two_workers_train_as_one_device(
     first: tuple[Path, Finished], tmp_path: Path
 ) -> None:
     folder, _ = first
-    fit(tmp_path, "--replicas", "2", "--epochs", "2", "--run_dir", "replicas")
+    fit(tmp_path, "--replicas", "2", "--epochs", "2", "--run_dir", "replicas", "--log_throughput")
     workers = run_workers(
-        [*FIT, "--epochs", "2", "--run_dir", "workers"],
+        [*FIT, "--epochs", "2", "--run_dir", "workers", "--log_throughput"],
         2,
         tmp_path / "logs2",
         limit_s=LIMIT_S,
@@ -282,9 +282,18 @@ def test_two_replicas_and_two_workers_train_as_one_device(
         assert report["replicas"] == 2
         for metric, values in report["history"].items():
             assert values == pytest.approx(one[metric][:2], abs=2e-5)
+        speed = report["throughput"]
+        assert 0 < speed["steps"] <= report["steps"] - 1  # without what was traced
+        assert speed["examples_per_sec"] == pytest.approx(speed["examples"] / speed["seconds"])
+        assert speed["device_examples_per_sec"] == pytest.approx(speed["examples_per_sec"] / 2)
     assert report_of(tmp_path, "replicas")["strategy"] == "mirrored"
     assert report_of(tmp_path, "workers")["strategy"] == "multi_worker_mirrored"
     assert "cluster of 2 workers" in workers[0].stdout
+    events = [
+        len(list((tmp_path / name / "tensorboard" / "train").glob("*tfevents*")))
+        for name in ("replicas", "workers")
+    ]
+    assert events[0] == events[1], "the chief alone writes"
     assert (workers[1].stdout, workers[1].stderr) == ("", "")
 
 

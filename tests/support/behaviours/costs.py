@@ -18,7 +18,7 @@ from tfmulti.feed import make_feed
 from tfmulti.stopping import VOTES
 
 LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
-    "dense": lambda: [],
+    "dense": list,
     "normalized": lambda: [keras.layers.BatchNormalization(), keras.layers.BatchNormalization()],
     "large": lambda: [keras.layers.Dense(700), keras.layers.Dense(800), keras.layers.Dense(8)],
 }

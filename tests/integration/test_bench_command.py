@@ -1,0 +1,107 @@
+"""`python -m tfmulti.bench` as a user runs it: real processes, real figures."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import Finished, run
+
+LIMIT_S = 180
+SIZES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished, dict[str, Any]]:
+    """A tiny model at one replica, two replicas and two workers, once."""
+    folder = tmp_path_factory.mktemp("bench")
+    argv = ["--model", "linear", "--replicas", "1,2", "--workers", "1,2", "--rounds", "1"]
+    argv += ["--steps", "6", "--steps_per_execution", "2", "--global_batch_size", "32"]
+    done = run(
+        ["-m", "tfmulti.bench", *argv, "--profile", "--output_dir", "o"],
+        folder / "logs",
+        limit_s=LIMIT_S,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return folder / "o", done, json.loads((folder / "o" / "bench.json").read_text())
+
+
+Measured = tuple[Path, Finished, dict[str, Any]]
+
+
+def test_the_parts_of_each_place_add_up(measured: Measured) -> None:
+    _, _, found = measured
+    assert [p["place"] for p in found["places"]] == ["1 replica", "2 replicas", "2 workers"]
+    for place in found["places"]:
+        parts = place["parts_ms"]
+        assert sum(parts.values()) == pytest.approx(place["step_ms"])
+        assert all(value >= 0 for value in parts.values())
+        assert parts["compute"] > 0
+        assert parts["host"] > 0
+        assert place["measured_steps"] == 6
+        assert place["global_batch_size"] == 32
+        speed = place["examples_per_sec"]
+        assert speed == pytest.approx(32_000 / place["step_ms"])
+        assert place["rounds_step_ms"] == [place["step_ms"]]
+    one, *several = found["places"]
+    assert one["parts_ms"]["communication"] == 0
+    assert one["efficiency"] == 1
+    for place in several:
+        rate = place["examples_per_sec"] / one["examples_per_sec"] / 2
+        assert place["efficiency"] == pytest.approx(rate)
+
+
+def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
+    _, _, found = measured
+    assert found["parameters"] == 28 * 28 * 10 + 10
+    assert found["gradient_bytes"] == 4 * found["parameters"]
+    assert found["flops_per_example"] >= 3 * 2 * 28 * 28 * 10
+    for kind in ("replicas", "workers"):
+        points = found["all_reduces"][kind]
+        assert [(p["replicas"], p["bytes"]) for p in points] == [(2, size) for size in SIZES]
+        assert all(point["ms"] > 0 for point in points)
+    assert found["cost_model"]["latency_us"] >= 0
+    assert [p["workers"] for p in found["predicted_not_measured"]] == [1, 2, 4, 8, 16, 32]
+    assert len(found["limits"]) >= 2
+
+
+def test_it_says_and_draws_it(measured: Measured) -> None:
+    folder, done, _ = measured
+    for words in (
+        "round 1/1  2 workers: ",
+        "communication",
+        "predicted (not measured): 32 workers",
+    ):
+        assert words in done.stdout
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_profile_leaves_a_trace_of_each_place(measured: Measured) -> None:
+    folder, _, _ = measured
+    for place in ("1_replica", "2_replicas", "2_workers"):
+        (trace,) = (folder / "profile" / place).rglob("*.xplane.pb")  # the chief's alone
+        assert b"MatMul" in trace.read_bytes()
+        assert (b"CollectiveReduce" in trace.read_bytes()) == (place != "1_replica")
+
+
+def test_a_model_that_fails_is_the_cause(tmp_path: Path) -> None:
+    code = """
+    def build():
+        raise RuntimeError("no such luck")
+    """
+    (tmp_path / "mine.py").write_text(textwrap.dedent(code))
+    argv = ["-m", "tfmulti.bench", "--model", "mine:build", "--output_dir", "o"]
+    argv += ["--dataset", "synthetic:shape=4x4x1", "--rounds", "1", "--steps", "2"]
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}"}
+    done = run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path, env=env)
+    assert done.returncode in (1, 2)
+    assert "no such luck" in done.stderr
+    assert "tfmulti: the measurement of 1 replica failed; its processes' output is in o/logs" in (
+        done.stderr
+    )
+    assert not (tmp_path / "o" / "bench.json").exists()

@@ -1,0 +1,88 @@
+"""Made-up measurements of `tfmulti.bench`, of a world whose costs are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tfmulti.bench.config import BenchConfig, Place
+from tfmulti.bench.cost import CostModel, Link, fit_computing
+from tfmulti.bench.order import Answer, Order
+from tfmulti.bench.parts import Phase
+from tfmulti.config import FitConfig
+from tfmulti.launch.config import LaunchConfig
+
+SIZES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
+
+
+def bench(**changes: Any) -> BenchConfig:
+    run = FitConfig(
+        **{
+            "model": "mlp",
+            "dataset": "synthetic",
+            "global_batch_size": 64,
+            **changes.pop("run", {}),
+        }
+    )
+    return BenchConfig(run=run.resolved(), **changes)
+
+
+TRUTH = CostModel(
+    link=Link(100e-6, 1 / 1e9),
+    computing=fit_computing([(1, 1.25), (100, 26.0)]),
+    exposed=1.5,
+    gradient_bytes=4_000_000,
+    collectives=3,
+    other_ms=0.5,
+)
+
+
+def answers(config: BenchConfig, place: Place, factor: float = 1.0) -> list[Answer]:
+    """Returns what the processes of a place would measure where `TRUTH` holds."""
+    share, steps = config.share_of(place), 10
+    computing_ms = TRUTH.computing.ms(share) * factor
+    own_ms = computing_ms + TRUTH.communication_ms(place.workers)
+    examples = steps * config.global_batch_of(place)
+    executing_s = steps * (own_ms + 0.2) / 1000
+    together = Phase(steps, examples, executing_s + steps * 0.3e-3, executing_s, steps * 0.2e-3)
+    alone = Phase(steps, steps * share, 1.0, steps * computing_ms / 1000, 0.0)
+    peers = place.devices > 1
+    times = [(size, TRUTH.link.all_reduce_s(place.workers, size)) for size in SIZES]
+    return [
+        Answer(
+            devices=("CPU:0",),
+            parameters=1_000_000,
+            gradient_bytes=4_000_000,
+            collectives=3 if peers else 0,
+            synchronized=0,
+            step_ms={"p50": own_ms, "p90": own_ms, "p99": own_ms},
+            together=together,
+            alone=alone if peers else None,
+            all_reduces=tuple(times) if place.workers > 1 else (),
+            flops_per_example=6_000_000,
+            peak_tflops=None,
+            reader_threads=0,
+        )
+        for _ in range(place.workers)
+    ]
+
+
+class Launched:
+    """Takes the launcher's place: leaves made-up answers, and notes what was asked for."""
+
+    def __init__(self, config: BenchConfig, code: int = 0) -> None:
+        self._config, self._code = config, code
+        self.orders: list[Order] = []
+        self.envs: list[Mapping[str, str]] = []
+        self.workers: list[str] = []
+
+    def __call__(self, launch: LaunchConfig, env: Mapping[str, str]) -> int:
+        order = Order.from_json(Path(launch.program[1]).read_text())
+        self.orders.append(order)
+        self.envs.append(env)
+        self.workers.append(launch.per_node)
+        place = Place(int(launch.per_node), order.run.replicas or 1)
+        for rank, answer in enumerate(answers(self._config, place)):
+            order.answer_file(rank).write_text(answer.to_json())
+        return self._code

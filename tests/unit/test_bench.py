@@ -1,0 +1,214 @@
+"""The measurement command without TensorFlow: its flags, its order, what it leaves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.support.benches import Launched, bench
+from tfmulti.bench import __main__ as command
+from tfmulti.bench import flags
+from tfmulti.bench.config import Place, cores_of
+from tfmulti.bench.matrix import Matrix, MeasurementError
+from tfmulti.errors import ConfigError
+
+
+def test_each_replica_gets_as_many_cores() -> None:
+    four = (0, 1, 2, 3)
+    assert cores_of(Place(1, 1), four, most=2) == ((0, 1),)
+    assert cores_of(Place(1, 2), four, most=2) == (four,)
+    assert cores_of(Place(2, 1), four, most=4) == ((0,), (1,))
+    assert cores_of(Place(1, 8), four, most=8) == (four,)
+    assert cores_of(Place(6, 1), four, most=6) == ((0,), (1,), (2,), (3,), (0,), (1,))
+
+
+def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
+    place = Place(4, 1)
+    assert (bench().global_batch_of(place), bench().share_of(place)) == (64, 16)
+    weak = bench(weak=True)
+    assert (weak.global_batch_of(place), weak.share_of(place)) == (256, 64)
+    per = {"per_replica_batch_size": 8, "global_batch_size": None}
+    weak = bench(weak=True, run=per)
+    assert weak.run_of(place).global_batch_size == 32
+    assert weak.run_of(place).strategy == "multi_worker_mirrored"
+    assert weak.run_of(Place(1, 4)).strategy == "mirrored"
+    assert weak.run_of(Place(1, 1)).strategy == "one_device"
+    assert weak.run_of(place).dataset == "synthetic:shape=28x28x1,examples=128"
+    with pytest.raises(ConfigError, match=r"--per_replica_batch_size 8 is kept by --weak alone"):
+        bench(run=per)
+
+
+def test_the_places_are_each_once() -> None:
+    places = bench(replicas=(4, 1), workers=(2, 1)).places
+    assert [place.name for place in places] == ["1 replica", "4 replicas", "2 workers"]
+    assert [place.kind for place in places] == ["one", "replicas", "workers"]
+
+
+MISTAKES = [
+    (["--model", "resnet5"], "no model 'resnet5' for --model; did you mean 'resnet50'"),
+    (["--replicas", "0"], "--replicas is '0', but it must be numbers from 1"),
+    (["--replicas", "1,x"], "--replicas is '1,x', but it must be numbers from 1"),
+    (["--workers", "2,-1"], "--workers is '2,-1', but it must be numbers from 1"),
+    (["--weak", "--strong"], "Give one of them"),
+    (["--rounds", "0"], "--rounds is 0, but it must be at least 1"),
+    (["--rounds", "many"], "--rounds is 'many', but it must be a whole number"),
+    (["--steps", "0"], "--steps is 0, but it must be at least 1"),
+    (["--output_dir", "used"], "--output_dir used exists and is not an empty folder"),
+    (["--output_dir", "used/file/x"], "used/file is a file"),
+    (["--epochs", "3"], "--epochs has no effect on a measurement. Leave it out"),
+    (["--run_dir", "r"], "--run_dir has no effect"),
+    (["--strategy", "mirrored"], "--strategy has no effect"),
+    (["--replica", "2"], "no flag --replica; did you mean 'replicas'"),
+    (["resnet20"], "the argument 'resnet20' belongs to no flag"),
+    (["--per_replica_batch_size", "8"], "is kept by --weak alone"),
+    (["--global_batch_size", "3", "--replicas", "4"], "has fewer rows than 4 replicas"),
+    (["--model", "my.place:build"], "--model my.place:build has no made-up data of its own"),
+    (["--model", "cnn", "--dataset", "regression"], "takes image data"),
+    (["--dataset", "digits", "--global_batch_size", "5000"], "larger than the training data"),
+    (["--dataset", "digits", "--weak", "--workers", "1,64"], "larger than the training data"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+def test_mistakes_get_one_line(
+    argv: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    before = "tensorflow" in sys.modules  # by another test
+    assert command.main(["bench", *argv]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert shown.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["used"]
+    assert ("tensorflow" in sys.modules) == before
+
+
+def test_more_than_the_gpus_is_refused() -> None:
+    with pytest.raises(Exception, match="4 replicas need as many GPUs, but this machine has 2"):
+        command.check(bench(replicas=(1, 4)), ("0", "1"))
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{name}\n" in shown for name in ("workers", "weak", "rounds", "model"))
+    assert not any(f"--{name}\n" in shown for name in ("epochs", "run_dir", "log_throughput"))
+
+
+def test_flags_become_what_is_measured() -> None:
+    now = datetime(2026, 5, 4, 3, 2, 1)
+    argv = "bench --model resnet20 --replicas 2,1 --workers 2 --weak --rounds 5 --steps 7 --profile"
+    config = flags.parse([*argv.split(), "--peak_tflops=2", "--precision=mixed_bfloat16"], "", now)
+    assert config is not None
+    assert [place.name for place in config.places] == ["1 replica", "2 replicas", "2 workers"]
+    assert (config.weak, config.rounds, config.steps, config.profile) == (True, 5, 7, True)
+    assert str(config.output_dir) == "bench/resnet20-20260504-030201"
+    assert (config.run.peak_tflops, config.run.precision) == (2.0, "mixed_bfloat16")
+    assert config.run_of(Place(1, 2)).dataset == "synthetic:shape=32x32x3,examples=512"
+    own = flags.parse(["bench", "--model=cnn", "--dataset=digits", "--output_dir=o"], "", now)
+    assert own is not None
+    assert (own.batch, own.weak, own.rounds, own.steps) == (64, False, 3, None)
+    assert own.run_of(Place(1, 1)).dataset == "digits"
+    assert str(own.output_dir) == "o"
+
+
+def test_rounds_turn_the_order_and_tell_each_process_its_part(tmp_path: Path) -> None:
+    config = bench(
+        replicas=(1, 2), workers=(2,), rounds=2, profile=True, output_dir=tmp_path / "o", steps=7
+    )
+    launched = Launched(config)
+    said: list[str] = []
+    matrix = Matrix(config, (4, 5, 6, 7), (), {}, lambda label, text: said.append(text), launched)
+    matrix.measure()
+    places = [
+        (order.run.strategy, per)
+        for order, per in zip(launched.orders, launched.workers, strict=True)
+    ]
+    there = [("one_device", "1"), ("mirrored", "1"), ("multi_worker_mirrored", "2")]
+    assert places == there + there[::-1]
+    first, second, third = launched.orders[:3]
+    assert first.cores == ((4, 5),)
+    assert second.cores == ((4, 5, 6, 7),)
+    assert third.cores == ((4, 5), (6, 7))
+    # One device has all rows where replicas share the cores, and a worker's share on a worker's.
+    assert [order.rows_alone for order in launched.orders[:3]] == [None, 64, 32]
+    assert [bool(order.profile) for order in launched.orders] == [True] * 3 + [False] * 3
+    assert {order.steps for order in launched.orders} == {7}
+    assert len(said) == 6
+    assert all(len(rounds) == 2 for rounds in matrix.found.values())
+
+
+def test_gpus_are_given_out(tmp_path: Path) -> None:
+    config = bench(replicas=(1, 2), workers=(2,), rounds=1, output_dir=tmp_path / "o")
+    launched = Launched(config)
+    Matrix(config, (0, 1), ("3", "5", "7"), {}, lambda *_: None, launched).measure()
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in launched.envs] == ["3", "3,5", "3,5"]
+    assert [order.rows_alone for order in launched.orders] == [None, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(3, "the measurement of 1 replica failed"), (130, "stopped before all")]
+)
+def test_a_process_that_fails_ends_the_command(code: int, words: str, tmp_path: Path) -> None:
+    config = bench(output_dir=tmp_path / "o")
+    launched = Launched(config, code)
+    with pytest.raises(MeasurementError, match=words) as raised:
+        Matrix(config, (0,), (), {}, lambda *_: None, launched).measure()
+    assert raised.value.exit_code == code
+    assert len(launched.orders) == 1
+
+
+def test_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = bench(workers=(1, 2), output_dir=tmp_path / "o", rounds=1)
+    monkeypatch.setattr("os.getloadavg", lambda: (64.0, 0.0, 0.0))
+    said: list[str] = []
+    command.measure(config, (), lambda *words: said.append(" ".join(words)), Launched(config))
+    found = json.loads((tmp_path / "o" / "bench.json").read_text())
+    assert [place["place"] for place in found["places"]] == ["1 replica", "2 workers"]
+    for place in found["places"]:
+        assert sum(place["parts_ms"].values()) == pytest.approx(place["step_ms"])
+    assert found["machine"]["load_before"] == 64
+    assert "measure again when it is idle" in found["limits"][-1]
+    assert found["cost_model"]["latency_us"] == pytest.approx(100)
+    assert len(found["predicted_not_measured"]) == 7
+    assert (tmp_path / "o" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    table = capsys.readouterr().out
+    assert "2 workers" in table
+    assert any(line.startswith("limit 2 workers: communication-bound") for line in said)
+    assert any("predicted (not measured): 64 workers" in line for line in said)
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it is not installed
+    without = bench(output_dir=tmp_path / "p", rounds=1)
+    said.clear()
+    command.measure(without, (), lambda *words: said.append(" ".join(words)), Launched(without))
+    assert any("no bench.png: matplotlib is not installed" in line for line in said)
+    assert any("no prediction: the cost of an all-reduce takes --workers" in line for line in said)
+    assert (tmp_path / "p" / "bench.json").is_file()
+    assert not (tmp_path / "p" / "bench.png").exists()
+
+
+def test_too_many_replicas_for_the_cores_are_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = bench(replicas=(1, 8), output_dir=tmp_path / "o")
+    for load in (0.0, 3.0):
+        command.describe(config, (), (0, 1), load, lambda *words: said.append(" ".join(words)))
+    assert sum("8 replicas share 2 cores" in line for line in said) == 2
+    assert (
+        sum("other programs use this machine (load 3.0 on 2 cores)" in line for line in said) == 1
+    )
+    said.clear()
+    command.describe(config, ("0",) * 8, (0, 1), 0.0, lambda *words: said.append(" ".join(words)))
+    assert not any("share" in line for line in said)

@@ -1,0 +1,230 @@
+"""The measurement's arithmetic and words: parts, the cost model, predictions, limits."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.benches import SIZES, TRUTH, answers, bench
+from tfmulti.bench.config import Place
+from tfmulti.bench.cost import Link, fit_computing, fit_exposed, fit_link
+from tfmulti.bench.parts import PARTS, Parts, Phase
+from tfmulti.bench.results import cost_model, prediction, results_of
+from tfmulti.bench.words import Situation, limits
+from tfmulti.config import FitConfig
+
+
+@pytest.mark.parametrize("latency_s", [20e-6, 800e-6])
+@pytest.mark.parametrize("bandwidth", [50e6, 12e9])
+def test_the_link_is_found_again_from_noisy_points(latency_s: float, bandwidth: float) -> None:
+    rng, truth = random.Random(1), Link(latency_s, 1 / bandwidth)
+    points = [
+        (n, size, truth.all_reduce_s(n, size) * rng.uniform(0.95, 1.05))
+        for n in (2, 4)
+        for size in SIZES
+    ]
+    found = fit_link(points)
+    assert found is not None
+    assert found.latency_s == pytest.approx(latency_s, rel=0.05)
+    assert 1 / found.byte_s == pytest.approx(bandwidth, rel=0.15)  # small beside latency
+
+
+def test_a_ring_takes_what_the_papers_say() -> None:
+    link = Link(latency_s=0.5, byte_s=0.01)
+    assert link.parts_s(4, 100) == (2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
+    assert link.parts_s(4, 100, collectives=5) == (5 * 2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
+    assert link.all_reduce_s(1, 100) == 0
+    assert Link(0, 1.0).all_reduce_s(1000, 1) == pytest.approx(2, rel=0.01)  # bytes go round twice
+
+
+def test_nothing_is_below_zero() -> None:
+    falling = fit_link([(2, 1000, 0.02), (2, 10_000_000, 0.01)])
+    assert falling is not None
+    assert falling.latency_s > 0
+    assert falling.byte_s == 0
+    steep = fit_link([(2, 1000, 1e-9), (2, 1_000_000, 1.0)])
+    assert steep is not None
+    assert steep.latency_s >= 0
+    assert steep.byte_s > 0
+    assert fit_link([]) is None
+    assert fit_link([(1, 100, 1.0)]) is None
+
+
+def test_computing_is_found_again() -> None:
+    found = fit_computing([(rows, 3.0 + 0.25 * rows) for rows in (8, 32, 64)])
+    assert (found.fixed_ms, found.row_ms) == pytest.approx((3.0, 0.25))
+    assert found.ms(16) == pytest.approx(7.0)
+    same = fit_computing([(32, 10.0), (32, 14.0)])
+    assert same.ms(32) == pytest.approx(12.0)
+    assert fit_exposed(Link(0.001, 0.0), 100, 1, [(2, 1.0), (4, 3.0)]) == pytest.approx(0.5)
+    assert fit_exposed(Link(0.001, 0.0), 100, 2, [(2, 2.0)]) == pytest.approx(0.5)
+    assert fit_exposed(Link(0.001, 0.0), 100, 1, [(1, 5.0)]) == 0
+
+
+PHASES = st.builds(
+    lambda steps, executing, host, waited: Phase(
+        steps, 8 * steps, executing + host, executing, waited
+    ),
+    st.integers(1, 500),
+    *(st.floats(1e-6, 100) for _ in range(3)),
+)
+
+
+@given(PHASES, st.none() | PHASES)
+def test_the_parts_add_up_to_the_step(together: Phase, alone: Phase | None) -> None:
+    parts = Parts.of(together, alone)
+    assert parts.step_ms == pytest.approx(1000 * together.seconds / together.steps)
+    assert all(getattr(parts, name) >= -1e-9 for name in PARTS)
+    twice = Parts.mean([parts, Parts.of(together, None)])
+    assert twice.step_ms == pytest.approx(parts.step_ms)
+
+
+def test_what_each_part_is() -> None:
+    together = Phase(steps=10, examples=80, seconds=1.0, executing_s=0.9, waited_s=0.2)
+    alone = Phase(steps=5, examples=20, seconds=0.9, executing_s=0.25, waited_s=0.05)
+    parts = Parts.of(together, alone)
+    assert parts.as_dict() == pytest.approx(
+        {"host": 10, "input": 20, "compute": 40, "communication": 30}
+    )
+    assert Parts.of(together, None).communication == 0
+    assert Parts.of(together + together, alone + alone).as_dict() == pytest.approx(parts.as_dict())
+    assert (together + alone).examples == 100
+    slower = Phase(steps=1, examples=4, seconds=9.0, executing_s=9.0, waited_s=0.0)
+    assert Parts.of(together, slower).communication == 0
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_a_prediction_is_that_of_the_world_that_was_measured(weak: bool) -> None:
+    config = bench(workers=(1, 2, 4), weak=weak)
+    found = {place: [answers(config, place)] for place in config.places}
+    results = results_of(config, found)
+    model = cost_model(config, results, found, most=4)
+    assert model is not None
+    assert model.exposed == pytest.approx(1.5)
+    assert model.link.latency_s == pytest.approx(100e-6)
+    assert 1 / model.link.byte_s == pytest.approx(1e9)
+    predicted = prediction(config, model, results)
+    assert [p["workers"] for p in predicted] == [1, 2, 4, 8, 16, 32, 64]
+    for point in predicted:
+        workers = int(point["workers"])
+        share = 64 if weak else 64 / workers
+        assert point["step_ms"] == pytest.approx(TRUTH.step_ms(workers, share))
+        assert point["examples_per_sec"] == pytest.approx(
+            1000 * share * workers / TRUTH.step_ms(workers, share)
+        )
+    for result in results:
+        (point,) = (p for p in predicted if p["workers"] == result.place.devices)
+        assert result.examples_per_sec == pytest.approx(point["examples_per_sec"])
+        assert result.efficiency == pytest.approx(point["efficiency"])
+    tflops = results[1].examples_per_sec / 2 * 6e-6
+    assert results[1].as_dict()["device_tflops_per_sec"] == pytest.approx(tflops)
+    assert "mfu" not in results[1].as_dict()
+
+
+def test_workers_that_share_cores_tell_nothing_of_those_that_do_not() -> None:
+    config = bench(workers=(1, 2, 4), weak=True)
+    slow = {4: 3.0}
+    found = {p: [answers(config, p, slow.get(p.devices, 1.0))] for p in config.places}
+    results = results_of(config, found)
+    model = cost_model(config, results, found, most=2)
+    assert model is not None
+    assert model.computing.ms(64) == pytest.approx(TRUTH.computing.ms(64))
+    every = cost_model(config, results, found, most=1)  # all share: what there is is taken
+    assert every is not None
+    assert every.computing.ms(64) > 1.5 * TRUTH.computing.ms(64)
+
+
+def test_no_more_workers_than_rows_are_predicted() -> None:
+    config = bench(workers=(1, 2), run={"global_batch_size": 12})
+    results = results_of(config, {place: [answers(config, place)] for place in config.places})
+    assert [p["workers"] for p in prediction(config, TRUTH, results)] == [1, 2, 4, 8]
+
+
+def test_the_round_in_the_middle_counts_whole() -> None:
+    config = bench(rounds=3)
+    found = {Place(1, 1): [answers(config, Place(1, 1), f) for f in (3.0, 1.0, 2.0)]}
+    (result,) = results_of(config, found)
+    assert result.parts.compute == pytest.approx(2 * TRUTH.computing.ms(64))
+    assert sorted(result.rounds_ms)[1] == result.step_ms
+    assert (
+        cost_model(config, [result], found, most=4) is None
+    )  # no peers: nothing is known of a link
+
+
+def situation(**parts: float) -> Situation:
+    shares = {"compute": 0.0, "communication": 0.0, "input": 0.0, "host": 0.0} | parts
+    return Situation(
+        name="2 workers",
+        kind="workers",
+        devices=2,
+        parts=Parts(**shares),
+        run=FitConfig(),
+        weak=False,
+        gradient_bytes=4_000_000,
+        collectives=9,
+        link=Link(1e-6, 10e-9),
+        cores=4,
+        reader_threads=2,
+    )
+
+
+def but(at: Situation, **changes: Any) -> list[str]:
+    import dataclasses
+
+    return limits(dataclasses.replace(at, **changes))
+
+
+def test_each_limit_has_its_advice() -> None:
+    (words,) = limits(situation(compute=95, communication=5))
+    assert words.startswith("2 workers: compute-bound: 95 % of the step is computing")
+    (words,) = limits(situation(compute=50, input=50))
+    assert "input-bound: 50 % of the step is waiting for data; try --reader_threads 4" in words
+    (words,) = limits(situation(compute=80, host=20))
+    assert "host-bound: 20 % of the step" in words
+    assert "try --steps_per_execution 8, which a run without that flag finds by itself" in words
+    (words,) = but(situation(host=1), run=FitConfig(steps_per_execution=8))
+    assert words.endswith("try --steps_per_execution 32")
+    both = limits(situation(compute=10, host=30, input=60))
+    assert ["input-bound" in both[0], "host-bound" in both[1]] == [True, True]
+
+
+def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
+    at = situation(compute=50, communication=50)
+    (words,) = limits(at)
+    assert "communication-bound: 50 % of the step" in words
+    assert "mostly the 4 MB of gradients; try --gradient_compression bfloat16" in words
+    assert "a larger --global_batch_size" in words
+    (words,) = but(at, weak=True)
+    assert "a larger --per_replica_batch_size" in words
+    (words,) = but(at, link=Link(2e-3, 1e-9))
+    assert "mostly the latency of 9 collectives; try a larger" in words
+    assert "--gradient_compression" not in words
+    (words,) = but(at, run=FitConfig(gradient_compression="float16"))
+    assert "--gradient_compression" not in words
+    (words,) = but(at, link=Link(2e-3, 1e-9), synchronized=4)
+    assert "mostly the latency of 9 collectives; try --nosync_batch_norm (8 collectives" in words
+    (words,) = but(at, link=Link(1e-4, 1e-9), synchronized=4)
+    assert (
+        "mostly waiting for the slowest replica in 9 collectives, which alone would take" in words
+    )
+    assert "take 5.8 ms; look for what else runs there; try --nosync_batch_norm" in words
+    (words,) = but(at, kind="replicas")
+    assert "mostly the 4 MB" in words
+    assert "--gradient_compression" not in words  # has no effect in one process
+
+
+def test_slow_computing_and_shared_cores_are_told() -> None:
+    at = situation(compute=100)
+    (words,) = but(at, computing_alone=50.0)
+    assert "computing takes 2.00 × its part" in words
+    assert "try a larger --global_batch_size, or --weak" in words
+    (words,) = but(at, computing_alone=50.0, weak=True)
+    assert "the processes slow each other down" in words
+    (words,) = but(at, computing_alone=95.0)
+    assert "compute-bound" in words
+    (words,) = but(at, shares_cores=True)
+    assert "they share 4 cores, so this efficiency is the machine's" in words

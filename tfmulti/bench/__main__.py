@@ -1,0 +1,146 @@
+"""Measures how a model's training scales on this machine, and says what limits it.
+
+    python -m tfmulti.bench --model resnet20 --replicas 1,2
+    python -m tfmulti.bench --model resnet20 --workers 1,2 --weak
+    python -m tfmulti.bench --model cnn --dataset mnist --replicas 1,2,4 --workers 1,2,4 --profile
+
+--replicas are replicas of one process (GPUs, or logical CPU devices under mirrored), --workers
+processes of one replica each that meet over loopback. Each place is measured --rounds times in
+new processes, the order turned round each time. Left in --output_dir are bench.json, bench.png and
+the processes' logs. The flags of python -m tfmulti.fit that say what is trained are taken as well;
+without --dataset it is made-up data of the model's form.
+
+A step's time is told in four parts that add up to it: computing (what a step takes without peers,
+on the same cores or device, with the same rows), communication (what it takes longer with them),
+input (waiting for data inside the step) and host (Python between two steps). The cost of an
+all-reduce is measured by itself, over sizes; a model of it gives the prediction for up to 64
+workers, which is no measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from tfmulti import errors, preflight
+from tfmulti.bench import flags
+from tfmulti.bench.config import BenchConfig
+from tfmulti.bench.matrix import Launch, Matrix
+from tfmulti.bench.picture import draw
+from tfmulti.bench.report import Report, busy_words
+from tfmulti.console import Say, speaker
+from tfmulti.errors import ConfigError, DeviceError, TfmultiError
+from tfmulti.gpus import visible_gpus
+from tfmulti.launch import supervisor
+from tfmulti.rundir import write_text
+from tfmulti.sources.source import Source
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    try:
+        config = flags.parse(sys.argv if argv is None else argv, __doc__ or "", datetime.now())
+        if config is None:
+            return errors.EXIT_DONE
+        gpus = visible_gpus(os.environ)
+        check(config, gpus)
+        measure(config, gpus, speaker(True))
+    except TfmultiError as error:
+        print(f"tfmulti: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return errors.EXIT_INTERRUPTED
+    return errors.EXIT_DONE
+
+
+def check(config: BenchConfig, gpus: Sequence[str]) -> None:
+    """Finds mistakes before anything is started or written.
+
+    Raises:
+        UserError: whatever can be known to be wrong.
+    """
+    config.check_output()
+    for place in config.places:
+        if gpus and place.devices > len(gpus):
+            raise DeviceError(
+                f"{place.name} need as many GPUs, but this machine has {len(gpus)}. Use at most "
+                f"{len(gpus)}, or set CUDA_VISIBLE_DEVICES='' to measure CPUs."
+            )
+    smallest, largest = (
+        pick(config.places, key=lambda place: place.devices) for pick in (min, max)
+    )
+    for place in dict.fromkeys((smallest, largest)):
+        run = config.checked_run(place)
+        job = preflight.check(run, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+        if job.data is not None and not isinstance(job.data.train, Source):
+            raise ConfigError(
+                f"--dataset {run.dataset} is a stream, but a measurement takes batches of several "
+                "sizes. Give data that can be read at random."
+            )
+
+
+def measure(
+    config: BenchConfig, gpus: tuple[str, ...], say: Say, launch: Launch = supervisor.run
+) -> Report:
+    """Measures the matrix, writes and prints what it says, and returns it.
+
+    Raises:
+        MeasurementError: a process failed.
+    """
+    cores, load = tuple(sorted(os.sched_getaffinity(0))), os.getloadavg()[0]
+    describe(config, gpus, cores, load, say)
+    matrix = Matrix(config, cores, gpus, os.environ, say, launch)
+    matrix.measure()
+    report = Report.of(matrix, load)
+    print()
+    for line in report.table():
+        print(line)
+    print()
+    for line in report.words:
+        say("limit", line)
+    for line in report.model_words():
+        say("model", line)
+    write(report, say)
+    return report
+
+
+def describe(
+    config: BenchConfig, gpus: Sequence[str], cores: Sequence[int], load: float, say: Say
+) -> None:
+    """Prints what will be measured, and what its figures will not tell."""
+    scaling = f"batch {config.batch} " + ("a replica (weak)" if config.weak else "in all (strong)")
+    say("measuring", f"{config.run.model} at {', '.join(p.name for p in config.places)}; {scaling}")
+    most = max(place.devices for place in config.places)
+    if not gpus and most > len(cores):
+        say(
+            "warning",
+            f"{most} replicas share {len(cores)} cores: their efficiency is the machine's and not "
+            "the software's",
+        )
+    for words in busy_words(load, len(cores)):
+        say("warning", words)
+
+
+def write(report: Report, say: Say) -> None:
+    """Writes bench.json, and bench.png where it can be drawn."""
+    config, folder = report.config, report.config.output_dir
+    write_text(folder / "bench.json", json.dumps(report.as_dict(), indent=1) + "\n")
+    files = ["bench.json"]
+    try:
+        draw(report, folder / "bench.png")
+        files.append("bench.png")
+    except ImportError:
+        say("warning", "no bench.png: matplotlib is not installed (pip install matplotlib)")
+    say("written", f"{folder}: {', '.join(files)}" + _profile_words(config, folder))
+
+
+def _profile_words(config: BenchConfig, folder: Path) -> str:
+    return f"; tensorboard --logdir {folder / 'profile'}" if config.profile else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

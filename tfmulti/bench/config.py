@@ -1,0 +1,190 @@
+"""What is to be measured: `BenchConfig`, and the places of its matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfmulti import registry
+from tfmulti.config import FitConfig
+from tfmulti.errors import ConfigError, RunDirError
+from tfmulti.rundir import check_writable
+
+# Made-up data of the form that the built-in models were made for, where no --dataset is given.
+_DATA = {
+    "linear": "shape=28x28x1",
+    "mlp": "shape=28x28x1",
+    "lenet": "shape=28x28x1",
+    "cnn": "shape=28x28x1",
+    "resnet20": "shape=32x32x3",
+    "resnet50": "shape=224x224x3",
+    "vit": "shape=32x32x3",
+    "transformer": "tokens=128,vocabulary=20000",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a run is measured: replicas of one process, or workers of one replica each."""
+
+    workers: int
+    replicas: int
+
+    @property
+    def devices(self) -> int:
+        """All replicas; one of the two numbers is 1."""
+        return self.workers * self.replicas
+
+    @property
+    def kind(self) -> str:
+        """`one`, `replicas` or `workers`."""
+        if self.devices == 1:
+            return "one"
+        return "workers" if self.workers > 1 else "replicas"
+
+    @property
+    def name(self) -> str:
+        """`1 replica`, `4 replicas` or `2 workers`."""
+        if self.workers > 1:
+            return f"{self.workers} workers"
+        return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """A matrix of places, and the run that is measured at each of them.
+
+    Args:
+        run: the model, the data, the batch and what else `fit` takes. Its batch is the global
+            one at every place; with `weak`, that of each replica.
+        replicas: numbers of replicas in one process.
+        workers: numbers of processes of one replica each.
+        weak: whether each replica keeps its batch, and the global one grows.
+        rounds: how often each place is measured, in processes of its own.
+        steps: those that are measured, after the warm-up; None: as many as `MEASURED_S` holds.
+        profile: whether a trace for TensorBoard is left of each place.
+        output_dir: a new or empty folder.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    run: FitConfig
+    replicas: tuple[int, ...] = (1,)
+    workers: tuple[int, ...] = ()
+    weak: bool = False
+    rounds: int = 3
+    steps: int | None = None
+    profile: bool = False
+    output_dir: Path = Path("bench")
+
+    def __post_init__(self) -> None:
+        for name, value in (("rounds", self.rounds), ("steps", self.steps)):
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} is {value}, but it must be at least 1.")
+        if self.run.per_replica_batch_size is not None and not self.weak:
+            raise ConfigError(
+                f"--per_replica_batch_size {self.run.per_replica_batch_size} is kept by --weak "
+                "alone. Give --weak, or --global_batch_size."
+            )
+        most = max(place.devices for place in self.places)
+        if not self.weak and self.batch < most:
+            raise ConfigError(
+                f"--global_batch_size {self.batch} has fewer rows than {most} replicas. Give at "
+                f"least {most}, or --weak, which gives each replica so many."
+            )
+        if self.run.model in _DATA or self.run.dataset != "synthetic":
+            return
+        raise ConfigError(
+            f"--model {self.run.model} has no made-up data of its own. Give --dataset, such as "
+            "synthetic:shape=32x32x3."
+        )
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All places, each once: of one process first, by their size."""
+        found = [Place(1, count) for count in sorted(self.replicas)]
+        found += [Place(count, 1) for count in sorted(self.workers)]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def batch(self) -> int:
+        """The global batch; with `weak`, that of each replica."""
+        given = self.run.global_batch_size or self.run.per_replica_batch_size
+        found = given or registry.recipe_of(self.run.dataset).global_batch_size
+        assert found is not None  # FitConfig has asked for one
+        return found
+
+    def global_batch_of(self, place: Place) -> int:
+        """Returns the rows of a step of all replicas at a place."""
+        return self.batch * place.devices if self.weak else self.batch
+
+    def share_of(self, place: Place) -> int:
+        """Returns the rows of the largest share of a step at a place."""
+        return -(-self.global_batch_of(place) // place.devices)
+
+    def run_of(self, place: Place) -> FitConfig:
+        """Returns the run at a place."""
+        batch, dataset = self.global_batch_of(place), self.run.dataset
+        if dataset == "synthetic":  # whole batches alone
+            dataset = f"synthetic:{_DATA[str(self.run.model)]},examples={4 * batch}"
+        strategies = {
+            "one": "one_device",
+            "replicas": "mirrored",
+            "workers": "multi_worker_mirrored",
+        }
+        return dataclasses.replace(
+            self.run,
+            strategy=strategies[place.kind],
+            replicas=place.replicas,
+            ignore_cluster=place.kind != "workers",
+            dataset=dataset,
+            global_batch_size=batch,
+            per_replica_batch_size=None,
+            steps_per_execution=self.run.steps_per_execution or 1,  # one that stays
+            dry_run=True,  # leaves no run directory
+            verbose="0",
+        )
+
+    def checked_run(self, place: Place) -> FitConfig:
+        """Returns the run at a place as one process can check it, before workers are there."""
+        run = self.run_of(place)
+        if place.kind == "workers":
+            run = dataclasses.replace(run, strategy="one_device", ignore_cluster=True)
+        return run
+
+    def check_output(self) -> None:
+        """Checks that the folder can be written, without writing.
+
+        Raises:
+            RunDirError: it cannot, or holds something.
+        """
+        path = self.output_dir
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunDirError(
+                f"--output_dir {path} exists and is not an empty folder. Give a new folder."
+            )
+        check_writable("output_dir", path)
+
+
+def cores_of(place: Place, cores: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the cores of each process at a place, such that each replica has as many.
+
+    Args:
+        cores: those of this machine that may be used.
+        most: the replicas of the largest place. Where these are more than the cores, workers get
+            one core each, in turns.
+
+    >>> cores_of(Place(2, 1), (0, 1, 2, 3), most=2)
+    ((0, 1), (2, 3))
+    >>> cores_of(Place(1, 2), (0, 1, 2, 3, 4, 5), most=3)
+    ((0, 1, 2, 3),)
+    """
+    each = max(1, len(cores) // most)
+    if place.workers == 1:
+        return (cores[: each * place.replicas],)
+    return tuple(
+        tuple(cores[(rank * each + i) % len(cores)] for i in range(each))
+        for rank in range(place.workers)
+    )

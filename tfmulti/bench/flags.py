@@ -1,0 +1,146 @@
+"""The flags of `python -m tfmulti.bench`: those of a run, and its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from tfmulti.bench.config import BenchConfig
+from tfmulti.command_line import config_of, help_text, make_flags, parse_into
+from tfmulti.errors import ConfigError
+
+_OWN = ("workers", "weak", "strong", "rounds", "steps", "profile", "output_dir")
+
+# What a run has and a measurement has not, or sets by itself at each place.
+_NOT_HERE = (
+    *("strategy", "ignore_cluster", "epochs", "steps_per_epoch", "run_dir", "resume"),
+    *("backup_every_s", "backup_every_steps", "keep_backups", "export_dir", "verbose"),
+    *("dry_run", "log_throughput"),
+)
+
+
+def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None:
+    """Returns what a command line asks for, or None where help was asked for and printed.
+
+    Raises:
+        ConfigError: a flag is unknown or wrong.
+    """
+    values = _flags()
+    rest = parse_into(values, argv)
+    if values.help:
+        print(help_text(manual, values, _OWN, _NOT_HERE))
+        return None
+    if rest:
+        raise ConfigError(
+            f"the argument {rest[0]!r} belongs to no flag. Write --flag=value, and see --help."
+        )
+    for name in _NOT_HERE:
+        if values[name].present:
+            raise ConfigError(f"--{name} has no effect on a measurement. Leave it out.")
+    if values.weak and values.strong:
+        raise ConfigError(
+            "--weak keeps the batch of each replica and --strong the global one. Give one of them."
+        )
+    replicas = counts("replicas", values.replicas or "1")
+    values["replicas"].unparse()  # a list here, where a run has one number
+    run = _run(values)
+    return BenchConfig(
+        run=run,
+        replicas=replicas,
+        workers=counts("workers", values.workers) if values.workers else (),
+        weak=values.weak,
+        rounds=_number("rounds", values.rounds),
+        steps=_number("steps", values.steps) if values.steps else None,
+        profile=values.profile,
+        output_dir=Path(values.output_dir or default_output(run.model, now)),
+    )
+
+
+def _run(values: flags.FlagValues) -> Any:
+    given: dict[str, Any] = {}
+    if not values["dataset"].present and not values.config:
+        given["dataset"] = "synthetic"
+    if values["peak_tflops"].present:
+        given["log_throughput"] = True  # which asks for it in a run
+    run = config_of(values, **given)
+    return dataclasses.replace(run, replicas=None).resolved()
+
+
+def default_output(model: str | None, now: datetime) -> str:
+    """Returns a folder of its own for a measurement that was given none."""
+    name = (model or "model").rpartition(":")[2].rpartition(".")[2]
+    return f"bench/{name}-{now:%Y%m%d-%H%M%S}"
+
+
+def counts(name: str, text: str) -> tuple[int, ...]:
+    """Returns the numbers of a list such as `1,2,4`.
+
+    Raises:
+        ConfigError: one is none, or below 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"--{name} is {text!r}, but it must be numbers from 1 with commas between, such as "
+            "1,2,4."
+        )
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--{name} is {text!r}, but it must be a whole number.") from None
+
+
+def _flags() -> flags.FlagValues:
+    values = make_flags()
+    values["replicas"].help = (
+        "Numbers of replicas in one process to measure, such as 1,2,4: GPUs, or logical CPU "
+        "devices."
+    )
+    text, switch = flags.DEFINE_string, flags.DEFINE_boolean
+    text(
+        "workers",
+        None,
+        "Numbers of processes of one replica each, on this machine, such as 1,2,4.",
+        flag_values=values,
+    )
+    switch(
+        "weak",
+        False,
+        "Keep the batch of each replica: the global one grows with them.",
+        flag_values=values,
+    )
+    switch(
+        "strong",
+        False,
+        "Keep the global batch: each replica's share shrinks. The default.",
+        flag_values=values,
+    )
+    text("rounds", "3", "How often each place is measured, in new processes.", flag_values=values)
+    text(
+        "steps",
+        None,
+        "Steps that are measured each time. Default: as many as five seconds hold.",
+        flag_values=values,
+    )
+    switch(
+        "profile",
+        False,
+        "Leave a trace of some steps at each place, for TensorBoard.",
+        flag_values=values,
+    )
+    text(
+        "output_dir",
+        None,
+        "A new folder for bench.json, bench.png and logs. Default: bench/MODEL-TIME.",
+        flag_values=values,
+    )
+    return values

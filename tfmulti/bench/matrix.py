@@ -1,0 +1,130 @@
+"""Measures every place of the matrix, round after round, each time in new processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tfmulti.bench.config import BenchConfig, Place, cores_of
+from tfmulti.bench.order import Answer, Order
+from tfmulti.console import Say, number
+from tfmulti.errors import TfmultiError
+from tfmulti.launch import supervisor
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.rundir import write_text
+
+_STOPPED = (129, 130, 143)  # 128 + SIGHUP, SIGINT or SIGTERM
+_STALL_S = 120.0  # a first step may be traced for long
+
+
+Launch = Callable[[LaunchConfig, Mapping[str, str]], int]
+
+
+class MeasurementError(TfmultiError):
+    """A process of a measurement failed; the launcher has said which and why."""
+
+    def __init__(self, words: str, exit_code: int) -> None:
+        super().__init__(words)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Matrix:
+    """The measurements of one command.
+
+    `found` has each place's rounds, of which each has its processes' answers.
+
+    Args:
+        cores: those that may be used.
+        gpus: the names of this machine's GPUs; none: CPUs are measured.
+        env: of the processes.
+        launch: runs the processes of a place to their end and returns their exit code.
+    """
+
+    config: BenchConfig
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    env: Mapping[str, str]
+    say: Say
+    launch: Launch = supervisor.run
+    found: dict[Place, list[list[Answer]]] = field(default_factory=dict)
+
+    def measure(self) -> None:
+        """Measures all rounds: every second one from the last place to the first.
+
+        Raises:
+            MeasurementError: a process failed.
+        """
+        for number_of_round in range(self.config.rounds):
+            order = -1 if number_of_round % 2 else 1
+            for place in self.config.places[::order]:
+                answers = self._measured(place, number_of_round)
+                self.found.setdefault(place, []).append(answers)
+                step = answers[0].together
+                self.say(
+                    f"round {number_of_round + 1}/{self.config.rounds}",
+                    f"{place.name}: {number(1000 * step.seconds / step.steps)} ms a step, "
+                    f"{number(step.examples / step.seconds)} examples/s",
+                )
+
+    def _measured(self, place: Place, number_of_round: int) -> list[Answer]:
+        words = place.name.replace(" ", "_")
+        folder = (
+            self.config.output_dir / "logs" / f"round_{number_of_round + 1}" / words
+        ).absolute()
+        folder.mkdir(parents=True)
+        profile = self.config.output_dir / "profile" / words
+        order = Order(
+            run=self.config.run_of(place),
+            cores=cores_of(place, self.cores, max(p.devices for p in self.config.places)),
+            steps=self.config.steps,
+            rows_alone=self._rows_alone(place),
+            profile=str(profile.absolute())
+            if self.config.profile and not number_of_round
+            else None,
+            answers=str(folder),
+        )
+        write_text(folder / "order.json", order.to_json())
+        launch = LaunchConfig(
+            program=("tfmulti.bench.worker", str(folder / "order.json")),
+            module=True,
+            per_node=str(place.workers),
+            max_restarts=0,
+            log_dir=folder,
+            terminal=(),
+            stall_timeout_s=_STALL_S,
+            standby=False,
+        )
+        env = {"TF_CPP_MIN_LOG_LEVEL": "2", **self.env}
+        if self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[: place.devices])
+        code = self.launch(launch, env)
+        if code in _STOPPED:
+            raise MeasurementError("stopped before all was measured; no bench.json.", code)
+        if code:
+            raise MeasurementError(
+                f"the measurement of {place.name} failed; its processes' output is in "
+                f"{_shown(folder)}.",
+                code,
+            )
+        return [
+            Answer.from_json(order.answer_file(rank).read_text()) for rank in range(place.workers)
+        ]
+
+    def _rows_alone(self, place: Place) -> int | None:
+        """Returns the rows of a step of one device that does the work of a place's process.
+
+        Replicas of one process that are CPUs share its cores: one device has all of these, and all
+        of the rows.
+        """
+        if place.kind == "one":
+            return None
+        if place.kind == "replicas" and not self.gpus:
+            return self.config.global_batch_of(place)
+        return self.config.share_of(place)
+
+
+def _shown(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,0 +1,190 @@
+"""Measures a run's steps at one place: with its peers, without them, and the all-reduce alone.
+
+Runs in every process of the place. What they do together they do in the same order: train with
+peers, warm up and measured, and all-reduce; each trains without peers by itself, at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat, preflight, votes
+from tfmulti.assembly import Setup, compile_model, make_model, set_up
+from tfmulti.bench.all_reduces import all_reduce_times
+from tfmulti.bench.order import Answer, Order
+from tfmulti.bench.parts import Phase
+from tfmulti.callbacks.throughput import Throughput
+from tfmulti.callbacks.waiting import Waiting
+from tfmulti.cluster import Cluster
+from tfmulti.errors import DataError
+from tfmulti.flops import peak_of_devices, training_flops
+from tfmulti.selection import BatchSizes
+from tfmulti.sources.source import Source
+from tfmulti.step_times import StepTimes
+from tfmulti.stopping import state_of
+from tfmulti.strategies import Placement, device_names
+from tfmulti.trainer import PACK_BYTES
+
+MEASURED_S = 5.0
+_LEAST, _MOST = 5, 2000  # executions
+_WARM_UP = 3  # executions, the traced one among them
+_PROFILED = 5
+_TURNS = 5
+
+
+def answer(order: Order, cluster: Cluster | None) -> Answer:
+    """Returns what this process measured. Every process of the place calls it.
+
+    Raises:
+        DataError: the data comes in batches of its own, which no other number of rows can take.
+    """
+    gpus = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+    setup = set_up(preflight.check(order.run, cluster, env=gpus))
+    if not isinstance(setup.data.train, Source):
+        raise DataError(
+            f"--dataset {order.run.dataset} gives batches of its own, but a measurement takes "
+            "batches of several sizes. Give arrays, files or a Source."
+        )
+    model = compiled(setup)
+    warm, _ = trained(setup, model, _WARM_UP)
+    executions = agreed(setup, warm, order.steps)
+    alone = without_peers(setup, order.rows_alone) if order.rows_alone else None
+    together, times, by_itself = in_turns(setup, model, alone, executions)
+    several = setup.place.replicas > 1
+    if order.profile is not None:
+        profile(setup, model, Path(order.profile))
+    synchronized = synchronized_layers(setup, model) if several else 0
+    wire = 2 if order.run.gradient_compression != "none" and setup.place.workers > 1 else 4
+    sizes = [wire * math.prod(v.shape) for v in model.trainable_variables]
+    packs = packs_of(sizes) if setup.place.workers > 1 else 1
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(model).specs)
+    return Answer(
+        devices=device_names(setup.strategy),
+        parameters=model.count_params(),
+        gradient_bytes=sum(sizes),
+        collectives=packs + 1 + 2 * synchronized if several else 0,
+        synchronized=synchronized,
+        step_ms=times.percentiles_ms(),
+        together=together,
+        alone=by_itself,
+        all_reduces=all_reduce_times(setup.strategy) if several else (),
+        flops_per_example=training_flops(model, inputs),
+        peak_tflops=order.run.peak_tflops or peak_of_devices(model, setup.place.gpus),
+        reader_threads=state_of(model).reader_threads,
+    )
+
+
+def compiled(setup: Setup) -> keras.Model:
+    with setup.strategy.scope():
+        model = make_model(setup)
+    compile_model(setup, model)
+    return model
+
+
+def without_peers(setup: Setup, rows: int) -> tuple[Setup, keras.Model]:
+    """Returns the same run on the first device of this process alone, with some rows a step."""
+    kind = "GPU" if setup.place.gpus else "CPU"
+    alone = dataclasses.replace(
+        setup,
+        strategy=tf.distribute.OneDeviceStrategy(f"{kind}:0"),
+        place=Placement(0, 1, 1, setup.place.gpus[:1]),
+        batch=BatchSizes(rows, rows, True),
+    )
+    model = compiled(alone)
+    trained(alone, model, _WARM_UP)
+    return alone, model
+
+
+def in_turns(
+    setup: Setup, model: keras.Model, alone: tuple[Setup, keras.Model] | None, executions: int
+) -> tuple[Phase, StepTimes, Phase | None]:
+    """Returns what was measured with peers, the steps' times, and what without.
+
+    In turns, so that what else happens on the machine meanwhile is in both.
+    """
+    turns = min(_TURNS, executions)
+    together, without, times = [], [], StepTimes()
+    for turn in range(turns):
+        count = executions // turns + (turn < executions % turns)
+        phase, throughput = trained(setup, model, count)
+        together.append(phase)
+        times.merge(throughput.times)
+        if alone is not None:
+            without.append(trained(*alone, count)[0])
+    by_itself = functools.reduce(operator.add, without) if without else None
+    return functools.reduce(operator.add, together), times, by_itself
+
+
+def trained(setup: Setup, model: keras.Model, executions: int) -> tuple[Phase, Throughput]:
+    """Trains one execution that does not count, and then as many as asked for."""
+    throughput, waiting = Throughput(in_logs=False, keep_times=True), Waiting()
+    model.fit(
+        setup.data.train,
+        batch_size=setup.batch.global_batch_size,
+        steps_per_epoch=(executions + 1) * steps_at_once(setup),
+        callbacks=[waiting, throughput],
+        verbose=0,
+    )
+    phase = Phase(
+        steps=throughput.steps,
+        examples=throughput.examples,
+        seconds=throughput.seconds,
+        executing_s=throughput.executing_s,
+        waited_s=waiting.waited_s,
+    )
+    return phase, throughput
+
+
+def synchronized_layers(setup: Setup, model: keras.Model) -> int:
+    """Returns how many layers take batch statistics over all replicas, two collectives each."""
+    return sum(
+        layer.trainable and (setup.config.sync_batch_norm or layer.synchronized)
+        for layer in keras_compat.layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+    )
+
+
+def packs_of(sizes: Sequence[int]) -> int:
+    """Returns about how many packs gradients of so many bytes travel in; a large one is alone."""
+    small = [size for size in sizes if size < PACK_BYTES]
+    return len(sizes) - len(small) + -(-sum(small) // PACK_BYTES)
+
+
+def steps_at_once(setup: Setup) -> int:
+    """Returns the steps of an execution, which do not change while they are measured."""
+    given = setup.config.steps_per_execution
+    assert given is not None
+    return given
+
+
+def agreed(setup: Setup, warm: Phase, asked: int | None) -> int:
+    """Returns how many executions are measured: alike in all processes, by the chief's time."""
+    each = steps_at_once(setup)
+    if asked is not None:
+        return -(-asked // each)
+    execution_s = each * warm.seconds / warm.steps
+    own = int(np.clip(MEASURED_S / execution_s, _LEAST, _MOST))
+    if setup.place.workers == 1:
+        return own
+    own = own if setup.place.is_chief else 0
+    return round(votes.make_vote(setup.strategy)([own])[0] / setup.place.local_replicas)
+
+
+def profile(setup: Setup, model: Any, folder: Path) -> None:
+    """Leaves a trace of some steps for TensorBoard, on the chief. Every process trains them."""
+    if setup.place.is_chief:
+        tf.profiler.experimental.start(str(folder))
+    trained(setup, model, _PROFILED)
+    if setup.place.is_chief:
+        tf.profiler.experimental.stop()

@@ -1,0 +1,111 @@
+"""Draws bench.png: throughput, efficiency, and where a step's time goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tfmulti.bench.parts import PARTS
+from tfmulti.bench.report import Report
+from tfmulti.bench.results import Result
+from tfmulti.rundir import replacing
+
+_COLOURS = {
+    "compute": "tab:blue",
+    "communication": "tab:red",
+    "input": "tab:orange",
+    "host": "tab:gray",
+}
+_KINDS = {"replicas": ("tab:green", "s"), "workers": ("tab:blue", "o")}
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draws a report.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, efficiency, parts = figure.subplots(1, 3)
+    _draw_curves(report, speed, efficiency)
+    _draw_parts(report.results, parts)
+    run, config = report.config.run, report.config
+    batch = (
+        f"batch {config.batch} a replica (weak)"
+        if config.weak
+        else (f"global batch {config.batch} (strong)")
+    )
+    devices = f"{report.gpus} GPUs" if report.gpus else f"{report.cores} CPU cores"
+    figure.suptitle(f"{run.model}, {batch}, {run.precision}, {devices}")
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=110)
+
+
+def _draw_curves(report: Report, speed: Any, efficiency: Any) -> None:
+    results = report.results
+    base = min(results, key=lambda result: result.place.devices)
+    for kind, (colour, marker) in _KINDS.items():
+        shown = [r for r in results if r.place.kind in (kind, "one")]
+        if all(r.place.kind == "one" for r in shown):
+            continue
+        x = [r.place.devices for r in shown]
+        style = {"color": colour, "marker": marker, "label": f"measured, {kind}"}
+        speed.errorbar(
+            x, [r.examples_per_sec for r in shown], yerr=_spread(shown), capsize=3, **style
+        )
+        efficiency.plot(x, [100 * r.efficiency for r in shown], **style)
+    if all(r.place.kind == "one" for r in results):
+        speed.plot([1], [base.examples_per_sec], "ko", label="measured")
+        efficiency.plot([1], [100], "ko", label="measured")
+    x = [int(p["workers"]) for p in report.predicted]
+    if x:
+        dotted: dict[str, Any] = {
+            "color": "tab:blue",
+            "linestyle": ":",
+            "marker": "x",
+            "alpha": 0.8,
+        }
+        label = "predicted by the cost model, not measured"
+        speed.plot(x, [p["examples_per_sec"] for p in report.predicted], label=label, **dotted)
+        efficiency.plot(x, [100 * p["efficiency"] for p in report.predicted], label=label, **dotted)
+    x = x or [r.place.devices for r in results]
+    ideal = base.examples_per_sec / base.place.devices
+    ends = [min(x), max(x)]
+    speed.plot(ends, [ideal * n for n in ends], color="0.6", linestyle="--", label="ideal")
+    efficiency.axhline(100, color="0.6", linestyle="--", label="ideal")
+    speed.set(title="throughput", ylabel="examples/s", yscale="log")
+    efficiency.set(title="efficiency of each replica", ylabel="%", ylim=(0, None))
+    for axes in (speed, efficiency):
+        axes.set(xlabel="replicas or workers", xscale="log")
+        axes.set_xticks(sorted({*map(int, x)}), labels=sorted({*map(int, x)}))
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+
+
+def _spread(shown: list[Result]) -> list[list[float]]:
+    """Returns how far below and above the rounds' throughputs go."""
+    of_rounds = [[r.examples_per_sec * r.step_ms / ms for ms in r.rounds_ms] for r in shown]
+    return [
+        [max(0.0, r.examples_per_sec - min(v)) for r, v in zip(shown, of_rounds, strict=True)],
+        [max(0.0, max(v) - r.examples_per_sec) for r, v in zip(shown, of_rounds, strict=True)],
+    ]
+
+
+def _draw_parts(results: list[Result], axes: Any) -> None:
+    names = [result.place.name.replace(" ", "\n") for result in results]
+    below = [0.0] * len(results)
+    for part in PARTS:
+        values = [getattr(result.parts, part) for result in results]
+        axes.bar(names, values, bottom=below, color=_COLOURS[part], label=part, width=0.6)
+        below = [a + b for a, b in zip(below, values, strict=True)]
+    for place, total in enumerate(below):
+        axes.annotate(f"{total:.3g} ms", (place, total), ha="center", va="bottom", fontsize=9)
+    axes.set(title="where a step's time goes", ylabel="ms a step")
+    axes.margins(y=0.12)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3, axis="y")

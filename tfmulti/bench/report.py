@@ -1,0 +1,187 @@
+"""What a measurement leaves: a table in words, and bench.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from tfmulti.bench.config import BenchConfig
+from tfmulti.bench.cost import CostModel
+from tfmulti.bench.matrix import Matrix
+from tfmulti.bench.parts import PARTS
+from tfmulti.bench.results import (
+    Result,
+    all_reduces_of,
+    cost_model,
+    link_of,
+    prediction,
+    results_of,
+)
+from tfmulti.bench.words import Situation, limits
+from tfmulti.console import number
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All that a matrix says. `predicted` is empty where there is no `model`."""
+
+    config: BenchConfig
+    results: list[Result]
+    model: CostModel | None
+    predicted: list[dict[str, float]]
+    all_reduces: dict[str, list[tuple[int, int, float]]]
+    words: list[str]
+    cores: int
+    gpus: int
+    load: float
+
+    @classmethod
+    def of(cls, matrix: Matrix, load: float) -> Report:
+        """Returns what a matrix says; `load` is this machine's before it was measured."""
+        config, cores = matrix.config, len(matrix.cores)
+        results = results_of(config, matrix.found)
+        model = cost_model(config, results, matrix.found, len(matrix.gpus) or cores)
+        return cls(
+            config,
+            results,
+            model,
+            prediction(config, model, results) if model else [],
+            {kind: all_reduces_of(matrix.found, kind) for kind in ("replicas", "workers")},
+            [*_words(matrix, results), *busy_words(load, cores)],
+            cores,
+            len(matrix.gpus),
+            load,
+        )
+
+    def table(self) -> list[str]:
+        """Returns the results in lines of columns."""
+        names = ["place", "batch", "ms/step", "p90", "examples/s", "efficiency", *PARTS]
+        rows = [names, *(self._row(result) for result in self.results)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+    def _row(self, result: Result) -> list[str]:
+        return [
+            result.place.name,
+            str(result.global_batch),
+            number(result.step_ms),
+            number(result.percentiles_ms["p90"]),
+            number(result.examples_per_sec),
+            f"{100 * result.efficiency:.0f} %",
+            *(number(round(getattr(result.parts, name), 3)) for name in PARTS),
+        ]
+
+    def model_words(self) -> list[str]:
+        """Returns the cost model in words, and what it predicts."""
+        if self.model is None:
+            return [
+                "no prediction: the cost of an all-reduce takes --workers 1,2 or more to measure"
+            ]
+        model, last = self.model, self.predicted[-1]
+        speed = f"{1e-6 / model.link.byte_s:,.0f} MB/s" if model.link.byte_s else "no limit seen"
+        return [
+            f"all-reduce: latency {1e6 * model.link.latency_s:,.0f} µs a message, {speed}; a step "
+            f"has {model.collectives} of {model.gradient_bytes / 1e6:.3g} MB in all, and its "
+            f"communication takes {model.exposed:.2f} × what they should",
+            f"predicted (not measured): {last['workers']:.0f} workers like these, each with cores "
+            f"or a device of its own: {number(last['examples_per_sec'])} examples/s, efficiency "
+            f"{last['efficiency']:.0%}",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the content of bench.json."""
+        config, model = self.config, self.model
+        return {
+            "machine": {
+                "cpus": os.cpu_count(),
+                "cores_used": self.cores,
+                "gpus": self.gpus,
+                "load_before": self.load,
+                "devices": list(self.results[0].answers[0].devices),
+                "system": platform.platform(),
+            },
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("tensorflow", "keras")
+            },
+            "run": dataclasses.asdict(config.run),
+            "scaling": "weak" if config.weak else "strong",
+            "rounds": config.rounds,
+            "parameters": self.results[0].answers[0].parameters,
+            "gradient_bytes": self.results[-1].answers[0].gradient_bytes,
+            "flops_per_example": self.results[0].answers[0].flops_per_example,
+            "places": [result.as_dict() for result in self.results],
+            "all_reduces": {
+                kind: [
+                    {"replicas": n, "bytes": size, "ms": 1000 * seconds}
+                    for n, size, seconds in points
+                ]
+                for kind, points in self.all_reduces.items()
+            },
+            "cost_model": model
+            and {
+                "latency_us": 1e6 * model.link.latency_s,
+                "bandwidth_mb_per_s": 1e-6 / model.link.byte_s if model.link.byte_s else None,
+                "collectives_a_step": model.collectives,
+                "compute_fixed_ms": model.computing.fixed_ms,
+                "compute_row_ms": model.computing.row_ms,
+                "exposed": model.exposed,
+                "other_ms": model.other_ms,
+            },
+            "predicted_not_measured": self.predicted,
+            "limits": self.words,
+        }
+
+
+def busy_words(load: float, cores: int) -> list[str]:
+    """Returns what is to be said of other programs, of this machine's load before."""
+    if load <= cores / 4:
+        return []
+    return [
+        f"other programs use this machine (load {load:.1f} on {cores} core{'s' * (cores > 1)}) and "
+        "slow what is measured: measure again when it is idle"
+    ]
+
+
+def _words(matrix: Matrix, results: Sequence[Result]) -> list[str]:
+    """Returns what limits the largest place of each kind; of one replica where it is alone."""
+    config, cores, on_cpus = matrix.config, len(matrix.cores), not matrix.gpus
+    largest = {result.place.kind: result for result in results}
+    if len(largest) > 1:
+        largest.pop("one", None)
+    one = next((result for result in results if result.place.kind == "one"), None)
+    found = []
+    for kind, result in largest.items():
+        place, alone, answer = result.place, None, result.answers[0]
+        own_devices = kind == "workers" or not on_cpus
+        if one is not None and kind != "one" and own_devices and place.devices <= cores:
+            part = 1.0 if config.weak else config.share_of(place) / config.batch
+            alone = one.parts.compute * part
+        situation = Situation(
+            name=place.name,
+            kind=kind,
+            devices=place.devices,
+            parts=result.parts,
+            run=config.run,
+            weak=config.weak,
+            gradient_bytes=answer.gradient_bytes,
+            collectives=answer.collectives,
+            synchronized=answer.synchronized,
+            link=link_of(matrix.found, kind),
+            computing_alone=alone,
+            reader_threads=answer.reader_threads,
+            cores=cores,
+            shares_cores=on_cpus and place.devices > cores,
+        )
+        found += limits(situation)
+    return found

@@ -1,0 +1,180 @@
+"""What a matrix of measurements says: a figure for each place, the cost model, a prediction."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfmulti.bench.config import BenchConfig, Place
+from tfmulti.bench.cost import CostModel, Link, fit_computing, fit_exposed, fit_link
+from tfmulti.bench.order import Answer
+from tfmulti.bench.parts import Parts
+
+Found = Mapping[Place, Sequence[Sequence[Answer]]]
+
+PREDICTED = (1, 2, 4, 8, 16, 32, 64)  # workers
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured at a place: its round in the middle, by the steps' time.
+
+    `parts` are the means of its processes and add up to `step_ms`; `rounds_ms` are the steps'
+    times of all rounds. `efficiency` is the examples a second of each replica, against those of
+    the smallest place.
+    """
+
+    place: Place
+    global_batch: int
+    parts: Parts
+    percentiles_ms: Mapping[str, float]
+    rounds_ms: tuple[float, ...]
+    examples_per_sec: float
+    efficiency: float
+    answers: tuple[Answer, ...]
+
+    @property
+    def step_ms(self) -> float:
+        return self.parts.step_ms
+
+    @property
+    def device_tflops(self) -> float | None:
+        """TFLOP/s of the model on each device, or None where its operations are not known."""
+        flops = self.answers[0].flops_per_example
+        if flops is None:
+            return None
+        return self.examples_per_sec / self.place.devices * flops / 1e12
+
+    def as_dict(self) -> dict[str, Any]:
+        first, place = self.answers[0], self.place
+        found: dict[str, Any] = {
+            "place": place.name,
+            "workers": place.workers,
+            "replicas": place.replicas,
+            "global_batch_size": self.global_batch,
+            "examples_per_sec": self.examples_per_sec,
+            "efficiency": self.efficiency,
+            "step_ms": self.step_ms,
+            "parts_ms": self.parts.as_dict(),
+            "percentiles_ms": dict(self.percentiles_ms),
+            "rounds_step_ms": list(self.rounds_ms),
+            "measured_steps": first.together.steps,
+            "all_reduce_ms": {str(size): 1000 * seconds for size, seconds in first.all_reduces},
+        }
+        if self.device_tflops is not None:
+            found["device_tflops_per_sec"] = self.device_tflops
+            if first.peak_tflops is not None:
+                found["mfu"] = self.device_tflops / first.peak_tflops
+        return found
+
+
+def results_of(config: BenchConfig, found: Found) -> list[Result]:
+    """Returns each place's result, in the order of the places."""
+    middle, rounds_ms = {}, {}
+    for place, rounds in found.items():
+        steps = [Parts.mean([answer.parts for answer in answers]).step_ms for answers in rounds]
+        middle[place] = rounds[steps.index(statistics.median_low(steps))]
+        rounds_ms[place] = tuple(steps)
+    speeds = {place: examples_per_sec(answers) for place, answers in middle.items()}
+    base = min(found, key=lambda place: place.devices)
+    return [
+        Result(
+            place,
+            config.global_batch_of(place),
+            Parts.mean([answer.parts for answer in middle[place]]),
+            middle[place][0].step_ms,
+            rounds_ms[place],
+            speeds[place],
+            speeds[place] / place.devices / (speeds[base] / base.devices),
+            tuple(middle[place]),
+        )
+        for place in config.places
+    ]
+
+
+def examples_per_sec(answers: Sequence[Answer]) -> float:
+    """Returns the examples of all replicas in a second of the mean step of the processes."""
+    step = answers[0].together
+    return 1000 * step.examples / step.steps / Parts.mean([a.parts for a in answers]).step_ms
+
+
+def all_reduces_of(found: Found, kind: str) -> list[tuple[int, int, float]]:
+    """Returns replicas, bytes and seconds of each measured all-reduce of a kind of places.
+
+    The median over rounds and processes.
+    """
+    times: dict[tuple[int, int], list[float]] = {}
+    for place, rounds in found.items():
+        if place.kind == kind:
+            for answer in (answer for answers in rounds for answer in answers):
+                for size, seconds in answer.all_reduces:
+                    times.setdefault((place.devices, size), []).append(seconds)
+    return [(n, size, statistics.median(each)) for (n, size), each in sorted(times.items())]
+
+
+def link_of(found: Found, kind: str) -> Link | None:
+    """Returns what joins the replicas of a kind of places, or None where it was not measured."""
+    return fit_link(all_reduces_of(found, kind))
+
+
+def cost_model(
+    config: BenchConfig, results: Sequence[Result], found: Found, most: int
+) -> CostModel | None:
+    """Returns the model of workers with cores or a device of their own.
+
+    None where no two workers were measured, which tells nothing of a link.
+
+    Args:
+        most: workers that have these. Places with more are left out, if others tell as much.
+    """
+    workers = [result for result in results if result.place.kind != "replicas"]
+    own = [result for result in workers if result.place.devices <= most]
+    if all(result.place.devices == 1 for result in own):
+        own = workers
+    places = {result.place for result in own}
+    link = link_of({place: found[place] for place in found if place in places}, "workers")
+    if link is None:
+        return None
+    size, collectives = own[-1].answers[0].gradient_bytes, own[-1].answers[0].collectives
+    return CostModel(
+        link,
+        fit_computing([(config.share_of(r.place), r.parts.compute) for r in own]),
+        fit_exposed(
+            link, size, collectives, [(r.place.devices, r.parts.communication) for r in own]
+        ),
+        size,
+        collectives,
+        statistics.mean(r.parts.input + r.parts.host for r in own),
+    )
+
+
+def prediction(
+    config: BenchConfig, model: CostModel, results: Sequence[Result]
+) -> list[dict[str, float]]:
+    """Returns what the model says of up to 64 workers, those that were measured among them.
+
+    A number of workers without a row each is left out. The efficiency is against the smallest
+    place that was measured.
+    """
+    found = []
+    base = min(results, key=lambda result: result.place.devices)
+    first = base.examples_per_sec / base.place.devices
+    for workers in sorted({*PREDICTED, *config.workers}):
+        place = Place(workers, 1)
+        batch = config.global_batch_of(place)
+        if batch < workers:
+            break
+        step_ms = model.step_ms(workers, batch / workers)
+        speed = 1000 * batch / step_ms
+        found.append(
+            {
+                "workers": workers,
+                "step_ms": step_ms,
+                "communication_ms": model.communication_ms(workers),
+                "examples_per_sec": speed,
+                "efficiency": speed / workers / first,
+            }
+        )
+    return found

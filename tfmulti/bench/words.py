@@ -1,0 +1,128 @@
+"""What limits scaling, in words, and which flag to try."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from tfmulti.advice import MUCH, advice
+from tfmulti.bench.cost import Link
+from tfmulti.bench.parts import Parts
+from tfmulti.config import FitConfig
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A place and what decides over it.
+
+    Args:
+        name: of the place.
+        kind: `one`, `replicas` or `workers`.
+        computing_alone: what computing would take if it shrank (strong) or stayed (weak) with the
+            share as it should, in ms; None: not known.
+        collectives, synchronized: as in `Answer`.
+        link: what was measured of the all-reduce; None: no peers.
+        shares_cores: whether replicas or workers are more than the cores.
+    """
+
+    name: str
+    kind: str
+    devices: int
+    parts: Parts
+    run: FitConfig
+    weak: bool
+    gradient_bytes: int
+    collectives: int = 1
+    synchronized: int = 0
+    link: Link | None = None
+    computing_alone: float | None = None
+    reader_threads: int | None = None
+    cores: int = 1
+    shares_cores: bool = False
+
+
+def limits(at: Situation) -> list[str]:
+    """Returns a line for each thing that limits a place, the largest first."""
+    shares = {name: getattr(at.parts, name) / at.parts.step_ms for name in at.parts.as_dict()}
+    say = {"communication": _communication, "input": _input, "host": _host}
+    found = [
+        f"{at.name}: {say[name](at, share)}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if name in say and share > MUCH
+    ]
+    slower = _slower(at)
+    if slower:
+        found.append(f"{at.name}: {slower}")
+    if at.shares_cores:
+        found.append(
+            f"{at.name}: they share {at.cores} core{'s' * (at.cores > 1)}, so this efficiency "
+            "is the machine's and not the software's; try it where each has cores of its own"
+        )
+    return found or [
+        f"{at.name}: compute-bound: {_percent(shares['compute'])} of the step is computing; faster "
+        "or more devices help"
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _communication(at: Situation, share: float) -> str:
+    words = f"communication-bound: {_percent(share)} of the step is what peers cost; "
+    latency_s, bytes_s = (
+        at.link.parts_s(at.devices, at.gradient_bytes, at.collectives) if at.link else (0.0, 0.0)
+    )
+    waiting_s = at.parts.communication / 1000 - latency_s - bytes_s
+    tries = []
+    if bytes_s >= max(latency_s, waiting_s):
+        words += f"mostly the {at.gradient_bytes / 1e6:.3g} MB of gradients; "
+        if at.kind == "workers" and at.run.gradient_compression == "none":
+            tries.append("--gradient_compression bfloat16 (half the bytes, rounded)")
+    else:
+        if latency_s >= waiting_s:
+            words += f"mostly the latency of {at.collectives} collectives; "
+        else:
+            words += (
+                f"mostly waiting for the slowest replica in {at.collectives} collectives, which "
+                f"alone would take {1000 * (latency_s + bytes_s):.3g} ms; look for what else runs "
+                "there; "
+            )
+        if at.synchronized:
+            tries.append(f"--nosync_batch_norm ({2 * at.synchronized} collectives fewer)")
+    larger = "--per_replica_batch_size" if at.weak else "--global_batch_size"
+    tries.append(f"a larger {larger} (fewer all-reduces an example)")
+    if any(item.name == "sync_every" for item in dataclasses.fields(FitConfig)):
+        tries.append("--sync_every (workers meet less often)")
+    return words + "try " + ", or ".join(tries)
+
+
+def _input(at: Situation, share: float) -> str:
+    cached = at.run.cache != "none"
+    return advice(share, at.reader_threads, cached=cached, cores=at.cores)
+
+
+def _host(at: Situation, share: float) -> str:
+    given = at.run.steps_per_execution
+    words = (
+        f"host-bound: {_percent(share)} of the step is Python between two calls; try "
+        f"--steps_per_execution {max(8, 4 * (given or 1))}"
+    )
+    # A measurement takes one where none is given, since a number that changes cannot be measured.
+    return words if given else words + ", which a run without that flag finds by itself"
+
+
+def _slower(at: Situation) -> str | None:
+    """Returns what is to be said of computing that takes longer than the share's part."""
+    if at.computing_alone is None or at.parts.compute < (1 + MUCH) * at.computing_alone:
+        return None
+    times = at.parts.compute / at.computing_alone
+    if at.weak:
+        return (
+            f"computing takes {times:.2f} × as long as on one device with the same share: the "
+            "processes slow each other down (memory, caches, heat); try fewer on a machine"
+        )
+    return (
+        f"computing takes {times:.2f} × its part of one device's time: shares of so few rows keep "
+        "a device less busy; try a larger --global_batch_size, or --weak"
+    )

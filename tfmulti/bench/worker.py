@@ -1,0 +1,46 @@
+"""One measured process: takes its cores, measures, and leaves its answer.
+
+    python -m tfmulti.bench.worker ORDER.json
+
+The command starts it, by the launcher where there are several.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfmulti.bench.order import Order
+from tfmulti.environments import find_cluster
+from tfmulti.errors import EXIT_DONE, TfmultiError
+from tfmulti.rundir import write_text
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures what an order asks for, and returns the exit code."""
+    order = Order.from_json(Path(argv[0]).read_text())
+    cluster, _ = find_cluster(os.environ)
+    rank = 0 if cluster is None else cluster.rank
+    take_cores(order.cores[rank])
+    try:
+        from tfmulti.bench import measure  # TensorFlow counts its threads when it is imported
+
+        answer = measure.answer(order, None if order.run.ignore_cluster else cluster)
+    except TfmultiError as error:
+        print(f"tfmulti: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    write_text(order.answer_file(rank), answer.to_json())
+    return EXIT_DONE
+
+
+def take_cores(cores: Sequence[int]) -> None:
+    """Gives this process these cores alone, and TensorFlow a thread for each of them."""
+    os.sched_setaffinity(0, cores)
+    for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"):
+        os.environ[name] = str(len(cores))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
