@@ -37,7 +37,9 @@ def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def from_batch(batch: Any, placement: Placement) -> Shards:
     """Returns this worker's `Shards` of one global batch of tensors."""
-    rows = _checked_rows(batch)
+    with tf.control_dependencies(_checks(batch)):  # or something else would fail first
+        batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+    rows = _rows(batch)
     nothing = tf.constant(0, tf.int64)
     if placement.replicas == 1:
         return Shards((batch,), (rows,), (nothing,), rows, tf.constant(-1), nothing)
@@ -82,13 +84,11 @@ def different_rows() -> str:
     )
 
 
-def _checked_rows(batch: Any) -> tf.Tensor:
-    """Returns the rows of a batch, or fails where its parts have different numbers of them."""
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    rows = _rows(leaves[0])
-    for leaf in leaves[1:]:
-        tf.debugging.assert_equal(_rows(leaf), rows, message=DIFFERENT_ROWS)
-    return rows
+def _checks(batch: Any) -> list[Any]:
+    """Returns what fails where the parts of a batch have different numbers of rows."""
+    first, *rest = (_rows(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None)
+    checks = (tf.debugging.assert_equal(own, first, message=DIFFERENT_ROWS) for own in rest)
+    return [check for check in checks if check is not None]  # None: run at once, or known
 
 
 def _digest(batch: Any) -> tf.Tensor:

@@ -126,8 +126,9 @@ def test_where_a_shuffle_has_ended_it_is_read_from_the_last_whole_position() -> 
         rest = again.iterate(0, batches)
         reads.append(rest.reads)
         assert values(rest, 60 - batches) == whole[batches:]
-    assert max(reads) == 2
-    assert reads.count(0) == len(reads) - 4
+    # How far a shuffle is read ahead depends on the threads: by up to the batches in buffers.
+    assert 0 < max(reads) <= 4
+    assert reads.count(0) >= len(reads) - 8
 
 
 def _generator() -> Iterator[np.ndarray]:
