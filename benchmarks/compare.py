@@ -3,7 +3,7 @@
     python -m benchmarks.compare [--rounds 3] [--workloads mlp,cnn] [--kinds one,workers,mirrored]
 
 Each side runs in processes of its own, the sides in turns, on one core a worker (`mirrored`: on
-two cores). Writes the medians to benchmarks/results/compare.json. It needs the extra
+two cores). Writes the medians to benchmarks/results/compare.json and to README. It needs the extra
 `benchmarks`; a peer that is not installed is left out, and said so.
 """
 
@@ -20,27 +20,47 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import training_table
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results" / "compare.json"
+RESULTS = training_table.RESULTS
 LIMIT_S = 300.0
 
-# Each side's module and arguments; what it needs besides TensorFlow; where it can run.
-SIDES: dict[str, tuple[list[str], str | None, tuple[str, ...]]] = {
-    "tfmulti": (["training_tfmulti"], None, ("one", "mirrored", "workers")),
-    "tfmulti, float16 between workers": (
-        ["training_tfmulti", "gradient_compression=float16"],
-        None,
-        ("workers",),
+
+@dataclass(frozen=True)
+class Side:
+    """A program under `peers/`, its arguments, and where it runs.
+
+    `needs` is a package besides TensorFlow, and `workloads` those that it is for (none: all).
+    """
+
+    module: str
+    kinds: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    needs: str | None = None
+    workloads: tuple[str, ...] = ()
+
+    def runs(self, work: str, kind: str) -> bool:
+        return kind in self.kinds and (not self.workloads or work in self.workloads)
+
+
+SIDES = {
+    "tfmulti": Side("training_tfmulti", ("one", "mirrored", "workers")),
+    "tfmulti, float16 between workers": Side(
+        "training_tfmulti", ("workers",), ("gradient_compression=float16",)
     ),
-    "Keras 3": (["training_keras", "keras"], None, ("one", "mirrored")),
-    "tf_keras": (["training_keras", "tf_keras"], "tf_keras", ("one", "workers")),
-    "loop of TensorFlow's guide": (["training_loop"], None, ("one", "workers")),
-    "PyTorch DDP": (["training_torch"], "torch", ("one", "workers")),
+    "tfmulti, each its own batch statistics": Side(
+        "training_tfmulti", ("workers",), ("sync_batch_norm=False",), workloads=("resnet20",)
+    ),
+    "Keras 3": Side("training_keras", ("one", "mirrored"), ("keras",)),
+    "tf_keras": Side("training_keras", ("one", "workers"), ("tf_keras",), needs="tf_keras"),
+    "loop of TensorFlow's guide": Side("training_loop", ("one", "workers")),
+    "PyTorch DDP": Side("training_torch", ("one", "workers"), needs="torch"),
 }
 
 
@@ -49,17 +69,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--kinds", default="one,workers,mirrored")
-    parser.add_argument("--sides", default=",".join(SIDES), help="separated by commas")
+    parser.add_argument("--sides", default=";".join(SIDES), help="separated by semicolons")
     parser.add_argument("--dry", action="store_true", help="write no result")
     given = parser.parse_args(arguments)
     kinds = given.kinds.split(",")
-    sides = [side for side in SIDES if side in given.sides and _is_there(side)]
+    asked = given.sides.split(";")
+    sides = [side for side in SIDES if side in asked and _is_there(side)]
     found: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for number in range(given.rounds):
         for work in given.workloads.split(","):
             for kind in kinds:
                 for side in sides[:: -1 if number % 2 else 1]:
-                    if kind in SIDES[side][2]:
+                    if SIDES[side].runs(work, kind):
                         figures = run(work, side, kind)
                         found.setdefault(work, {}).setdefault(kind, {}).setdefault(side, [])
                         found[work][kind][side].append(figures)
@@ -79,8 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(work: str, side: str, kind: str) -> dict[str, float]:
     """Returns the figures of one run of a side: of the slower worker, where there are two."""
-    (module, *options), _, _ = SIDES[side]
-    first = options[:1] if module == "training_keras" else []
+    module, options = SIDES[side].module, SIDES[side].options
+    first = options[:1] if module == "training_keras" else ()
     command = [sys.executable, "-m", f"benchmarks.peers.{module}", work, *first, kind]
     command += options[len(first) :]
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +159,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _is_there(side: str) -> bool:
-    package = SIDES[side][1]
+    package = SIDES[side].needs
     if package is None or importlib.util.find_spec(package):
         return True
     print(f"left out: {side} ({package} is not installed)")
@@ -163,6 +184,7 @@ def _write(medians: dict[str, Any], rounds: int) -> None:
         "workloads": medians,
     }
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    training_table.main()
     print(f"written {RESULTS.relative_to(ROOT)}")
 
 

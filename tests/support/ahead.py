@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmulti import make_strategy, prepare, steps, trainer
+from tfmulti import execution, make_strategy, prepare, trainer
 from tfmulti.shards import Shards
 from tfmulti.strategies import Placement, placement_of
 
@@ -37,7 +37,7 @@ def noting(shards: Shards, devices: Any) -> Shards:
     return on_devices(shards, devices)
 
 
-on_devices = steps.on_devices
+on_devices = execution.on_devices
 
 
 def trained(strategy: Any) -> Any:
@@ -61,7 +61,7 @@ def trained(strategy: Any) -> Any:
 def main() -> None:
     strategy = make_strategy("mirrored", replicas=2)
     found = [trained(strategy)]
-    trainer.placement_of, steps.on_devices = as_gpus, noting  # type: ignore[attr-defined]
+    trainer.placement_of, execution.on_devices = as_gpus, noting  # type: ignore[attr-defined]
     found.append(trained(strategy))
     print(json.dumps([found, placed]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import curves, table
+from benchmarks import curves, table, training_table
 
 
 def test_readme_shows_what_was_measured() -> None:
@@ -23,3 +23,22 @@ def test_what_workers_send() -> None:
     """Half of all gradients' bytes twice, of two workers; less by the type, or by the steps."""
     sent = {side: curves.sent_kb(side, 1_000_000) for side in curves.SIDES}
     assert list(sent.values()) == [4000, 2000, 2000, 400, 80, 400]
+
+
+def test_readme_shows_how_long_steps_take() -> None:
+    text = training_table.README.read_text()
+    shown = text.split(training_table.BEGIN)[1].split(training_table.END)[0].strip()
+    expected = training_table.table(json.loads(training_table.RESULTS.read_text())["workloads"])
+    assert shown == expected, "run python -m benchmarks.training_table"
+
+
+def test_the_best_peer_is_no_side_of_our_own() -> None:
+    """And what is compared are exact steps: those in half the bytes are not."""
+    found = {
+        "tfmulti": {"step_ms": 20.0},
+        "tfmulti, float16": {"step_ms": 5.0},
+        "slow": {"step_ms": 60.0},
+        "fast": {"step_ms": 30.0},
+    }
+    assert training_table.gain(found) == 1.5
+    assert training_table.gain({"tfmulti": {"step_ms": 20.0}}) is None
