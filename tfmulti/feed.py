@@ -25,7 +25,7 @@ DEFAULT_BATCH_SIZE = 32  # Keras' own
 
 
 class Feed(Protocol):
-    """One part of the data, ready for `make_execution`.
+    """One part of the data, ready for `Execution`.
 
     `steps` is the number of global batches of one pass, or None where only reading tells.
     `specs` has the form of one global batch: leaves with `shape` and `dtype`.
