@@ -86,8 +86,9 @@ class Execution:
 
     def _one(self, source: Any, votes: tf.Tensor) -> Outcome:
         before = self._summary.before()
+        taken = Taken.nothing(self._placement)  # it waits from here on
         shards = self._agreed(source)
-        taken = Taken.nothing(self._placement).counted(shards).waited_for(time_of(shards))
+        taken = taken.counted(shards).waited_for(time_of(shards))
         return self._summary.after(shards, self._step(shards), votes, before, taken)
 
     def _one_and_next(

@@ -455,7 +455,9 @@ class _UpdatesReplica:
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         step = super().update_step  # type: ignore[misc]
-        if not updates.knows(step) or not updates.update(
+        context = tf.distribute.get_replica_context()
+        several = context is not None and context.num_replicas_in_sync > 1
+        if not (several and updates.knows(step)) or not updates.update(
             self, gradient, [variable, *_momenta(self, variable)], learning_rate
         ):
             step(gradient, variable, learning_rate)

@@ -1,7 +1,8 @@
 """SGD's update as one kernel a variable, where Keras takes up to five operations.
 
-The bits are those of Keras' `update_step`; a variable, its gradient and its momentum are read and
-written once. Kernels:
+A variable, its gradient and its momentum are read and written once; the numbers are those of Keras'
+`update_step` but for the rounding of the last digit. So one device, which has Keras' numbers to the
+bit, keeps that. Kernels:
 https://www.tensorflow.org/api_docs/python/tf/raw_ops/ResourceApplyKerasMomentum and
 https://www.tensorflow.org/api_docs/python/tf/raw_ops/ResourceApplyGradientDescent
 

@@ -74,7 +74,7 @@ def test_a_deadlock_is_seen_and_named(tmp_path: Path, whole: dict[str, np.ndarra
         words = rf"worker {worker} has done nothing for (\d+) s, outside of a step at step {step}\n"
         found = re.search(words, done.stderr)
         assert found is not None
-        assert int(found[1]) < 20
+        assert int(found[1]) < 30  # 9 on a machine that has nothing else to do
         assert f"in {function}\n" in done.stderr  # its stack
     assert done.stderr.count("starting all workers again") == 2
 

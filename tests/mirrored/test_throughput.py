@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfmulti
 from tfmulti import FitConfig, Throughput, make_strategy, prepare
 from tfmulti.callbacks import throughput as module
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.flops import training_flops
+from tfmulti.loop import fit
 from tfmulti.strategies import Placement
 
 X = np.zeros((50, 4), np.float32)
@@ -158,8 +158,8 @@ def test_a_run_reports_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     config = FitConfig(
         log_throughput=True, peak_tflops=0.5, run_dir=str(tmp_path / "r"), verbose="2", **same
     )
-    report = tfmulti.fit(config)
-    plain = tfmulti.fit(FitConfig(run_dir=str(tmp_path / "p"), verbose="0", **same))
+    report = fit(config)
+    plain = fit(FitConfig(run_dir=str(tmp_path / "p"), verbose="0", **same))
     assert report.weights_sha256 == plain.weights_sha256
     assert report.history == plain.history
     assert plain.throughput is None

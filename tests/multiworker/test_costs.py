@@ -35,6 +35,15 @@ def test_a_step_has_one_collective_beside_its_gradients(behaviours: Behaviours) 
     assert set(map(tuple, alone.values())) == {()}
 
 
+@pytest.mark.parametrize(
+    ("kind", "kernels"), [("one_device", 0), ("mirrored", 2 * 4), ("multi_worker_mirrored", 4)]
+)
+def test_sgd_updates_by_a_kernel(behaviours: Behaviours, kind: str, kernels: int) -> None:
+    """Each of the four variables, on each local replica; one device has Keras' bits."""
+    for worker in workers_of(behaviours, kind):
+        assert worker["kernels_that_update"] == kernels
+
+
 @KINDS
 def test_a_step_is_one_call_and_traced_once(behaviours: Behaviours, kind: str) -> None:
     """Of a batch with fewer rows, too: any number of them is one trace."""

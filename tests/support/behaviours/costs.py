@@ -58,6 +58,16 @@ def collectives_of_a_step() -> Any:
 
 
 @behaviour
+def kernels_that_update() -> Any:
+    """Returns how many variables a step of SGD updates by a kernel of its own."""
+    made = model()
+    fit(made, epochs=1)
+    graph = _step_of(made)
+    nodes = [*graph.node, *(n for each in graph.library.function for n in each.node_def)]
+    return sum(node.op == "ResourceApplyGradientDescent" for node in nodes)
+
+
+@behaviour
 def calls_of_a_step() -> Any:
     """Returns the calls into TensorFlow of 20 more steps, and the traces of the step."""
     made = model()
