@@ -5,13 +5,16 @@ Those on `gs://` and the like cannot be mapped: they are read whole into memory.
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import os
 
 import numpy as np
 
 from tfmulti.errors import DataError, did_you_mean
 from tfmulti.sources import files
 from tfmulti.sources.data import Data
+from tfmulti.sources.lost import Lost
 from tfmulti.sources.named_arrays import NAMES, data_of
 from tfmulti.sources.options import parse_options
 
@@ -23,7 +26,8 @@ def load(options: str, seed: int) -> Data:
 
     The folder holds `x.npy` and `y.npy` (or `x_train.npy`, …), under the names that an npz
     file has. What a row holds is not checked beforehand, since that would read all of them. A
-    folder with a scheme (`gs://…`) is read whole and checked.
+    folder with a scheme (`gs://…`) is read whole and checked. Of a file that is cut off the rows
+    that are missing count as lost, and with them those of its part's other files.
 
     Raises:
         DataError: there is no such folder, a file is damaged or pickled, or the arrays differ
@@ -38,7 +42,7 @@ def load(options: str, seed: int) -> Data:
     _, names = files.in_folder(f"--dataset {place}", folder)
     endings = [ending for endings in NAMES.values() for ending in endings]
     known = {f"{name}{ending}" for name in ("x", "y", "weight") for ending in endings}
-    arrays = {}
+    arrays, rows = {}, {}
     for file in (name for name in names if name.endswith(_ENDING)):
         name = file.removesuffix(_ENDING)
         if name not in known:
@@ -46,13 +50,42 @@ def load(options: str, seed: int) -> Data:
                 f"--dataset {place}: {file} has no part in it; "
                 f"{did_you_mean(name, known)} Rename it or move it away."
             )
-        arrays[name] = _array(place, folder, file)
-    return data_of(arrays, place, chosen["classes"])
+        arrays[name], rows[name] = _array(place, folder, file)
+    lost = tuple(each for endings in NAMES.values() for each in _cut(place, arrays, rows, endings))
+    return dataclasses.replace(data_of(arrays, place, chosen["classes"]), lost=lost)
 
 
-def _array(place: str, folder: str, name: str) -> np.ndarray:
+def _cut(
+    place: str, arrays: dict[str, np.ndarray], rows: dict[str, int], endings: tuple[str, ...]
+) -> list[Lost]:
+    """Leaves out the rows that one of a part's arrays lacks, and returns them.
+
+    Args:
+        rows: of each array by its header, which are more than it has where the file is cut off.
+    """
+    part = [f"{name}{end}" for end in endings for name in ("x", "y", "weight")]
+    part = [name for name in part if name in arrays]
+    short = [name for name in part if len(arrays[name]) < rows[name]]
+    if not short or len({rows[name] for name in part}) > 1:
+        return []  # arrays of different lengths are no lost rows
+    first = min(short, key=lambda name: len(arrays[name]))
+    left, whole = len(arrays[first]), rows[first]
+    for name in part:
+        arrays[name] = arrays[name][:left]
+    words = f"--dataset {place}: {first}{_ENDING} is cut off in row {left} of {whole}."
+    return [Lost(words, whole - left)]
+
+
+def _array(place: str, folder: str, name: str) -> tuple[np.ndarray, int]:
+    """Returns the array of a file, and how many rows it should have."""
+    path = files.join(folder, name)
     try:
-        return _read(files.join(folder, name))
+        if not files.is_remote(path):
+            found = _rows_left(path)
+            if found is not None:
+                return found
+        array = _read(path)
+        return array, len(array) if array.ndim else 0
     except (OSError, ValueError, EOFError) as error:
         pickled = any(words in str(error) for words in ("allow_pickle", "Python objects"))
         words = "holds Python objects" if pickled else "is damaged or cut off"
@@ -71,3 +104,29 @@ def _read(path: str) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise ValueError("it is an .npz file")
     return array
+
+
+def _rows_left(path: str) -> tuple[np.ndarray, int] | None:
+    """Returns the whole rows of a file that is cut off, mapped, and how many there should be.
+
+    None where it is whole, or damaged otherwise. The format:
+    https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+    """
+    with open(path, "rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_2_0
+            if version == (1, 0):
+                read = np.lib.format.read_array_header_1_0
+            shape, by_columns, dtype = read(file)
+        except ValueError:
+            return None
+        start = file.tell()
+    row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    one_after_the_other = shape and not dtype.hasobject and (not by_columns or len(shape) == 1)
+    if not (one_after_the_other and row_bytes):
+        return None
+    left = (os.path.getsize(path) - start) // row_bytes
+    if not 0 < left < shape[0]:
+        return None
+    return np.memmap(path, dtype, "r", start, (left, *shape[1:])), shape[0]
