@@ -76,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = given.sides.split(";")
     sides = [side for side in SIDES if side in asked and _is_there(side)]
     found: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    medians: dict[str, Any] = {}
     for number in range(given.rounds):
         for work in given.workloads.split(","):
             for kind in kinds:
@@ -85,16 +86,16 @@ def main(arguments: list[str] | None = None) -> int:
                         found.setdefault(work, {}).setdefault(kind, {}).setdefault(side, [])
                         found[work][kind][side].append(figures)
                         print(f"{number} {work:12} {kind:9} {side:30} {figures}", flush=True)
-    medians = {
-        work: {
-            kind: {side: _medians(rounds) for side, rounds in of_sides.items()}
-            for kind, of_sides in of_kinds.items()
+        medians = {
+            work: {
+                kind: {side: _medians(rounds) for side, rounds in of_sides.items()}
+                for kind, of_sides in of_kinds.items()
+            }
+            for work, of_kinds in found.items()
         }
-        for work, of_kinds in found.items()
-    }
+        if not given.dry:
+            _write(medians, number + 1)  # so that a round that fails loses no other
     _show(medians)
-    if not given.dry:
-        _write(medians, given.rounds)
     return 0
 
 
