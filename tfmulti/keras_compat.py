@@ -238,14 +238,16 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         share = current()
-        if share is None or mask is not None or not _can_be_fused(self, share, inputs, training):
+        if share is None or mask is not None or not _can_be_fused(self, inputs, training):
             return original(self, inputs, training=training, mask=mask)
         channels = inputs.shape[-1]
         gamma = tf.convert_to_tensor(self.gamma) if self.scale else tf.ones([channels])
         beta = tf.convert_to_tensor(self.beta) if self.center else tf.zeros([channels])
-        group = share.alone() if share.is_local else share
+        of_all = self.synchronized or share.sync_batch_norm
+        by_itself = not share.is_whole and (share.is_local or not of_all)
+        group = share.alone() if by_itself else share
         outputs, count, *found = normalization.normalized(group, inputs, gamma, beta, self.epsilon)
-        if share.is_local:
+        if by_itself:
             count *= tf.cast(share.own_rows > 0, count.dtype)
         moving = (self.moving_mean, self.moving_variance)
         for variable, value in zip(moving, found, strict=True):
@@ -257,12 +259,10 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _can_be_fused(layer: Any, share: Share, inputs: Any, training: Any) -> bool:
-    of_all = share.is_whole or share.is_local or layer.synchronized or share.sync_batch_norm
+def _can_be_fused(layer: Any, inputs: Any, training: Any) -> bool:
     known = tf.is_tensor(inputs) and inputs.shape.rank is not None and inputs.shape.rank > 1
     return bool(
         known
-        and of_all
         and not _is_on_gpu()
         and training is True
         and layer.trainable

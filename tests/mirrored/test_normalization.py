@@ -27,8 +27,10 @@ def part(rows: int, *, counts: bool = True) -> Share:
     return whole(rows)._replace(is_whole=False, own_rows=whole(rows).own_rows if counts else none)
 
 
-def gradients_of(layer: Any, x: np.ndarray, upstream: np.ndarray) -> tuple[Any, set[str]]:
-    """Returns outputs and gradients in one device's share, and the kinds of what computes them."""
+def gradients_of(
+    layer: Any, x: np.ndarray, upstream: np.ndarray, share: Share | None = None
+) -> tuple[Any, set[str]]:
+    """Returns the gradients in a share (None: the whole), and the kinds of what computes them."""
     keras_compat.install()
     layer.build(x.shape)
 
@@ -40,7 +42,7 @@ def gradients_of(layer: Any, x: np.ndarray, upstream: np.ndarray) -> tuple[Any, 
         weights = [v.value for v in layer.trainable_variables]
         return tape.gradient(loss, [x, *weights])
 
-    with computing(whole(len(x))):
+    with computing(share or whole(len(x))):
         graph = step.get_concrete_function(tf.constant(x)).graph
         found = [g.numpy() for g in step(tf.constant(x))]
     return found, {operation.type for operation in graph.get_operations()}
@@ -66,6 +68,21 @@ def test_the_gradients_are_those_of_the_formulas(shape: tuple[int, ...]) -> None
     assert KERNEL in kinds
     for mine, true in zip(found, expected(x, upstream, 1e-3), strict=True):
         assert np.abs(mine - true).max() < 2e-6 * np.abs(true).max()
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_statistics_of_a_replica_by_itself_are_by_the_kernel_too(counts: bool) -> None:
+    """Without `sync_batch_norm`; a replica without rows learns nothing of the one that it reads."""
+    x = (2 + np.random.default_rng(0).standard_normal((ROWS, 4, 5, 3))).astype(np.float32)
+    upstream = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    share = part(ROWS, counts=counts)._replace(sync_batch_norm=False)
+    found, kinds = gradients_of(layer, x, upstream, share)
+    assert KERNEL in kinds
+    for mine, true in zip(found, expected(x, upstream, 1e-3), strict=True):
+        assert np.abs(mine - true).max() < 2e-6 * np.abs(true).max()
+    moved = 0.5 * x.astype(np.float64).mean((0, 1, 2)) if counts else np.zeros(3)
+    assert np.abs(layer.moving_mean.numpy() - moved).max() < 1e-6
 
 
 @pytest.mark.parametrize(
