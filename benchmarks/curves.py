@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.table import write
+
 RESULTS = Path(__file__).parent / "results" / "curves.json"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "curves.png"
 MEAN = ["--outer_learning_rate", "1", "--outer_momentum", "0"]  # the outer optimizer takes it as is
@@ -35,7 +37,6 @@ SIDES: dict[str, list[str]] = {
 BATCH, STEPS_PER_EPOCH = 32, 100
 WORKLOAD = ["--dataset", "digits", "--model", "cnn", "--global_batch_size", str(BATCH)]
 WORKLOAD += ["--steps_per_epoch", str(STEPS_PER_EPOCH), "--steps_per_execution", "20"]
-README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- curves: begin -->", "<!-- curves: end -->"
 KEPT = ("loss", "accuracy", "val_loss", "val_accuracy")
 
@@ -96,9 +97,7 @@ def table(sides: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def write_readme(sides: dict[str, list[dict[str, Any]]]) -> None:
-    head, rest = README.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    README.write_text(f"{head}{BEGIN}\n{table(sides)}\n{END}{after}")
+    write(BEGIN, END, table(sides))
 
 
 def draw(sides: dict[str, list[dict[str, Any]]], path: Path) -> None:

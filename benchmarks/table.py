@@ -85,10 +85,15 @@ def table() -> str:
     )
 
 
+def write(begin: str, end: str, text: str) -> None:
+    """Puts a text between two marks of README."""
+    head, rest = README.read_text().split(begin)
+    _, after = rest.split(end)
+    README.write_text(f"{head}{begin}\n{text}\n{end}{after}")
+
+
 def main() -> None:
-    head, rest = README.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    README.write_text(f"{head}{BEGIN}\n{table()}\n{END}{after}")
+    write(BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+from benchmarks.table import write
+
 RESULTS = Path(__file__).parent / "results" / "compare.json"
 BEGIN, END = "<!-- training: begin -->", "<!-- training: end -->"
 
@@ -64,10 +65,7 @@ def _scaling(workloads: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    head, rest = README.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    shown = table(json.loads(RESULTS.read_text())["workloads"])
-    README.write_text(f"{head}{BEGIN}\n{shown}\n{END}{after}")
+    write(BEGIN, END, table(json.loads(RESULTS.read_text())["workloads"]))
 
 
 if __name__ == "__main__":

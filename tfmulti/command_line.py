@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
 
+from tfmulti import errors
 from tfmulti.config import FitConfig, base_type, read_config_file
-from tfmulti.errors import ConfigError, did_you_mean
+from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
+
+
+def exit_code(command: Callable[[], object]) -> int:
+    """Runs a command, and returns the process' exit code; a user's mistake is one line."""
+    try:
+        command()
+    except TfmultiError as error:
+        print(f"tfmulti: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return errors.EXIT_INTERRUPTED
+    return errors.EXIT_DONE
 
 
 def make_flags() -> flags.FlagValues:

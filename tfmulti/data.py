@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from absl import flags
 
-from tfmulti import errors, preflight
-from tfmulti.command_line import config_of, help_text, make_flags, parse_into
+from tfmulti import preflight
+from tfmulti.command_line import config_of, exit_code, help_text, make_flags, parse_into
 from tfmulti.config import FitConfig
 from tfmulti.console import quiet_stderr
-from tfmulti.errors import ConfigError, TfmultiError
+from tfmulti.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,19 @@ def _flags() -> flags.FlagValues:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    try:
+
+    def command() -> None:
         asked = parse(sys.argv if argv is None else argv)
         if asked is None:
             print(help_text(__doc__ or "", _flags(), ["workers", "picture", "measure"]))
-            return errors.EXIT_DONE
+            return
         job = preflight.check(asked.config, env={})
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with quiet_stderr():
             from tfmulti import inspection  # TensorFlow: only when all that can be is checked
         inspection.show(job, asked.workers, asked.picture, measure=asked.measure)
-    except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        return errors.EXIT_INTERRUPTED
-    return errors.EXIT_DONE
+
+    return exit_code(command)
 
 
 if __name__ == "__main__":

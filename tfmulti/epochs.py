@@ -240,7 +240,7 @@ def _epoch(
         teller().step(state.steps)
         training.callbacks.on_train_batch_end(last, at.logs)
         stops = _stops(model, bool(model.stop_training), outcome.votes)
-        if keeper is not None and stopping.wants_backup(np.asarray(outcome.votes).tolist()):
+        if keeper is not None and stopping.wants_backup(outcome.votes):
             at.logs = as_floats(at.logs)
             keeper.keep(at)
         if stops:
@@ -327,9 +327,9 @@ def run(
         steps_wanted = pace.wish if pace and place.is_chief else 0
         outcome = execute(source, count, _votes(model, wish, backup, steps_wanted))
         spread = float(outcome.digest_spread) if place.workers > 1 else 0.0  # waits for it
+    outcome = outcome._replace(votes=np.asarray(outcome.votes).tolist())  # read once
     if pace is not None:
-        counted = np.asarray(outcome.votes).tolist()
-        pace.agree(stopping.agreed_pace(counted, place.local_replicas))
+        pace.agree(stopping.agreed_pace(outcome.votes, place.local_replicas))
     if spread > 0.1:
         raise DataError(
             "the workers read different batches: the data is shuffled without a seed, or is not "
@@ -423,7 +423,7 @@ def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
     With one worker a wish counts at once; with several, when the others know of it.
     """
     alone = placement_of(model.distribute_strategy).workers == 1
-    reason = stopping.verdict(_votes(model, wish) if alone else np.asarray(counted).tolist())
+    reason = stopping.verdict(_votes(model, wish) if alone else counted)
     if reason in ("SIGINT", "SIGTERM"):
         state_of(model).stopped_by = reason
         model.stop_training = True

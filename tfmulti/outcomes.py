@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
     """
 
     logs: Logs
-    votes: tf.Tensor
+    votes: Any  # a tensor, and a list of floats once `epochs.run` has read it
     digest_spread: tf.Tensor
     rows: tf.Tensor
     lost: tf.Tensor

@@ -14,7 +14,7 @@ def test_readme_shows_what_was_measured() -> None:
 
 
 def test_readme_shows_the_curves_ends() -> None:
-    text = curves.README.read_text()
+    text = table.README.read_text()
     shown = text.split(curves.BEGIN)[1].split(curves.END)[0].strip()
     assert shown == curves.table(json.loads(curves.RESULTS.read_text())["sides"])
 
@@ -26,7 +26,7 @@ def test_what_workers_send() -> None:
 
 
 def test_readme_shows_how_long_steps_take() -> None:
-    text = training_table.README.read_text()
+    text = table.README.read_text()
     shown = text.split(training_table.BEGIN)[1].split(training_table.END)[0].strip()
     expected = training_table.table(json.loads(training_table.RESULTS.read_text())["workloads"])
     assert shown == expected, "run python -m benchmarks.training_table"

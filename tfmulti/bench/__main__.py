@@ -26,14 +26,15 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from tfmulti import errors, preflight
+from tfmulti import preflight
 from tfmulti.bench import flags
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.matrix import Launch, Matrix
 from tfmulti.bench.picture import draw
 from tfmulti.bench.report import Report, busy_words
+from tfmulti.command_line import exit_code
 from tfmulti.console import Say, speaker
-from tfmulti.errors import ConfigError, DeviceError, TfmultiError
+from tfmulti.errors import ConfigError, DeviceError
 from tfmulti.gpus import visible_gpus
 from tfmulti.launch import supervisor
 from tfmulti.rundir import write_text
@@ -42,19 +43,15 @@ from tfmulti.sources.source import Source
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    try:
+
+    def command() -> None:
         config = flags.parse(sys.argv if argv is None else argv, __doc__ or "", datetime.now())
-        if config is None:
-            return errors.EXIT_DONE
-        gpus = visible_gpus(os.environ)
-        check(config, gpus)
-        measure(config, gpus, speaker(True))
-    except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        return errors.EXIT_INTERRUPTED
-    return errors.EXIT_DONE
+        if config is not None:
+            gpus = visible_gpus(os.environ)
+            check(config, gpus)
+            measure(config, gpus, speaker(True))
+
+    return exit_code(command)
 
 
 def check(config: BenchConfig, gpus: Sequence[str]) -> None:

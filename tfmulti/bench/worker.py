@@ -15,6 +15,7 @@ from pathlib import Path
 from tfmulti.bench.order import Order
 from tfmulti.environments import find_cluster
 from tfmulti.errors import EXIT_DONE, TfmultiError
+from tfmulti.launch.workers import THREADS
 from tfmulti.rundir import write_text
 
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 def take_cores(cores: Sequence[int]) -> None:
     """Gives this process these cores alone, and TensorFlow a thread for each of them."""
     os.sched_setaffinity(0, cores)
-    for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"):
+    for name in THREADS:
         os.environ[name] = str(len(cores))
 
 

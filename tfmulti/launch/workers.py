@@ -23,7 +23,7 @@ from tfmulti.launch.idle import Idle
 from tfmulti.launch.shim import PARENT, STACKS_FILE, STANDBY
 from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, SAVED, Told, read_error, read_progress
 
-_THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")
 
 Sink = Callable[[int, str, bytes], None]  # takes rank, stream and line of what a worker writes
@@ -116,7 +116,7 @@ def worker_env(
         first = order.local_rank * order.gpus
         child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + order.gpus])
     else:
-        for name in _THREADS:
+        for name in THREADS:
             child.setdefault(name, str(max(1, cores // order.local_world)))
     return child
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import tensorflow as tf
 
 from tests.support import apart
 from tests.support.behaviours.common import X, Y, behaviour_at, fit, here, model
+from tests.support.behaviours.graphs import collectives_in, graph_of
 from tests.support.behaviours.stops import FEEDS, StopsAt, _run, _stopped
 from tfmulti import local_steps, prepare
 from tfmulti.errors import DataError, ModelError, ResumeError
-from tfmulti.feed import make_feed
-from tfmulti.stopping import VOTES, state_of
+from tfmulti.stopping import state_of
 
 at_workers = behaviour_at("multi_worker_mirrored")
 EXACT = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
@@ -91,30 +90,11 @@ def collectives_of_local_steps() -> Any:
         keras.utils.clear_session()
         made = model(keras.layers.BatchNormalization(), prepared=prepared, steps_per_execution=4)
         fit(made, epochs=1)
-        with contextlib.closing(make_feed(X, Y, placement=here.place, batch_size=24)) as feed:
-            source = feed.iterate(0)
-            execute = made.train_function
-            whole = tf.function(
-                lambda e=execute, s=source: e(s, 4, [0.0] * len(VOTES)).rows, autograph=False
-            )
-            graph = whole.get_concrete_function().graph.as_graph_def()
-        functions = {each.signature.name: each.node_def for each in graph.library.function}
+        graph = graph_of(made, 4)
         found[name] = [
-            _collectives(graph.node, functions, within_loop) for within_loop in (True, False)
+            len(collectives_in(graph, within_loop=within_loop)) for within_loop in (True, False)
         ]
     return found
-
-
-def _collectives(nodes: Any, functions: Any, within_loop: bool) -> int:
-    """Counts the collectives of nodes and of the functions that they call: in loops, or all."""
-    count = 0
-    for node in nodes:
-        count += node.op.startswith("Collective") and not within_loop
-        in_loop_now = within_loop and node.op not in ("While", "StatelessWhile")
-        for attribute in node.attr.values():
-            if attribute.func.name in functions:
-                count += _collectives(functions[attribute.func.name], functions, in_loop_now)
-    return count
 
 
 @at_workers

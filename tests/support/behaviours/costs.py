@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -10,38 +9,16 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, fit, here, model
+from tests.support.behaviours.graphs import collectives_in, graph_of
 from tfmulti import pace
-from tfmulti.feed import make_feed
-from tfmulti.stopping import VOTES
 
 LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
     "dense": list,
     "normalized": lambda: [keras.layers.BatchNormalization(), keras.layers.BatchNormalization()],
     "large": lambda: [keras.layers.Dense(700), keras.layers.Dense(800), keras.layers.Dense(8)],
 }
-
-
-def _step_of(made: keras.Model) -> Any:
-    """Returns the graph of one execution of one step, with the functions that it calls."""
-    with contextlib.closing(make_feed(X, Y, placement=here.place, batch_size=24)) as feed:
-        source = feed.iterate(0)
-        step = tf.function(
-            lambda: made.train_function(source, 1, [0.0] * len(VOTES)).rows, autograph=False
-        )
-        return step.get_concrete_function().graph.as_graph_def()
-
-
-def _collectives(nodes: Any, functions: dict[str, Any]) -> list[str]:
-    """Returns the kinds of the collectives of nodes, and of the functions that they call."""
-    found = [node.op for node in nodes if node.op.startswith("Collective")]
-    for node in nodes:
-        for attribute in node.attr.values():
-            if attribute.func.name in functions:
-                found += _collectives(functions[attribute.func.name], functions)
-    return found
 
 
 @behaviour
@@ -51,9 +28,7 @@ def collectives_of_a_step() -> Any:
     for name, layers in LAYERS.items():
         made = model(*layers())
         fit(made, epochs=1)
-        graph = _step_of(made)
-        functions = {each.signature.name: each.node_def for each in graph.library.function}
-        found[name] = sorted(_collectives(graph.node, functions))
+        found[name] = collectives_in(graph_of(made, 1))
     return found
 
 
@@ -62,7 +37,7 @@ def kernels_that_update() -> Any:
     """Returns how many variables a step of SGD updates by a kernel of its own."""
     made = model()
     fit(made, epochs=1)
-    graph = _step_of(made)
+    graph = graph_of(made, 1)
     nodes = [*graph.node, *(n for each in graph.library.function for n in each.node_def)]
     return sum(node.op == "ResourceApplyGradientDescent" for node in nodes)
 
