@@ -16,6 +16,8 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
 | `sublayers`, `own_variables` | the same, `_trainable_variables`, `_seed_generators` | none | a variable's path is that of its place in the model |
+| attention in fewer operations | `backend.tensorflow.nn._dot_product_attention_xla` | none | Keras' own takes products of matrices, not `einsum` |
+| layers in fewer operations | public: `call` of `kernels.LAYERS` | none | Keras' own are as fast |
 | layers that look at all rows | public: `call` of `mixing.LAYERS` | none | they know of shares |
 | steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
@@ -36,6 +38,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import nn as nn_module
 from keras.src.backend.tensorflow import random as random_module
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
@@ -44,7 +47,7 @@ from keras.src.random.seed_generator import draw_seed, global_seed_generator
 from keras.src.trainers import data_adapters
 from keras.src.trainers.trainer import Trainer
 
-from tfmulti import losses, mixing, normalization, own_steps, randomness, updates
+from tfmulti import kernels, losses, mixing, normalization, own_steps, randomness, updates
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
 from tfmulti.share import Share, computing, current, partial
@@ -99,6 +102,10 @@ def install() -> None:
         _replace(owner, name, _in_share(function))
     for layer in mixing.LAYERS:
         _replace(layer, "call", _in_share(mixing.mixed))
+    for layer, function in kernels.LAYERS.items():
+        _replace(layer, "call", _on_cpus(function))
+    if hasattr(nn_module, "_dot_product_attention_xla"):
+        _replace(nn_module, "_dot_product_attention_xla", _on_cpus(kernels.attention))
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -118,6 +125,20 @@ def _in_share(function: Callable[..., Any]) -> Callable[[Any], Any]:
             if share is None:
                 return original(*args, **kwargs)
             return function(original, share, *args, **kwargs)
+
+        return call
+
+    return make
+
+
+def _on_cpus(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns what makes Keras' function call `function(original, …)` in a step on CPUs."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if current() is None or _is_on_gpu():
+                return original(*args, **kwargs)
+            return function(original, *args, **kwargs)
 
         return call
 

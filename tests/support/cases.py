@@ -317,7 +317,10 @@ def _normalization() -> dict[str, Case]:
             4, build=models.images_normalized, alone=1e-6, validates=True, **UNEVEN
         ),
         "GroupNormalization, LayerNormalization": Case(
-            4, models.group_normalized, **UNEVEN, **FEWER
+            4, models.group_normalized, alone=1e-6, **UNEVEN, **FEWER
+        ),
+        "LayerNormalization, attention": Case(
+            4, models.attentive, feed=data.tokens, alone=1e-6, validates=True, **UNEVEN, **FEWER
         ),
     }
 

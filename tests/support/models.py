@@ -194,6 +194,19 @@ def group_normalized() -> keras.Model:
     return of(layers.GroupNormalization(4), layers.LayerNormalization())
 
 
+def attentive() -> keras.Model:
+    """Blocks of a transformer, whose targets see no padding and nothing that is later."""
+    inputs = keras.Input((8,))
+    x = layers.Embedding(4, 6, mask_zero=True)(inputs)
+    for causal in (False, True):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 3)(y, y, use_causal_mask=causal)])
+        y = layers.Dense(12, "relu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(6)(y)])
+    x = layers.LayerNormalization()(x)
+    return keras.Model(inputs, layers.Dense(CLASSES, "softmax")(x))
+
+
 def dropped() -> keras.Model:
     return of(layers.Dropout(0.4), layers.GaussianNoise(0.3), layers.AlphaDropout(0.2))
 

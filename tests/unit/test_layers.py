@@ -104,7 +104,7 @@ LAYERS = [
     ["collectives"],
     ["replicas", "shards", "callbacks.backup", "flops"],
     ["broadcast"],
-    ["losses", "normalization", "randomness"],
+    ["kernels", "losses", "normalization", "randomness"],
     ["mixing", "own_steps"],
     ["keras_compat"],
     ["microbatches", "model_checks"],
