@@ -54,11 +54,21 @@ SIDES = {
     "tfmulti, float16 between workers": Side(
         "training_tfmulti", ("workers",), ("gradient_compression=float16",)
     ),
+    "tfmulti, ten steps a call": Side(
+        "training_tfmulti", ("workers",), ("steps_a_call=10",), workloads=("mlp", "cnn")
+    ),
     "tfmulti, each its own batch statistics": Side(
         "training_tfmulti", ("workers",), ("sync_batch_norm=False",), workloads=("resnet20",)
     ),
     "Keras 3": Side("training_keras", ("one", "mirrored"), ("keras",)),
     "tf_keras": Side("training_keras", ("one", "workers"), ("tf_keras",), needs="tf_keras"),
+    "tf_keras, ten steps a call": Side(
+        "training_keras",
+        ("workers",),
+        ("tf_keras", "10"),
+        needs="tf_keras",
+        workloads=("mlp", "cnn"),
+    ),
     "loop of TensorFlow's guide": Side("training_loop", ("one", "workers")),
     "PyTorch DDP": Side("training_torch", ("one", "workers"), needs="torch"),
 }

@@ -48,6 +48,9 @@ def rows() -> list[tuple[str, str, str]]:
             "exactness",
         )
     )
+    for name, sides in result("turns").items():
+        words = ", ".join(f"{side} {ms:.1f} ms" for side, ms in sides.items())
+        found.append((f"a step of the {name} on one core, in turns in one process", words, "turns"))
     return found + input_rows()
 
 

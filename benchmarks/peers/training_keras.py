@@ -1,6 +1,8 @@
 """`model.fit` of Keras 3 or tf_keras, alone, under MirroredStrategy or over several workers.
 
-python -m benchmarks.peers.training_keras WORKLOAD keras|tf_keras one|mirrored|workers
+python -m benchmarks.peers.training_keras WORKLOAD keras|tf_keras one|mirrored|workers [STEPS]
+
+STEPS is compile's `steps_per_execution`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from benchmarks.peers.training_clock import Clock
 from benchmarks.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS, keras_model
 
 
-def main(name: str, package: str, kind: str) -> None:
+def main(name: str, package: str, kind: str, steps: str = "1") -> None:
     keras = importlib.import_module(package)
     work = WORKLOADS[name]
     strategy = None
@@ -33,15 +35,13 @@ def main(name: str, package: str, kind: str) -> None:
             keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
+            steps_per_execution=int(steps),
         )
     clock = Clock(work.warm_up)
 
     class Ends(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
-        steps = 0
-
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.steps += 1
-            clock.end(self.steps)
+            clock.end(batch + 1)
 
     x, y = work.data()
     if kind == "workers":  # tf_keras shards a Dataset by its rows

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.training_tfmulti WORKLOAD one|mirrored|workers [NAME=VALUE …]
 
-NAME=VALUE are arguments of `prepare`.
+NAME=VALUE are arguments of `prepare`; steps_a_call=N is compile's `steps_per_execution`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ def main(name: str, kind: str, *options: str) -> None:
     with strategy.scope():
         model = keras_model(name, keras)
         given = {n: _value(v) for n, _, v in (option.partition("=") for option in options)}
+        steps = given.pop("steps_a_call", 1)
         tfmulti.prepare(model, seed=1, **given)
         model.compile(
             keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
+            steps_per_execution=steps,
         )
     clock = Clock(work.warm_up)
 

@@ -1,0 +1,94 @@
+"""Milliseconds a step of `fit` on one core: Keras 3 and tfmulti in turns, in one process.
+
+    python -m benchmarks.turns [--rounds 7] [--workloads mlp,cnn]
+
+Processes of their own (`benchmarks.compare`) differ by up to 8 % from run to run, by where their
+memory happens to lie; here both sides have the same. Writes benchmarks/results/turns.json and
+README's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import table
+from benchmarks.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS, keras_model
+
+RESULTS = Path(__file__).parent / "results" / "turns.json"
+SIDES = ("Keras 3", "tfmulti")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.turns")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    given = parser.parse_args(arguments)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before TensorFlow counts cores
+    found = {}
+    for name in given.workloads.split(","):
+        found[name] = measure(name, given.rounds)
+        print(name, found[name], flush=True)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    table.main()
+    return 0
+
+
+def measure(name: str, rounds: int) -> dict[str, float]:
+    """Returns each side's median over the rounds, of medians over the steps of a call of `fit`."""
+    import keras
+
+    import tfmulti
+
+    strategy = tfmulti.make_strategy("one_device")
+    work = WORKLOADS[name]
+    x, y = work.data()
+    times = Times()
+    models = {}
+    for side in SIDES:
+        ours = side == "tfmulti"
+        with strategy.scope() if ours else contextlib.nullcontext():
+            model = keras_model(name, keras)
+            if ours:
+                tfmulti.prepare(model, seed=1)
+            model.compile(
+                keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                metrics=["accuracy"],
+            )
+        models[side] = model
+    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    for number in range(rounds + 1):
+        for side in SIDES[:: -1 if number % 2 else 1]:
+            callback = keras.callbacks.LambdaCallback(on_train_batch_end=times.end)
+            times.ends.clear()
+            models[side].fit(x, y, batch_size=work.batch, verbose=0, callbacks=[callback])
+            if number:  # the first round traces
+                found[side].append(times.median_ms())
+    return {side: round(statistics.median(values), 2) for side, values in found.items()}
+
+
+class Times:
+    """When the steps of a call of `fit` ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def end(self, batch: int, logs: Any = None) -> None:
+        self.ends.append(time.perf_counter())
+
+    def median_ms(self) -> float:
+        """Returns the median of the time between two ends, without the first."""
+        pairs = zip(self.ends[1:], self.ends[2:], strict=False)
+        return 1000 * statistics.median(b - a for a, b in pairs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
