@@ -148,6 +148,7 @@ def make_model(setup: Setup) -> keras.Model:
         outer_learning_rate=config.outer_learning_rate,
         outer_momentum=config.outer_momentum,
         steps_per_execution="auto" if config.steps_per_execution is None else None,
+        jit_compile=config.jit_compile,
     )
     state_of(model).reading = reading_of(setup)
     return model

@@ -211,6 +211,12 @@ class FitConfig:
         low=1,
         free=True,
     )
+    jit_compile: bool | None = _flag(
+        None,
+        "XLA compiles each replica's forward and backward pass; --nojit_compile: it does not. "
+        "Default: on GPUs. Not where replicas need each other before their gradients meet, or "
+        "random numbers are drawn.",
+    )
     log_throughput: bool = _flag(
         False,
         "Examples a second, of all devices and of one, the steps' times (p50, p90, p99) and model "

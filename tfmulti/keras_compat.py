@@ -50,7 +50,7 @@ from keras.src.trainers.trainer import Trainer
 from tfmulti import kernels, losses, mixing, normalization, own_steps, randomness, updates
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
-from tfmulti.share import Share, computing, current, partial
+from tfmulti.share import Share, computing, current, hinder, partial
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
@@ -369,6 +369,7 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
         mine = functools.partial(draw, original)
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
+            hinder("draws random numbers, and XLA's are others")
             share = partial()
             if share is None:
                 return original(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -23,7 +23,19 @@ from tfmulti.share import PerThread, Share, current, part_of
 
 Step = Callable[[Any, Share], dict[str, Any]]
 
-_collector: PerThread[Collector | None] = PerThread(None)
+
+class Taker(Protocol):
+    """What gradients go to in place of an optimizer's `apply`."""
+
+    def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None: ...
+
+
+_taker: PerThread[Taker | None] = PerThread(None)
+
+
+def giving_gradients_to(taker: Taker) -> contextlib.AbstractContextManager[Taker | None]:
+    """Inside the context, in this thread, what goes to an optimizer's `apply` comes there."""
+    return _taker.set_to(taker)
 
 
 class Collector:
@@ -39,10 +51,10 @@ class Collector:
         self._sums: list[Any] = []
         self._taken = 0
 
-    def taking(self) -> contextlib.AbstractContextManager[Collector | None]:
+    def taking(self) -> contextlib.AbstractContextManager[Taker | None]:
         """Inside the context, gradients that go to an optimizer's `apply` come here."""
         self._taken = 0
-        return _collector.set_to(self)
+        return giving_gradients_to(self)
 
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
         """Adds the gradients of one pass to those of the passes before."""
@@ -74,10 +86,10 @@ class Collector:
 
 def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     """Keeps the gradients of a pass for later; returns False outside one."""
-    collector = _collector.get()
-    if collector is None:
+    taker = _taker.get()
+    if taker is None:
         return False
-    collector.take(optimizer, gradients, variables)
+    taker.take(optimizer, gradients, variables)
     return True
 
 

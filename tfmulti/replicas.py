@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfmulti import collectives
 from tfmulti.errors import ModelError
-from tfmulti.share import current
+from tfmulti.share import current, hinder
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -179,6 +179,7 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
     The replicas may have different numbers of rows. Where `all_gather` gathers them, it gathers
     their numbers, too: it promises no order over several workers with several replicas each.
     """
+    hinder("takes the rows of all replicas")
     if value.dtype == tf.bool:
         return tf.cast(gather_rows(tf.cast(value, tf.int32)), tf.bool)
     if value.dtype == tf.string:
@@ -197,6 +198,7 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
 
 def total(value: tf.Tensor) -> tf.Tensor:
     """Returns a value, whose shape is known, summed over all replicas."""
+    hinder("takes a sum over all replicas")
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def summed(value: tf.Tensor) -> Any:
@@ -211,6 +213,7 @@ def total(value: tf.Tensor) -> tf.Tensor:
 
 def of_each(value: tf.Tensor) -> tf.Tensor:
     """Returns every replica's value, `[replicas, ...]` in their order; of a known shape."""
+    hinder("takes the statistics of all replicas")
     context = tf.distribute.get_replica_context()
     number, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
 

@@ -104,3 +104,30 @@ def partial() -> Share | None:
     """Returns the share that this thread computes, where it may be less than the whole."""
     share = current()
     return None if share is None or share.is_whole else share
+
+
+class Hindered(Exception):
+    """What XLA is to compile for a replica cannot be computed there, or not to the same numbers."""
+
+
+_hindrances: PerThread[list[str] | None] = PerThread(None)
+
+
+def compiling(hindrances: list[str]) -> contextlib.AbstractContextManager[list[str] | None]:
+    """Inside the context, in this thread, `hinder` is an error.
+
+    What it says comes to `hindrances`, since Keras puts words of its own around an error.
+    """
+    return _hindrances.set_to(hindrances)
+
+
+def hinder(what: str) -> None:
+    """Says that what follows takes all replicas, or is another number in a compiled function.
+
+    Raises:
+        Hindered: inside `compiling`.
+    """
+    hindrances = _hindrances.get()
+    if hindrances is not None:
+        hindrances.append(what)
+        raise Hindered(what)

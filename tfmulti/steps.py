@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti import collectives, keras_compat, microbatches, replicas
+from tfmulti import collectives, keras_compat, microbatches, replicas, xla
 from tfmulti.outcomes import first_local
 from tfmulti.pipeline import from_batch
 from tfmulti.shards import ArrayOutlet, Outlet, Shards
@@ -91,6 +91,8 @@ def make_step(
     state = state_of(model)
     passes = state.microbatches if training else 1
     step = step_of(model, "train_step" if training else "test_step")
+    if training:
+        step = xla.compiled(model, step, placement)
 
     def compute(data: Any, share: Share) -> Any:
         fixed = share.read_rows is not None and not model.run_eagerly

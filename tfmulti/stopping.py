@@ -26,7 +26,8 @@ class TrainerState:
     `examples` count since the run of the last `fit` began, of which `steps_before` and
     `examples_before` are from before it was resumed here. A step takes `microbatches` passes,
     batch statistics over all replicas if `sync_batch_norm`, and gradients that travel between
-    workers as `gradient_compression` says. If it `chooses_pace`, executions take as many steps as
+    workers as `gradient_compression` says, and XLA compiles its passes if `jit_compile` (None: as
+    `compile` says, and on GPUs). If it `chooses_pace`, executions take as many steps as
     `pace` finds. Of the `epoch_s` seconds of the last epoch's steps
     `waited_s` went by without data, which `reader_threads` threads read; `lost` examples of the
     run could not be read. `gathers` says that a step gathers rows, which it can do once an
@@ -47,6 +48,7 @@ class TrainerState:
     synchronisation: Synchronisation = field(default_factory=Synchronisation)
     outer: Any = None
     chooses_pace: bool = False
+    jit_compile: bool | None = None
     interrupted: str | None = None
     stopped_by: str | None = None
     steps: int = 0

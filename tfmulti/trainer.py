@@ -54,6 +54,7 @@ def prepare(
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
     steps_per_execution: str | None = None,
+    jit_compile: bool | None = None,
 ) -> Model:
     """Returns the same model with a `fit`, `evaluate` and `predict` for any strategy.
 
@@ -91,6 +92,10 @@ def prepare(
         steps_per_execution: `auto` takes as many steps at a time in `fit` as last a tenth of a
             second, where that saves more than it costs to compile; callbacks are called once for
             them, as with `compile(steps_per_execution=N)`. None: as `compile` says.
+        jit_compile: whether XLA compiles the forward and backward pass of each replica. None: as
+            `compile(jit_compile=True)` asks for it, and on GPUs, as Keras alone does with one.
+            A step in which replicas need each other before their gradients meet, or that draws
+            random numbers, is not compiled: these would be XLA's own.
 
     Raises:
         ModelError: no Keras model, or one that was made outside the strategy's scope, or
@@ -123,6 +128,7 @@ def prepare(
         seed, microbatches, sync_batch_norm, gradient_compression, reading, synchronisation
     )
     state.chooses_pace = steps_per_execution == "auto"
+    state.jit_compile = jit_compile
     if not isinstance(model, DistributedModel):
         cls = type(model)
         derived = keras_compat.derived_class(cls, (cls, DistributedModel))

@@ -108,6 +108,7 @@ LAYERS = [
     ["mixing", "own_steps"],
     ["keras_compat"],
     ["microbatches", "model_checks"],
+    ["xla"],
     ["variable_names"],
     ["run_state", "callback_states"],
     ["local_steps", "pipeline"],

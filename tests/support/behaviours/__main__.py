@@ -16,7 +16,16 @@ from pathlib import Path
 
 import keras
 
-from tests.support.behaviours import apart, costs, numbers, rewritten, stops, upstream, usage
+from tests.support.behaviours import (
+    apart,
+    compiled,
+    costs,
+    numbers,
+    rewritten,
+    stops,
+    upstream,
+    usage,
+)
 from tests.support.behaviours.common import BEHAVIOURS, KINDS, here
 from tfmulti import make_strategy
 from tfmulti.strategies import placement_of
@@ -24,6 +33,7 @@ from tfmulti.strategies import placement_of
 MODULES = (
     usage,
     numbers,
+    compiled,
     rewritten,
     stops,
     upstream,
