@@ -666,3 +666,10 @@ def test_a_worker_that_waits_for_another_ends_on_ctrl_c(tmp_path: Path) -> None:
         done = group.wait(5)
     assert done[0].returncode == -signal.SIGINT  # a shell says 130
     assert not (tmp_path / "r").exists()
+
+
+def test_xla_is_asked_for_by_a_flag(tmp_path: Path) -> None:
+    """What reaches the model is told by what it says of a step that XLA cannot compile."""
+    flags = ("--epochs", "1", "--model", "mlp", "--microbatches", "2", "--run_dir", "a")
+    done = fit(tmp_path, *flags, "--jit_compile")
+    assert "XLA does not compile this step (jit_compile): --microbatches" in done.stderr
