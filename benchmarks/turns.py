@@ -15,12 +15,11 @@ import json
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks import table
-from benchmarks.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS, keras_model
+from benchmarks.peers.training_clock import Clock
+from benchmarks.workloads import WORKLOADS, compile_model, keras_model
 
 RESULTS = Path(__file__).parent / "results" / "turns.json"
 SIDES = ("Keras 3", "tfmulti")
@@ -50,7 +49,6 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     strategy = tfmulti.make_strategy("one_device")
     work = WORKLOADS[name]
     x, y = work.data()
-    times = Times()
     models = {}
     for side in SIDES:
         ours = side == "tfmulti"
@@ -58,36 +56,19 @@ def measure(name: str, rounds: int) -> dict[str, float]:
             model = keras_model(name, keras)
             if ours:
                 tfmulti.prepare(model, seed=1)
-            model.compile(
-                keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                metrics=["accuracy"],
-            )
+            compile_model(model, keras)
         models[side] = model
     found: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(rounds + 1):
         for side in SIDES[:: -1 if number % 2 else 1]:
-            callback = keras.callbacks.LambdaCallback(on_train_batch_end=times.end)
-            times.ends.clear()
+            clock = Clock(warm_up=2)
+            callback = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs, clock=clock: clock.end(batch + 1)
+            )
             models[side].fit(x, y, batch_size=work.batch, verbose=0, callbacks=[callback])
             if number:  # the first round traces
-                found[side].append(times.median_ms())
+                found[side].append(clock.figures()["step_ms"])
     return {side: round(statistics.median(values), 2) for side, values in found.items()}
-
-
-class Times:
-    """When the steps of a call of `fit` ended."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(time.perf_counter())
-
-    def median_ms(self) -> float:
-        """Returns the median of the time between two ends, without the first."""
-        pairs = zip(self.ends[1:], self.ends[2:], strict=False)
-        return 1000 * statistics.median(b - a for a, b in pairs)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def keras_model(name: str, keras: Any) -> Any:
     return make(keras)
 
 
+def compile_model(model: Any, keras: Any, steps_a_call: int = 1) -> None:
+    """Compiles a workload's network with the optimizer and loss that all peers have."""
+    model.compile(
+        keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        steps_per_execution=steps_a_call,
+    )
+
+
 def _mlp(keras: Any) -> Any:
     layers = keras.layers
     return keras.Sequential(

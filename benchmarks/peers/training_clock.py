@@ -23,8 +23,8 @@ class Clock:
         """Says that so many steps have ended since training began."""
         self._ends.append((steps, time.perf_counter()))
 
-    def print(self) -> None:
-        """Prints the figures as a line of JSON.
+    def figures(self) -> dict[str, float]:
+        """Returns what was measured, up to now.
 
         `step_ms` is the median of the timed steps (of several at a time: of their mean) and
         `mean_ms` their mean. `first_s` and `after_s` are the seconds before the first step's end
@@ -34,10 +34,13 @@ class Clock:
         timed = [end for end in self._ends if end[0] >= self._warm_up]
         pairs = list(itertools.pairwise(timed))
         each = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs for _ in range(b[0] - a[0])]
-        found = {
+        return {
             "step_ms": 1000 * statistics.median(each),
             "mean_ms": 1000 * (timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]),
             "first_s": self._ends[0][1] - self._began,
             "after_s": now - self._ends[-1][1],
         }
-        print(json.dumps(found), flush=True)
+
+    def print(self) -> None:
+        """Prints the figures as a line of JSON."""
+        print(json.dumps(self.figures()), flush=True)

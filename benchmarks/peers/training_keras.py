@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from benchmarks.peers.training_clock import Clock
-from benchmarks.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS, keras_model
+from benchmarks.workloads import WORKLOADS, compile_model, keras_model
 
 
 def main(name: str, package: str, kind: str, steps: str = "1") -> None:
@@ -31,12 +31,7 @@ def main(name: str, package: str, kind: str, steps: str = "1") -> None:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras_model(name, keras)
-        model.compile(
-            keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            steps_per_execution=int(steps),
-        )
+        compile_model(model, keras, int(steps))
     clock = Clock(work.warm_up)
 
     class Ends(keras.callbacks.Callback):  # type: ignore[misc, name-defined]

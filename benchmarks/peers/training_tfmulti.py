@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from benchmarks.peers.training_clock import Clock
-from benchmarks.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS, keras_model
+from benchmarks.workloads import WORKLOADS, compile_model, keras_model
 
 
 def main(name: str, kind: str, *options: str) -> None:
@@ -30,12 +30,7 @@ def main(name: str, kind: str, *options: str) -> None:
         given = {n: _value(v) for n, _, v in (option.partition("=") for option in options)}
         steps = given.pop("steps_a_call", 1)
         tfmulti.prepare(model, seed=1, **given)
-        model.compile(
-            keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            steps_per_execution=steps,
-        )
+        compile_model(model, keras, steps)
     clock = Clock(work.warm_up)
 
     class Ends(keras.callbacks.Callback):
