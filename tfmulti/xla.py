@@ -30,14 +30,14 @@ def compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
 
     Where it was asked for and cannot be done, a warning says why.
     """
-    asked = state_of(model).jit_compile
-    if asked is None:
-        asked = True if model.jit_compile else None
-    if asked is False or model.run_eagerly or not (asked or placement.gpus):
+    chosen = state_of(model).jit_compile
+    asked = bool(model.jit_compile) if chosen is None else chosen
+    by_default = chosen is None and bool(placement.gpus)
+    if model.run_eagerly or not (asked or by_default):
         return step
     hindrance = _hindrance(model)
     if hindrance is None:
-        return _by_xla(step, asked is True)
+        return _by_xla(step, asked)
     if asked:
         _warn(hindrance)
     return step
