@@ -39,23 +39,25 @@ def normalized(
     form = tf.shape(x)
     rows = [form[0], tf.reduce_prod(form[1:-1]), 1, x.shape[-1]]
 
+    x = x if of_images else tf.reshape(x, rows)
+    # Not within the function that has its own gradient: if more of it were used than `y`,
+    # TensorFlow would not draw what follows (a sum, a rectifier) into the kernel that makes `y`.
+    moments = _moments if of_images else _keras_moments
+    found = _, mean, variance = _statistics(share, x, moments)
+
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def normalize(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> Any:
-        found = _statistics(share, x, _moments if of_images else _keras_moments)
-        _, mean, variance = found
-
-        def gradient(dy: tf.Tensor, *_: tf.Tensor) -> Gradients:
+        def gradient(dy: tf.Tensor) -> Gradients:
             if share.is_whole:
                 return _kernel_gradients(dy, x, gamma, found, epsilon, is_training=True)
             return _gradients_of_share(share, dy, x, gamma, found, epsilon)
 
         if of_images:
             slope = gamma * tf.math.rsqrt(variance + epsilon)
-            return (_scaled(x, slope, beta - mean * slope), *found), gradient
-        y = tf.nn.batch_normalization(x, mean, variance, beta, gamma, epsilon)
-        return (y, *found), gradient
+            return _scaled(x, slope, beta - mean * slope), gradient
+        return tf.nn.batch_normalization(x, mean, variance, beta, gamma, epsilon), gradient
 
-    y, *found = normalize(x if of_images else tf.reshape(x, rows), gamma, beta)
+    y = normalize(x, gamma, beta)
     return (y if of_images else tf.reshape(y, form), *found)
 
 
@@ -76,7 +78,7 @@ def _moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.reduce_mean(tf.reduce_mean(squares, [1, 2]), 0)
 
     channels, form = x.shape[-1], tf.shape(x)
-    if channels > FEW_CHANNELS:
+    if channels > SQUARED_BY_PRODUCT:
         return mean, by_distances()
     values = form[1] * form[2]
     rows = tf.reshape(x, [form[0], values, channels])
@@ -107,7 +109,13 @@ def _statistics(
 
 
 def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
-    """Returns `slope * x + level`, channel by channel, reading `x` once."""
+    """Returns `slope * x + level`, channel by channel, reading `x` once.
+
+    Of few channels by a convolution of 1x1, into which TensorFlow draws what is then added.
+    """
+    if x.shape[-1] <= SCALED_BY_CONVOLUTION:
+        filters = tf.linalg.diag(slope)[tf.newaxis, tf.newaxis]
+        return tf.nn.bias_add(tf.nn.conv2d(x, filters, 1, "VALID"), level)
     found = tf.raw_ops.FusedBatchNormV3(
         x=x,
         scale=slope,
@@ -120,7 +128,10 @@ def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
     return found.y
 
 
-FEW_CHANNELS = 32  # up to which a product of matrices costs less than another pass over the values
+SCALED_BY_CONVOLUTION = 64  # up to which a convolution costs less than the kernel that normalizes
+SQUARED_BY_PRODUCT = (
+    32  # up to which a product of matrices costs less than another pass over the values
+)
 _EPSILON = 2.0**-10  # of a kernel that shall divide by 1
 
 Gradients = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
@@ -150,7 +161,7 @@ def _gradients_of_share(
     scale = tf.math.rsqrt(variance + epsilon)
     slope = tf.math.divide_no_nan(gamma * scale * scale * by_gamma, total)
     level = tf.math.divide_no_nan(gamma * scale * by_beta, total) - slope * mean
-    return dx - _scaled(x, slope, level), dgamma, dbeta
+    return _scaled(x, -slope, -level) + dx, dgamma, dbeta
 
 
 def _frozen_gradients(
