@@ -89,6 +89,11 @@ class Cluster:
         return (*([self.chief] if self.chief else []), *self.workers)
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of every worker, by rank, without its port."""
+        return tuple(host_of(address) for address in self.addresses)
+
+    @property
     def size(self) -> int:
         """How many workers train, the chief included; evaluators do not count."""
         return len(self.addresses)
@@ -213,6 +218,15 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
             )
         jobs[name] = tuple(addresses)
     return jobs
+
+
+def host_of(address: str) -> str:
+    """Returns the host of `host:port`.
+
+    >>> host_of("[fe80::1]:2222")
+    'fe80::1'
+    """
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _check_addresses(jobs: Mapping[str, tuple[str, ...]]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfmulti.cluster import host_of
 from tfmulti.links import LinkError, Links
 from tfmulti.meeting import join, listen
 from tfmulti.strategies import Placement
@@ -43,7 +44,7 @@ def _connect(placement: Placement) -> Links | None:
     port, token = listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.int32)
     told = _tell(placement, "where", [placement.rank, port, *token])
     told = told[np.argsort(told[:, 0])]  # TensorFlow's order is that of words: 1, 10, 2
-    hosts = [address.rpartition(":")[0].strip("[]") for address in placement.addresses]
+    hosts = [host_of(address) for address in placement.addresses]
     where = list(zip(hosts, told[:, 1].tolist(), strict=True))
     try:
         found = join(listener, placement.rank, where, told[0, 2:].tobytes())

@@ -14,6 +14,9 @@ from tfmulti.environments import check_trains, find_cluster
 from tfmulti.errors import ClusterError, DeviceError
 from tfmulti.selection import Selection, select
 
+# TensorFlow's own variables: threads of one operation, and operations at a time.
+INTRA_OP, INTER_OP = "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"
+
 
 def make_strategy(
     name: str = "auto",
@@ -36,6 +39,10 @@ def make_strategy(
         ClusterError: TF_CONFIG is wrong.
         ConfigError: the strategy does not fit the cluster.
         DeviceError: the machine lacks the devices, or TensorFlow has started already.
+
+    Without GPUs, workers whose addresses are of one host share its cores: TensorFlow gets as many
+    threads as are this worker's part, unless `tf.config.threading`, TF_NUM_INTRAOP_THREADS and
+    TF_NUM_INTEROP_THREADS say more or the process may run on some of the cores only.
 
     Call it before any other TensorFlow operation: devices cannot change after that
     (https://www.tensorflow.org/api_docs/python/tf/config/set_logical_device_configuration).
@@ -182,12 +189,29 @@ def _once(key: Hashable, words: str, make: Callable[[], tf.distribute.Strategy])
     return _made[key]
 
 
-def _have_two_threads() -> None:
-    """Lets operations compute on a worker of one core while another waits for the other workers."""
+def threads_of(cluster: Cluster, allowed: int, cores: int) -> int | None:
+    """Returns how many threads this worker shall compute with; None: TensorFlow's own number.
+
+    Those who share a machine share its cores, unless they have been given some each.
+
+    Args:
+        allowed: cores that this process may run on.
+        cores: of the machine.
+    """
+    sharing = cluster.hosts.count(cluster.hosts[cluster.rank])
+    return max(1, cores // sharing) if sharing > 1 and allowed == cores else None
+
+
+def _share_cores(cluster: Cluster) -> None:
+    """Gives TensorFlow this worker's part of the machine's cores, unless the user has said more."""
+    threads = threads_of(cluster, len(os.sched_getaffinity(0)), os.cpu_count() or 1)
     threading = tf.config.threading
-    by_default = os.environ.get("TF_NUM_INTEROP_THREADS") or len(os.sched_getaffinity(0))
-    if threading.get_inter_op_parallelism_threads() == 0 and str(by_default) == "1":
-        threading.set_inter_op_parallelism_threads(2)
+    if threads is None:
+        return
+    if not (threading.get_intra_op_parallelism_threads() or os.environ.get(INTRA_OP)):
+        threading.set_intra_op_parallelism_threads(threads)
+    if not (threading.get_inter_op_parallelism_threads() or os.environ.get(INTER_OP)):
+        threading.set_inter_op_parallelism_threads(threads)
 
 
 def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strategy:
@@ -208,7 +232,7 @@ def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strate
     )
     try:
         if not gpus:
-            _have_two_threads()
+            _share_cores(cluster)
         return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     except tf.errors.UnknownError as error:
         raise ClusterError(

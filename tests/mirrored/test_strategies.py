@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import run
+from tfmulti.cluster import Cluster, Task
+from tfmulti.strategies import threads_of
 
 HEAD = """
 import tensorflow as tf
@@ -60,3 +62,34 @@ from tfmulti.strategies import device_names, placement_of
 def test_make_strategy(tmp_path: Path, code: str, expected: str) -> None:
     done = run(["-c", HEAD + textwrap.dedent(code)], tmp_path, limit_s=60)
     assert expected in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("workers", "allowed", "cores", "threads"),
+    [
+        (["a:1", "a:2"], 8, 8, 4),
+        (["a:1", "a:2", "a:3"], 2, 2, 1),
+        (["a:1", "b:1"], 8, 8, None),  # each has a machine
+        (["a:1", "b:1", "a:2"], 9, 9, 4),
+        (["a:1", "a:2"], 4, 8, None),  # somebody has given each its own
+        (["[::1]:1", "[::1]:2"], 8, 8, 4),
+    ],
+)
+def test_workers_of_one_host_share_its_cores(
+    workers: list[str], allowed: int, cores: int, threads: int | None
+) -> None:
+    assert threads_of(Cluster(tuple(workers), Task("worker", 0)), allowed, cores) == threads
+
+
+def test_a_number_of_threads_that_the_user_gave_stays(tmp_path: Path) -> None:
+    code = """
+    from tfmulti.cluster import Cluster, Task
+    from tfmulti.strategies import _share_cores
+    tf.config.threading.set_inter_op_parallelism_threads(7)
+    _share_cores(Cluster(("a:1", "a:2"), Task("worker", 0)))
+    threads = tf.config.threading
+    print(threads.get_intra_op_parallelism_threads(), threads.get_inter_op_parallelism_threads())
+    """
+    command = ["-c", HEAD + textwrap.dedent(code)]
+    done = run(command, tmp_path, limit_s=60, env={"TF_NUM_INTRAOP_THREADS": "5"})
+    assert "0 7" in done.stdout

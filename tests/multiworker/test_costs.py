@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,15 @@ def test_a_step_has_one_collective_beside_its_gradients(behaviours: Behaviours) 
         assert len(of_each_replica[name]) == 2 * (packs + 1)  # within a process packs are whole
     alone = behaviours("one_device")[0]["collectives_of_a_step"]
     assert set(map(tuple, alone.values())) == {()}
+
+
+@KINDS
+def test_workers_of_one_machine_share_its_cores(behaviours: Behaviours, kind: str) -> None:
+    """TensorFlow's own number (0) is as many threads as cores, on each worker."""
+    shared = kind == "multi_worker_mirrored" and len(os.sched_getaffinity(0)) == os.cpu_count()
+    threads = max(1, (os.cpu_count() or 1) // 2) if shared else 0
+    for worker in workers_of(behaviours, kind):
+        assert worker["threads_that_compute"] == [threads] * 2
 
 
 def test_workers_that_cannot_connect_train_by_tensorflows_collectives(

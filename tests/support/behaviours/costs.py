@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
 from tests.support.behaviours.graphs import collectives_in, graph_of
@@ -102,6 +103,13 @@ def read_by_autograph() -> Any:
             threading.setprofile(None)
         found.append(sorted(seen))
     return found
+
+
+@behaviour
+def threads_that_compute() -> Any:
+    """Returns how many threads TensorFlow was given for an operation, and for operations."""
+    threads = tf.config.threading
+    return [threads.get_intra_op_parallelism_threads(), threads.get_inter_op_parallelism_threads()]
 
 
 @behaviour
