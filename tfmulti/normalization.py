@@ -42,22 +42,26 @@ def normalized(
     x = x if of_images else tf.reshape(x, rows)
     # Not within the function that has its own gradient: if more of it were used than `y`,
     # TensorFlow would not draw what follows (a sum, a rectifier) into the kernel that makes `y`.
-    moments = _moments if of_images else _keras_moments
-    found = _, mean, variance = _statistics(share, x, moments)
+    found = count, *_ = _statistics(share, x, _moments if of_images else _keras_moments)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def normalize(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> Any:
-        def gradient(dy: tf.Tensor) -> Gradients:
+    def normalize(*given: tf.Tensor) -> Any:
+        x, gamma, beta, mean, variance = given
+
+        def gradient(dy: tf.Tensor) -> tuple[tf.Tensor | None, ...]:
+            of = (count, mean, variance)
             if share.is_whole:
-                return _kernel_gradients(dy, x, gamma, found, epsilon, is_training=True)
-            return _gradients_of_share(share, dy, x, gamma, found, epsilon)
+                found = _kernel_gradients(dy, x, gamma, of, epsilon, is_training=True)
+            else:
+                found = _gradients_of_share(share, dy, x, gamma, of, epsilon)
+            return (*found, None, None)  # what mean and variance add is in that of `x`
 
         if of_images:
             slope = gamma * tf.math.rsqrt(variance + epsilon)
             return _scaled(x, slope, beta - mean * slope), gradient
         return tf.nn.batch_normalization(x, mean, variance, beta, gamma, epsilon), gradient
 
-    y = normalize(x, gamma, beta)
+    y = normalize(x, gamma, beta, *found[1:])
     return (y if of_images else tf.reshape(y, form), *found)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti import collectives
+from tfmulti import collectives, siblings
 from tfmulti.errors import ModelError
 from tfmulti.share import current, hinder
 
@@ -73,12 +73,18 @@ def summed(values: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 
     found = _by_collectives(values, narrow, by_bytes)
     rest = [i for i in range(len(values)) if i not in found]
     if rest:
-        context = tf.distribute.get_replica_context()
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
-        totals = context.all_reduce(SUM, [narrow[i] for i in rest], options)
-        found |= zip(rest, totals, strict=True)
+        found |= zip(rest, _all_reduced([narrow[i] for i in rest], by_bytes), strict=True)
     pairs = ((found[i], value.dtype) for i, value in enumerate(values))
     return [total if total.dtype == dtype else tf.cast(total, dtype) for total, dtype in pairs]
+
+
+def _all_reduced(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
+    """Returns sums that no collectives of our own make."""
+    found = siblings.totals(values)
+    if found is None:
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
+        found = tf.distribute.get_replica_context().all_reduce(SUM, list(values), options)
+    return found
 
 
 def _by_collectives(
@@ -190,6 +196,9 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
     found = collectives.begin_rows([value])
     if found is not None:
         return found()[0]
+    near = siblings.rows(value)
+    if near is not None:
+        return near
     context = tf.distribute.get_replica_context()
     number = tf.cast(context.replica_id_in_sync_group, tf.int32)
     numbers = context.all_gather(tf.fill([tf.shape(value)[0]], number), axis=0)
@@ -199,16 +208,9 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
 def total(value: tf.Tensor) -> tf.Tensor:
     """Returns a value, whose shape is known, summed over all replicas."""
     hinder("takes a sum over all replicas")
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def summed(value: tf.Tensor) -> Any:
-        found = collectives.begin_totals([value])
-        if found is None:
-            return tf.distribute.get_replica_context().all_reduce(SUM, value), total
-        return found()[0], total
-
-    found: tf.Tensor = summed(value)
-    return found
+    begun = collectives.begin_totals([value])
+    found = _all_reduced([value]) if begun is None else begun()
+    return _with_gradient(value, found[0], total)
 
 
 def of_each(value: tf.Tensor) -> tf.Tensor:
@@ -216,17 +218,30 @@ def of_each(value: tf.Tensor) -> tf.Tensor:
     hinder("takes the statistics of all replicas")
     context = tf.distribute.get_replica_context()
     number, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+    found = collectives.gather(value)
+    if found is None:
+        found = siblings.each(value)
+    if found is None:
+        place = tf.one_hot(number, replicas, dtype=value.dtype)
+        found = context.all_reduce(SUM, tf.tensordot(place, value, axes=0))
+    return _with_gradient(value, found, lambda upstream: total(upstream)[number])
+
+
+def _with_gradient(
+    value: tf.Tensor, found: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    """Returns what was found of all replicas' values, with its gradient by this replica's.
+
+    It is an argument too, since TensorFlow looks for variables in all that leads to what a
+    function with a gradient of its own does not take: in the other replicas' whole networks.
+    """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def gathered(value: tf.Tensor) -> Any:
-        found = collectives.gather(value)
-        if found is None:
-            place = tf.one_hot(number, replicas, dtype=value.dtype)
-            found = context.all_reduce(SUM, tf.tensordot(place, value, axes=0))
-        return found, lambda upstream: total(upstream)[number]
+    def given(value: tf.Tensor, found: tf.Tensor) -> Any:
+        return tf.identity(found), lambda upstream: (gradient(upstream), None)
 
-    found: tf.Tensor = gathered(value)
-    return found
+    given_gradient: tf.Tensor = given(value, found)
+    return given_gradient
 
 
 def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -101,7 +101,7 @@ LAYERS = [
     ["bench.__main__"],
     ["share", "strategies"],
     ["connections", "updates"],
-    ["collectives"],
+    ["collectives", "siblings"],
     ["replicas", "shards", "callbacks.backup", "flops"],
     ["broadcast"],
     ["kernels", "losses", "normalization", "randomness"],
