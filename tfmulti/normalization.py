@@ -68,6 +68,7 @@ def normalized(
 Moments = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
 
+@tf.function(autograph=False)  # type: ignore[untyped-decorator]
 def _moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns mean and variance of each channel of images: of each image first.
 
@@ -273,7 +274,17 @@ def _merged(
     count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance over all replicas, from one collective."""
-    everyone = replicas.of_each(tf.stack([count, mean, squares]))
+    found: tuple[tf.Tensor, tf.Tensor, tf.Tensor] = _of_all(
+        replicas.of_each(tf.stack([count, mean, squares]))
+    )
+    return found
+
+
+# Functions of TensorFlow: what all layers of one form do is traced once, which takes a step of many
+# layers a second less.
+@tf.function(autograph=False)  # type: ignore[untyped-decorator]
+def _of_all(everyone: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns count, mean and variance, out of the replicas' counts, means and sums of squares."""
     counts, means, squares = tf.unstack(everyone, axis=1)
     total = tf.reduce_sum(counts, 0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)

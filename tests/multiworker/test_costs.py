@@ -30,11 +30,19 @@ def test_a_step_has_one_collective_beside_its_gradients(behaviours: Behaviours) 
         assert found["normalized"] == [SEND] * (2 + 2 * 2)
         # 700 * 800 values by themselves; the others are less than a pack
         assert found["large"] == [SEND] * 3
-    of_each_replica = behaviours("mirrored", 2)[0]["collectives_of_a_step"]
-    for name, packs in {"dense": 1, "normalized": 1 + 2 * 2, "large": 1}.items():
-        assert len(of_each_replica[name]) == 2 * (packs + 1)  # within a process packs are whole
     alone = behaviours("one_device")[0]["collectives_of_a_step"]
     assert set(map(tuple, alone.values())) == {()}
+
+
+def test_replicas_of_one_process_need_no_collective(behaviours: Behaviours) -> None:
+    """On CPUs; where TensorFlow's serve, as on GPUs, they are as few, and the numbers the same."""
+    plain, by_collectives = behaviours("mirrored", 2)[0]["by_tensorflows_collectives"]
+    for name, packs in {"dense": 1, "normalized": 1 + 2 * 2, "large": 1}.items():
+        (none, weights), (kinds, same) = plain[name], by_collectives[name]
+        assert none == []
+        assert kinds == ["CollectiveReduceV2"] * 2 * (packs + 1)  # within a process packs are whole
+        for one, other in zip(weights, same, strict=True):
+            np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
 @KINDS

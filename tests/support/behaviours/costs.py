@@ -14,7 +14,7 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
 from tests.support.behaviours.graphs import collectives_in, graph_of
 from tests.support.threads import left_since
-from tfmulti import connections, links, meeting, pace, prepare
+from tfmulti import connections, links, meeting, pace, prepare, siblings
 
 LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
     "dense": list,
@@ -32,6 +32,24 @@ def collectives_of_a_step() -> Any:
         fit(made, epochs=1)
         found[name] = collectives_in(graph_of(made, 1))
     return found
+
+
+@behaviour_at("mirrored")
+def by_tensorflows_collectives() -> Any:
+    """Returns weights by plain sums and by collectives, as on GPUs, and of these the kinds."""
+
+    def trained(name: str) -> Any:
+        made = model(*LAYERS[name]())
+        fit(made)
+        return collectives_in(graph_of(made, 1)), [weight.tolist() for weight in made.get_weights()]
+
+    plain = {name: trained(name) for name in LAYERS}
+    ours = siblings._are_siblings
+    siblings._are_siblings = lambda *_: False  # type: ignore[assignment]
+    try:
+        return plain, {name: trained(name) for name in LAYERS}
+    finally:
+        siblings._are_siblings = ours  # type: ignore[assignment]
 
 
 @behaviour
