@@ -86,6 +86,7 @@ class Links:
         self, connections: Mapping[int, socket.socket], check: Callable[[], None] = lambda: None
     ) -> None:
         self._check = check
+        self.sent_bytes = 0  # what was given to `send`, to all others together
         self._peers = [_Peer(rank, link) for rank, link in sorted(connections.items())]
         self._at = {peer.link.fileno(): peer for peer in self._peers}
         self._lock = threading.Lock()  # of what both threads write: exchanges, and what was early
@@ -109,6 +110,7 @@ class Links:
         """
         exchange = _Exchange(len(self._peers))
         with self._lock:
+            self.sent_bytes += sum(value.nbytes for value in values)
             self._open[key].append(exchange)
             for peer in self._peers:
                 if peer.early[key]:

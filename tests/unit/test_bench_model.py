@@ -186,6 +186,8 @@ def test_each_limit_has_its_advice() -> None:
     (words,) = limits(situation(compute=80, host=20))
     assert "host-bound: 20 % of the step" in words
     assert "try --steps_per_execution 8, which a run without that flag finds by itself" in words
+    (words,) = but(situation(compute=80, host=20), gpus=True)
+    assert words.endswith("try --steps_per_execution 8")  # there no run chooses by itself
     (words,) = but(situation(host=1), run=FitConfig(steps_per_execution=8))
     assert words.endswith("try --steps_per_execution 32")
     both = limits(situation(compute=10, host=30, input=60))
@@ -198,6 +200,9 @@ def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
     assert "communication-bound: 50 % of the step" in words
     assert "mostly the 4 MB of gradients; try --gradient_compression bfloat16" in words
     assert "a larger --global_batch_size" in words
+    assert words.endswith("or --sync_every 10 (workers meet less often; inexact)")
+    (words,) = but(at, run=FitConfig(sync_every=10))
+    assert "--sync_every" not in words
     (words,) = but(at, weak=True)
     assert "a larger --per_replica_batch_size" in words
     (words,) = but(at, link=Link(2e-3, 1e-9))
@@ -215,6 +220,7 @@ def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
     (words,) = but(at, kind="replicas")
     assert "mostly the 4 MB" in words
     assert "--gradient_compression" not in words  # has no effect in one process
+    assert "--sync_every" not in words
 
 
 def test_slow_computing_and_shared_cores_are_told() -> None:

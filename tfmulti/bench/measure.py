@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, preflight, votes
+from tfmulti import keras_compat, local_steps, preflight, votes
 from tfmulti.assembly import Setup, compile_model, make_model, set_up
 from tfmulti.bench.all_reduces import all_reduce_times
 from tfmulti.bench.order import Answer, Order
@@ -27,6 +27,7 @@ from tfmulti.bench.parts import Phase
 from tfmulti.callbacks.throughput import Throughput
 from tfmulti.callbacks.waiting import Waiting
 from tfmulti.cluster import Cluster
+from tfmulti.connections import links_of
 from tfmulti.errors import DataError
 from tfmulti.flops import peak_of_devices, training_flops
 from tfmulti.selection import BatchSizes
@@ -58,7 +59,7 @@ def answer(order: Order, cluster: Cluster | None) -> Answer:
         )
     model = compiled(setup)
     warm, _ = trained(setup, model, _WARM_UP)
-    executions = agreed(setup, warm, order.steps)
+    executions = agreed(setup, model, warm, order.steps)
     alone = without_peers(setup, order.rows_alone) if order.rows_alone else None
     together, times, by_itself = in_turns(setup, model, alone, executions)
     several = setup.place.replicas > 1
@@ -68,12 +69,15 @@ def answer(order: Order, cluster: Cluster | None) -> Answer:
     wire = 2 if order.run.gradient_compression != "none" and setup.place.workers > 1 else 4
     sizes = [wire * math.prod(v.shape) for v in model.trainable_variables]
     packs = packs_of(sizes) if setup.place.workers > 1 else 1
+    collectives = packs + 1 + 2 * synchronized if several else 0
+    if local_steps.is_on(model):
+        collectives = -(-collectives // local_steps.steps_at_once(model))
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(model).specs)
     return Answer(
         devices=device_names(setup.strategy),
         parameters=model.count_params(),
-        gradient_bytes=sum(sizes),
-        collectives=packs + 1 + 2 * synchronized if several else 0,
+        gradient_bytes=bytes_told(setup, model) or sum(sizes),
+        collectives=collectives,
         synchronized=synchronized,
         step_ms=times.percentiles_ms(),
         together=together,
@@ -132,7 +136,7 @@ def trained(setup: Setup, model: keras.Model, executions: int) -> tuple[Phase, T
     model.fit(
         setup.data.train,
         batch_size=setup.batch.global_batch_size,
-        steps_per_epoch=(executions + 1) * steps_at_once(setup),
+        steps_per_epoch=(executions + 1) * local_steps.steps_at_once(model),
         callbacks=[waiting, throughput],
         verbose=0,
     )
@@ -161,16 +165,28 @@ def packs_of(sizes: Sequence[int]) -> int:
     return len(sizes) - len(small) + -(-sum(small) // PACK_BYTES)
 
 
-def steps_at_once(setup: Setup) -> int:
-    """Returns the steps of an execution, which do not change while they are measured."""
-    given = setup.config.steps_per_execution
-    assert given is not None
-    return given
+def bytes_told(setup: Setup, model: keras.Model) -> int | None:
+    """Returns how large an all-reduce is that takes as many bytes as a step tells the others.
+
+    Counted, since of an embedding the rows travel that a batch has. None where it cannot be: on one
+    worker, and by TensorFlow's collectives. Every process calls it.
+    """
+    workers = setup.place.workers
+    links = links_of(setup.place) if workers > 1 and setup.place.local_replicas == 1 else None
+    if links is None or setup.place.gpus:
+        return None
+    sent = []
+    for executions in (1, 3):  # what else a fit tells is in both
+        before = links.sent_bytes
+        trained(setup, model, executions)
+        sent.append(links.sent_bytes - before)
+    a_step = (sent[1] - sent[0]) / (2 * local_steps.steps_at_once(model))
+    return round(a_step * workers / (2 * (workers - 1)))
 
 
-def agreed(setup: Setup, warm: Phase, asked: int | None) -> int:
+def agreed(setup: Setup, model: keras.Model, warm: Phase, asked: int | None) -> int:
     """Returns how many executions are measured: alike in all processes, by the chief's time."""
-    each = steps_at_once(setup)
+    each = local_steps.steps_at_once(model)
     if asked is not None:
         return -(-asked // each)
     execution_s = each * warm.seconds / warm.steps

@@ -52,8 +52,10 @@ class Answer:
     """What one process measured.
 
     `step_ms` are percentiles; `alone` is without peers; `all_reduces` are bytes and seconds.
-    `gradient_bytes` travel each step, in about so many `collectives` with all else, two for each
-    of the `synchronized` layers. `flops_per_example` and `peak_tflops` are as in `Throughput`.
+    `gradient_bytes` is the size of an all-reduce that takes as many bytes as a step does: counted
+    between workers on CPUs, else those of the weights. They travel in about so many `collectives`
+    a step, two for each of the `synchronized` layers. `flops_per_example` and `peak_tflops` are as
+    in `Throughput`.
     """
 
     devices: tuple[str, ...]

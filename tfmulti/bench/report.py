@@ -182,6 +182,7 @@ def _words(matrix: Matrix, results: Sequence[Result]) -> list[str]:
             reader_threads=answer.reader_threads,
             cores=cores,
             shares_cores=on_cpus and place.devices > cores,
+            gpus=not on_cpus,
         )
         found += limits(situation)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from tfmulti.advice import MUCH, advice
@@ -23,6 +22,7 @@ class Situation:
         collectives, synchronized: as in `Answer`.
         link: what was measured of the all-reduce; None: no peers.
         shares_cores: whether replicas or workers are more than the cores.
+        gpus: whether they are GPUs.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Situation:
     reader_threads: int | None = None
     cores: int = 1
     shares_cores: bool = False
+    gpus: bool = False
 
 
 def limits(at: Situation) -> list[str]:
@@ -92,8 +93,8 @@ def _communication(at: Situation, share: float) -> str:
             tries.append(f"--nosync_batch_norm ({2 * at.synchronized} collectives fewer)")
     larger = "--per_replica_batch_size" if at.weak else "--global_batch_size"
     tries.append(f"a larger {larger} (fewer all-reduces an example)")
-    if any(item.name == "sync_every" for item in dataclasses.fields(FitConfig)):
-        tries.append("--sync_every (workers meet less often)")
+    if at.kind == "workers" and at.run.sync_every is None:
+        tries.append("--sync_every 10 (workers meet less often; inexact)")
     return words + "try " + ", or ".join(tries)
 
 
@@ -109,7 +110,7 @@ def _host(at: Situation, share: float) -> str:
         f"--steps_per_execution {max(8, 4 * (given or 1))}"
     )
     # A measurement takes one where none is given, since a number that changes cannot be measured.
-    return words if given else words + ", which a run without that flag finds by itself"
+    return words if given or at.gpus else words + ", which a run without that flag finds by itself"
 
 
 def _slower(at: Situation) -> str | None:
