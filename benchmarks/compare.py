@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ SIDES = {
     "tfmulti, float16 between workers": Side(
         "training_tfmulti", ("workers",), ("gradient_compression=float16",)
     ),
-    "tfmulti, ten steps a call": Side(
-        "training_tfmulti", ("workers",), ("steps_a_call=10",), workloads=("mlp", "cnn")
+    "tfmulti, steps chosen": Side(
+        "training_tfmulti", ("workers",), ("steps_per_execution=auto",), workloads=("mlp", "cnn")
     ),
     "tfmulti, each its own batch statistics": Side(
         "training_tfmulti", ("workers",), ("sync_batch_norm=False",), workloads=("resnet20",)
@@ -82,8 +83,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sides", default=";".join(SIDES), help="separated by semicolons")
     parser.add_argument("--dry", action="store_true", help="write no result")
     given = parser.parse_args(arguments)
-    kinds = given.kinds.split(",")
-    asked = given.sides.split(";")
+    kinds, asked = given.kinds.split(","), given.sides.split(";")
+    for names, known in (
+        (given.workloads.split(","), WORKLOADS),
+        (kinds, training_table.PLACES),
+        (asked, SIDES),
+    ):
+        for name in names:
+            if name not in known:
+                parser.error(f"{name!r} is none of {', '.join(known)}")
     sides = [side for side in SIDES if side in asked and _is_there(side)]
     found: dict[str, dict[str, dict[str, list[Any]]]] = {}
     medians: dict[str, Any] = {}
@@ -104,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             for work, of_kinds in found.items()
         }
         if not given.dry:
-            _write(medians, number + 1)  # so that a round that fails loses no other
+            _write(medians)  # so that a round that fails loses no other
     _show(medians)
     return 0
 
@@ -112,9 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(work: str, side: str, kind: str) -> dict[str, float]:
     """Returns the figures of one run of a side: of the slower worker, where there are two."""
     module, options = SIDES[side].module, SIDES[side].options
-    first = options[:1] if module == "training_keras" else ()
-    command = [sys.executable, "-m", f"benchmarks.peers.{module}", work, *first, kind]
-    command += options[len(first) :]
+    command = [sys.executable, "-m", f"benchmarks.peers.{module}", work, kind, *options]
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         running = []
@@ -177,8 +183,10 @@ def _is_there(side: str) -> bool:
     return False
 
 
-def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(r[name] for r in rounds), 3) for name in rounds[0]}
+def _medians(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Returns the median of each figure, and the steps' milliseconds in each round."""
+    found = {name: round(statistics.median(r[name] for r in rounds), 3) for name in rounds[0]}
+    return found | {"rounds_step_ms": [r["step_ms"] for r in rounds]}
 
 
 def _show(medians: dict[str, Any]) -> None:
@@ -188,15 +196,31 @@ def _show(medians: dict[str, Any]) -> None:
             print(f"{work} {kind}: {words} ms a step")
 
 
-def _write(medians: dict[str, Any], rounds: int) -> None:
-    content = {
-        "machine": {"cpus": os.cpu_count(), "system": platform.platform(), "device": "CPU"},
-        "rounds": rounds,
-        "workloads": medians,
-    }
+def _write(medians: dict[str, Any]) -> None:
+    """Writes what was measured, beside what was measured before of other networks and sides."""
+    workloads = json.loads(RESULTS.read_text())["workloads"] if RESULTS.exists() else {}
+    for work, of_kinds in medians.items():
+        for kind, sides in of_kinds.items():
+            workloads.setdefault(work, {}).setdefault(kind, {}).update(sides)
+    content = {"machine": _machine(), "versions": _versions(), "workloads": workloads}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
     training_table.main()
     print(f"written {RESULTS.relative_to(ROOT)}")
+
+
+def _machine() -> dict[str, Any]:
+    text = Path("/proc/cpuinfo").read_text()
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    simd = [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_bf16") if name in flags]
+    return {"cpus": os.cpu_count(), "system": platform.platform(), "simd": simd, "device": "CPU"}
+
+
+def _versions() -> dict[str, str]:
+    names = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "torch")
+    there = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
+    return {name: there[name] for name in names if name in there} | {
+        "python": platform.python_version()
+    }
 
 
 if __name__ == "__main__":

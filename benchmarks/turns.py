@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in given.workloads.split(","):
         found[name] = measure(name, given.rounds)
         print(name, found[name], flush=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps(before | found, indent=1) + "\n")
     table.main()
     return 0
 

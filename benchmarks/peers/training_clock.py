@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import time
+from pathlib import Path
 
 
 class Clock:
-    """Notes the end of each step, or of several at a time.
-
-    `began` is when training was called: the start of the process and all imports are before it.
-    """
+    """Notes the end of each step, or of several at a time."""
 
     def __init__(self, warm_up: int) -> None:
         self._warm_up = warm_up
-        self._began = time.perf_counter()
         self._ends: list[tuple[int, float]] = []
 
     def end(self, steps: int) -> None:
@@ -27,8 +25,9 @@ class Clock:
         """Returns what was measured, up to now.
 
         `step_ms` is the median of the timed steps (of several at a time: of their mean) and
-        `mean_ms` their mean. `first_s` and `after_s` are the seconds before the first step's end
-        and after the last one's.
+        `mean_ms` their mean. `start_s` are the seconds from the start of the process to the first
+        step's end (imports, data, model and traces are in them), `after_s` those after the last
+        one's.
         """
         now = time.perf_counter()
         timed = [end for end in self._ends if end[0] >= self._warm_up]
@@ -37,10 +36,16 @@ class Clock:
         return {
             "step_ms": 1000 * statistics.median(each),
             "mean_ms": 1000 * (timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]),
-            "first_s": self._ends[0][1] - self._began,
+            "start_s": self._ends[0][1] - now + _age_s(),
             "after_s": now - self._ends[-1][1],
         }
 
     def print(self) -> None:
         """Prints the figures as a line of JSON."""
         print(json.dumps(self.figures()), flush=True)
+
+
+def _age_s() -> float:
+    """Returns how long this process has lived (Linux: proc(5), field 22 of stat)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,6 +1,6 @@
 """`model.fit` of Keras 3 or tf_keras, alone, under MirroredStrategy or over several workers.
 
-python -m benchmarks.peers.training_keras WORKLOAD keras|tf_keras one|mirrored|workers [STEPS]
+python -m benchmarks.peers.training_keras WORKLOAD one|mirrored|workers keras|tf_keras [STEPS]
 
 STEPS is compile's `steps_per_execution`.
 """
@@ -18,7 +18,7 @@ from benchmarks.peers.training_clock import Clock
 from benchmarks.workloads import WORKLOADS, compile_model, keras_model
 
 
-def main(name: str, package: str, kind: str, steps: str = "1") -> None:
+def main(name: str, kind: str, package: str, steps: str = "1") -> None:
     keras = importlib.import_module(package)
     work = WORKLOADS[name]
     strategy = None

@@ -81,7 +81,7 @@ class Transformer(nn.Module):
 
 
 def model_of(name: str) -> nn.Module:
-    """Returns the network of a workload; images have their channels last in memory."""
+    """Returns the network of a workload; images have their channels first, as PyTorch's do."""
     if name == "mlp":
         return nn.Sequential(
             nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)

@@ -53,6 +53,9 @@ MISTAKES = [
     (["--replicas", "0"], "--replicas is '0', but it must be numbers from 1"),
     (["--replicas", "1,x"], "--replicas is '1,x', but it must be numbers from 1"),
     (["--workers", "2,-1"], "--workers is '2,-1', but it must be numbers from 1"),
+    (["--workers", ""], "--workers is '', but it must be numbers from 1"),
+    (["--steps", ""], "--steps is '', but it must be a whole number"),
+    (["--test_split", "test"], "--test_split has no effect on a measurement"),
     (["--weak", "--strong"], "Give one of them"),
     (["--rounds", "0"], "--rounds is 0, but it must be at least 1"),
     (["--rounds", "many"], "--rounds is 'many', but it must be a whole number"),
@@ -104,6 +107,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(f"--{name}\n" in shown for name in ("workers", "weak", "rounds", "model"))
     assert not any(f"--{name}\n" in shown for name in ("epochs", "run_dir", "log_throughput"))
+    assert "default: synthetic" in shown
+    assert "0.1 s" not in shown  # a measurement takes as many steps a call as are given
 
 
 def test_flags_become_what_is_measured() -> None:

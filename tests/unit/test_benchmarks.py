@@ -42,3 +42,7 @@ def test_the_best_peer_is_no_side_of_our_own() -> None:
     }
     assert training_table.gain(found) == 1.5
     assert training_table.gain({"tfmulti": {"step_ms": 20.0}}) is None
+    chosen = {**found, "tfmulti, steps chosen": {"step_ms": 15.0}}
+    assert training_table.gain(chosen) == 2
+    alone = {**found, "Keras 3": {"step_ms": 40.0}}
+    assert training_table.gain(alone, "one") == 2

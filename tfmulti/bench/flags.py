@@ -20,7 +20,7 @@ _OWN = ("workers", "weak", "strong", "rounds", "steps", "profile", "output_dir")
 _NOT_HERE = (
     *("strategy", "ignore_cluster", "epochs", "steps_per_epoch", "run_dir", "resume"),
     *("backup_every_s", "backup_every_steps", "keep_backups", "export_dir", "verbose"),
-    *("dry_run", "log_throughput"),
+    *("dry_run", "log_throughput", "validation_split", "test_split"),
 )
 
 
@@ -46,16 +46,16 @@ def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None
         raise ConfigError(
             "--weak keeps the batch of each replica and --strong the global one. Give one of them."
         )
-    replicas = counts("replicas", values.replicas or "1")
+    replicas = counts("replicas", "1" if values.replicas is None else values.replicas)
     values["replicas"].unparse()  # a list here, where a run has one number
     run = _run(values)
     return BenchConfig(
         run=run,
         replicas=replicas,
-        workers=counts("workers", values.workers) if values.workers else (),
+        workers=counts("workers", values.workers) if values.workers is not None else (),
         weak=values.weak,
         rounds=_number("rounds", values.rounds),
-        steps=_number("steps", values.steps) if values.steps else None,
+        steps=_number("steps", values.steps) if values.steps is not None else None,
         profile=values.profile,
         output_dir=Path(values.output_dir or default_output(run.model, now)),
     )
@@ -104,6 +104,18 @@ def _flags() -> flags.FlagValues:
     values["replicas"].help = (
         "Numbers of replicas in one process to measure, such as 1,2,4: GPUs, or logical CPU "
         "devices."
+    )
+    values.set_default("dataset", "synthetic")
+    values["dataset"].help += " Made-up data of the model's form, where none is given."
+    values["global_batch_size"].help += " With --weak: of one replica."
+    values["steps_per_execution"].help = (
+        "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: one, "
+        "since a number that is chosen in the midst cannot be measured."
+    )
+    values[
+        "peak_tflops"
+    ].help = (
+        "TFLOP/s that a device can do at most, for model FLOPs utilisation. Default: known GPUs'."
     )
     text, switch = flags.DEFINE_string, flags.DEFINE_boolean
     text(
