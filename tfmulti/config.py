@@ -206,8 +206,8 @@ class FitConfig:
     steps_per_execution: int | None = _flag(
         None,
         "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: "
-        "one, and where calls turn out to cost more than compiling another step does, as many "
-        "as last 0.1 s.",
+        "one, and on CPUs, where calls turn out to cost more than compiling another step does, as "
+        "many as last 0.1 s. With --sync_every they are those between two meetings.",
         low=1,
         free=True,
     )

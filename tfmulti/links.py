@@ -11,11 +11,13 @@ TCP's own limits hold: messages arrive whole and in order, or the connection bre
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import socket
 import struct
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -94,8 +96,10 @@ class Links:
         self._epoll = select.epoll()
         for number in self._at:
             self._epoll.register(number, select.EPOLLIN)
+        self._closing = os.eventfd(0)  # wakes the thread
+        self._epoll.register(self._closing, select.EPOLLIN)
         # What a child of this process holds open would keep the others from hearing of its end.
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
 
     def send(self, key: int, values: Sequence[np.ndarray]) -> None:
@@ -157,20 +161,31 @@ class Links:
                 self._send_on(peer)
             with contextlib.suppress(OSError):
                 peer.link.shutdown(socket.SHUT_RDWR)
-
-    def _forget(self) -> None:
-        for peer in self._peers:
-            peer.link.close()
+        with self._lock:
+            if self._closing >= 0:
+                os.eventfd_write(self._closing, 1)
 
     def _serve(self) -> None:
-        while True:
+        while any(peer.lost is None for peer in self._peers):
             for number, event in self._epoll.poll():
+                if number == self._closing:
+                    continue
                 peer = self._at[number]
                 if event & select.EPOLLOUT:
                     with peer.sending:
                         self._send_on(peer)
                 if event & ~select.EPOLLOUT and peer.lost is None:
                     self._read(peer)
+        with self._lock:
+            os.close(self._closing)
+            self._closing = -1
+        self._epoll.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes this process' end of all connections, without a word to the others."""
+        for peer in self._peers:
+            peer.link.close()
 
     def _send_on(self, peer: _Peer) -> None:
         """Sends what the connection takes now; the thread goes on where it takes no more."""
@@ -240,6 +255,12 @@ class Links:
             for exchange in (e for each in self._open.values() for e in each):
                 if peer.rank not in exchange.received:
                     exchange.end(peer.lost)
+
+
+def _forget(links: weakref.ref[Links]) -> None:
+    found = links()
+    if found is not None:
+        found.forget()
 
 
 def _drop(parts: list[memoryview], sent: int) -> None:

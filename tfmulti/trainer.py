@@ -74,8 +74,9 @@ def prepare(
             the replicas, weighted by their rows.
         gradient_compression: the type that gradients have between workers: none (their own),
             float16 or bfloat16, which halve the traffic and round each gradient, and then their
-            sum, to 11 or 8 binary digits; they are added in float32. float16 loses what is below
-            6e-8 and overflows above 65,504: where gradients are not clipped, bfloat16 is safe.
+            sum, to 11 or 8 binary digits. They are added in float32, but by TensorFlow's
+            collectives (GPUs, workers that cannot connect) in their own type. float16 loses what is
+            below 6e-8 and overflows above 65,504, before gradients are clipped; bfloat16 does not.
             Weights stay alike everywhere; they are not one device's to the last digits any more.
             Nothing within one process.
         reader_threads: how many examples of a `Source` each worker reads at a time; 0: in the
@@ -93,7 +94,8 @@ def prepare(
             second, where that saves more than it costs to compile; callbacks are called once for
             them, as with `compile(steps_per_execution=N)`. None: as `compile` says.
         jit_compile: whether XLA compiles the forward and backward pass of each replica. None: as
-            `compile(jit_compile=True)` asks for it, and on GPUs, as Keras alone does with one.
+            `compile(jit_compile=True)` asks for it, and on GPUs, as Keras alone does with one:
+            there False here turns it off, since Keras does not tell its own False from the user's.
             A step in which replicas need each other before their gradients meet, or that draws
             random numbers, is not compiled: these would be XLA's own.
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tfmulti.links import LinkError, Links
+from tfmulti.links import THREAD, LinkError, Links
 from tfmulti.meeting import join, listen
 
 TOKEN = b"0123456789abcdef"
@@ -247,6 +247,24 @@ def test_closed_links_end_who_waits_everywhere() -> None:
     for each in links[1:]:
         with pytest.raises(LinkError, match="worker 0 is lost"):
             [each.receive(1) for _ in range(2)]
+
+
+def test_closed_links_leave_no_thread_and_no_connection() -> None:
+    """On either side: who hears that all others have ended has nobody to listen to."""
+    before = {thread for thread in threading.enumerate() if thread.name == THREAD}
+    descriptors = len(os.listdir("/proc/self/fd"))
+    (one, other), _ = connected(2)
+    threads = {t for t in threading.enumerate() if t.name == THREAD} - before
+    one.close()
+    for thread in threads:
+        thread.join(10)
+    one.close()  # again
+    assert [thread for thread in threads if thread.is_alive()] == []
+    assert len(threads) == 2
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    other.send(1, [np.zeros(1)])
+    with pytest.raises(LinkError):
+        other.receive(1)
 
 
 def test_a_child_process_keeps_no_connection_open() -> None:
