@@ -52,17 +52,25 @@ def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
     inexact = inexact_flags(config, place)
     if inexact:
         say("inexact", f"{', '.join(inexact)}: not the numbers of one device")
-    if config.sync_every is not None and place.workers == 1:
-        say("exact", f"--sync_every {config.sync_every} has no effect with one worker")
+    idle = between_workers(config) if place.workers == 1 else []
+    if idle:
+        verb = "has" if len(idle) == 1 else "have"
+        say("exact", f"{', '.join(idle)} {verb} no effect with one worker")
+
+
+def between_workers(config: FitConfig) -> list[str]:
+    """Returns the flags of how workers tell each other less than everything, each step."""
+    found = []
+    if config.sync_every is not None:
+        found.append(f"--sync_every {config.sync_every}")
+    if config.gradient_compression != "none":
+        found.append(f"--gradient_compression {config.gradient_compression}")
+    return found
 
 
 def inexact_flags(config: FitConfig, place: Placement) -> tuple[str, ...]:
     """Returns the flags that make a run's numbers others than those of one device, here."""
-    found = []
-    if place.workers > 1 and config.sync_every is not None:
-        found.append(f"--sync_every {config.sync_every}")
-    if place.workers > 1 and config.gradient_compression != "none":
-        found.append(f"--gradient_compression {config.gradient_compression}")
+    found = between_workers(config) if place.workers > 1 else []
     if place.replicas > 1 and not config.sync_batch_norm:
         found.append("--nosync_batch_norm")
     return tuple(found)

@@ -315,8 +315,9 @@ def test_workers_that_meet_seldom_say_so_and_go_on(tmp_path: Path) -> None:
     assert whole["inexact"] == said.split(", ")
     assert parts["history"] == whole["history"]
     assert parts["weights_sha256"] == whole["weights_sha256"]
-    alone = fit(tmp_path, "--sync_every", "7", "--epochs", "1", "--run_dir", "alone")
-    assert "exact      --sync_every 7 has no effect with one worker" in alone.stdout
+    alone = fit(tmp_path, *flags[:4], "--epochs", "1", "--run_dir", "alone")
+    said = "--sync_every 7, --gradient_compression bfloat16"
+    assert f"exact      {said} have no effect with one worker" in alone.stdout
     assert report_of(tmp_path, "alone")["inexact"] == []
 
 
