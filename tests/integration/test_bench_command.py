@@ -68,6 +68,7 @@ def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
         assert [(p["replicas"], p["bytes"]) for p in points] == [(2, size) for size in SIZES]
         assert all(point["ms"] > 0 for point in points)
     assert found["cost_model"]["latency_us"] >= 0
+    assert 0 <= found["cost_model"]["message_us"] < 1e6  # they tell each other directly
     assert [p["workers"] for p in found["predicted_not_measured"]] == [1, 2, 4, 8, 16, 32]
     assert len(found["limits"]) >= 2
 

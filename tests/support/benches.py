@@ -31,10 +31,11 @@ def bench(**changes: Any) -> BenchConfig:
 TRUTH = CostModel(
     link=Link(100e-6, 1 / 1e9),
     computing=fit_computing([(1, 1.25), (100, 26.0)]),
-    exposed=1.5,
+    exposed=1.0,
     gradient_bytes=4_000_000,
     collectives=3,
     other_ms=0.5,
+    waiting_ms=0.75,
 )
 
 

@@ -41,6 +41,20 @@ def test_a_ring_takes_what_the_papers_say() -> None:
     assert Link(0, 1.0).all_reduce_s(1000, 1) == pytest.approx(2, rel=0.01)  # bytes go round twice
 
 
+def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
+    link = Link(latency_s=0.5, byte_s=0.01, message_s=0.001)
+    assert link.parts_s(2, 100, collectives=5) == pytest.approx((5 * 0.501, 100 * 0.01))
+    assert link.parts_s(4, 100, collectives=5)[0] == pytest.approx(5 * 0.503)  # short: to all
+    # Of 1.2 MB three packs go in pieces, and come back as sums.
+    seconds = (5 + 3) * 0.503, 2 * 3 / 4 * 1_200_000 * 0.01
+    assert link.parts_s(4, 1_200_000, collectives=5) == pytest.approx(seconds)
+    assert link.all_reduce_s(1, 100) == 0
+    points = [(n, size, link.all_reduce_s(n, size)) for n in (2, 4) for size in SIZES]
+    found = fit_link(points, 0.001)
+    assert found is not None
+    assert (found.latency_s, found.byte_s) == pytest.approx((0.5, 0.01), rel=1e-3)
+
+
 def test_nothing_is_below_zero() -> None:
     falling = fit_link([(2, 1000, 0.02), (2, 10_000_000, 0.01)])
     assert falling is not None
@@ -60,9 +74,14 @@ def test_computing_is_found_again() -> None:
     assert found.ms(16) == pytest.approx(7.0)
     same = fit_computing([(32, 10.0), (32, 14.0)])
     assert same.ms(32) == pytest.approx(12.0)
-    assert fit_exposed(Link(0.001, 0.0), 100, 1, [(2, 1.0), (4, 3.0)]) == pytest.approx(0.5)
-    assert fit_exposed(Link(0.001, 0.0), 100, 2, [(2, 2.0)]) == pytest.approx(0.5)
-    assert fit_exposed(Link(0.001, 0.0), 100, 1, [(1, 5.0)]) == 0
+
+
+def test_what_is_beyond_the_model_is_waiting_and_does_not_grow() -> None:
+    link = Link(0.001, 0.0)  # 2 and 6 ms
+    assert fit_exposed(link, 100, 1, [(2, 1.0), (4, 3.0)]) == pytest.approx((0.5, 0))
+    assert fit_exposed(link, 100, 2, [(2, 2.0)]) == pytest.approx((0.5, 0))
+    assert fit_exposed(link, 100, 1, [(1, 5.0)]) == (0, 0)
+    assert fit_exposed(link, 100, 1, [(2, 5.0), (4, 9.0)]) == pytest.approx((1, 3))
 
 
 PHASES = st.builds(
@@ -104,7 +123,7 @@ def test_a_prediction_is_that_of_the_world_that_was_measured(weak: bool) -> None
     results = results_of(config, found)
     model = cost_model(config, results, found, most=4)
     assert model is not None
-    assert model.exposed == pytest.approx(1.5)
+    assert (model.exposed, model.waiting_ms) == pytest.approx((1, 0.75))
     assert model.link.latency_s == pytest.approx(100e-6)
     assert 1 / model.link.byte_s == pytest.approx(1e9)
     predicted = prediction(config, model, results)

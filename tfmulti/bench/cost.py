@@ -7,38 +7,60 @@ clusters of workstations"):
 
     seconds = 2 (n - 1) latency + 2 (n - 1) / n × S / bandwidth
 
-Workers that give their pieces to all others directly, as tfmulti's do between CPUs, send as many
-messages of as many bytes. So the collectives of a step take as many times the first term, and the
-second one for the bytes of the gradients; others (metrics, synchronized batch statistics) have few.
-A step takes computing + exposed × collectives + input + host, where `exposed` is what measured
-communication was of the modelled one: below 1 where computing hides some of it or collectives run
-beside each other, above 1 where replicas wait for the slowest.
+So the collectives of a step take as many times the first term, and the second one for the bytes of
+the gradients; others (metrics, synchronized batch statistics) have few.
+
+tfmulti's workers on CPUs give what is short, or of two, to all others at once, and of what is large
+its pieces and then the sums: one round or two, of n - 1 messages that follow each other at what one
+takes of a core:
+
+    seconds = rounds × (latency + (n - 1) message) + 2 (n - 1) / n × S / bandwidth
+
+A step takes computing + exposed × collectives + waiting + input + host, where `exposed` is what
+measured communication was of the modelled one, where computing hides some of it or collectives run
+beside each other. What is measured beyond the modelled is waiting for the slowest, which is taken to
+stay as it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+PACK = 500_000  # bytes that gradients travel in, about
+SHORT = 32_768  # bytes that are given to all, and not in pieces
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the workers: the latency of a message, and seconds a byte."""
+    """What joins the workers: the latency of a message (or round), and seconds a byte.
+
+    `message_s` is what one more message of a round takes; None: they go round a ring.
+    """
 
     latency_s: float
     byte_s: float
+    message_s: float | None = None
 
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:
         """Returns the seconds of all-reduces of `size` bytes in all: of latency, and of bytes."""
-        rounds = 2 * (workers - 1)
-        return collectives * rounds * self.latency_s, rounds / workers * size * self.byte_s
+        others = workers - 1
+        bytes_s = 2 * others / workers * size * self.byte_s
+        if self.message_s is None or not others:
+            return collectives * 2 * others * self.latency_s, bytes_s
+        large = min(collectives, math.ceil(size / PACK)) if workers > 2 and size > SHORT else 0
+        rounds = collectives + large
+        return rounds * (self.latency_s + others * self.message_s), bytes_s
 
     def all_reduce_s(self, workers: int, size: float, collectives: int = 1) -> float:
         """Returns the seconds of all-reduces of `size` bytes in all."""
         return sum(self.parts_s(workers, size, collectives))
 
 
-def fit_link(points: Sequence[tuple[int, int, float]]) -> Link | None:
+def fit_link(
+    points: Sequence[tuple[int, int, float]], message_s: float | None = None
+) -> Link | None:
     """Returns the link that all-reduces were measured on, or None without any.
 
     Least squares of the relative errors, so that small sizes tell the latency and large ones the
@@ -46,15 +68,19 @@ def fit_link(points: Sequence[tuple[int, int, float]]) -> Link | None:
 
     Args:
         points: workers (from 2), bytes and seconds of each.
+        message_s: see `Link`.
     """
-    rows = [
-        (2 * (n - 1) / seconds, 2 * (n - 1) / n * size / seconds)
-        for n, size, seconds in points
-        if n > 1 and seconds > 0
-    ]
+    rows, rest = [], []
+    for n, size, seconds in points:
+        if n > 1 and seconds > 0:
+            once = Link(1.0, 0.0, None if message_s is None else 0.0)
+            rounds, _ = once.parts_s(n, size)
+            rows.append((rounds / seconds, 2 * (n - 1) / n * size / seconds))
+            messages_s = rounds * (n - 1) * (message_s or 0.0)
+            rest.append(max(0.0, 1 - messages_s / seconds))
     if not rows:
         return None
-    return Link(*_least_squares(rows, [1.0] * len(rows)))
+    return Link(*_least_squares(rows, rest), message_s)
 
 
 @dataclass(frozen=True)
@@ -90,10 +116,13 @@ class CostModel:
     gradient_bytes: int
     collectives: int
     other_ms: float
+    waiting_ms: float = 0.0
 
     def communication_ms(self, workers: int) -> float:
+        if workers == 1:
+            return 0.0
         all_s = self.link.all_reduce_s(workers, self.gradient_bytes, self.collectives)
-        return 1000 * self.exposed * all_s
+        return 1000 * self.exposed * all_s + self.waiting_ms
 
     def step_ms(self, workers: int, share: float) -> float:
         """Returns the milliseconds of a step of `share` rows on each worker."""
@@ -102,8 +131,8 @@ class CostModel:
 
 def fit_exposed(
     link: Link, size: float, collectives: int, measured: Sequence[tuple[int, float]]
-) -> float:
-    """Returns what measured communication is of the modelled one: least squares.
+) -> tuple[float, float]:
+    """Returns what measured communication is of the modelled one, up to 1, and ms of waiting.
 
     Args:
         size: the gradients' bytes.
@@ -112,7 +141,10 @@ def fit_exposed(
     """
     pairs = [(1000 * link.all_reduce_s(n, size, collectives), ms) for n, ms in measured if n > 1]
     square = sum(model * model for model, _ in pairs)
-    return sum(model * ms for model, ms in pairs) / square if square else 0.0
+    part = sum(model * ms for model, ms in pairs) / square if square else 0.0
+    if part <= 1:
+        return part, 0.0
+    return 1.0, max(0.0, sum(ms - model for model, ms in pairs) / len(pairs))
 
 
 def _least_squares(

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, local_steps, preflight, votes
 from tfmulti.assembly import Setup, compile_model, make_model, set_up
-from tfmulti.bench.all_reduces import all_reduce_times
+from tfmulti.bench.all_reduces import all_reduce_times, message_seconds
 from tfmulti.bench.order import Answer, Order
 from tfmulti.bench.parts import Phase
 from tfmulti.callbacks.throughput import Throughput
@@ -86,6 +86,7 @@ def answer(order: Order, cluster: Cluster | None) -> Answer:
         flops_per_example=training_flops(model, inputs),
         peak_tflops=order.run.peak_tflops or peak_of_devices(model, setup.place.gpus),
         reader_threads=state_of(model).reader_threads,
+        message_s=message_seconds(setup.strategy) if setup.place.workers > 1 else None,
     )
 
 

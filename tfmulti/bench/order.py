@@ -51,7 +51,8 @@ class Order:
 class Answer:
     """What one process measured.
 
-    `step_ms` are percentiles; `alone` is without peers; `all_reduces` are bytes and seconds.
+    `step_ms` are percentiles; `alone` is without peers; `all_reduces` are bytes and seconds, and
+    `message_s` what one message more takes at the same time, where workers send to all at once.
     `gradient_bytes` is the size of an all-reduce that takes as many bytes as a step does: counted
     between workers on CPUs, else those of the weights. They travel in about so many `collectives`
     a step, two for each of the `synchronized` layers. `flops_per_example` and `peak_tflops` are as
@@ -70,6 +71,7 @@ class Answer:
     flops_per_example: int | None
     peak_tflops: float | None
     reader_threads: int | None
+    message_s: float | None = None
 
     @property
     def parts(self) -> Parts:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfmulti.bench.config import BenchConfig
-from tfmulti.bench.cost import CostModel
+from tfmulti.bench.cost import CostModel, Link
 from tfmulti.bench.matrix import Matrix
 from tfmulti.bench.parts import PARTS
 from tfmulti.bench.results import (
@@ -91,9 +91,9 @@ class Report:
         model, last = self.model, self.predicted[-1]
         speed = f"{1e-6 / model.link.byte_s:,.0f} MB/s" if model.link.byte_s else "no limit seen"
         return [
-            f"all-reduce: latency {1e6 * model.link.latency_s:,.0f} µs a message, {speed}; a step "
-            f"has {model.collectives} of {model.gradient_bytes / 1e6:.3g} MB in all, and its "
-            f"communication takes {model.exposed:.2f} × what they should",
+            f"all-reduce: {_latency_words(model.link)}, {speed}; a step "
+            f"has {model.collectives} of {model.gradient_bytes / 1e6:.3g} MB in all, and shows "
+            f"{model.exposed:.0%} of what they take, and {model.waiting_ms:.3g} ms of waiting",
             f"predicted (not measured): {last['workers']:.0f} workers like these, each with cores "
             f"or a device of its own: {number(last['examples_per_sec'])} examples/s, efficiency "
             f"{last['efficiency']:.0%}",
@@ -135,12 +135,21 @@ class Report:
                 "collectives_a_step": model.collectives,
                 "compute_fixed_ms": model.computing.fixed_ms,
                 "compute_row_ms": model.computing.row_ms,
+                "message_us": None if model.link.message_s is None else 1e6 * model.link.message_s,
                 "exposed": model.exposed,
+                "waiting_ms": model.waiting_ms,
                 "other_ms": model.other_ms,
             },
             "predicted_not_measured": self.predicted,
             "limits": self.words,
         }
+
+
+def _latency_words(link: Link) -> str:
+    if link.message_s is None:
+        return f"latency {1e6 * link.latency_s:,.0f} µs a message"
+    each = 1e6 * link.message_s
+    return f"latency {1e6 * link.latency_s:,.0f} µs a round, {each:,.0f} µs a message"
 
 
 def busy_words(load: float, cores: int) -> list[str]:

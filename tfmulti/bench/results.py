@@ -116,7 +116,16 @@ def all_reduces_of(found: Found, kind: str) -> list[tuple[int, int, float]]:
 
 def link_of(found: Found, kind: str) -> Link | None:
     """Returns what joins the replicas of a kind of places, or None where it was not measured."""
-    return fit_link(all_reduces_of(found, kind))
+    messages = [
+        answer.message_s
+        for place, rounds in found.items()
+        if place.kind == kind
+        for answers in rounds
+        for answer in answers
+        if answer.message_s is not None
+    ]
+    message_s = statistics.median(messages) if messages else None
+    return fit_link(all_reduces_of(found, kind), message_s)
 
 
 def cost_model(
@@ -138,15 +147,16 @@ def cost_model(
     if link is None:
         return None
     size, collectives = own[-1].answers[0].gradient_bytes, own[-1].answers[0].collectives
+    measured = [(r.place.devices, r.parts.communication) for r in own]
+    exposed, waiting_ms = fit_exposed(link, size, collectives, measured)
     return CostModel(
         link,
         fit_computing([(config.share_of(r.place), r.parts.compute) for r in own]),
-        fit_exposed(
-            link, size, collectives, [(r.place.devices, r.parts.communication) for r in own]
-        ),
+        exposed,
         size,
         collectives,
         statistics.mean(r.parts.input + r.parts.host for r in own),
+        waiting_ms,
     )
 
 
