@@ -123,13 +123,7 @@ def serving(name: str, placement: Placement) -> Iterator[None]:
     Args:
         name: of the graph, among those that one call of a compiled function runs.
     """
-    serves = (
-        placement.workers > 1
-        and placement.local_replicas == 1
-        and not placement.gpus
-        and not tf.executing_eagerly()
-    )
-    links = links_of(placement) if serves else None
+    links = None if tf.executing_eagerly() else links_of(placement)
     token = _serving.set(None if links is None else _Serving(name, placement, links))
     try:
         yield

@@ -30,8 +30,11 @@ _raised: list[BaseException] = []  # in an operation, since `own_errors` was ent
 def links_of(placement: Placement) -> Links | None:
     """Returns connections to all other workers; None where one cannot reach another.
 
-    All workers call it; the first time they connect.
+    And where TensorFlow's collectives serve: in a process by itself, for several replicas each and
+    on GPUs. All workers call it; the first time they connect.
     """
+    if placement.workers == 1 or placement.local_replicas > 1 or placement.gpus:
+        return None
     if placement.addresses not in _connected:
         with tf.init_scope():
             _connected[placement.addresses] = _connect(placement)

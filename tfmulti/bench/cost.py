@@ -43,15 +43,19 @@ class Link:
     byte_s: float
     message_s: float | None = None
 
+    def rounds(self, workers: int, size: float, collectives: int = 1) -> int:
+        """Returns how many times all-reduces of `size` bytes in all take the latency."""
+        if self.message_s is None or workers == 1:
+            return collectives * 2 * (workers - 1)
+        large = min(collectives, math.ceil(size / PACK)) if workers > 2 and size > SHORT else 0
+        return collectives + large
+
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:
         """Returns the seconds of all-reduces of `size` bytes in all: of latency, and of bytes."""
         others = workers - 1
-        bytes_s = 2 * others / workers * size * self.byte_s
-        if self.message_s is None or not others:
-            return collectives * 2 * others * self.latency_s, bytes_s
-        large = min(collectives, math.ceil(size / PACK)) if workers > 2 and size > SHORT else 0
-        rounds = collectives + large
-        return rounds * (self.latency_s + others * self.message_s), bytes_s
+        round_s = self.latency_s + others * (self.message_s or 0.0)
+        rounds = self.rounds(workers, size, collectives)
+        return rounds * round_s, 2 * others / workers * size * self.byte_s
 
     def all_reduce_s(self, workers: int, size: float, collectives: int = 1) -> float:
         """Returns the seconds of all-reduces of `size` bytes in all."""
@@ -71,13 +75,12 @@ def fit_link(
         message_s: see `Link`.
     """
     rows, rest = [], []
+    messages = Link(0.0, 0.0, message_s)
     for n, size, seconds in points:
         if n > 1 and seconds > 0:
-            once = Link(1.0, 0.0, None if message_s is None else 0.0)
-            rounds, _ = once.parts_s(n, size)
+            rounds = messages.rounds(n, size)
             rows.append((rounds / seconds, 2 * (n - 1) / n * size / seconds))
-            messages_s = rounds * (n - 1) * (message_s or 0.0)
-            rest.append(max(0.0, 1 - messages_s / seconds))
+            rest.append(max(0.0, 1 - messages.all_reduce_s(n, size) / seconds))
     if not rows:
         return None
     return Link(*_least_squares(rows, rest), message_s)

@@ -112,10 +112,9 @@ def _flags() -> flags.FlagValues:
         "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: one, "
         "since a number that is chosen in the midst cannot be measured."
     )
-    values[
-        "peak_tflops"
-    ].help = (
-        "TFLOP/s that a device can do at most, for model FLOPs utilisation. Default: known GPUs'."
+    values["peak_tflops"].help = (
+        "TFLOP/s that a device can do at most, for model FLOPs utilisation. Default: that of known "
+        "GPUs."
     )
     text, switch = flags.DEFINE_string, flags.DEFINE_boolean
     text(

@@ -172,9 +172,8 @@ def bytes_told(setup: Setup, model: keras.Model) -> int | None:
     Counted, since of an embedding the rows travel that a batch has. None where it cannot be: on one
     worker, and by TensorFlow's collectives. Every process calls it.
     """
-    workers = setup.place.workers
-    links = links_of(setup.place) if workers > 1 and setup.place.local_replicas == 1 else None
-    if links is None or setup.place.gpus:
+    workers, links = setup.place.workers, links_of(setup.place)
+    if links is None:
         return None
     sent = []
     for executions in (1, 3):  # what else a fit tells is in both
