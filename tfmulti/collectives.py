@@ -30,8 +30,8 @@ import tensorflow as tf
 from tfmulti.connections import links_of, noting
 from tfmulti.links import Links
 from tfmulti.strategies import Placement
+from tfmulti.synchronisation import GATHER_BYTES
 
-GATHER_BYTES = 32_768  # what is shorter is gathered and then summed: one way instead of two
 SEND, RECEIVE = "links_send", "links_receive"  # names of the operations
 
 Parts = list[tf.Tensor]

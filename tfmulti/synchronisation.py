@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from tfmulti.errors import ConfigError
 
+PACK_BYTES = 500_000  # of gradients that workers sum at a time
+GATHER_BYTES = 32_768  # what is shorter is gathered and then summed: one way instead of two
+
 
 @dataclass(frozen=True)
 class Synchronisation:

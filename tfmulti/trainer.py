@@ -34,11 +34,9 @@ from tfmulti.replicas import own_gradients, reduce_gradients
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.stopping import TrainerState, remember, state_of
 from tfmulti.strategies import Placement, placement_of
-from tfmulti.synchronisation import Synchronisation
+from tfmulti.synchronisation import PACK_BYTES, Synchronisation
 
 Model = TypeVar("Model", bound=keras.Model)
-
-PACK_BYTES = 500_000  # of gradients that workers sum at a time
 
 
 def prepare(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.training_tfmulti WORKLOAD one|mirrored|workers [NAME=VALUE …]
 
-NAME=VALUE are arguments of `prepare`; steps_a_call=N is compile's `steps_per_execution`.
+NAME=VALUE are arguments of `prepare`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ def main(name: str, kind: str, *options: str) -> None:
     with strategy.scope():
         model = keras_model(name, keras)
         given = {n: _value(v) for n, _, v in (option.partition("=") for option in options)}
-        steps = given.pop("steps_a_call", 1)
         tfmulti.prepare(model, seed=1, **given)
-        compile_model(model, keras, steps)
+        compile_model(model, keras)
     clock = Clock(work.warm_up)
 
     class Ends(keras.callbacks.Callback):

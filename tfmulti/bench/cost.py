@@ -28,8 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PACK = 500_000  # bytes that gradients travel in, about
-SHORT = 32_768  # bytes that are given to all, and not in pieces
+from tfmulti.synchronisation import GATHER_BYTES, PACK_BYTES
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Link:
         """Returns how many times all-reduces of `size` bytes in all take the latency."""
         if self.message_s is None or workers == 1:
             return collectives * 2 * (workers - 1)
-        large = min(collectives, math.ceil(size / PACK)) if workers > 2 and size > SHORT else 0
+        large = min(collectives, math.ceil(size / PACK_BYTES)) if workers > 2 and size > GATHER_BYTES else 0
         return collectives + large
 
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:

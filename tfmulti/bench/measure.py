@@ -35,7 +35,7 @@ from tfmulti.sources.source import Source
 from tfmulti.step_times import StepTimes
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement, device_names
-from tfmulti.trainer import PACK_BYTES
+from tfmulti.synchronisation import PACK_BYTES
 
 MEASURED_S = 5.0
 _LEAST, _MOST = 5, 2000  # executions
