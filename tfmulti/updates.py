@@ -26,9 +26,12 @@ def update(optimizer: Any, gradient: Any, variables: list[Any], learning_rate: A
     """
     handles = [_handle(v) for v in variables]
     dtype = tf.as_dtype(keras.backend.standardize_dtype(variables[0].dtype))
-    dense = not isinstance(gradient, tf.IndexedSlices) and gradient.dtype == dtype
-    if not dense or None in handles or dtype not in (tf.float32, tf.float64):
+    if None in handles or gradient.dtype != dtype or dtype not in (tf.float32, tf.float64):
         return False
+    if isinstance(gradient, tf.IndexedSlices):
+        if len(handles) == 1:
+            return False  # Keras changes those rows alone; a momentum moves all
+        gradient = tf.convert_to_tensor(gradient)
     rate = tf.cast(learning_rate, dtype)
     if len(handles) == 1:
         tf.raw_ops.ResourceApplyGradientDescent(var=handles[0], alpha=rate, delta=gradient)

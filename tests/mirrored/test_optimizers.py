@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -46,10 +47,23 @@ class OwnSGD(keras.optimizers.SGD):
         super().update_step(2.0 * gradient, variable, learning_rate)
 
 
+SLOTS = [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
+
+
+def rows_of_a_table(values: np.ndarray) -> tf.IndexedSlices:
+    """Returns an embedding's gradient: some rows twice, others not at all."""
+    places = np.arange(len(values)) // 2
+    return tf.IndexedSlices(tf.constant(values), tf.constant(places), tf.constant(values.shape))
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str
+    ("options", "form"),
+    [(options, tf.constant) for options in ({}, *SLOTS)]
+    + [(options, rows_of_a_table) for options in SLOTS],
 )
-def test_sgds_kernel_has_the_numbers_of_its_formula(options: dict[str, Any]) -> None:
+def test_sgds_kernel_has_the_numbers_of_its_formula(
+    options: dict[str, Any], form: Callable[[np.ndarray], Any]
+) -> None:
     rng = np.random.default_rng(0)
     first, *gradients = rng.standard_normal((4, 33, 7)).astype(np.float32)
     found = []
@@ -57,7 +71,7 @@ def test_sgds_kernel_has_the_numbers_of_its_formula(options: dict[str, Any]) -> 
         variable = keras.Variable(first)
         optimizer = keras.optimizers.SGD(0.1, **options)
         optimizer.build([variable])
-        for gradient in map(tf.constant, gradients):
+        for gradient in map(form, gradients):
             if by_kernel:
                 slots = list(optimizer.momentums)
                 assert updates.update(optimizer, gradient, [variable, *slots], 0.1)
