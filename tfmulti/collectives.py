@@ -44,6 +44,7 @@ class _Serving:
         self.name, self.made, self.links = name, 0, links
         self.workers, self.rank = placement.workers, placement.rank
         self.graph = tf.compat.v1.get_default_graph()
+        self.waits: list[tf.Operation] = []  # for other workers, in the order of the graph
 
     def key(self, dtype: tf.DType, shape: tf.TensorShape) -> int:
         """Returns the next collective's key: on all workers the same, and for each form its own."""
@@ -73,6 +74,7 @@ class _Serving:
         def parts() -> Parts:
             with tf.control_dependencies([sent]):
                 found = _receive_op(self.links, key, value.dtype, theirs, self.workers - 1)
+            self.waits.append(found[0].op)
             return [*found[: self.rank], own, *found[self.rank :]]
 
         return parts
@@ -107,7 +109,9 @@ def _receive_op(
         return [part.view(numpy_dtype).reshape(sizes) for part in links.receive(key)]
 
     found = tf.numpy_function(noting(receive), [], [dtype] * count, name=RECEIVE)
-    return [tf.ensure_shape(part, shape) for part in found]
+    for part in found:
+        part.set_shape(shape)
+    return list(found)
 
 
 _last_sent: weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]] = weakref.WeakKeyDictionary()
@@ -136,6 +140,12 @@ def _now() -> _Serving | None:
     found = _serving.get()
     here = found is not None and found.graph is tf.compat.v1.get_default_graph()
     return found if here else None
+
+
+def waits() -> list[tf.Operation]:
+    """Returns the operations of this graph, so far, that wait for other workers."""
+    serves = _now()
+    return [] if serves is None else serves.waits
 
 
 def gather(value: tf.Tensor) -> tf.Tensor | None:

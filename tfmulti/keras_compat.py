@@ -21,6 +21,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | layers that look at all rows | public: `call` of `mixing.LAYERS` | none | they know of shares |
 | steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
+| `_compute_before_waits` | `tf.Operation._add_control_inputs` | none | TensorFlow has a public way to order operations that are there |
 | `updates` | `BaseOptimizer._get_variable_index` | none | Keras' SGD updates by one kernel |
 | `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
@@ -47,7 +48,16 @@ from keras.src.random.seed_generator import draw_seed, global_seed_generator
 from keras.src.trainers import data_adapters
 from keras.src.trainers.trainer import Trainer
 
-from tfmulti import kernels, losses, mixing, normalization, own_steps, randomness, updates
+from tfmulti import (
+    collectives,
+    kernels,
+    losses,
+    mixing,
+    normalization,
+    own_steps,
+    randomness,
+    updates,
+)
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
 from tfmulti.share import Share, computing, current, hinder, partial
@@ -525,6 +535,7 @@ class _ReducesFirst(_UpdatesReplica):
         if tf.distribute.get_replica_context() is not None:
             if self._tfmulti_take(self, grads, trainable_variables):
                 return None
+            _compute_before_waits(grads)
             grads = self._tfmulti_reduce(grads)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
@@ -533,6 +544,30 @@ class _ReducesFirst(_UpdatesReplica):
         if share is not None and tf.convert_to_tensor(loss).shape.rank:
             loss = losses.summed_gradient(share, loss)
         return super().scale_loss(loss)  # type: ignore[misc]
+
+
+def _compute_before_waits(gradients: Gradients) -> None:
+    """Has the gradients of variables computed before a wait for other workers that follows them.
+
+    A wait is that of a BatchNormalization's gradient: the layers before it need what comes of it,
+    and the gradients of the variables behind it need not wait. A worker that left these for later
+    would itself be waited for.
+    """
+    waits = set(collectives.waits())
+    if not waits:
+        return
+    found, rest = set(), [g.op for g in gradients if isinstance(g, tf.Tensor)]
+    for operation in rest:  # it grows: a regularizer's part is added to the layer's
+        found.add(operation)
+        if operation.type == "AddN":
+            rest += [value.op for value in operation.inputs]
+    ready: list[tf.Operation] = []
+    for operation in tf.compat.v1.get_default_graph().get_operations():
+        if operation in found:
+            ready.append(operation)
+        elif operation in waits:
+            operation._add_control_inputs(ready)
+            ready = []
 
 
 def take_reduced_gradients(

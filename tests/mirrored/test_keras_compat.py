@@ -54,6 +54,14 @@ def test_upstream_still_divides_the_losses_that_rows_add(behaviours: Behaviours)
     assert np.abs(np.asarray(alone) - one_alone).max() > 1e-2
 
 
+def test_upstream_orders_no_operations_that_are_there() -> None:
+    """The reason for `_add_control_inputs`: what has it in public is `_compute_before_waits`'s."""
+    names = [name for name in dir(tf.Operation) if "control_input" in name]
+    assert {"control_inputs", "_add_control_inputs"} <= set(names)
+    assert [name for name in names if not name.startswith("_")] == ["control_inputs"]
+    assert isinstance(tf.Operation.control_inputs, property)  # which only tells them
+
+
 def test_upstream_still_weighs_the_losses_of_outputs_by_batches() -> None:
     """The reason for `count_rows_in_output_losses`, on one device: 2 batches, of 3 and 1 rows."""
     found = []

@@ -34,6 +34,14 @@ def test_a_step_has_one_collective_beside_its_gradients(behaviours: Behaviours) 
     assert set(map(tuple, alone.values())) == {()}
 
 
+def test_gradients_that_are_there_are_computed_before_a_wait(behaviours: Behaviours) -> None:
+    """Of two BatchNormalizations, with a Dense between them and one behind."""
+    for worker in behaviours("multi_worker_mirrored", 2):
+        found = [types for types in worker["computed_before_waits"] if types]
+        assert len(found) == 2  # backward; forward and for gradients nothing is left to compute
+        assert all({"MatMul", "BiasAddGrad"} <= set(types) for types in found)
+
+
 def test_replicas_of_one_process_need_no_collective(behaviours: Behaviours) -> None:
     """On CPUs; where TensorFlow's serve, as on GPUs, they are as few, and the numbers the same."""
     plain, by_collectives = behaviours("mirrored", 2)[0]["by_tensorflows_collectives"]

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
 from tests.support.behaviours.graphs import collectives_in, graph_of
 from tests.support.threads import left_since
-from tfmulti import connections, links, meeting, pace, prepare, siblings
+from tfmulti import collectives, connections, links, meeting, pace, prepare, siblings
 
 LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
     "dense": list,
@@ -31,6 +31,24 @@ def collectives_of_a_step() -> Any:
         made = model(*layers())
         fit(made, epochs=1)
         found[name] = collectives_in(graph_of(made, 1))
+    return found
+
+
+@behaviour_at("multi_worker_mirrored")
+def computed_before_waits() -> Any:
+    """Returns the types of what waits for others come after, of which others' part is no input."""
+    layers: list[keras.layers.Layer] = [keras.layers.BatchNormalization()]
+    layers += [keras.layers.Dense(5, kernel_regularizer="l2"), keras.layers.BatchNormalization()]
+    made = model(*layers)
+    fit(made, epochs=1)
+    graph = graph_of(made, 1)
+    found = []
+    for nodes in [graph.node, *(each.node_def for each in graph.library.function)]:
+        types = {node.name: node.op for node in nodes}
+        for node in nodes:
+            if node.name.rpartition("/")[2].startswith(collectives.RECEIVE):
+                before = (name[1:] for name in node.input if name.startswith("^"))
+                found.append(sorted(types[name] for name in before if types[name] != "PyFunc"))
     return found
 
 
