@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -54,9 +55,6 @@ SIDES = {
     "tfmulti": Side("training_tfmulti", ("one", "mirrored", "workers")),
     "tfmulti, float16 between workers": Side(
         "training_tfmulti", ("workers",), ("gradient_compression=float16",)
-    ),
-    "tfmulti, steps chosen": Side(
-        "training_tfmulti", ("workers",), ("steps_per_execution=auto",), workloads=("mlp", "cnn")
     ),
     "tfmulti, each its own batch statistics": Side(
         "training_tfmulti", ("workers",), ("sync_batch_norm=False",), workloads=("resnet20",)
@@ -131,12 +129,16 @@ def run(work: str, side: str, kind: str) -> dict[str, float]:
             running.append(
                 subprocess.Popen(pinned, stdout=out, stderr=err, env=environment | env, cwd=ROOT)
             )
+        until = time.monotonic() + LIMIT_S
         try:
-            codes = [process.wait(LIMIT_S) for process in running]
+            while None in (codes := [process.poll() for process in running]):
+                if any(codes) or time.monotonic() > until:  # the others would wait for it
+                    break
+                time.sleep(0.05)
         finally:
             for process in running:
                 process.kill()
-        if any(codes):
+        if any(code != 0 for code in codes):
             texts = [path.read_text()[-2000:] for path in sorted(logs.glob("err-*"))]
             raise RuntimeError(f"{' '.join(command)} failed: {' | '.join(texts)}")
         found = [json.loads(path.read_text().splitlines()[-1]) for path in logs.glob("out-*")]
@@ -197,13 +199,18 @@ def _show(medians: dict[str, Any]) -> None:
 
 
 def _write(medians: dict[str, Any]) -> None:
-    """Writes what was measured, beside what was measured before of other networks and sides."""
-    workloads = json.loads(RESULTS.read_text())["workloads"] if RESULTS.exists() else {}
+    """Writes what was measured, beside what was before of other sides.
+
+    But for what was measured elsewhere, or with other versions.
+    """
+    where = {"machine": _machine(), "versions": _versions()}
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    same = all(before.get(name) == value for name, value in where.items())
+    workloads = before["workloads"] if same else {}
     for work, of_kinds in medians.items():
         for kind, sides in of_kinds.items():
             workloads.setdefault(work, {}).setdefault(kind, {}).update(sides)
-    content = {"machine": _machine(), "versions": _versions(), "workloads": workloads}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**where, "workloads": workloads}, indent=1) + "\n")
     training_table.main()
     print(f"written {RESULTS.relative_to(ROOT)}")
 

@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.connections import links_of, noting
-from tfmulti.links import Links
+from tfmulti.connections import links_now, links_of, noting
 from tfmulti.strategies import Placement
 from tfmulti.synchronisation import GATHER_BYTES
 
@@ -40,8 +39,8 @@ Parts = list[tf.Tensor]
 class _Serving:
     """The graph in which collectives get keys, by how many there were before in it."""
 
-    def __init__(self, name: str, placement: Placement, links: Links) -> None:
-        self.name, self.made, self.links = name, 0, links
+    def __init__(self, name: str, placement: Placement) -> None:
+        self.name, self.made, self.placement = name, 0, placement
         self.workers, self.rank = placement.workers, placement.rank
         self.graph = tf.compat.v1.get_default_graph()
         self.waits: list[tf.Operation] = []  # for other workers, in the order of the graph
@@ -66,14 +65,14 @@ class _Serving:
         shape = tf.TensorShape([None, *value.shape[1:]]) if any_rows else value.shape
         key = self.key(value.dtype, shape)
         after = _last_sent.get(self.graph, [])
-        sent = _send_op(self.links, key, value, self.rank, self.workers, each_its_row, after)
+        sent = _send_op(self.placement, key, value, each_its_row, any_rows, after)
         _last_sent[self.graph] = [sent]
         own = value[self.rank] if each_its_row else value
         theirs = shape[1:] if each_its_row else shape
 
         def parts() -> Parts:
             with tf.control_dependencies([sent]):
-                found = _receive_op(self.links, key, value.dtype, theirs, self.workers - 1)
+                found = _receive_op(self.placement, key, value.dtype, theirs)
             self.waits.append(found[0].op)
             return [*found[: self.rank], own, *found[self.rank :]]
 
@@ -81,33 +80,32 @@ class _Serving:
 
 
 def _send_op(
-    links: Links,
+    placement: Placement,
     key: int,
     value: tf.Tensor,
-    rank: int,
-    workers: int,
     each_its_row: bool,
+    any_rows: bool,
     after: Sequence[tf.Operation],
 ) -> tf.Operation:
-    others = [other for other in range(workers) if other != rank]
+    others = [other for other in range(placement.workers) if other != placement.rank]
 
     def send(value: np.ndarray) -> None:
         value = np.ascontiguousarray(value)
-        links.send(key, [value[other] if each_its_row else value for other in others])
+        given = [value[other] if each_its_row else value for other in others]
+        links_now(placement).send(key, given, are_rows=any_rows)
 
     with tf.control_dependencies(after):
         return tf.numpy_function(noting(send), [value], [], name=SEND)
 
 
-def _receive_op(
-    links: Links, key: int, dtype: tf.DType, shape: tf.TensorShape, count: int
-) -> Parts:
+def _receive_op(placement: Placement, key: int, dtype: tf.DType, shape: tf.TensorShape) -> Parts:
     numpy_dtype = dtype.as_numpy_dtype
     sizes = [-1 if size is None else size for size in shape]
 
     def receive() -> list[np.ndarray]:
-        return [part.view(numpy_dtype).reshape(sizes) for part in links.receive(key)]
+        return [part.view(numpy_dtype).reshape(sizes) for part in links_now(placement).receive(key)]
 
+    count = placement.workers - 1
     found = tf.numpy_function(noting(receive), [], [dtype] * count, name=RECEIVE)
     for part in found:
         part.set_shape(shape)
@@ -128,7 +126,7 @@ def serving(name: str, placement: Placement) -> Iterator[None]:
         name: of the graph, among those that one call of a compiled function runs.
     """
     links = None if tf.executing_eagerly() else links_of(placement)
-    token = _serving.set(None if links is None else _Serving(name, placement, links))
+    token = _serving.set(None if links is None else _Serving(name, placement))
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ from tfmulti.strategies import Placement
 _GROUP_KEY = 0x7466_6D75  # TensorFlow counts its own from 1
 
 _connected: dict[tuple[str, ...], Links | None] = {}
+_ended: set[tuple[str, ...]] = set()  # by an error: to be connected anew
 _raised: list[BaseException] = []  # in an operation, since `own_errors` was entered
 
 
@@ -39,6 +40,18 @@ def links_of(placement: Placement) -> Links | None:
         with tf.init_scope():
             _connected[placement.addresses] = _connect(placement)
     return _connected[placement.addresses]
+
+
+def links_now(placement: Placement) -> Links:
+    """Returns the connections that there are, for what runs in a step.
+
+    Raises:
+        LinkError: there are none any more.
+    """
+    links = _connected.get(placement.addresses)
+    if links is None:
+        raise LinkError("the connections to the other workers have ended, and cannot be had again")
+    return links
 
 
 def _connect(placement: Placement) -> Links | None:
@@ -99,22 +112,26 @@ def noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def own_errors() -> Iterator[None]:
+def own_errors(placement: Placement) -> Iterator[None]:
     """Inside, a call into TensorFlow raises what an operation of this module has raised.
 
     A call that fails while it runs ends the connections: others that wait for what it would have
-    sent hear of it. What is compiled after that connects anew.
+    sent hear of it. The next call, to which all workers come, connects anew.
 
     Raises:
         tf.errors.UnavailableError: another worker has ended, or such a call of its has failed.
     """
+    if placement.addresses in _ended:
+        links_of(placement)
+        _ended.discard(placement.addresses)
     try:
         yield
     except (tf.errors.OpError, KeyboardInterrupt):
-        for links in _connected.values():
+        for addresses, links in list(_connected.items()):
             if links is not None:
                 links.close()
-        _connected.clear()
+                _ended.add(addresses)
+                del _connected[addresses]
         if not _raised:
             raise
         first = _raised[0]

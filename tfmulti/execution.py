@@ -57,7 +57,7 @@ class Execution:
         self._first = compiled(lambda outlet: on_devices(self._taken(outlet), placement.gpus))
 
     def __call__(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:
-        with connections.own_errors():
+        with connections.own_errors(self._placement):
             return self._call(source, steps, votes)
 
     def _call(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:

@@ -87,7 +87,8 @@ def by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Puts what knows of shares in the place of Keras' functions that do not.
 
-    Outside a prepared model's step, and with one replica, they are Keras' own.
+    Outside a prepared model's step they are Keras' own, and with one replica, but for the layers
+    that take fewer operations.
     """
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         _replace(loss_module, name, _only_outside)

@@ -89,6 +89,7 @@ class Links:
     ) -> None:
         self._check = check
         self.sent_bytes = 0  # what was given to `send`, to all others together
+        self.sent_row_bytes = 0  # of these what was said to be rows
         self._peers = [_Peer(rank, link) for rank, link in sorted(connections.items())]
         self._at = {peer.link.fileno(): peer for peer in self._peers}
         self._lock = threading.Lock()  # of what both threads write: exchanges, and what was early
@@ -102,7 +103,7 @@ class Links:
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
 
-    def send(self, key: int, values: Sequence[np.ndarray]) -> None:
+    def send(self, key: int, values: Sequence[np.ndarray], *, are_rows: bool = False) -> None:
         """Begins an exchange; returns before what is large has been sent.
 
         Exchanges of one key are told from each other by their order.
@@ -111,10 +112,13 @@ class Links:
             key: of 64 bits, the same on all workers.
             values: what goes to each other worker, in the order of their ranks: contiguous, and
                 not to be changed before `receive` returns.
+            are_rows: they are all rows of this worker, and counted as such.
         """
         exchange = _Exchange(len(self._peers))
         with self._lock:
-            self.sent_bytes += sum(value.nbytes for value in values)
+            given = sum(value.nbytes for value in values)
+            self.sent_bytes += given
+            self.sent_row_bytes += given if are_rows else 0
             self._open[key].append(exchange)
             for peer in self._peers:
                 if peer.early[key]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from tfmulti import artifacts, preflight
+from tfmulti import artifacts, local_steps, preflight
 from tfmulti.assembly import Setup, compile_model, make_model, set_up
 from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.history_file import HistoryFile
@@ -167,14 +167,16 @@ def test(setup: Setup, model: keras.Model) -> dict[str, float]:
 
 
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:
-    """Runs two steps and one of validation, writes nothing, and says what a full run takes."""
+    """Runs two executions and a step of validation; writes nothing, says what a full run takes."""
     throughput, waiting = Throughput(in_logs=False), Waiting()
+    steps = 2 * local_steps.steps_at_once(model)  # the first execution traces, and tells no time
+    is_short = setup.steps_per_epoch is not None and setup.steps_per_epoch < steps
     started = time.perf_counter()
     history = model.fit(
         setup.data.train,
         batch_size=_batch_for(setup, setup.data.train),
-        epochs=1,
-        steps_per_epoch=2,
+        epochs=2 if is_short else 1,
+        steps_per_epoch=setup.steps_per_epoch if is_short else steps,
         validation_data=setup.data.validation,
         validation_batch_size=_batch_for(setup, setup.data.validation),
         validation_steps=1,

@@ -74,7 +74,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
 
     called = predict if model.run_eagerly else compiled(predict)
 
-    @connections.own_errors()
+    @connections.own_errors(placement)
     def call(source: Any) -> Predicted:
         found: Predicted = called(source.outlet if isinstance(source, Ahead) else source)
         return found

@@ -22,7 +22,7 @@ class Shards(NamedTuple):
     global batch (all int64), and `digest` a small whole number that is the same on all
     workers if they read the same global batch (-1: not computed). `lost` counts the rows that
     this worker could not read: they are left out of `data` and `own_rows`, and on one worker
-    out of `first_rows` and `rows`; several have to tell each other (`_agreed`).
+    out of `first_rows` and `rows`; several have to tell each other (`steps.agreed`).
     """
 
     data: tuple[Any, ...]

@@ -66,7 +66,8 @@ def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
     for kind in ("replicas", "workers"):
         points = found["all_reduces"][kind]
         assert [(p["replicas"], p["bytes"]) for p in points] == [(2, size) for size in SIZES]
-        assert all(point["ms"] > 0 for point in points)
+        assert points[0]["ms"] > 0
+        assert points[-1]["ms"] > 3 * points[0]["ms"]  # 2048 times the bytes
     assert found["cost_model"]["latency_us"] >= 0
     assert 0 <= found["cost_model"]["message_us"] < 1e6  # they tell each other directly
     assert [p["workers"] for p in found["predicted_not_measured"]] == [1, 2, 4, 8, 16, 32]
@@ -107,15 +108,17 @@ def data():
 
 
 @pytest.mark.parametrize(
-    ("argv", "travels"),
+    ("argv", "travels", "rows"),
     [
         # Of each of 16 rows 4 values of 8 floats and their places, and of a Dense(10) all.
-        ([], 16 * 4 * (8 * 4 + 4) + 4 * 90),
+        ([], 16 * 4 * (8 * 4 + 4) + 4 * 90, 4 * (8 * 4 + 4)),
         # All weights, every ten steps.
-        (["--sync_every", "10"], 4 * (10_000 * 8 + 90) / 10),
+        (["--sync_every", "10"], 4 * (10_000 * 8 + 90) / 10, 0),
     ],
 )
-def test_what_travels_is_counted(argv: list[str], travels: float, tmp_path: Path) -> None:
+def test_what_travels_is_counted(
+    argv: list[str], travels: float, rows: float, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(EMBEDDING)
     argv = ["--model", "mine:build", "--dataset", "mine:data", "--workers", "2", *argv]
     argv += ["--rounds", "1", "--steps", "6", "--global_batch_size", "32", "--output_dir", "o"]
@@ -126,6 +129,7 @@ def test_what_travels_is_counted(argv: list[str], travels: float, tmp_path: Path
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found = json.loads((tmp_path / "o" / "bench.json").read_text())
     assert 0 <= found["gradient_bytes"] - travels < 1000
+    assert found["cost_model"]["row_bytes_an_example"] == rows
 
 
 def test_a_model_that_fails_is_the_cause(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -396,14 +397,15 @@ def test_three_workers_with_a_chief_and_an_evaluator(tmp_path: Path) -> None:
     assert report_of(tmp_path, "r")["examples"] == 1197
 
 
-def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", ["1", "8", "40"])  # of 19 an epoch
+def test_dry_run_writes_nothing(tmp_path: Path, steps: str) -> None:
     inside = tmp_path / "inside"
     inside.mkdir()
-    done = run(
-        [*FIT, "--replicas", "2", "--dry_run"], tmp_path / "logs", limit_s=LIMIT_S, cwd=inside
-    )
+    argv = [*FIT, "--replicas", "2", "--dry_run", "--steps_per_execution", steps]
+    done = run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=inside)
     assert done.returncode == 0, done.stderr
-    assert "285 steps of" in done.stdout
+    (step_ms,) = re.findall(r"285 steps of ([\d.,]+) ms would take", done.stdout)
+    assert float(step_ms.replace(",", "")) < 500  # a traced execution takes a second and more
     assert "Nothing was written." in done.stdout
     assert list(inside.iterdir()) == []
 

@@ -70,6 +70,16 @@ def test_one_worker_can_stop_all(behaviours: Behaviours, kind: str) -> None:
         assert worker["one_worker_stops_at_the_end_of_an_epoch"] == 2
 
 
+@pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
+def test_a_model_trains_on_after_a_call_that_failed(behaviours: Behaviours, kind: str) -> None:
+    """As if that call had not been; workers connect anew for it."""
+    workers = behaviours(kind) if kind == "one_device" else behaviours(kind, 2)
+    for worker in workers:
+        raised, (after, without) = worker["used_after_an_error"]
+        assert raised in ("InvalidArgumentError", "UnavailableError")
+        assert after == without
+
+
 @KINDS
 def test_nan_on_one_replica_stops_all(behaviours: Behaviours, kind: str) -> None:
     for worker in behaviours(kind, 2):

@@ -90,8 +90,10 @@ def test_sgd_updates_by_a_kernel(behaviours: Behaviours, kind: str, kernels: int
 def test_a_step_is_one_call_and_traced_once(behaviours: Behaviours, kind: str) -> None:
     """Of a batch with fewer rows, too: any number of them is one trace."""
     for worker in workers_of(behaviours, kind):
-        calls, traces = worker["calls_of_a_step"]
+        calls, reads, traces = worker["calls_of_a_step"]
         assert calls == 20
+        # Votes and rows; on several workers the data's digest, too, and what could not be read.
+        assert reads == 20 * (4 if kind == "multi_worker_mirrored" else 2)
         assert traces == 1
 
 

@@ -39,22 +39,25 @@ TRUTH = CostModel(
 )
 
 
-def answers(config: BenchConfig, place: Place, factor: float = 1.0) -> list[Answer]:
-    """Returns what the processes of a place would measure where `TRUTH` holds."""
+def answers(
+    config: BenchConfig, place: Place, factor: float = 1.0, truth: CostModel = TRUTH
+) -> list[Answer]:
+    """Returns what the processes of a place would measure where `truth` holds."""
     share, steps = config.share_of(place), 10
-    computing_ms = TRUTH.computing.ms(share) * factor
-    own_ms = computing_ms + TRUTH.communication_ms(place.workers)
+    computing_ms = truth.computing.ms(share) * factor
+    own_ms = computing_ms + truth.communication_ms(place.workers, share)
+    row_bytes = truth.example_bytes * share if place.workers > 1 else 0.0
     examples = steps * config.global_batch_of(place)
     executing_s = steps * (own_ms + 0.2) / 1000
     together = Phase(steps, examples, executing_s + steps * 0.3e-3, executing_s, steps * 0.2e-3)
     alone = Phase(steps, steps * share, 1.0, steps * computing_ms / 1000, 0.0)
     peers = place.devices > 1
-    times = [(size, TRUTH.link.all_reduce_s(place.workers, size)) for size in SIZES]
+    times = [(size, truth.link.all_reduce_s(place.workers, size)) for size in SIZES]
     return [
         Answer(
             devices=("CPU:0",),
             parameters=1_000_000,
-            gradient_bytes=4_000_000,
+            gradient_bytes=round(truth.gradient_bytes + row_bytes * place.workers / 2),
             collectives=3 if peers else 0,
             synchronized=0,
             step_ms={"p50": own_ms, "p90": own_ms, "p99": own_ms},
@@ -64,6 +67,8 @@ def answers(config: BenchConfig, place: Place, factor: float = 1.0) -> list[Answ
             flops_per_example=6_000_000,
             peak_tflops=None,
             reader_threads=0,
+            message_s=truth.link.message_s if place.workers > 1 else None,
+            row_bytes=row_bytes,
         )
         for _ in range(place.workers)
     ]

@@ -200,7 +200,7 @@ def test_what_is_left(
     said.clear()
     command.measure(without, (), lambda *words: said.append(" ".join(words)), Launched(without))
     assert any("no bench.png: matplotlib is not installed" in line for line in said)
-    assert any("no prediction: the cost of an all-reduce takes --workers" in line for line in said)
+    assert any("no prediction: it takes --workers 2 or more" in line for line in said)
     assert (tmp_path / "p" / "bench.json").is_file()
     assert not (tmp_path / "p" / "bench.png").exists()
 

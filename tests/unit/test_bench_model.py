@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.benches import SIZES, TRUTH, answers, bench
 from tfmulti.bench.config import Place
-from tfmulti.bench.cost import Link, fit_computing, fit_exposed, fit_link
+from tfmulti.bench.cost import CostModel, Link, fit_computing, fit_exposed, fit_link
 from tfmulti.bench.parts import PARTS, Parts, Phase
 from tfmulti.bench.results import cost_model, prediction, results_of
 from tfmulti.bench.words import Situation, limits
@@ -77,11 +78,10 @@ def test_computing_is_found_again() -> None:
 
 
 def test_what_is_beyond_the_model_is_waiting_and_does_not_grow() -> None:
-    link = Link(0.001, 0.0)  # 2 and 6 ms
-    assert fit_exposed(link, 100, 1, [(2, 1.0), (4, 3.0)]) == pytest.approx((0.5, 0))
-    assert fit_exposed(link, 100, 2, [(2, 2.0)]) == pytest.approx((0.5, 0))
-    assert fit_exposed(link, 100, 1, [(1, 5.0)]) == (0, 0)
-    assert fit_exposed(link, 100, 1, [(2, 5.0), (4, 9.0)]) == pytest.approx((1, 3))
+    assert fit_exposed([(2.0, 1.0), (6.0, 3.0)]) == pytest.approx((0.5, 0))
+    assert fit_exposed([(0.0, 5.0)]) == (0, 0)
+    assert fit_exposed([]) == (0, 0)
+    assert fit_exposed([(2.0, 5.0), (6.0, 9.0)]) == pytest.approx((1, 3))
 
 
 PHASES = st.builds(
@@ -116,24 +116,30 @@ def test_what_each_part_is() -> None:
     assert Parts.of(together, slower).communication == 0
 
 
+DIRECT = dataclasses.replace(TRUTH, link=Link(100e-6, 1 / 1e9, message_s=10e-6))
+WITH_ROWS = dataclasses.replace(DIRECT, example_bytes=8_000)  # of an embedding
+
+
+@pytest.mark.parametrize("truth", [TRUTH, DIRECT, WITH_ROWS], ids=["ring", "direct", "rows"])
 @pytest.mark.parametrize("weak", [False, True])
-def test_a_prediction_is_that_of_the_world_that_was_measured(weak: bool) -> None:
+def test_a_prediction_is_that_of_the_world_that_was_measured(weak: bool, truth: CostModel) -> None:
     config = bench(workers=(1, 2, 4), weak=weak)
-    found = {place: [answers(config, place)] for place in config.places}
+    found = {place: [answers(config, place, truth=truth)] for place in config.places}
     results = results_of(config, found)
     model = cost_model(config, results, found, most=4)
     assert model is not None
     assert (model.exposed, model.waiting_ms) == pytest.approx((1, 0.75))
     assert model.link.latency_s == pytest.approx(100e-6)
     assert 1 / model.link.byte_s == pytest.approx(1e9)
+    assert model.link.message_s == truth.link.message_s
     predicted = prediction(config, model, results)
     assert [p["workers"] for p in predicted] == [1, 2, 4, 8, 16, 32, 64]
     for point in predicted:
         workers = int(point["workers"])
         share = 64 if weak else 64 / workers
-        assert point["step_ms"] == pytest.approx(TRUTH.step_ms(workers, share))
+        assert point["step_ms"] == pytest.approx(truth.step_ms(workers, share))
         assert point["examples_per_sec"] == pytest.approx(
-            1000 * share * workers / TRUTH.step_ms(workers, share)
+            1000 * share * workers / truth.step_ms(workers, share)
         )
     for result in results:
         (point,) = (p for p in predicted if p["workers"] == result.place.devices)
@@ -192,8 +198,6 @@ def situation(**parts: float) -> Situation:
 
 
 def but(at: Situation, **changes: Any) -> list[str]:
-    import dataclasses
-
     return limits(dataclasses.replace(at, **changes))
 
 

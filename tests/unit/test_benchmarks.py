@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import curves, table, training_table
+from benchmarks.workloads import Workload
 
 
 def test_readme_shows_what_was_measured() -> None:
@@ -20,7 +23,7 @@ def test_readme_shows_the_curves_ends() -> None:
 
 
 def test_what_workers_send() -> None:
-    """Half of all gradients' bytes twice, of two workers; less by the type, or by the steps."""
+    """All gradients' bytes, of two workers; less by the type, or by the steps."""
     sent = {side: curves.sent_kb(side, 1_000_000) for side in curves.SIDES}
     assert list(sent.values()) == [4000, 2000, 2000, 400, 80, 400]
 
@@ -33,16 +36,23 @@ def test_readme_shows_how_long_steps_take() -> None:
 
 
 def test_the_best_peer_is_no_side_of_our_own() -> None:
-    """And what is compared are exact steps: those in half the bytes are not."""
+    """And what is compared are exact steps, but where it is said that they are not."""
     found = {
         "tfmulti": {"step_ms": 20.0},
-        "tfmulti, float16": {"step_ms": 5.0},
+        "tfmulti, float16 between workers": {"step_ms": 5.0},
         "slow": {"step_ms": 60.0},
         "fast": {"step_ms": 30.0},
     }
     assert training_table.gain(found) == 1.5
     assert training_table.gain({"tfmulti": {"step_ms": 20.0}}) is None
-    chosen = {**found, "tfmulti, steps chosen": {"step_ms": 15.0}}
-    assert training_table.gain(chosen) == 2
+    assert training_table.gain(found, ours=training_table.IN_HALVES) == 6
     alone = {**found, "Keras 3": {"step_ms": 40.0}}
     assert training_table.gain(alone, "one") == 2
+
+
+def test_what_of_a_run_is_neither_start_nor_steps() -> None:
+    work = Workload("mlp", 8, steps=90, warm_up=11)
+    figures = {"step_ms": 10.0, "mean_ms": 10.0, "start_s": 3.0, "after_s": 0.0}
+    assert training_table.beyond(figures, work) == 0
+    slower = {**figures, "mean_ms": 11.0, "after_s": 0.91}  # 90 ms more, and 910 at the end: of 5 s
+    assert training_table.beyond(slower, work) == pytest.approx(0.2)

@@ -16,10 +16,12 @@ takes of a core:
 
     seconds = rounds × (latency + (n - 1) message) + 2 (n - 1) / n × S / bandwidth
 
+The rows of an embedding go whole to each other worker, (n - 1) / bandwidth for a worker's own.
+
 A step takes computing + exposed × collectives + waiting + input + host, where `exposed` is what
 measured communication was of the modelled one, where computing hides some of it or collectives run
-beside each other. What is measured beyond the modelled is waiting for the slowest, which is taken to
-stay as it is.
+beside each other. What is measured beyond the modelled is waiting for the slowest, which is taken
+to stay as it is.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ class Link:
         """Returns how many times all-reduces of `size` bytes in all take the latency."""
         if self.message_s is None or workers == 1:
             return collectives * 2 * (workers - 1)
-        large = min(collectives, math.ceil(size / PACK_BYTES)) if workers > 2 and size > GATHER_BYTES else 0
+        large = (
+            min(collectives, math.ceil(size / PACK_BYTES))
+            if workers > 2 and size > GATHER_BYTES
+            else 0
+        )
         return collectives + large
 
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:
@@ -110,7 +116,11 @@ def fit_computing(points: Sequence[tuple[int, float]]) -> Computing:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a step costs on any number of workers, each on cores or a device of its own."""
+    """What a step costs on any number of workers, each on cores or a device of its own.
+
+    `gradient_bytes` are summed, and `example_bytes` of rows given to each other worker, for each
+    example of a share.
+    """
 
     link: Link
     computing: Computing
@@ -119,29 +129,30 @@ class CostModel:
     collectives: int
     other_ms: float
     waiting_ms: float = 0.0
+    example_bytes: float = 0.0
 
-    def communication_ms(self, workers: int) -> float:
+    def told_ms(self, workers: int, share: float) -> float:
+        """Returns the milliseconds that what workers tell each other takes, hidden or not."""
+        rows_s = (workers - 1) * share * self.example_bytes * self.link.byte_s
+        summed_s = self.link.all_reduce_s(workers, self.gradient_bytes, self.collectives)
+        return 1000 * (summed_s + rows_s)
+
+    def communication_ms(self, workers: int, share: float) -> float:
         if workers == 1:
             return 0.0
-        all_s = self.link.all_reduce_s(workers, self.gradient_bytes, self.collectives)
-        return 1000 * self.exposed * all_s + self.waiting_ms
+        return self.exposed * self.told_ms(workers, share) + self.waiting_ms
 
     def step_ms(self, workers: int, share: float) -> float:
         """Returns the milliseconds of a step of `share` rows on each worker."""
-        return self.computing.ms(share) + self.communication_ms(workers) + self.other_ms
+        return self.computing.ms(share) + self.communication_ms(workers, share) + self.other_ms
 
 
-def fit_exposed(
-    link: Link, size: float, collectives: int, measured: Sequence[tuple[int, float]]
-) -> tuple[float, float]:
+def fit_exposed(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Returns what measured communication is of the modelled one, up to 1, and ms of waiting.
 
     Args:
-        size: the gradients' bytes.
-        collectives: those of a step.
-        measured: workers and milliseconds of communication.
+        pairs: modelled and measured milliseconds, of several workers.
     """
-    pairs = [(1000 * link.all_reduce_s(n, size, collectives), ms) for n, ms in measured if n > 1]
     square = sum(model * model for model, _ in pairs)
     part = sum(model * ms for model, ms in pairs) / square if square else 0.0
     if part <= 1:

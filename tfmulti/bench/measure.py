@@ -72,11 +72,13 @@ def answer(order: Order, cluster: Cluster | None) -> Answer:
     collectives = packs + 1 + 2 * synchronized if several else 0
     if local_steps.is_on(model):
         collectives = -(-collectives // local_steps.steps_at_once(model))
+    told, rows = bytes_told(setup, model) or (sum(sizes), 0.0)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(model).specs)
     return Answer(
         devices=device_names(setup.strategy),
         parameters=model.count_params(),
-        gradient_bytes=bytes_told(setup, model) or sum(sizes),
+        gradient_bytes=told,
+        row_bytes=rows,
         collectives=collectives,
         synchronized=synchronized,
         step_ms=times.percentiles_ms(),
@@ -100,8 +102,12 @@ def compiled(setup: Setup) -> keras.Model:
 def without_peers(setup: Setup, rows: int) -> tuple[Setup, keras.Model]:
     """Returns the same run on the first device of this process alone, with some rows a step."""
     kind = "GPU" if setup.place.gpus else "CPU"
+    config = setup.config
+    if config.sync_every is not None:  # as many steps an execution, so that both call as often
+        config = dataclasses.replace(config, sync_every=None, steps_per_execution=config.sync_every)
     alone = dataclasses.replace(
         setup,
+        config=config,
         strategy=tf.distribute.OneDeviceStrategy(f"{kind}:0"),
         place=Placement(0, 1, 1, setup.place.gpus[:1]),
         batch=BatchSizes(rows, rows, True),
@@ -153,6 +159,8 @@ def trained(setup: Setup, model: keras.Model, executions: int) -> tuple[Phase, T
 
 def synchronized_layers(setup: Setup, model: keras.Model) -> int:
     """Returns how many layers take batch statistics over all replicas, two collectives each."""
+    if local_steps.is_on(model):
+        return 0
     return sum(
         layer.trainable and (setup.config.sync_batch_norm or layer.synchronized)
         for layer in keras_compat.layers_of(model)
@@ -166,22 +174,23 @@ def packs_of(sizes: Sequence[int]) -> int:
     return len(sizes) - len(small) + -(-sum(small) // PACK_BYTES)
 
 
-def bytes_told(setup: Setup, model: keras.Model) -> int | None:
+def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
     """Returns how large an all-reduce is that takes as many bytes as a step tells the others.
 
-    Counted, since of an embedding the rows travel that a batch has. None where it cannot be: on one
-    worker, and by TensorFlow's collectives. Every process calls it.
+    And the bytes of rows that each of these gets. Counted, since of an embedding the rows travel
+    that a batch has. None where it cannot be: on one worker, and by TensorFlow's collectives. Every
+    process calls it.
     """
     workers, links = setup.place.workers, links_of(setup.place)
     if links is None:
         return None
     sent = []
     for executions in (1, 3):  # what else a fit tells is in both
-        before = links.sent_bytes
+        before = np.array([links.sent_bytes, links.sent_row_bytes])
         trained(setup, model, executions)
-        sent.append(links.sent_bytes - before)
-    a_step = (sent[1] - sent[0]) / (2 * local_steps.steps_at_once(model))
-    return round(a_step * workers / (2 * (workers - 1)))
+        sent.append(np.array([links.sent_bytes, links.sent_row_bytes]) - before)
+    each, rows = (sent[1] - sent[0]) / (2 * local_steps.steps_at_once(model)) / (workers - 1)
+    return round(each * workers / 2), float(rows)
 
 
 def agreed(setup: Setup, model: keras.Model, warm: Phase, asked: int | None) -> int:

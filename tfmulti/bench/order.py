@@ -55,8 +55,8 @@ class Answer:
     `message_s` what one message more takes at the same time, where workers send to all at once.
     `gradient_bytes` is the size of an all-reduce that takes as many bytes as a step does: counted
     between workers on CPUs, else those of the weights. They travel in about so many `collectives`
-    a step, two for each of the `synchronized` layers. `flops_per_example` and `peak_tflops` are as
-    in `Throughput`.
+    a step, two for each of the `synchronized` layers. `row_bytes` of it are rows (of an embedding)
+    that go to each other worker. `flops_per_example` and `peak_tflops` are as in `Throughput`.
     """
 
     devices: tuple[str, ...]
@@ -72,6 +72,7 @@ class Answer:
     peak_tflops: float | None
     reader_threads: int | None
     message_s: float | None = None
+    row_bytes: float = 0.0
 
     @property
     def parts(self) -> Parts:

@@ -44,7 +44,7 @@ class Parts:
     """Milliseconds of a step; the four parts add up to `step_ms`.
 
     - `host`: between two calls of the compiled step, Python's part.
-    - `input`: inside of it, without data (`steps.Outcome.waited_s`).
+    - `input`: inside of it, without data (`outcomes.Outcome.waited_s`).
     - `compute`: the rest, or what the rest is without peers, if that is less: see `of`.
     - `communication`: what is left. With peers a step takes that much longer: summing gradients
       and metrics as far as computing does not hide it, and waiting for the slowest replica.

@@ -85,14 +85,13 @@ class Report:
     def model_words(self) -> list[str]:
         """Returns the cost model in words, and what it predicts."""
         if self.model is None:
-            return [
-                "no prediction: the cost of an all-reduce takes --workers 1,2 or more to measure"
-            ]
+            return ["no prediction: it takes --workers 2 or more to measure an all-reduce"]
         model, last = self.model, self.predicted[-1]
         speed = f"{1e-6 / model.link.byte_s:,.0f} MB/s" if model.link.byte_s else "no limit seen"
         return [
             f"all-reduce: {_latency_words(model.link)}, {speed}; a step "
-            f"has {model.collectives} of {model.gradient_bytes / 1e6:.3g} MB in all, and shows "
+            f"has {model.collectives} of {model.gradient_bytes / 1e6:.3g} MB in all"
+            f"{_row_words(model.example_bytes)}, and shows "
             f"{model.exposed:.0%} of what they take, and {model.waiting_ms:.3g} ms of waiting",
             f"predicted (not measured): {last['workers']:.0f} workers like these, each with cores "
             f"or a device of its own: {number(last['examples_per_sec'])} examples/s, efficiency "
@@ -133,6 +132,8 @@ class Report:
                 "latency_us": 1e6 * model.link.latency_s,
                 "bandwidth_mb_per_s": 1e-6 / model.link.byte_s if model.link.byte_s else None,
                 "collectives_a_step": model.collectives,
+                "summed_bytes": model.gradient_bytes,
+                "row_bytes_an_example": model.example_bytes,
                 "compute_fixed_ms": model.computing.fixed_ms,
                 "compute_row_ms": model.computing.row_ms,
                 "message_us": None if model.link.message_s is None else 1e6 * model.link.message_s,
@@ -143,6 +144,10 @@ class Report:
             "predicted_not_measured": self.predicted,
             "limits": self.words,
         }
+
+
+def _row_words(example_bytes: float) -> str:
+    return f" and {example_bytes:,.0f} bytes of rows an example" if example_bytes else ""
 
 
 def _latency_words(link: Link) -> str:

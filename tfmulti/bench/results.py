@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tfmulti.bench.config import BenchConfig, Place
@@ -146,18 +146,24 @@ def cost_model(
     link = link_of({place: found[place] for place in found if place in places}, "workers")
     if link is None:
         return None
-    size, collectives = own[-1].answers[0].gradient_bytes, own[-1].answers[0].collectives
-    measured = [(r.place.devices, r.parts.communication) for r in own]
-    exposed, waiting_ms = fit_exposed(link, size, collectives, measured)
-    return CostModel(
+    most_of, answer = own[-1].place, own[-1].answers[0]
+    model = CostModel(
         link,
         fit_computing([(config.share_of(r.place), r.parts.compute) for r in own]),
-        exposed,
-        size,
-        collectives,
-        statistics.mean(r.parts.input + r.parts.host for r in own),
-        waiting_ms,
+        exposed=1.0,
+        gradient_bytes=round(answer.gradient_bytes - answer.row_bytes * most_of.devices / 2),
+        collectives=answer.collectives,
+        other_ms=statistics.mean(r.parts.input + r.parts.host for r in own),
+        example_bytes=answer.row_bytes / config.share_of(most_of),
     )
+    several = [r for r in own if r.place.devices > 1]
+    exposed, waiting_ms = fit_exposed(
+        [
+            (model.told_ms(r.place.devices, config.share_of(r.place)), r.parts.communication)
+            for r in several
+        ]
+    )
+    return replace(model, exposed=exposed, waiting_ms=waiting_ms)
 
 
 def prediction(
@@ -182,7 +188,7 @@ def prediction(
             {
                 "workers": workers,
                 "step_ms": step_ms,
-                "communication_ms": model.communication_ms(workers),
+                "communication_ms": model.communication_ms(workers, batch / workers),
                 "examples_per_sec": speed,
                 "efficiency": speed / workers / first,
             }

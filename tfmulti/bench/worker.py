@@ -2,7 +2,7 @@
 
     python -m tfmulti.bench.worker ORDER.json
 
-The command starts it, by the launcher where there are several.
+The launcher starts it.
 """
 
 from __future__ import annotations

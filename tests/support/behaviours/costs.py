@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,12 @@ from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, 
 from tests.support.behaviours.graphs import collectives_in, graph_of
 from tests.support.threads import left_since
 from tfmulti import collectives, connections, links, meeting, pace, prepare, siblings
+
+ROUND_TRIPS = {
+    "TFE_Py_Execute": "calls",  # of functions
+    "TFE_Py_FastPathExecute": "calls",  # of operations by themselves
+    "_numpy_internal": "reads",  # float(), int(), np.asarray() and numpy() of a tensor
+}
 
 LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
     "dense": list,
@@ -82,29 +89,31 @@ def kernels_that_update() -> Any:
 
 @behaviour
 def calls_of_a_step() -> Any:
-    """Returns the calls into TensorFlow of 20 more steps, and the traces of the step."""
+    """Returns the calls into TensorFlow of 20 more steps, what is read, and the step's traces."""
     made = model()
     x, y = np.tile(X, (10, 1)), np.tile(Y, 10)
 
-    def executed(steps: int) -> int:
-        count = 0
+    def executed(steps: int) -> Counter[str]:
+        """Returns how often functions and single operations ran, and tensors were read."""
+        count: Counter[str] = Counter()
 
         def note(frame: Any, event: str, argument: Any) -> None:
-            nonlocal count
-            count += event == "c_call" and argument.__name__ == "TFE_Py_Execute"
+            if event == "c_call" and argument.__name__ in ROUND_TRIPS:
+                count[ROUND_TRIPS[argument.__name__]] += 1
 
         sys.setprofile(note)
         try:
-            fit(made, x=x[: 24 * steps], y=y[: 24 * steps], epochs=1)
+            fit(made, x=x, y=y, epochs=1, steps_per_epoch=steps)
         finally:
             sys.setprofile(None)
         return count
 
-    executed(4)
+    executed(10)
     few, many = executed(10), executed(30)
     uneven = model()
     fit(uneven, x=x[:61], y=y[:61], epochs=3)  # the last batch has fewer rows
-    return [many - few, uneven.train_function.one.experimental_get_tracing_count()]
+    calls, reads = (many[kind] - few[kind] for kind in ("calls", "reads"))
+    return [calls, reads, uneven.train_function.one.experimental_get_tracing_count()]
 
 
 class OwnStep(keras.Sequential):

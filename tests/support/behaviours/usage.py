@@ -516,3 +516,28 @@ def backup_and_restore() -> Any:
 def evaluating_an_empty_dataset() -> Any:
     made = model()
     made.evaluate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0), verbose=0)
+
+
+def _of_known_classes(y_true: Any, y_pred: Any) -> Any:
+    tf.debugging.assert_less(tf.cast(y_true, tf.int32), 3)
+    return keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+
+
+@behaviour
+def used_after_an_error() -> Any:
+    """Returns what a call raised, and what the next ones give, with and without it."""
+    found, raised = [], ""
+    for fails in (True, False):
+        made = model(loss=_of_known_classes)
+        if fails:
+            made.evaluate(X, Y, batch_size=24, verbose=0)
+            made.predict(X, batch_size=24, verbose=0)
+            try:
+                fit(made, y=Y + 1, shuffle=False)
+            except tf.errors.OpError as error:
+                raised = type(error).__name__
+        history = fit(made)
+        figures = made.evaluate(X, Y, batch_size=24, verbose=0)
+        outputs = made.predict(X, batch_size=24, verbose=0).tolist()
+        found.append([history, figures, outputs, [w.tolist() for w in made.get_weights()]])
+    return raised, found
