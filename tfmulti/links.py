@@ -2,8 +2,9 @@
 
 A message is a key, a length and bytes. What one call of `send` gives to the others, and what they
 give with the same key, is an exchange; any number of them may be under way, and one that others
-send before this worker does waits for it. A thread receives, so that messages travel while the
-worker computes; what a connection takes at once is sent by the caller.
+send before this worker does waits for it. A thread receives what is large, so that it travels while
+the worker computes; what a connection takes at once is sent by the caller, and what is there, or
+comes soon, is read by who waits for it.
 
 TCP's own limits hold: messages arrive whole and in order, or the connection breaks.
 """
@@ -17,6 +18,7 @@ import select
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,8 @@ import numpy as np
 
 THREAD = "tfmulti-links"
 CHECK_EVERY_S = 1.0  # while an exchange waits
+SOON_S = 0.0003  # within which who waits reads by itself: waking a thread takes longer
+ENOUGH_BYTES = 65_536  # that have come wake the thread, where nobody waits
 ALIGNED = 64  # bytes: TensorFlow takes such memory as it is, and copies other
 _HEADER = struct.Struct("<QQ")  # key, bytes
 
@@ -68,7 +72,8 @@ class _Peer:
         self.sending = threading.Lock()
         self.outgoing: deque[tuple[list[memoryview], _Exchange]] = deque()
         self.is_full = False  # the connection takes no more for now
-        # Only the thread receives.
+        # Whoever reads holds it: who waits, or the thread.
+        self.reading = threading.Lock()
         self.header = bytearray(_HEADER.size)
         self.key: int | None = None  # of the message whose bytes are being received
         self.payload = np.empty(0, np.uint8)
@@ -97,6 +102,8 @@ class Links:
         self._epoll = select.epoll()
         for number in self._at:
             self._epoll.register(number, select.EPOLLIN)
+        self._waiting = 0  # who wants the thread to read all that comes
+        self._wake_for(ENOUGH_BYTES)
         self._closing = os.eventfd(0)  # wakes the thread
         self._epoll.register(self._closing, select.EPOLLIN)
         # What a child of this process holds open would keep the others from hearing of its end.
@@ -144,14 +151,52 @@ class Links:
         with self._lock:
             exchange = self._open[key][0]
         try:
-            while not exchange.done.acquire(timeout=CHECK_EVERY_S):
-                self._check()
+            if not self._read_soon(exchange):
+                self._wait(exchange)
         finally:
             with self._lock:
                 self._open[key].popleft()
         if exchange.error is not None:
             raise exchange.error
         return [exchange.received[peer.rank] for peer in self._peers]
+
+    def _read_soon(self, exchange: _Exchange) -> bool:
+        """Reads what is there and what comes soon; returns whether the exchange has ended.
+
+        Not where something large is still being sent, which the thread does.
+        """
+        until = time.perf_counter() + SOON_S
+        while not exchange.done.acquire(blocking=False):
+            if time.perf_counter() > until or any(peer.outgoing for peer in self._peers):
+                return False
+            for peer in self._peers:
+                if peer.rank not in exchange.received and peer.reading.acquire(blocking=False):
+                    try:
+                        self._read(peer)
+                    finally:
+                        peer.reading.release()
+            os.sched_yield()
+        return True
+
+    def _wait(self, exchange: _Exchange) -> None:
+        with self._lock:
+            self._waiting += 1
+            self._wake_for(1)
+        try:
+            while not exchange.done.acquire(timeout=CHECK_EVERY_S):
+                self._check()
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._wake_for(ENOUGH_BYTES)
+
+    def _wake_for(self, count: int) -> None:
+        """Has the thread woken where so many bytes have come; by less, only of what ended."""
+        for peer in self._peers:
+            if peer.lost is None:
+                with contextlib.suppress(OSError):
+                    peer.link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def close(self) -> None:
         """Ends all connections: those who wait here or at the others, and who comes, are told.
@@ -178,8 +223,9 @@ class Links:
                 if event & select.EPOLLOUT:
                     with peer.sending:
                         self._send_on(peer)
-                if event & ~select.EPOLLOUT and peer.lost is None:
-                    self._read(peer)
+                if event & ~select.EPOLLOUT:
+                    with peer.reading:
+                        self._read(peer)
         with self._lock:
             os.close(self._closing)
             self._closing = -1
@@ -217,6 +263,8 @@ class Links:
                     self._epoll.modify(peer.link, wanted)
 
     def _read(self, peer: _Peer) -> None:
+        if peer.lost is not None:
+            return
         try:
             while True:
                 while len(peer.rest):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tfmulti.links import THREAD, LinkError, Links
+from tfmulti.links import ENOUGH_BYTES, THREAD, LinkError, Links
 from tfmulti.meeting import join, listen
 
 TOKEN = b"0123456789abcdef"
@@ -285,3 +285,50 @@ def test_a_child_process_keeps_no_connection_open() -> None:
         for end in (reads, writes):
             os.close(end)
     assert two is not None
+
+
+def test_who_waits_reads_what_is_there_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread, which would have to be woken, reads what is large or comes late."""
+    (one, two), _ = connected(2)
+    readers: list[str] = []
+    read = Links._read
+
+    def noted(links: Links, peer: Any) -> None:
+        if links is one:
+            readers.append(threading.current_thread().name)
+        read(links, peer)
+
+    monkeypatch.setattr(Links, "_read", noted)
+    two.send(1, [of("small")])
+    one.send(1, [of("")])
+    assert text(one.receive(1)) == ["small"]
+    assert set(readers) == {threading.current_thread().name}
+    readers.clear()
+    two.send(2, [np.zeros(1_000_000, np.uint8)])  # while nobody waits
+    for _ in range(1000):
+        if one._peers[0].early[2]:
+            break
+        threading.Event().wait(0.01)
+    assert set(readers) == {THREAD}
+
+
+def test_what_comes_late_wakes_who_waits() -> None:
+    """By one byte; and what comes after that is left for who waits then."""
+    (one, two), connections = connected(2)
+    one.send(1, [of("")])
+    late = threading.Timer(0.2, two.send, (1, [of("x")]))
+    late.start()
+    assert text(one.receive(1)) == ["x"]
+    link = connections[0][1]
+    assert link.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == ENOUGH_BYTES
+    late.join(LIMIT_S)
+
+
+def test_the_end_of_a_worker_is_seen_where_nobody_waits() -> None:
+    (one, _), connections = connected(2)
+    connections[1][0].shutdown(socket.SHUT_RDWR)
+    for _ in range(1000):
+        if one._peers[0].lost is not None:
+            break
+        threading.Event().wait(0.01)
+    assert one._peers[0].lost is not None
