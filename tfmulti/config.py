@@ -279,7 +279,18 @@ class FitConfig:
             raise ConfigError(
                 f"--peak_tflops {self.peak_tflops:g} is for what --log_throughput shows. Give both."
             )
+        self._check_meetings()
         self._check_batch()
+
+    def _check_meetings(self) -> None:
+        outer = [item for item in dataclasses.fields(self) if item.name.startswith("outer_")]
+        for item in outer if self.sync_every is None else ():
+            value = getattr(self, item.name)
+            if value != item.default:
+                raise ConfigError(
+                    f"--{item.name} {value:g} is used where workers meet after steps of their own, "
+                    "which takes --sync_every. Give both, or leave it out."
+                )
 
     def _check_batch(self) -> None:
         if self.global_batch_size is not None and self.per_replica_batch_size is not None:

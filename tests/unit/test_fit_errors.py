@@ -41,6 +41,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--microbatches", "0"], {}, "--microbatches is 0, but it must be at least 1"),
     (["--sync_every", "0"], {}, "--sync_every is 0, but it must be at least 1"),
     (["--outer_learning_rate", "0"], {}, "--outer_learning_rate is 0.0, but it must be above 0"),
+    (["--outer_momentum", "0.5"], {}, "--outer_momentum 0.5 is used where workers meet after"),
     (["--outer_momentum", "1"], {}, "--outer_momentum is 1.0, but it must be below 1"),
     (["--dataset", "npz:none.npz", *SMALL], {}, "no such file"),
     (["--dataset", "npz:half.npz", *SMALL], {}, "truncated"),
