@@ -327,9 +327,10 @@ def run(
     """
     with teller().working(id(execute)):
         place = placement_of(model.distribute_strategy)
+        steps_wanted = 0
         # Steps that gather rows run one by one (`Execution`): several a call would gain nothing.
-        chooses = pace is not None and place.is_chief and not state_of(model).gathers
-        steps_wanted = pace.wish if pace and chooses else 0
+        if pace is not None and place.is_chief and not state_of(model).gathers:
+            steps_wanted = pace.wish
         outcome = execute(source, count, _votes(model, wish, backup, steps_wanted))
         spread = float(outcome.digest_spread) if place.workers > 1 else 0.0  # waits for it
     outcome = outcome._replace(votes=np.asarray(outcome.votes).tolist())  # read once

@@ -114,9 +114,13 @@ def test_fit_leaves_no_thread(behaviours: Behaviours, kind: str) -> None:
 
 @KINDS
 def test_all_take_the_chiefs_pace(behaviours: Behaviours, kind: str) -> None:
-    """After the trials the chief's wish travels with one step, or is followed at once."""
+    """After the trials the chief's wish travels with one step, or is followed at once.
+
+    Steps that gather rows are one call each on several replicas, and stay so.
+    """
     for worker in workers_of(behaviours, kind):
-        (single, exact), (chosen, weights) = worker["the_chiefs_pace"]
+        (single, exact), (chosen, weights), (gathering, _) = worker["the_chiefs_pace"]
+        assert gathering == (chosen if kind == "one_device" else single)
         assert single == list(range(STEPS))
         alone = TRIALS + 3
         assert chosen == [*range(alone), *range(alone + 6, STEPS - 1, 7), STEPS - 1]

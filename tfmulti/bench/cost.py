@@ -48,12 +48,9 @@ class Link:
         """Returns how many times all-reduces of `size` bytes in all take the latency."""
         if self.message_s is None or workers == 1:
             return collectives * 2 * (workers - 1)
-        large = (
-            min(collectives, math.ceil(size / PACK_BYTES))
-            if workers > 2 and size > GATHER_BYTES
-            else 0
-        )
-        return collectives + large
+        if workers == 2 or size <= GATHER_BYTES:
+            return collectives
+        return collectives + min(collectives, math.ceil(size / PACK_BYTES))
 
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:
         """Returns the seconds of all-reduces of `size` bytes in all: of latency, and of bytes."""
