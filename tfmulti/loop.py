@@ -209,7 +209,8 @@ def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: F
     if setup.config.export_dir is not None and report.stopped_by is None:
         artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
     artifacts.write_report(run_dir, report)  # says that the run is done: after the export
-    title = f"{setup.config.dataset}, {setup.config.model}, {report.replicas} replicas"
+    replicas = f"{report.replicas} replica{'s' if report.replicas > 1 else ''}"
+    title = f"{setup.config.dataset}, {setup.config.model}, {replicas}"
     if report.epochs:
         artifacts.draw_curves(run_dir.curves, report.history, title)
 

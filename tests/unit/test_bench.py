@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -203,6 +206,20 @@ def test_what_is_left(
     assert any("no prediction: it takes --workers 2 or more" in line for line in said)
     assert (tmp_path / "p" / "bench.json").is_file()
     assert not (tmp_path / "p" / "bench.png").exists()
+
+
+def test_a_full_disk_is_told_in_a_line_after_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(command, "write_text", full)
+    config = bench(output_dir=tmp_path / "o", rounds=1)
+    with pytest.raises(MeasurementError, match=r"stands above: No space left .*Make room") as told:
+        command.measure(config, (), lambda *words: None, Launched(config))
+    assert told.value.exit_code == 1
+    assert "1 replica" in capsys.readouterr().out
 
 
 def test_too_many_replicas_for_the_cores_are_told(tmp_path: Path) -> None:

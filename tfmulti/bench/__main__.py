@@ -29,7 +29,7 @@ from pathlib import Path
 from tfmulti import preflight
 from tfmulti.bench import flags
 from tfmulti.bench.config import BenchConfig
-from tfmulti.bench.matrix import Launch, Matrix
+from tfmulti.bench.matrix import Launch, Matrix, MeasurementError
 from tfmulti.bench.picture import draw
 from tfmulti.bench.report import Report, busy_words
 from tfmulti.command_line import exit_code
@@ -86,7 +86,7 @@ def measure(
     """Measures the matrix, writes and prints what it says, and returns it.
 
     Raises:
-        MeasurementError: a process failed.
+        MeasurementError: a process failed, or the disk is full.
     """
     cores, load = tuple(sorted(os.sched_getaffinity(0))), os.getloadavg()[0]
     describe(config, gpus, cores, load, say)
@@ -123,15 +123,26 @@ def describe(
 
 
 def write(report: Report, say: Say) -> None:
-    """Writes bench.json, and bench.png where it can be drawn."""
+    """Writes bench.json, and bench.png where it can be drawn.
+
+    Raises:
+        MeasurementError: the disk is full, or takes no file.
+    """
     config, folder = report.config, report.config.output_dir
-    write_text(folder / "bench.json", json.dumps(report.as_dict(), indent=1) + "\n")
-    files = ["bench.json"]
+    files = []
     try:
+        write_text(folder / "bench.json", json.dumps(report.as_dict(), indent=1) + "\n")
+        files.append("bench.json")
         draw(report, folder / "bench.png")
         files.append("bench.png")
     except ImportError:
         say("warning", "no bench.png: matplotlib is not installed (pip install matplotlib)")
+    except OSError as error:
+        raise MeasurementError(
+            f"{folder} lacks what was measured, which stands above: {error.strerror or error}. "
+            "Make room, and measure again for bench.json and bench.png.",
+            1,
+        ) from None
     say("written", f"{folder}: {', '.join(files)}" + _profile_words(config, folder))
 
 
