@@ -56,6 +56,13 @@ def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
     assert (found.latency_s, found.byte_s) == pytest.approx((0.5, 0.01), rel=1e-3)
 
 
+def test_rows_go_whole_to_each_other_worker() -> None:
+    """16 examples of 1 KB to three others at 1 GB/s, beside what is summed; to nobody alone."""
+    rows = dataclasses.replace(WITH_ROWS, example_bytes=1_000)
+    assert rows.told_ms(4, 16) - DIRECT.told_ms(4, 16) == pytest.approx(3 * 16 * 1_000 / 1e9 * 1e3)
+    assert rows.communication_ms(1, 16) == 0
+
+
 def test_nothing_is_below_zero() -> None:
     falling = fit_link([(2, 1000, 0.02), (2, 10_000_000, 0.01)])
     assert falling is not None
