@@ -236,9 +236,9 @@ def _epoch(
         clock.add(outcome)
         pace.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
         at.lost = _lost(model, training.feed, outcome, at.lost)
-        at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.logs
+        at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.epoch_logs
         teller().step(state.steps)
-        training.callbacks.on_train_batch_end(last, at.logs)
+        training.callbacks.on_train_batch_end(last, outcome.logs)
         stops = _stops(model, bool(model.stop_training), outcome.votes)
         if keeper is not None and stopping.wants_backup(outcome.votes):
             at.logs = as_floats(at.logs)
@@ -269,9 +269,9 @@ def evaluate(
         wish = bool(model.stop_evaluating)
         with told_by(feed):
             outcome = run(model, model.test_function, source, last - first + 1, wish)
-        logs, taken = outcome.logs, last + 1
+        logs, taken = outcome.epoch_logs, last + 1
         lost = _lost(model, feed, outcome, lost)
-        callbacks.on_test_batch_end(last, logs)
+        callbacks.on_test_batch_end(last, outcome.logs)
         if _stops(model, bool(model.stop_evaluating), outcome.votes):
             break
     feed.end_pass(whole=feed.steps is not None and taken == feed.steps)

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfmulti import connections, keras_compat, local_steps, run_state
 from tfmulti.outcomes import Outcome, Summary, Taken, time_of
 from tfmulti.shards import Ahead, Shards, on_devices, with_any_rows
+from tfmulti.step_logs import StepLogs
 from tfmulti.steps import agreed, compiled, make_step, taken
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
@@ -39,8 +40,9 @@ class Execution:
         keras_compat.install()
         seeds = keras_compat.seeds_of_step(model, "training" if training else "evaluation")
         self._model, self._placement, self._state = model, placement, state_of(model)
-        self._step = make_step(model, placement, seeds, training=training)
-        self._summary = Summary(model, placement, training=training)
+        logs = StepLogs(model)
+        self._step = make_step(model, placement, seeds, logs, training=training)
+        self._summary = Summary(model, placement, logs, training=training)
         alone = agreed(model, placement)
         self._agreed = alone or self._taken
         # A collective before the step (`agreed`) may not run beside those of another one.

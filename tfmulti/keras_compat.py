@@ -50,16 +50,19 @@ from keras.src.trainers.trainer import Trainer
 
 from tfmulti import (
     collectives,
+    global_values,
     kernels,
     losses,
     mixing,
     normalization,
     own_steps,
     randomness,
+    row_labels,
     updates,
 )
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
+from tfmulti.row_rules import Kind
 from tfmulti.share import Share, computing, current, hinder, partial
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
@@ -93,9 +96,14 @@ def install() -> None:
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         _replace(loss_module, name, _only_outside)
     _replace(loss_module, "reduce_weighted_values", _part_of_global)
-    _replace(keras.losses.Loss, "__call__", _from_all_rows_if_scalar)
-    _replace(keras.metrics.MeanMetricWrapper, "update_state", _metric_from_all_rows_if_scalar)
-    _replace(keras.metrics.Mean, "update_state", _mean_of_shares)
+    _replace(tf.GradientTape, "gradient", _gradient)
+    _replace(tf.distribute.ReplicaContext, "merge_call", _keeping_traces)
+    _replace(keras.layers.Layer, "__call__", _labelled_layer)
+    _replace(keras.Variable, "assign", _assigned)
+    _replace(keras.losses.Loss, "__call__", _loss_of_all_rows)
+    _replace(keras.metrics.MeanMetricWrapper, "update_state", _metric_of_all_rows)
+    for metric in (keras.metrics.Mean, keras.metrics.Sum):
+        _replace(metric, "update_state", _mean_of_shares)
     _replace(Trainer, "_aggregate_additional_loss", _added_loss)
     _replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
     _replace(keras.layers.BatchNormalization, "call", _fused)
@@ -171,33 +179,48 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         loss = original(values, sample_weight, mask, reduction, dtype)
         one_number = tf.convert_to_tensor(values).shape.rank == 0
         losses.note_reduction(one_number)
-        if one_number:
-            return loss
         share = partial()
-        if share is None:
-            return loss
+        if share is None or one_number or not _is_by_rows(share, values):
+            return loss  # `_loss_of_all_rows` makes the loss of the global batch of it
         same_rank = loss_module.squeeze_or_expand_to_same_rank
-        return losses.scaled_to_global(
+        part = losses.scaled_to_global(
             share,
             loss,
             reduction,
             lambda: losses.divisor_of(values, sample_weight, mask, reduction, same_rank),
         )
+        if part.shape.rank == 0:
+            row_labels.mark(part, row_labels.MEAN)
+        return part
 
     return reduce
 
 
-def _from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]:
+def _is_by_rows(share: Share, values: Any) -> bool:
+    """Whether a loss has a value for each row, or it is not known that it has none."""
+    kinds = (Kind.ROWS, Kind.LOCAL)
+    return not global_values.are_known(share) or row_labels.label_of(values).kind in kinds
+
+
+def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss' `__call__` whose result stands for the loss of the global batch."""
+
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         share = partial()
         if share is None:
             return original(self, y_true, y_pred, sample_weight)
+        if global_values.are_known(share):
+            found = original(self, y_true, y_pred, sample_weight)
+            kind = row_labels.label_of(found).kind
+            if kind is not Kind.LOCAL and found.shape.rank != 0:
+                return found  # what takes its values makes those of the global batch of them
+            if kind is not Kind.LOCAL:
+                return global_values.averaged(share, found)
         seen = losses.Seen()
         with losses.watching(seen), computing(share.alone()):
             found = original(self, y_true, y_pred, sample_weight)  # to see; not in the step
         by_rows = not seen.scalar and (seen.reduced or found.shape.rank)
-        function = getattr(self, "fn", type(self))
-        if by_rows and not _mixes_rows(share, self, function, _values_of(self), y_true, y_pred):
+        if by_rows and _is_of_keras(getattr(self, "fn", type(self))):
             return original(self, y_true, y_pred, sample_weight)
         compute = functools.partial(original, self)
         return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight)
@@ -205,37 +228,28 @@ def _from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-def _mixes_rows(
-    share: Any, owner: Any, function: Any, values: Callable[..., Any], y_true: Any, y_pred: Any
-) -> bool:
-    """Whether a row's value depends on other rows; of Keras' own functions it is known."""
-    if function.__module__.startswith("keras.src.") and function is not keras.losses.circle:
-        return False
-    return losses.depends_on_other_rows(share, owner, values, y_true, y_pred)
+def _is_of_keras(function: Any) -> bool:
+    """Whether a function or class is Keras' own, whose value of a row is computed from that row."""
+    module = getattr(function, "__module__", "")
+    return module.startswith("keras.src.") and function is not keras.losses.circle
 
 
-def _values_of(loss: keras.losses.Loss) -> Callable[[Any, Any], Any]:
-    """Returns a loss' function of the values that Keras reduces, which takes what Keras takes."""
-
-    def values(y_true: Any, y_pred: Any) -> Any:
-        y_true, y_pred = keras.tree.map_structure(
-            lambda value: keras.ops.convert_to_tensor(value, loss.dtype), (y_true, y_pred)
-        )
-        return loss.call(y_true, y_pred)
-
-    return values
-
-
-def _metric_from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..., Any]:
+def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         share = partial()
         if share is None:
             return original(self, y_true, y_pred, sample_weight)
         values = functools.partial(self._fn, **self._fn_kwargs)
         with computing(share.alone()):
-            by_rows = values(y_true, y_pred).shape.rank != 0
-        if by_rows and not _mixes_rows(share, self, self._fn, values, y_true, y_pred):
+            found = tf.convert_to_tensor(values(y_true, y_pred))
+        one_number = found.shape.rank == 0
+        known = global_values.are_known(share)
+        kind = row_labels.label_of(found).kind if known else Kind.LOCAL
+        unknown = kind is Kind.LOCAL
+        if kind is Kind.ROWS or (unknown and not one_number and _is_of_keras(self._fn)):
             return original(self, y_true, y_pred, sample_weight)
+        if one_number and not unknown and sample_weight is None:
+            return keras.metrics.Mean.update_state(self, found)
         if share.is_local and not losses.in_passes():
             return original(self, y_true, y_pred, sample_weight)
         # The numbers are of the whole batch; the replicas' states are summed later.
@@ -244,7 +258,7 @@ def _metric_from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..
 
         def update(y_true: Any, y_pred: Any, weights: Any) -> Any:
             if weights is None:
-                weights = tf.ones(tf.shape(y_pred)[:1] if by_rows else [])
+                weights = tf.ones([] if one_number else tf.shape(y_pred)[:1])
             original(self, y_true, y_pred, counts * tf.cast(weights, tf.float32))
             return tf.zeros([])
 
@@ -254,23 +268,167 @@ def _metric_from_all_rows_if_scalar(original: Callable[..., Any]) -> Callable[..
 
 
 def _mean_of_shares(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `update_state` of a metric that adds values up, or their mean by weights."""
+
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         share = partial()
-        one_number = share is not None and tf.convert_to_tensor(values).shape.rank == 0
-        if one_number and sample_weight is None:  # a batch counts once, whoever computed it
-            assert share is not None
-            sample_weight = share.part
+        if share is not None:
+            values, sample_weight = _counted_once(share, values, sample_weight)
         return original(self, values, sample_weight)
 
     return update_state
 
 
+def _counted_once(share: Share, values: Any, weight: Any) -> tuple[Any, Any]:
+    """Returns what a metric gets on this replica, so that the replicas' states add up.
+
+    What is no value of rows, such as a batch's loss, counts once, whoever computed it.
+    """
+    tensor = tf.convert_to_tensor(values)
+    if not global_values.are_known(share):
+        return values, share.part if tensor.shape.rank == 0 and weight is None else weight
+    kind = row_labels.label_of(tensor).kind
+    if kind is Kind.LOCAL:
+        share.note_unknown(row_labels.label_of(tensor).reason)
+    if kind is Kind.ROWS or (kind is Kind.LOCAL and tensor.shape.rank != 0):
+        return values, weight
+    weighs = Kind.ALIKE if weight is None else row_labels.label_of(weight).kind
+    if weighs is Kind.COUNT:  # of this replica's rows: the replicas' mean by rows is meant
+        return global_values.averaged(share, tensor), weight
+    if weighs is Kind.ALIKE:
+        part = share.part if weight is None else share.part * tf.cast(weight, share.part.dtype)
+        return global_values.averaged(share, tensor), part
+    if weighs is Kind.SUM:  # a part of the whole weight
+        return global_values.of_one_device(share, tensor), weight
+    whole = global_values.of_one_device(share, weight)
+    return global_values.of_one_device(share, tensor), whole * tf.cast(share.part, whole.dtype)
+
+
 def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def aggregate(self: Any, loss: Any) -> Any:
         share = partial()
-        return original(self, loss if share is None else losses.added_loss(share, loss))
+        if share is not None and not global_values.are_known(share):
+            loss = losses.added_loss(share, loss)
+        return original(self, loss)
 
     return aggregate
+
+
+def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(
+        self: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        options = {
+            "output_gradients": output_gradients,
+            "unconnected_gradients": unconnected_gradients,
+        }
+        share = partial()
+        if share is None:
+            return original(self, target, sources, **options)
+        if not row_labels.are_kept() and not share.is_local:
+            target = tf.nest.map_structure(lambda t: losses.summed_gradient(share, t), target)
+        compute = functools.partial(original, self)
+        return global_values.gradient(share, compute, target, sources, **options)
+
+    return gradient
+
+
+def states_of_its_own(model: keras.Model) -> dict[int, str]:
+    """Returns what changes by the user's own code in a step: `Share.states`."""
+    found: dict[int, str] = {}
+    for layer in layers_of(model):
+        if not _is_of_keras(type(layer)):
+            found |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
+    metrics = [*model.metrics, *keras.Model.metrics.fget(model)]
+    while metrics:
+        metric = metrics.pop()
+        inner = list(getattr(metric, "metrics", ()))  # of the metrics that `compile` was given
+        metrics += inner
+        if not inner:
+            kind = "" if _is_of_keras(type(metric)) else "metric"
+            found |= {id(v): kind for v in metric.variables}
+    return found
+
+
+def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
+    def assign(self: Any, value: Any) -> Any:
+        share = partial()
+        kind = share.states.get(id(self)) if share is not None else None
+        if share is not None and kind == "layer":
+            value = global_values.of_one_device(share, value)
+        elif share is not None and kind == "metric":
+            value = global_values.part_of_sum(share, value)
+        return original(self, value)
+
+    return assign
+
+
+def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `merge_call` after which the layers hold what this replica's trace left on them.
+
+    While a replica waits in it the others trace the same layers, and leave their losses there.
+    """
+
+    def merge_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        share = partial()
+        if share is None or share.model is None or tf.executing_eagerly():
+            return original(self, *args, **kwargs)
+        left = [(layer, _left_by_trace(layer)) for layer in layers_of(share.model)]
+        found = original(self, *args, **kwargs)
+        for layer, state in left:
+            vars(layer).update(state)
+        return found
+
+    return merge_call
+
+
+def _left_by_trace(layer: Any) -> dict[str, Any]:
+    """Returns copies of a layer's attributes that hold tensors of the graph that is traced.
+
+    Keras' own layers keep their losses alone.
+    """
+    losses = {"_losses": list(layer._losses), "_loss_ids": set(layer._loss_ids)}
+    if _is_of_keras(type(layer)):
+        return losses
+    found = {}
+    for name, value in vars(layer).items():
+        parts = value.values() if isinstance(value, dict) else value
+        many = isinstance(value, (dict, list, tuple))
+        if any(map(_is_symbolic, parts if many else [value])):
+            found[name] = type(value)(value) if type(value) in (dict, list) else value
+    return found | losses
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and hasattr(value, "graph")
+
+
+def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        if row_labels.are_kept() and _works_by_rows(self):
+            row_labels.mark_call((args, kwargs), outputs)
+        return outputs
+
+    return call
+
+
+def _works_by_rows(layer: Any) -> bool:
+    """Whether a layer and all in it are Keras' own, which compute a row from that row alone.
+
+    `mixing` and BatchNormalization see to those that do not.
+    """
+    parts = [layer, *layer._flatten_layers(include_self=False)]
+    return all(
+        type(part).__module__.startswith("keras.src.layers.")
+        and not isinstance(part, keras.layers.Lambda)
+        and _is_of_keras(getattr(part, "activation", keras.activations.linear))
+        for part in parts
+    )
 
 
 def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,11 +547,20 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
             arguments = bound.arguments
             if "dtype" in arguments:
                 arguments["dtype"] = arguments["dtype"] or keras.config.floatx()
-            return mine(share, _seed(share, arguments.pop("seed")), **arguments)
+            seed = _seed(share, arguments.pop("seed"))
+            return randomness.by_parts(mine, share, seed, arguments)
 
         return drawn
 
     return make
+
+
+def all_metric_variables(model: keras.Model) -> list[Any]:
+    """Returns the Keras variables of all metrics of a model, named in its `metrics` or not."""
+    known = {id(v): v for v in metric_variables(model)}
+    for metric in keras.Model.metrics.fget(model):
+        known.update({id(v): v for v in metric.variables})
+    return list(known.values())
 
 
 def seed_variables(model: keras.Model) -> list[Any]:
@@ -450,7 +617,7 @@ def watch_losses(model: keras.Model) -> None:
     for loss in keras.tree.flatten(model.loss):
         if isinstance(loss, keras.losses.Loss):
             owner = next(cls for cls in type(loss).__mro__ if "__call__" in vars(cls))
-            _replace(owner, "__call__", _from_all_rows_if_scalar)
+            _replace(owner, "__call__", _loss_of_all_rows)
 
 
 def count_rows_in_output_losses(model: keras.Model) -> None:
@@ -468,6 +635,7 @@ class _CountsRows:
         share = current()
         if share is not None:
             sample_weight = losses.rows_that_count(share)
+            row_labels.mark(sample_weight, row_labels.COUNT)
         return super().update_state(values, sample_weight=sample_weight)  # type: ignore[misc]
 
 
@@ -534,17 +702,27 @@ class _ReducesFirst(_UpdatesReplica):
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
         if tf.distribute.get_replica_context() is not None:
+            grads = _gradients_of_global_batch(grads)
             if self._tfmulti_take(self, grads, trainable_variables):
                 return None
             _compute_before_waits(grads)
             grads = self._tfmulti_reduce(grads)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
-    def scale_loss(self, loss: Any) -> Any:
-        share = partial()
-        if share is not None and tf.convert_to_tensor(loss).shape.rank:
-            loss = losses.summed_gradient(share, loss)
-        return super().scale_loss(loss)  # type: ignore[misc]
+
+def _gradients_of_global_batch(gradients: Gradients) -> list[Any]:
+    """Returns gradients that a step changed by itself such that their mean over replicas is right.
+
+    A gradient as the tape gives it stays. One that was clipped or normalized on each replica would
+    not be that of the global batch.
+    """
+    share = partial()
+    if share is None or not global_values.are_known(share):
+        return list(gradients)
+    return [
+        global_values.averaged(share, gradient) if isinstance(gradient, tf.Tensor) else gradient
+        for gradient in gradients
+    ]
 
 
 def _compute_before_waits(gradients: Gradients) -> None:

@@ -13,18 +13,15 @@ replica's loss must be such that this mean is the loss of the global batch:
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
 
+from tfmulti import row_labels
 from tfmulti.errors import ModelError
-from tfmulti.replicas import gather_rows, rows_of, sum_together
+from tfmulti.replicas import gather_rows, sum_together
 from tfmulti.share import PerThread, Share, computing
 
 _compiled = PerThread(False)
@@ -93,9 +90,9 @@ def scaled_to_global(
         ModelError: a sum in a train_step of the user's own, which may divide it again.
     """
     if reduction in (None, "none"):
-        return loss  # `summed_gradient` sees to what the step makes of a vector
+        return loss  # its gradient is that of a sum: `global_values.gradient`
     if reduction == "sum":
-        if not _compiled.get():
+        if not _compiled.get() and not row_labels.are_kept():
             raise ModelError(
                 "a loss with reduction='sum' is used in a step of the model's own, where tfmulti "
                 "cannot tell whether it is divided by the rows afterwards. Use "
@@ -120,8 +117,11 @@ def _of_all(share: Share, values: list[tf.Tensor]) -> list[tf.Tensor]:
 def summed_gradient(share: Share, loss: Any) -> Any:
     """Returns the same vector of losses, with the gradient of a part of one long vector.
 
-    The gradient of a vector is that of its sum, over all replicas: see `scaled_to_global`.
+    The gradient of a vector is that of its sum, over all replicas: see `scaled_to_global`. A number
+    stays.
     """
+    if not tf.is_tensor(loss) or not loss.shape.rank:
+        return loss
     return _with_gradient_times(loss, tf.math.divide_no_nan(1.0, share.weight))
 
 
@@ -154,46 +154,6 @@ def note_reduction(of_one_number: bool) -> None:
     if seen is not None:
         seen.reduced = True
         seen.scalar = seen.scalar or of_one_number
-
-
-_coupled: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def depends_on_other_rows(
-    share: Share, owner: Any, function: Callable[..., Any], y_true: Any, y_pred: Any
-) -> bool:
-    """Whether a function's value of a row changes when other rows are there or not.
-
-    It is tried on made-up numbers of the forms given: four rows, and the first two of them
-    alone (a contrastive loss compares an example with all others). What cannot be tried is
-    taken not to. The answer is kept as long as `owner` lives.
-    """
-    if owner not in _coupled:
-        with (
-            tf.init_scope(),
-            keras.StatelessScope(),
-            computing(share.alone()),
-            contextlib.suppress(Exception),
-        ):
-            left, right = (
-                tf.nest.map_structure(functools.partial(_made_up, labels=labels), value)
-                for value, labels in ((y_true, True), (y_pred, False))
-            )
-            whole = np.asarray(function(left, right))
-            half = np.asarray(function(*rows_of((left, right), 0, 2)))
-            _coupled[owner] = not np.allclose(whole[:2], half, 1e-4, 1e-6, equal_nan=True)
-    return _coupled.setdefault(owner, False)
-
-
-def _made_up(like: Any, labels: bool) -> tf.Tensor:
-    """Returns four rows of a tensor's form: labels 0 and 1 by turns, or numbers in (0, 1)."""
-    like = tf.convert_to_tensor(like)
-    shape = [4, *(5 if size is None else size for size in like.shape[1:])]
-    if labels and like.shape.rank is not None and np.prod(shape) == 4:
-        numbers = np.reshape([0, 1, 0, 1], shape)
-    else:
-        numbers = np.random.default_rng(0).uniform(size=shape)
-    return tf.cast(tf.constant(numbers), like.dtype)
 
 
 def from_all_rows(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, sharding
+from tfmulti import keras_compat, lookup_gradients, sharding
 from tfmulti.errors import ModelError
 from tfmulti.losses import Divisors
 from tfmulti.replicas import rows_of, weighed
@@ -112,7 +112,7 @@ def run(model: keras.Model, step: Step, data: Any, share: Share, passes: int) ->
             with sums.taking(), divisors.in_use():
                 logs.append(step(rows, part))
     sums.update()
-    return _combined(model, logs, [part.weight for _, part in parts])
+    return _combined(logs, [part.weight for _, part in parts])
 
 
 def _part(data: Any, share: Share, passes: int, number: int) -> tuple[Any, Share]:
@@ -160,37 +160,28 @@ def _added(sum_so_far: Any, gradient: Any) -> Any:
     if sum_so_far is None or gradient is None:
         return gradient if sum_so_far is None else sum_so_far
     if isinstance(sum_so_far, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([sum_so_far.values, gradient.values], 0),
-            tf.concat([sum_so_far.indices, gradient.indices], 0),
-            sum_so_far.dense_shape,
-        )
+        return lookup_gradients.added(sum_so_far, gradient)
     return tf.convert_to_tensor(sum_so_far) + tf.convert_to_tensor(gradient)
 
 
-def _combined(
-    model: keras.Model, logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]
-) -> dict[str, Any]:
-    """Returns the logs of all passes: running metrics as they are now, the rest as means."""
-    if not all(isinstance(found, dict) for found in logs):
-        return logs[-1]
-    metrics = model.get_metrics_result()
+def _combined(logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]) -> dict[str, Any]:
+    """Returns the mean of the passes' logs by their rows."""
     total = tf.add_n(list(weights))
-    combined = {}
-    for name, last in logs[-1].items():
-        last = tf.convert_to_tensor(last)
-        if name in metrics and metrics[name].shape.rank != 0:
-            combined[name] = last
-            continue
-        mean = tf.add_n(
-            [
-                tf.math.multiply_no_nan(tf.cast(tf.reduce_mean(found[name]), tf.float32), weight)
-                for found, weight in zip(logs, weights, strict=True)
-            ]
+    return {
+        name: tf.math.divide_no_nan(
+            tf.add_n(
+                [
+                    tf.math.multiply_no_nan(found[name], tf.cast(weight, found[name].dtype))
+                    for found, weight in zip(
+                        (_as_floats(found) for found in logs), weights, strict=True
+                    )
+                ]
+            ),
+            tf.cast(total, _as_floats(logs[-1])[name].dtype),
         )
-        mean = tf.cast(tf.math.divide_no_nan(mean, total), last.dtype)
-        if name in metrics:
-            result = tf.cast(metrics[name], last.dtype)
-            mean = tf.where((result == last) | tf.math.is_nan(last), result, mean)
-        combined[name] = mean
-    return combined
+        for name in logs[-1]
+    }
+
+
+def _as_floats(logs: dict[str, Any]) -> dict[str, tf.Tensor]:
+    return {n: v if v.dtype.is_floating else tf.cast(v, tf.float32) for n, v in logs.items()}

@@ -9,22 +9,23 @@ import tensorflow as tf
 
 from tfmulti import collectives, keras_compat, local_steps, replicas
 from tfmulti.shards import Shards
+from tfmulti.step_logs import Logs, StepLogs
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
-
-Logs = dict[str, tf.Tensor]
 
 
 class Outcome(NamedTuple):
     """What an execution returns, the same on every worker.
 
-    `logs` are the last step's logs over the global data. `votes` counts, for each reason to
-    stop, the replicas whose worker has it; `digest_spread` is above 0 where workers read
-    different batches. `rows` are the examples of all steps of the execution, `lost` those that
-    could not be read, and `waited_s` the seconds that a replica waited for data, on average.
+    `logs` are the last step's logs over the global data, and `epoch_logs` those of an epoch that
+    ends here: see `StepLogs.final`. `votes` counts, for each reason to stop, the replicas whose
+    worker has it; `digest_spread` is above 0 where workers read different batches. `rows` are the
+    examples of all steps of the execution, `lost` those that could not be read, and `waited_s` the
+    seconds that a replica waited for data, on average.
     """
 
     logs: Logs
+    epoch_logs: Logs
     votes: Any  # a tensor, and a list of floats once `epochs.run` has read it
     digest_spread: tf.Tensor
     rows: tf.Tensor
@@ -130,8 +131,10 @@ class Summary:
     `outer` moves the weights of workers that take steps of their own (`local_steps`).
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, *, training: bool) -> None:
-        self._model, self._placement = model, placement
+    def __init__(
+        self, model: keras.Model, placement: Placement, logs: StepLogs, *, training: bool
+    ) -> None:
+        self._model, self._placement, self._logs = model, placement, logs
         self._statistics = Statistics(model, placement) if training else None
         self._outer = state_of(model).outer if training else None
         self._traces = training and not model.run_eagerly
@@ -177,73 +180,48 @@ class Summary:
             tf.cast(taken.rows[local], tf.float64), tf.cast(taken.rows[-1], tf.float64)
         )
         moved = self._statistics.moved(before, weight) if self._statistics else []
-        outcome, moved = _outcome(self._model, logs, metrics, shards, local, votes, taken, moved)
+        outcome, moved = self._summed(logs, metrics, shards, local, votes, taken, moved)
         if self._statistics:
             self._statistics.set(before, moved)
         if self._outer:
             self._outer.step(weights, tf.cast(weight, tf.float32))
         return outcome
 
-
-def _outcome(
-    model: keras.Model,
-    logs: Any,
-    metrics: list[tf.Tensor],
-    shards: Shards,
-    local: int,
-    votes: tf.Tensor,
-    taken: Taken,
-    moved: list[tf.Tensor],
-) -> tuple[Outcome, list[tf.Tensor]]:
-    """Returns what all replicas found, and `moved` summed over them, from one collective."""
-    logs = logs if isinstance(logs, dict) else {}
-    weight = shards.weight(local)
-    digest = tf.cast(shards.digest, tf.float32)
-    waited_s = tf.cast(taken.waited_s, tf.float32)
-    lost = tf.cast(taken.lost if local == 0 else 0, tf.float32)
-    means = [tf.math.multiply_no_nan(_mean(value), weight) for value in logs.values()]
-    differing = _differing(logs, model.get_metrics_result(), weight)
-    results, sums = replicas.global_metrics(
-        replicas.metric_variables(model),
-        metrics,
-        model.get_metrics_result,
-        [*means, *differing.values(), votes, digest, digest * digest, lost, waited_s, *moved],
-    )
-    sums, moved = sums[: len(sums) - len(moved)], sums[len(sums) - len(moved) :]
-    means, rest = sums[: len(means)], sums[len(means) :]
-    counts = dict(zip(differing, rest, strict=False))
-    counted, digests, squares, lost, waited_s = rest[len(differing) :]
-    if set(logs) != set(results):  # a step of the user's own returned something else, too
-        found = {}
-        for name, mean in zip(logs, means, strict=True):
-            if name in counts and results[name].shape.rank == 0:
-                found[name] = tf.where(counts[name] > 0, mean, tf.cast(results[name], mean.dtype))
-            else:
-                found[name] = results.get(name, mean)
-        results = found
-    replicas_count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
-    spread = squares / replicas_count - tf.square(digests / replicas_count)
-    waited_s /= replicas_count
-    return Outcome(results, counted, spread, taken.rows[-1], lost, waited_s), moved
+    def _summed(
+        self,
+        logs: Logs,
+        metrics: list[tf.Tensor],
+        shards: Shards,
+        local: int,
+        votes: tf.Tensor,
+        taken: Taken,
+        moved: list[tf.Tensor],
+    ) -> tuple[Outcome, list[tf.Tensor]]:
+        """Returns what all replicas found, and `moved` summed over them, from one collective."""
+        weight = shards.weight(local)
+        digest = tf.cast(shards.digest, tf.float32)
+        waited_s = tf.cast(taken.waited_s, tf.float32)
+        lost = tf.cast(taken.lost if local == 0 else 0, tf.float32)
+        parts = [_part(value, weight) for value in logs.values()]
+        final, sums = replicas.global_metrics(
+            replicas.metric_variables(self._model),
+            metrics,
+            lambda sums: self._logs.final(dict(zip(logs, sums, strict=False))),
+            [*parts, votes, digest, digest * digest, lost, waited_s, *moved],
+        )
+        counted, digests, squares, lost, waited_s = sums[len(parts) : len(parts) + 5]
+        replicas_count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
+        spread = squares / replicas_count - tf.square(digests / replicas_count)
+        waited_s /= replicas_count
+        outcome = Outcome(*final, counted, spread, taken.rows[-1], lost, waited_s)
+        return outcome, sums[len(parts) + 5 :]
 
 
-def _mean(value: Any) -> tf.Tensor:
-    return tf.cast(tf.reduce_mean(value), tf.float32)
-
-
-def _differing(logs: Logs, metrics: Logs, weight: tf.Tensor) -> Logs:
-    """Returns, for each log with a metric's name, whether it is not that metric's result.
-
-    As float32, 1 where this replica's value differs; a replica without rows has no say.
-    """
-    if set(logs) == set(metrics):
-        return {}
-    found = {}
-    for name in set(logs) & set(metrics):
-        mine, metric = _mean(logs[name]), _mean(metrics[name])
-        same = (mine == metric) | (tf.math.is_nan(mine) & tf.math.is_nan(metric))
-        found[name] = tf.cast(~same & (weight > 0), tf.float32)
-    return dict(sorted(found.items()))
+def _part(value: Any, weight: tf.Tensor) -> tf.Tensor:
+    """Returns what a replica's log adds to the mean by rows."""
+    value = value if value.shape.is_fully_defined() else tf.reduce_mean(value)
+    value = value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
+    return tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
 
 
 def first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:

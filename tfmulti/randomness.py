@@ -18,11 +18,65 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmulti import row_labels
 from tfmulti.share import Share
 
 Draw = Callable[..., Any]  # (Keras' own function, share, drawn seed, Keras' arguments)
 
 _BITS = 128  # of one value of Philox' counter
+
+
+def by_parts(
+    draw: Callable[..., Any], share: Share, seed: tf.Tensor, arguments: dict[str, Any]
+) -> Any:
+    """Returns `draw(share, seed, **arguments)`, part by part where rows were concatenated.
+
+    Of a batch that was concatenated with another one along the rows, as a discriminator gets it,
+    each part has its own place among the numbers that one device draws.
+    """
+    tensor = arguments.get("inputs", arguments.get("logits", arguments.get("x")))
+    shape = arguments.get("shape")
+    parts = _parts_of(tensor if tensor is not None else shape)
+    if parts is None or len(parts) == 1 or 0 in parts or "x" in arguments:
+        drawn = draw(share, seed, **arguments)
+        if parts is not None and "x" not in arguments:
+            row_labels.mark(drawn, row_labels.rows(parts))
+        elif tensor is None:
+            known = not any(tf.is_tensor(size) for size in _as_list(shape))
+            reason = "random numbers of a shape that does not count the rows of the batch"
+            row_labels.mark(drawn, row_labels.ALIKE if known else row_labels.local(reason))
+        return drawn
+    read = tf.maximum(share.own_rows, 1)
+    before, drawn = 0, []
+    pieces = tf.split(tensor, [k * read for k in parts]) if tensor is not None else None
+    for number, k in enumerate(parts):
+        # The draws count rows of examples, of which each has `k`.
+        first = share.first_row + before * share.global_rows // k
+        rows = share.global_rows * sum(parts) // k
+        own = share._replace(first_row=first, global_rows=rows)
+        given = dict(arguments)
+        if pieces is not None:
+            given["inputs" if "inputs" in given else "logits"] = pieces[number]
+        else:
+            given["shape"] = [tf.cast(k * read, tf.int32), *_as_list(shape)[1:]]
+        drawn.append(draw(own, seed, **given))
+        before += k
+    found = tf.concat(drawn, 0)
+    row_labels.mark(found, row_labels.rows(parts))
+    return found
+
+
+def _parts_of(value: Any) -> tuple[int, ...] | None:
+    """Returns the parts of the rows that a tensor has, or that a shape counts."""
+    if not row_labels.are_kept():
+        return None
+    if isinstance(value, tf.Tensor) and value.dtype.is_floating:
+        return row_labels.label_of(value).parts or None
+    if isinstance(value, tf.Tensor) and value.shape.rank == 1:
+        return row_labels.parts_counted(value)
+    if isinstance(value, (list, tuple)) and len(value) and tf.is_tensor(value[0]):
+        return row_labels.parts_counted(value[0])
+    return None
 
 
 def uniform(

@@ -11,16 +11,18 @@ for uneven and empty shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
-from tfmulti import collectives, siblings
+from tfmulti import collectives, row_labels, siblings
 from tfmulti.errors import ModelError
+from tfmulti.lookup_gradients import Lookup, joined, lookups_in
 from tfmulti.share import current, hinder
 
 SUM = tf.distribute.ReduceOp.SUM
+Results = TypeVar("Results")
 
 
 def reduce_gradients(
@@ -48,7 +50,7 @@ def reduce_gradients(
     if share is not None:
         present = [weighed(g, share.weight) for g in present]
     try:
-        reduced = iter(summed(present, wire, by_bytes))
+        reduced = iter(_summed_by_lookups(present, wire, by_bytes))
     except RuntimeError as error:
         if "merge_call" not in str(error):
             raise
@@ -56,7 +58,42 @@ def reduce_gradients(
             "the train_step applies gradients inside a condition, a loop or a tf.function of its "
             "own, where replicas cannot meet. Compute them there, and apply them outside."
         ) from None
-    return [None if g is None else next(reduced) for g in gradients]
+    of_all = [None if g is None else next(reduced) for g in gradients]
+    for gradient in of_all:
+        row_labels.mark(gradient, row_labels.ALIKE)
+    return of_all
+
+
+def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes: int) -> list[Any]:
+    """Returns `summed`, of which lookups that all replicas have alike stay one lookup."""
+    parts: list[Any] = []  # what is summed: dense gradients, and lookups
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            parts += [
+                lookup.values
+                if lookup.is_alike
+                else tf.IndexedSlices(lookup.values, lookup.indices, gradient.dense_shape)
+                for lookup in lookups_in(gradient)
+            ]
+        else:
+            parts.append(gradient)
+    totals = iter(summed(parts, wire, by_bytes))
+
+    def of_lookups(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+        found = []
+        for lookup in lookups_in(gradient):
+            total = next(totals)
+            if not lookup.is_alike:
+                total = Lookup(total.values, total.indices, False)
+            else:
+                total = Lookup(total, lookup.indices, True)
+            found.append(total)
+        return joined(found, gradient)
+
+    return [
+        of_lookups(gradient) if isinstance(gradient, tf.IndexedSlices) else next(totals)
+        for gradient in gradients
+    ]
 
 
 def own_gradients(gradients: Sequence[Any]) -> list[Any]:
@@ -241,6 +278,7 @@ def _with_gradient(
         return tf.identity(found), lambda upstream: (gradient(upstream), None)
 
     given_gradient: tf.Tensor = given(value, found)
+    row_labels.mark(given_gradient, row_labels.ALIKE)
     return given_gradient
 
 
@@ -265,9 +303,9 @@ def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def global_metrics(
     variables: Sequence[Any],
     values: Sequence[tf.Tensor],
-    results: Callable[[], dict[str, Any]],
+    results: Callable[[list[tf.Tensor]], Results],
     extra: Sequence[tf.Tensor],
-) -> tuple[dict[str, Any], list[tf.Tensor]]:
+) -> tuple[Results, list[tf.Tensor]]:
     """Returns the metrics of all replicas' data so far, and `extra` summed over replicas.
 
     Each replica holds its own part of a metric's state. The states are added up (or
@@ -277,7 +315,7 @@ def global_metrics(
     Args:
         variables: the metrics' Keras variables.
         values: what this replica has in them.
-        results: computes the results from those variables, by name.
+        results: computes the results from those variables, and from the summed `extra`.
         extra: more scalars to add up in the same collective.
     """
     context = tf.distribute.get_replica_context()
@@ -292,7 +330,8 @@ def global_metrics(
         total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
         for v, total in zip(variables, totals, strict=False)
     ]
+    sums = totals[len(local) :]
     if replicas == 1:
-        return results(), totals[len(local) :]
+        return results(sums), sums
     with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
-        return results(), totals[len(local) :]
+        return results(sums), sums

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -31,6 +32,11 @@ class Share(NamedTuple):
             layers say.
         seeds: the generator of draws without a seed.
         note_gather: is called when the step, as it is traced, gathers the rows of all replicas.
+        note_unknown: is called with a reason when the step, as it is traced, takes a value of which
+            it is not known how it depends on the rows.
+        model: the model whose step is traced.
+        states: the Keras variables, by their ids, that code of the user's own changes: "layer" or
+            "metric".
         is_local: whether the replica takes the step as if it were alone with its rows: its loss,
             gradient and batch statistics are of these (`local_steps`).
     """
@@ -44,6 +50,9 @@ class Share(NamedTuple):
     sync_batch_norm: bool
     seeds: Any = None
     note_gather: Callable[[], None] = lambda: None
+    note_unknown: Callable[[str], None] = lambda reason: None
+    model: Any = None
+    states: Mapping[int, str] = MappingProxyType({})
     is_local: bool = False
 
     @property

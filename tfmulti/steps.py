@@ -9,11 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti import collectives, keras_compat, microbatches, replicas, xla
+from tfmulti import collectives, keras_compat, microbatches, replicas, row_labels, xla
 from tfmulti.outcomes import first_local
 from tfmulti.pipeline import from_batch
 from tfmulti.shards import ArrayOutlet, Outlet, Shards
 from tfmulti.share import Share, computing
+from tfmulti.step_logs import StepLogs
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
 
@@ -84,9 +85,12 @@ def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], Shards] 
 
 
 def make_step(
-    model: keras.Model, placement: Placement, seeds: Any, *, training: bool
+    model: keras.Model, placement: Placement, seeds: Any, logs: StepLogs, *, training: bool
 ) -> Callable[[Shards], Any]:
-    """Returns a function that runs one step on all local replicas and returns their logs."""
+    """Returns a function that runs one step on all local replicas and returns their logs.
+
+    It returns the replicas' values of their metrics' variables, too.
+    """
     strategy = model.distribute_strategy
     state = state_of(model)
     passes = state.microbatches if training else 1
@@ -98,27 +102,35 @@ def make_step(
         fixed = share.read_rows is not None and not model.run_eagerly
         variables = [] if fixed or share.is_whole else replicas.metric_variables(model)
         before = [tf.identity(v.value) for v in variables]
-        with computing(share):
-            logs = step(data)
+        if not share.is_whole:
+            row_labels.begin(data, keras_compat.all_metric_variables(model))
+        with computing(share), logs.recorded():
+            found = logs.taken(step(data), share)
         for variable, value in zip(variables, before, strict=True):
             counts = share.own_rows > 0
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
-        return logs
+        return found
 
     def replica_step(shards: Shards) -> Any:
         local = replicas.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
         apart = training and state.outer is not None
         share = shards.share(local, alone=alone, sync_batch_norm=sync, is_local=apart)
-        share = share._replace(seeds=seeds, note_gather=lambda: setattr(state, "gathers", True))
+        share = share._replace(
+            seeds=seeds,
+            model=model,
+            states={} if share.is_whole else keras_compat.states_of_its_own(model),
+            note_gather=lambda: setattr(state, "gathers", True),
+            note_unknown=lambda reason: state.unknown.setdefault(reason),
+        )
         with collectives.serving("step", placement):
             if passes == 1:
-                logs = compute(shards.data[local], share)
+                found = compute(shards.data[local], share)
             else:
-                logs = microbatches.run(model, compute, shards.data[local], share, passes)
+                found = microbatches.run(model, compute, shards.data[local], share, passes)
         # Told here, the metrics wait for nothing else in the step: their sums are on the way
         # while the weights are updated.
-        return logs, [tf.identity(v.value) for v in replicas.metric_variables(model)]
+        return found, [tf.identity(v.value) for v in replicas.metric_variables(model)]
 
     def one_step(shards: Shards) -> Any:
         python = random.getstate()

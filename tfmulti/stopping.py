@@ -33,7 +33,8 @@ class TrainerState:
     run could not be read. `gathers` says that a step gathers rows, which it can do once an
     execution only. Where workers take steps of their own, `synchronisation` says when they meet,
     and `outer` moves their weights then (`local_steps`). `traces` counts how often an execution of
-    training was traced, and `specs` is the form of a global batch of the last `fit`.
+    training was traced; `unknown` has the reasons why it is not known how values that the steps
+    take depend on the rows. `specs` is the form of a global batch of the last `fit`.
 
     `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
     the states, in the backup that this run was resumed from, of those that are yet to be made,
@@ -61,6 +62,7 @@ class TrainerState:
     lost: int = 0
     gathers: bool = False
     traces: int = 0
+    unknown: dict[str, None] = field(default_factory=dict)
     specs: Any = None
     seeds: dict[str, Any] = field(default_factory=dict)
     saved_seeds: dict[str, Any] = field(default_factory=dict)

@@ -147,8 +147,9 @@ class Case:
     alone: float = 0.0
 
 
-# The gradient of BatchNormalization is one kernel of TensorFlow's, which rounds otherwise.
-NORMALIZED: dict[str, Any] = {"build": models.batch_normalized, "alone": 1e-7}
+# The gradient of BatchNormalization is one kernel of TensorFlow's. It rounds otherwise than Keras'
+# operations: 0.6e-7 to 2.3e-7 were seen, by the instructions that the processor has.
+NORMALIZED: dict[str, Any] = {"build": models.batch_normalized, "alone": 4e-7}
 LAST_OF_ONE: dict[str, Any] = {"rows": 100, "batch": 33}  # 33, 33, 33, 1
 UNEVEN: dict[str, Any] = {"rows": 100, "batch": 30}  # 30, 30, 30, 10: on 8 replicas 4 or 3, 2 or 1
 FEW: dict[str, Any] = {"rows": 14, "batch": 2}  # on 3 and on 8 replicas some have no row ever

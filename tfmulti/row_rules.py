@@ -1,0 +1,358 @@
+"""How each operation of TensorFlow passes on the rows of a batch.
+
+A rule says whether an output has its rows along axis 0, each computed from the same row of the
+inputs, and in which parts; None: it does not, or that is not known. Operations and attributes:
+https://www.tensorflow.org/api_docs/python/tf/raw_ops
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+Parts = tuple[int, ...]
+
+
+class Kind(Enum):
+    """How a tensor depends on the rows of the batch; see `row_labels`."""
+
+    ALIKE = "alike"
+    ROWS = "rows"
+    COUNT = "count"
+    MEAN = "mean"
+    SUM = "sum"
+    GLOBAL = "global"
+    MIXED = "mixed"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Label:
+    """A tensor's kind, and what the kind does not tell.
+
+    Attributes:
+        kind: how the tensor depends on the rows.
+        parts: of ROWS and MIXED, how many entries of axis 0 each row has in each of the parts that
+            were concatenated along axis 0; 0: not known.
+        by_count: of MIXED, whether it depends on other rows by their number alone.
+        reason: of LOCAL, what is not understood.
+    """
+
+    kind: Kind
+    parts: Parts = ()
+    by_count: bool = False
+    reason: str = ""
+
+    @property
+    def has_rows(self) -> bool:
+        return self.kind in (Kind.ROWS, Kind.MIXED)
+
+
+class Computed(NamedTuple):
+    """An output of an operation, and the labels of the operation's inputs."""
+
+    op: tf.Operation
+    inputs: Sequence[Label]
+    output: tf.Tensor
+
+    @property
+    def ranks(self) -> list[int | None]:
+        return [tensor.shape.rank for tensor in self.op.inputs]
+
+    def same_parts(self) -> Parts | None:
+        """Returns the parts that all inputs with rows have."""
+        parts = {label.parts for label in self.inputs if label.has_rows}
+        return parts.pop() if len(parts) == 1 else None
+
+    def parts_if(self, condition: object) -> Parts | None:
+        """Returns the parts of the first input, if it has rows and a condition holds."""
+        return self.inputs[0].parts if self.inputs[0].has_rows and condition else None
+
+    def static(self, index: int) -> np.ndarray | None:
+        """Returns the value of an input, where it is known when the step is traced."""
+        value = tf.get_static_value(self.op.inputs[index])
+        return None if value is None else np.asarray(value)
+
+    def axis(self, index: int, rank: int | None) -> int | None:
+        """Returns an axis that an input gives, counted from the front."""
+        value = self.static(index)
+        return None if value is None or not rank else int(value.reshape([])) % rank
+
+    def are_alike(self, labels: Sequence[Label]) -> bool:
+        return all(label.kind is Kind.ALIKE for label in labels)
+
+
+Rule = Callable[[Computed], "Parts | None"]
+
+
+def parts_after(at: Computed) -> Parts | None:
+    """Returns the parts of what an operation computes row by row; None where it does not."""
+    rule = _RULES.get(at.op.type)
+    return None if rule is None else rule(at)
+
+
+def reduced_axes(at: Computed) -> set[int] | None:
+    """Returns the axes that a reduction sums or compares, where they are known."""
+    axes, rank = at.static(1), at.ranks[0]
+    if axes is None or rank is None:
+        return None
+    return {int(axis) % rank for axis in axes.reshape([-1])}
+
+
+def is_shape_input(op: tf.Operation, index: int) -> bool:
+    """Whether an input of an operation on rows is a shape, which stays that of this replica."""
+    return index == 1 and op.type in ("Reshape", "BroadcastTo")
+
+
+def is_linear(at: Computed) -> bool:
+    """Whether an operation is linear in those of its inputs that are sums or means."""
+    varying = [i for i, label in enumerate(at.inputs) if label.kind in (Kind.SUM, Kind.MEAN)]
+    if at.op.type in _ADDITIVE:
+        return True
+    if at.op.type in _LINEAR_IN_FIRST:
+        return varying == [0]
+    if at.op.type == "Cast":
+        return bool(at.op.inputs[0].dtype.is_floating and at.output.dtype.is_floating)
+    return at.op.type == "Mul" and len(varying) == 1
+
+
+def varying_inputs(op: tf.Operation, inputs: Sequence[Label]) -> set[int]:
+    """Returns the inputs whose sum is the output's, of an operation that is linear in them."""
+    if op.type in _ADDITIVE:
+        return {i for i, tensor in enumerate(op.inputs) if tensor.dtype == op.outputs[0].dtype}
+    if op.type == "Mul":
+        return {i for i, label in enumerate(inputs) if label.kind in (Kind.SUM, Kind.MEAN)}
+    return {0}
+
+
+def leaves_out_rows(op: tf.Operation) -> bool:
+    """Whether an operation takes sizes of a shape that are not the number of its rows."""
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape" or op.get_attr("begin_mask"):
+        return False
+    begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].op.inputs[0].shape.rank
+    return begin is not None and bool(rank) and int(begin[0]) % rank > 0
+
+
+def _elementwise(at: Computed) -> Parts | None:
+    rank = at.output.shape.rank
+    for tensor, label in zip(at.op.inputs, at.inputs, strict=True):
+        own = tensor.shape.rank
+        if rank is None or own is None or own > rank or (label.has_rows and own != rank):
+            return None
+        if not label.has_rows and own == rank and tensor.shape[0] != 1:
+            return None
+    return at.same_parts()
+
+
+def _each_of_its_input(at: Computed) -> Parts | None:
+    label = at.inputs[at.output.value_index]
+    known = all(other.has_rows or other.kind is Kind.ALIKE for other in at.inputs)
+    return label.parts if known and label.has_rows else None
+
+
+def _along_last_axis(at: Computed) -> Parts | None:
+    rank = at.ranks[0]
+    all_rows = all(label.has_rows for label in at.inputs)
+    return at.same_parts() if rank is not None and rank > 1 and all_rows else None
+
+
+def _first_by_others(at: Computed) -> Parts | None:
+    return at.parts_if(at.are_alike(at.inputs[1:]))
+
+
+def _of_matrices(at: Computed) -> Parts | None:
+    left, right = at.inputs
+    first, second = at.ranks
+    if first is None or second is None:
+        return None
+    if at.op.type == "MatMul":
+        return at.parts_if(right.kind is Kind.ALIKE and not at.op.get_attr("transpose_a"))
+    if left.has_rows and right.has_rows:
+        return at.same_parts() if first == second > 2 else None
+    rows, rank, other = (left, first, second) if left.has_rows else (right, second, first)
+    alike = Kind.ALIKE in (left.kind, right.kind)
+    return rows.parts if alike and rank > max(2, other) else None
+
+
+def _not_along_rows(at: Computed) -> Parts | None:
+    axes = reduced_axes(at)
+    return at.parts_if(axes is not None and 0 not in axes)
+
+
+def _concatenated(at: Computed) -> Parts | None:
+    axis, rows = at.axis(len(at.inputs) - 1, at.output.shape.rank), at.inputs[:-1]
+    if axis is None or not all(label.has_rows for label in rows):
+        return None
+    if axis:
+        return at.same_parts()
+    parts = tuple(k for label in rows for k in label.parts)
+    return parts if all(parts) else None
+
+
+def _stacked(at: Computed) -> Parts | None:
+    rank = at.output.shape.rank
+    away = rank is not None and at.op.get_attr("axis") % rank
+    return at.same_parts() if away and all(label.has_rows for label in at.inputs) else None
+
+
+def _unstacked(at: Computed) -> Parts | None:
+    rank = at.ranks[0]
+    return at.parts_if(rank is not None and at.op.get_attr("axis") % rank)
+
+
+def _split(at: Computed) -> Parts | None:
+    data, axis = (1, 0) if at.op.type == "Split" else (0, 2)
+    rows = at.inputs[data]
+    return rows.parts if rows.has_rows and at.axis(axis, at.ranks[data]) else None
+
+
+def _expanded(at: Computed) -> Parts | None:
+    return at.parts_if(at.axis(1, at.output.shape.rank))
+
+
+def _squeezed(at: Computed) -> Parts | None:
+    rank, axes = at.ranks[0], at.op.get_attr("squeeze_dims")
+    return at.parts_if(rank and axes and all(axis % rank for axis in axes))
+
+
+def _transposed(at: Computed) -> Parts | None:
+    order = at.static(1)
+    return at.parts_if(order is not None and len(order) and order[0] == 0)
+
+
+def _sliced(at: Computed) -> Parts | None:
+    begin, size = at.static(1), at.static(2)
+    return at.parts_if(begin is not None and size is not None and begin[0] == 0 and size[0] == -1)
+
+
+def _strided(at: Computed) -> Parts | None:
+    op, strides = at.op, at.static(3)
+    changed = op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")
+    if changed & 1 or strides is None or strides[0] != 1:
+        return None
+    if op.get_attr("ellipsis_mask") & 1:  # it stands for at least the first axis
+        count, rank = op.inputs[1].shape[0], at.ranks[0]
+        return at.parts_if(count is not None and rank is not None and count - 1 < rank)
+    return at.parts_if(op.get_attr("begin_mask") & op.get_attr("end_mask") & 1)
+
+
+def _reshaped(at: Computed) -> Parts | None:
+    if not at.inputs[0].has_rows or not at.output.shape.rank:
+        return None
+    before, after = _size_of_row(at.op.inputs[0].shape), _size_of_row(at.output.shape)
+    if at.output.shape.rank == 1:
+        return tuple(k * (before or 0) for k in at.inputs[0].parts)
+    if after is None:
+        asked = tf.get_static_value(at.op.inputs[1], partial=True)
+        sizes = [None] if asked is None else list(asked)[1:]
+        after = _product(sizes)
+    if not before or not after or before % after:
+        return None
+    return tuple(k * (before // after) for k in at.inputs[0].parts)
+
+
+def _size_of_row(shape: tf.TensorShape) -> int | None:
+    return _product([shape[axis] for axis in range(1, shape.rank)]) if shape.rank else None
+
+
+def _product(sizes: Sequence[int | None]) -> int | None:
+    product = 1
+    for size in sizes:
+        if size is None or size < 0:
+            return None
+        product *= int(size)
+    return product
+
+
+def _widened(at: Computed) -> Parts | None:
+    amounts = at.static(1)
+    nothing = 1 if at.op.type == "Tile" else 0
+    return at.parts_if(amounts is not None and np.all(amounts[0] == nothing))
+
+
+def _looked_up(at: Computed) -> Parts | None:
+    """Of entries of a table by indices that are rows, or of rows along another axis."""
+    table, indices = at.inputs[:2]
+    batched = at.op.get_attr("batch_dims")
+    axis = 0 if at.op.type == "ResourceGather" else at.axis(2, at.ranks[0])
+    if axis is None:
+        return None
+    if table.kind is Kind.ALIKE and indices.has_rows:
+        return indices.parts if axis == 0 and not batched else None
+    if not table.has_rows or not axis:
+        return None
+    if indices.kind is Kind.ALIKE and not batched:
+        return table.parts
+    return at.same_parts() if indices.has_rows and batched else None
+
+
+def _one_hot(at: Computed) -> Parts | None:
+    return at.parts_if(at.op.get_attr("axis") != 0 and at.are_alike(at.inputs[1:]))
+
+
+def _by_equation(at: Computed) -> Parts | None:
+    equation = at.op.get_attr("equation")
+    equation = equation.decode() if isinstance(equation, bytes) else equation
+    left, _, right = equation.replace(" ", "").partition("->")
+    letter, terms = right[:1], left.split(",")
+    if not letter or letter == ".":
+        return None
+    for term, label in zip(terms, at.inputs, strict=True):
+        if label.has_rows != term.startswith(letter) or letter in term[1:]:
+            return None
+    return at.same_parts() if letter not in right[1:] else None
+
+
+_ADDITIVE = {"Add", "AddV2", "Sub", "AddN", "Neg", "Identity", "StopGradient", "Pack", "ConcatV2"}
+_LINEAR_IN_FIRST = {
+    *("CheckNumerics", "DivNoNan", "ExpandDims", "Mean", "PreventGradient", "RealDiv", "Reshape"),
+    *("Squeeze", "StridedSlice", "Sum", "Transpose", "Unpack"),
+}
+_ELEMENTWISE = """
+    Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BiasAdd BitwiseAnd BitwiseOr
+    BitwiseXor Cast Ceil CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad Equal
+    Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv IsFinite
+    IsInf IsNan LeakyRelu LeakyReluGrad Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
+    LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NextAfter NotEqual OnesLike Pow PreventGradient
+    RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad
+    Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign
+    SoftsignGrad Sqrt SqrtGrad Square SquaredDifference StopGradient Sub Tan Tanh TanhGrad
+    TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike
+"""
+_BY_WEIGHTS = """
+    AvgPool AvgPool3D Conv2D Conv3D DepthToSpace DepthwiseConv2dNative EnsureShape LRN MaxPool
+    MaxPool3D ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor SpaceToDepth
+"""
+_ALONG_LAST_AXIS = """
+    LogSoftmax Softmax SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits
+"""
+_ALONG_GIVEN_AXES = """
+    All Any ArgMax ArgMin Cumprod Cumsum EuclideanNorm Max Mean Min Prod ReverseV2 Sum
+"""
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(_BY_WEIGHTS.split(), _first_by_others),
+    **dict.fromkeys(_ALONG_LAST_AXIS.split(), _along_last_axis),
+    **dict.fromkeys(_ALONG_GIVEN_AXES.split(), _not_along_rows),
+    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _of_matrices),
+    **dict.fromkeys(("Split", "SplitV"), _split),
+    **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "Tile"), _widened),
+    **dict.fromkeys(("GatherV2", "ResourceGather"), _looked_up),
+    "ConcatV2": _concatenated,
+    "Einsum": _by_equation,
+    "ExpandDims": _expanded,
+    "IdentityN": _each_of_its_input,
+    "OneHot": _one_hot,
+    "Pack": _stacked,
+    "Reshape": _reshaped,
+    "Slice": _sliced,
+    "Squeeze": _squeezed,
+    "StridedSlice": _strided,
+    "Transpose": _transposed,
+    "Unpack": _unstacked,
+}
