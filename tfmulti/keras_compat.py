@@ -68,6 +68,8 @@ from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
 Gradients = Sequence[Any]
+# Keras computes a cross entropy from the logits that a softmax or sigmoid leaves on its output.
+ATTACHED = ("_keras_logits",)
 
 
 def build_from_specs(model: keras.Model, specs: Any) -> None:
@@ -223,7 +225,7 @@ def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         if by_rows and _is_of_keras(getattr(self, "fn", type(self))):
             return original(self, y_true, y_pred, sample_weight)
         compute = functools.partial(original, self)
-        return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight)
+        return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight, ATTACHED)
 
     return call
 
@@ -262,7 +264,7 @@ def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, y_true, y_pred, counts * tf.cast(weights, tf.float32))
             return tf.zeros([])
 
-        return losses.from_all_rows(share, update, y_true, y_pred, sample_weight)
+        return losses.from_all_rows(share, update, y_true, y_pred, sample_weight, ATTACHED)
 
     return update_state
 

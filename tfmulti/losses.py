@@ -157,12 +157,20 @@ def note_reduction(of_one_number: bool) -> None:
 
 
 def from_all_rows(
-    share: Share, compute: Callable[..., Any], y_true: Any, y_pred: Any, weights: Any
+    share: Share,
+    compute: Callable[..., Any],
+    y_true: Any,
+    y_pred: Any,
+    weights: Any,
+    attached: Sequence[str] = (),
 ) -> Any:
     """Returns `compute(y_true, y_pred, weights)` of the global batch, the same on all replicas.
 
     Its gradient is such that the shares' mean is that of the global batch. The other
     replicas' predictions are constants here: each replica adds what its own rows bring.
+
+    Args:
+        attached: attributes of predictions that hold tensors of the same rows.
 
     Raises:
         ModelError: a step of several passes, where the rows are never there together.
@@ -180,7 +188,7 @@ def from_all_rows(
     y_true, weights = (
         tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
     )
-    y_pred = tf.nest.map_structure(lambda v: _all_rows_of_variable(share, v), y_pred)
+    y_pred = tf.nest.map_structure(lambda v: _all_rows_of_variable(share, v, attached), y_pred)
     with computing(share.alone()):  # all rows are there; a loss within this one is as Keras has it
         loss = compute(y_true, y_pred, weights)
     return _with_gradient_times(loss, tf.math.divide_no_nan(1.0, share.weight))
@@ -198,7 +206,7 @@ def _all_rows(share: Share, value: Any) -> Any:
     return own if own is None or not own.shape.rank else gather_rows(own)
 
 
-def _all_rows_of_variable(share: Share, value: Any) -> Any:
+def _all_rows_of_variable(share: Share, value: Any, attached: Sequence[str]) -> Any:
     """Returns the rows of all replicas; this one's own carry the gradient."""
     value = tf.convert_to_tensor(value)
     if not value.shape.rank:
@@ -206,7 +214,11 @@ def _all_rows_of_variable(share: Share, value: Any) -> Any:
     gathered = tf.stop_gradient(_all_rows(share, value))
     last = share.first_row + share.own_rows
     own = value[: share.own_rows]
-    return tf.concat([gathered[: share.first_row], own, gathered[last:]], 0)
+    rows = tf.concat([gathered[: share.first_row], own, gathered[last:]], 0)
+    for name in attached:
+        if hasattr(value, name):
+            setattr(rows, name, _all_rows_of_variable(share, getattr(value, name), ()))
+    return rows
 
 
 def _with_gradient_times(value: Any, factor: tf.Tensor) -> Any:
