@@ -242,6 +242,7 @@ class DistributedModel(keras.Model):
             seed=seed,
             steps_per_epoch=steps_per_epoch,
             reading=state_of(self).reading,
+            is_training=True,
         )
         validation = None
         if validation_data is not None:
