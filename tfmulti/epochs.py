@@ -370,11 +370,19 @@ def concatenated(*parts: Any) -> Any:
 
 
 def draw_seed(model: keras.Model) -> int:
-    """Returns the seed of the data order, the same on all workers."""
-    seed = state_of(model).seed
-    if seed is not None:
-        return seed
-    drawn = int(np.random.randint(2**20))  # float32 carries it exactly, times 16 replicas
+    """Returns the seed of the data order, the same on all workers.
+
+    It follows from the state of NumPy's global generator, which stays as it is, and from how many
+    seeds this model has drawn.
+    """
+    state = state_of(model)
+    if state.seed is not None:
+        return state.seed
+    state.seeds_drawn += 1
+    generator = np.random.RandomState()
+    generator.set_state(np.random.get_state())
+    # float32 carries a number below 2**20 exactly, times 16 replicas.
+    drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
     place = placement_of(model.distribute_strategy)
     if place.workers == 1:
         return drawn
