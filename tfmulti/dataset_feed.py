@@ -13,6 +13,7 @@ from tfmulti.errors import DataError
 from tfmulti.positions import (
     Position,
     State,
+    draws_when_read,
     form_of,
     holds_all,
     in_passes,
@@ -20,22 +21,33 @@ from tfmulti.positions import (
     position_of,
     random_states_in,
     random_states_of,
+    reads_ahead,
     set_position,
 )
+from tfmulti.shards import PREFETCH_STEPS
 from tfmulti.sources.gzip_faults import fault_of
 
 
 class DatasetFeed:
-    """A `tf.data.Dataset`, generator or DataLoader of global batches, or an endless PyDataset."""
+    """A `tf.data.Dataset`, generator or DataLoader of global batches, or an endless PyDataset.
+
+    A Dataset's iterators share the generators of its shuffles, and each one draws when it is made.
+    So this class makes as many iterators as Keras' `fit`, in the same order. Keras makes one more
+    at the end of a pass whose number of batches is known: with `steps_per_epoch` the next pass
+    takes it (`next_is_made`), and without it nothing reads it. The property `unread` counts the
+    iterators that nothing reads.
+    """
 
     endless = False
 
-    def __init__(self, x: Any, class_weight: Any) -> None:
+    def __init__(self, x: Any, class_weight: Any, *, next_is_made: bool = False) -> None:
         self._x, self._class_weight = x, class_weight
+        self._next_is_made = next_is_made
+        self._next_is_due = False  # Keras has made the iterator of the next pass, but not this feed
         self._build()
         if self.steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
-        self.passes = 0
+        self.passes = self.unread = 0
         self._iterator: Any = None
         self._has_ended = False  # it has given all batches of a pass
         self._all_passes: tf.data.Dataset | None = None
@@ -53,7 +65,20 @@ class DatasetFeed:
             raise DataError(str(error)) from None
         self._dataset = self._adapter.get_tf_dataset()
         pipeline.check_known_rows(self._dataset.element_spec)
-        self._batches = pipeline.read_ahead(self._dataset)
+        self._batches = pipeline.read_ahead(self._dataset, self._batches_ahead)
+
+    @property
+    def _batches_ahead(self) -> int:
+        """How many batches are read while a step runs.
+
+        To read one may draw an order from a generator that the next iterator shares. So of such a
+        Dataset as many are read as plain TensorFlow reads: it adds a prefetch of its own, which
+        holds one batch as long as steps do not wait for it, where the Dataset does not end in
+        something that reads ahead already.
+        """
+        if not draws_when_read(self._dataset):
+            return PREFETCH_STEPS
+        return 0 if reads_ahead(self._dataset) else 1
 
     @property
     def steps(self) -> int | None:
@@ -80,6 +105,7 @@ class DatasetFeed:
 
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
         self.passes += 1
+        self._next_is_due = False
         self._has_ended = self._has_ended and skipped > 0  # else this is the next pass
         self._adapter.on_epoch_begin()
         if self._has_ended:
@@ -105,7 +131,7 @@ class DatasetFeed:
         if self._keeps_position and self._random_states is None:
             found = position_of(iterator)
             self._keeps_position = found is not None
-            known = random_states_of(self._source)
+            known = random_states_of(self._batches)
             self._random_states = max(known, random_states_in(found or {}))
         return iterator
 
@@ -122,7 +148,7 @@ class DatasetFeed:
     def keep_position(self) -> None:
         self._keeps_position = isinstance(self._x, tf.data.Dataset) and holds_all(self._batches)
         if self._keeps_position and not self.holds(None):
-            self._all_passes = in_passes(self._batches)
+            self._all_passes = in_passes(self._batches, unread=self._leaves_one_unread)
 
     def position(self, batches: int) -> State | None:
         state = {"has_ended": self._has_ended, "form": form_of(self._source)}
@@ -158,6 +184,7 @@ class DatasetFeed:
         self._adapter.on_epoch_end()
         ended = whole or self._has_ended
         goes_on = self._all_passes is not None and self._keeps_position and ended
+        goes_on = goes_on and self._iterator is not None
         if not goes_on:
             self._iterator = None
         elif not self._has_ended:
@@ -165,29 +192,58 @@ class DatasetFeed:
         if not self._keeps_position:
             self._all_passes = None  # numbers that no seed gives begin anew with an iterator
         self._has_ended, self._whole, self._given = ended, None, 0
+        if whole:
+            self._begin_next(goes_on)
 
-    def begin_after(self, passes: int, position: State | None = None) -> None:
+    def _begin_next(self, goes_on: bool) -> None:
+        """Makes the iterator that Keras makes at the end of a pass of known length."""
+        if self._leaves_one_unread:
+            self.unread += 1
+            if not goes_on:  # else the iterator of all passes has made it
+                iter(self._batches)
+        elif self._is_known_dataset:
+            if goes_on:
+                self._next_is_due = True
+            else:
+                self._iterator = iter(self._batches)
+
+    @property
+    def _is_known_dataset(self) -> bool:
+        return isinstance(self._x, tf.data.Dataset) and self.steps is not None
+
+    @property
+    def _leaves_one_unread(self) -> bool:
+        """Whether Keras makes an iterator at the end of each pass that nothing reads."""
+        return self._is_known_dataset and not self._next_is_made
+
+    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
+        unread = min(unread, passes)
         state = position or {}
         self._has_ended = state.get("has_ended", False)
         if state.get("iterator") is not None and state.get("form") == form_of(self._source):
-            self._iterator = self._restored(state, passes)
+            self._iterator = self._restored(state, passes + unread)
+        self.unread = unread
         if self._iterator is not None:
             self.passes, self._given = passes, state["batches"]
             return
-        for _ in range(passes):
+        for number in range(passes):
             self.passes += 1
             self._adapter.on_epoch_begin()
             self._pass_over()
             self._adapter.on_epoch_end()
+            if number < unread:
+                iter(self._batches)
 
-    def _restored(self, state: State, passes: int) -> Any:
-        """Returns an iterator at a saved position, in the pass after so many; None: it cannot be.
+    def _restored(self, state: State, made: int) -> Any:
+        """Returns an iterator at a saved position; None: it cannot be put there.
+
+        `made` iterators were made before it.
 
         A shuffle that has given its last row is not in a position. How many orders it has drawn
         is in that of an iterator that was made as the pass's was.
         """
         of_pass = None
-        for _ in range(passes + 1 if state["lacks_seeds"] else 0):
+        for _ in range(made + 1 if state["lacks_seeds"] else 0):
             of_pass = iter(self._source)
         seeds = position_of(of_pass) if of_pass is not None else None
         iterator = self._new_iterator()
@@ -217,7 +273,9 @@ class DatasetFeed:
         return None
 
     def close(self) -> None:
-        pass
+        if self._next_is_due:
+            self._next_is_due = False
+            iter(self._batches)
 
 
 class PyDatasetFeed(DatasetFeed):
@@ -251,7 +309,7 @@ class PyDatasetFeed(DatasetFeed):
         if whole:
             self._is_used = self._in_order.begin_at > 0
 
-    def begin_after(self, passes: int, position: State | None = None) -> None:
+    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
         for _ in range(passes):  # without its readers: nothing is read
             self.passes += 1
             self._in_order.on_epoch_begin()

@@ -107,14 +107,14 @@ def train(model: keras.Model, training: Training) -> Logs:
         if keeper is not None and resumed:
             keeper.restore_random_states()  # last: a feed that is replayed may draw
         resumed, trained = None, True
-        ended = _epoch(model, iterator, training, at, clock)
+        ended, stopped = _epoch(model, iterator, training, at, clock)
         logs = dict(at.logs)
         if state.stopped_by is not None:
             break  # part of an epoch is no epoch: histories hold whole ones
         over = ended or training.is_over(at)
         validates = training.validates(at.epoch)
         with keeper.again_if_stopped() if keeper and validates else contextlib.nullcontext():
-            iterator = _close(training.feed, iterator, over)
+            iterator = _close(training.feed, iterator, over, stopped)
             if validates:
                 logs |= _validated(model, training)
         if state.stopped_by is not None:
@@ -134,13 +134,18 @@ def train(model: keras.Model, training: Training) -> Logs:
     return logs
 
 
-def _close(feed: Feed, iterator: Any, over: bool) -> Any:
+def _close(feed: Feed, iterator: Any, over: bool, stopped: bool) -> Any:
     """Ends an epoch, and its pass if that is over; returns the iterator that is left in use."""
     if over:
-        feed.end_pass(whole=True)
+        feed.end_pass(whole=not stopped)
         return None
     feed.end_epoch()
     return iterator
+
+
+def _is_whole(feed: Feed, batches: int) -> bool:
+    """Whether so many batches are each of a pass."""
+    return feed.steps is not None and batches == feed.steps
 
 
 def _validated(model: keras.Model, training: Training) -> Logs:
@@ -206,10 +211,15 @@ def _first_step(training: Training, at: Progress) -> int:
 
 def _epoch(
     model: keras.Model, iterator: Any, training: Training, at: Progress, clock: Clock
-) -> bool:
-    """Trains the rest of an epoch, and returns whether the data came to its end."""
+) -> tuple[bool, bool]:
+    """Trains the rest of an epoch.
+
+    Returns:
+        Whether the data came to its end, and whether training was stopped within the epoch.
+    """
     state, keeper = state_of(model), training.keeper
     clock.begin()
+    stops = False
     sure = _is_sure(training.feed, training.steps, at)
     if not sure:
         local_steps.check_length_is_known(model)
@@ -224,7 +234,7 @@ def _epoch(
             _check_data_was_enough(training.steps, first, state.steps)
             at.logs = as_floats(at.logs)
             clock.stop(state, training.feed)
-            return True
+            return True, False
         training.callbacks.on_train_batch_begin(first)
         count, wish = last - first + 1, bool(model.stop_training)
         due = keeper is not None and keeper.wants(count)
@@ -248,7 +258,7 @@ def _epoch(
             break
     at.logs = as_floats(at.logs)
     clock.stop(state, training.feed)
-    return False
+    return False, stops
 
 
 def evaluate(
@@ -260,6 +270,7 @@ def evaluate(
     model.reset_metrics()
     logs: Logs = {}
     iterator, sure, taken, lost = feed.iterate(0), feed.holds(count), 0, 0
+    stops = False
     for first, last in _executions(count, Pace(model.steps_per_execution if sure else 1)):
         source = iterator if sure else _next_of(feed)
         if source is None:
@@ -272,9 +283,10 @@ def evaluate(
         logs, taken = outcome.epoch_logs, last + 1
         lost = _lost(model, feed, outcome, lost)
         callbacks.on_test_batch_end(last, outcome.logs)
-        if _stops(model, bool(model.stop_evaluating), outcome.votes):
+        stops = _stops(model, bool(model.stop_evaluating), outcome.votes)
+        if stops:
             break
-    feed.end_pass(whole=feed.steps is not None and taken == feed.steps)
+    feed.end_pass(whole=_is_whole(feed, taken) and not stops)
     logs = as_floats(logs)
     callbacks.on_test_end(logs)
     return logs
@@ -303,7 +315,7 @@ def predict(
         callbacks.on_predict_batch_end(last, {"outputs": found.outputs})
         if model.stop_predicting:
             break
-    feed.end_pass()
+    feed.end_pass(whole=_is_whole(feed, len(batches)) and not model.stop_predicting)
     callbacks.on_predict_end()
     return tf.nest.map_structure(concatenated, *batches)
 
@@ -358,11 +370,19 @@ def concatenated(*parts: Any) -> Any:
 
 
 def draw_seed(model: keras.Model) -> int:
-    """Returns the seed of the data order, the same on all workers."""
-    seed = state_of(model).seed
-    if seed is not None:
-        return seed
-    drawn = int(np.random.randint(2**20))  # float32 carries it exactly, times 16 replicas
+    """Returns the seed of the data order, the same on all workers.
+
+    It follows from the state of NumPy's global generator, which stays as it is, and from how many
+    seeds this model has drawn.
+    """
+    state = state_of(model)
+    if state.seed is not None:
+        return state.seed
+    state.seeds_drawn += 1
+    generator = np.random.RandomState()
+    generator.set_state(np.random.get_state())
+    # float32 carries a number below 2**20 exactly, times 16 replicas.
+    drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
     place = placement_of(model.distribute_strategy)
     if place.workers == 1:
         return drawn

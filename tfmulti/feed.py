@@ -53,6 +53,10 @@ class Feed(Protocol):
     def passes(self) -> int:
         """How many iterators were made."""
 
+    @property
+    def unread(self) -> int:
+        """How many other iterators were made after a whole pass, from which nothing was read."""
+
     def holds(self, batches: int | None) -> bool:
         """Whether one iterator is known to give so many batches; None: without end."""
 
@@ -85,14 +89,14 @@ class Feed(Protocol):
     def end_pass(self, whole: bool = False) -> None:
         """Is called when an iterator has given its last batch, or is given up.
 
-        `whole`: it has given each batch of one pass of the data.
+        `whole`: it has given each batch of one pass of the data, and nobody has stopped it.
         """
 
-    def begin_after(self, passes: int, position: State | None = None) -> None:
+    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
         """Puts a new feed where another was after so many iterators.
 
         Each may shuffle for the next: where the other's `position` does not hold that they are
-        made again.
+        made again, those from which nothing was read after the first `unread` of them.
         """
 
     @property
@@ -124,7 +128,7 @@ class SourceFeed:
     ) -> None:
         self._source, self._plan, self._placement = source, plan, placement
         self._reading = reading
-        self.passes = 0
+        self.passes = self.unread = 0
         self._stream: AnyStream | None = None
         self._taken: Any = None
         self._is_at_start = False
@@ -184,7 +188,7 @@ class SourceFeed:
         if not self._is_at_start:
             self.close()
 
-    def begin_after(self, passes: int, position: State | None = None) -> None:
+    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
         self.passes = passes
 
     @property
@@ -215,6 +219,7 @@ def make_feed(
     seed: int | None = None,
     steps_per_epoch: int | None = None,
     reading: Reading = DEFAULT,
+    is_training: bool = False,
 ) -> Feed:
     """Returns the feed of what Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
 
@@ -222,6 +227,8 @@ def make_feed(
         batch_size: the global batch, for arrays; what comes in batches keeps its own.
         seed: shuffles anew each epoch; None keeps the order. A `tf.data.Dataset` or a
             generator has its own order.
+        is_training: the data of `fit`, of which a pass may go on over epochs of
+            `steps_per_epoch` steps.
 
     Raises:
         DataError: the arrays differ in length, or an argument does not go with the data.
@@ -243,7 +250,7 @@ def make_feed(
         _check_no_more(x, y=y, sample_weight=sample_weight)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
             return PyDatasetFeed(InOrder(x, seed), class_weight)
-        return DatasetFeed(x, class_weight)
+        return DatasetFeed(x, class_weight, next_is_made=is_training and bool(steps_per_epoch))
     if class_weight is not None:
         sample_weight = weights_of_classes(y, class_weight, sample_weight)
     source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))

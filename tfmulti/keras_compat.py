@@ -12,7 +12,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | `add_loss` of a vector | `Trainer._aggregate_additional_loss` | keras#20585 | the same |
 | losses of outputs | `Trainer._compile_loss.metrics` | none | they count rows, not batches |
 | metrics of one number a batch | `MeanMetricWrapper._fn`, and `Mean.update_state` | none | a metric can be told what it is computed from |
-| random numbers | `backend.tensorflow.random.*`, `_cast_seed`, `draw_seed`, `global_seed_generator` | none | replicas have different masks |
+| random numbers | `backend.tensorflow.random.*`, `_cast_seed`, `draw_seed`, `global_seed_generator`, `make_default_seed`, `GLOBAL_SEED_GENERATOR`, `global_state` | none | replicas have different masks |
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
 | `sublayers`, `own_variables` | the same, `_trainable_variables`, `_seed_generators` | none | a variable's path is that of its place in the model |
@@ -34,17 +34,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import nn as nn_module
 from keras.src.backend.tensorflow import random as random_module
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.random.seed_generator import draw_seed, global_seed_generator
+from keras.src.random.seed_generator import (
+    GLOBAL_SEED_GENERATOR,
+    draw_seed,
+    global_seed_generator,
+    make_default_seed,
+)
 from keras.src.trainers import data_adapters
 from keras.src.trainers.trainer import Trainer
 
@@ -515,20 +523,56 @@ def seeds_of_step(model: keras.Model, name: str) -> keras.random.SeedGenerator:
     with model.distribute_strategy.scope():
         generator = keras.random.SeedGenerator(0)  # draws nothing: no seed of its own is used
         begin = state.saved_seeds.pop(name, None)
-        generator.state.assign(global_seed_generator().state if begin is None else begin)
+        generator.state.assign(_next_global_seed() if begin is None else begin)
     state.seeds[name] = generator
     return generator
 
 
-def seed_generators(model: keras.Model) -> dict[str, keras.random.SeedGenerator]:
-    """Returns the generators of draws without a seed: Keras' own, and those of the steps."""
-    return {"global": global_seed_generator(), **state_of(model).seeds}
+def _next_global_seed() -> Any:
+    """Returns the state of Keras' generator, or the one that it would begin with if made now.
+
+    Keras makes it at the first draw without a seed, by a draw from Python's generator.
+    """
+    made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    if made is not None:
+        return made.state
+    python = random.getstate()
+    try:
+        return [make_default_seed(), 0]
+    finally:
+        random.setstate(python)
+
+
+_drawn_from: weakref.WeakSet[keras.random.SeedGenerator] = weakref.WeakSet()
+
+
+def make_global_generator(seeds: keras.random.SeedGenerator) -> None:
+    """Makes Keras' generator, and so draws from Python's, if a step has drawn from `seeds`.
+
+    Call it after the step was traced, where Keras would have made it.
+    """
+    if seeds in _drawn_from:
+        with tf.init_scope():
+            global_seed_generator()
+
+
+def seed_generators(
+    model: keras.Model, *, make_global: bool = False
+) -> dict[str, keras.random.SeedGenerator]:
+    """Returns the generators of draws without a seed: those of the steps, and Keras' own.
+
+    Keras' own is left out where it was not made yet, unless `make_global`.
+    """
+    made = make_global or global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
+    own = {"global": global_seed_generator()} if made else {}
+    return own | state_of(model).seeds
 
 
 def _seed(share: Share, seed: Any) -> tf.Tensor:
     if seed is not None:
         return random_module._cast_seed(draw_seed(seed))
     generator = share.seeds or global_seed_generator()
+    _drawn_from.add(generator)
     return random_module._cast_seed(generator.next(ordered=False))
 
 

@@ -23,15 +23,15 @@ from tfmulti.strategies import Placement
 DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
 
 
-def read_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the same batches, of which the next ones are read while a step runs."""
+def read_ahead(dataset: tf.data.Dataset, batches: int = PREFETCH_STEPS) -> tf.data.Dataset:
+    """Returns the same batches, of which the next few are read while a step runs."""
     options = tf.data.Options()
     if dataset.options().autotune.enabled is None:  # a user who set it keeps it
         options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     # An iterator whose random numbers a position would not hold has none (`positions`).
     options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
-    return dataset.prefetch(PREFETCH_STEPS).with_options(options)
+    return (dataset.prefetch(batches) if batches else dataset).with_options(options)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

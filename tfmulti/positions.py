@@ -44,6 +44,19 @@ def must_be_read(dataset: tf.data.Dataset) -> bool:
     return _has_drawing_below(dataset, _KEEPING, _REPEATING, _LATE)
 
 
+def draws_when_read(dataset: tf.data.Dataset) -> bool:
+    """Whether some orders are drawn while an iterator is read, and not when it is made."""
+    return _has_drawing_below(dataset, _REPEATING, _LATE)
+
+
+def reads_ahead(dataset: tf.data.Dataset) -> bool:
+    """Whether what a dataset ends in reads ahead of who takes from it."""
+    kind = keras_compat.kind_of(dataset)
+    if kind == "_OptionsDataset":
+        return all(map(reads_ahead, keras_compat.parts_of(dataset)))
+    return kind == "_PrefetchDataset" or kind.startswith("_Parallel")
+
+
 def _has_drawing_below(dataset: tf.data.Dataset, *kinds: str) -> bool:
     """Whether a shuffle is below one of these kinds, or where datasets follow each other."""
     kind, parts = keras_compat.kind_of(dataset), keras_compat.parts_of(dataset)
@@ -58,11 +71,12 @@ def _drawing(dataset: tf.data.Dataset) -> int:
     return below + (keras_compat.kind_of(dataset) in _DRAWING)
 
 
-def in_passes(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def in_passes(dataset: tf.data.Dataset, *, unread: bool = False) -> tf.data.Dataset:
     """Returns the passes of a dataset that ends, one after the other, as Optionals.
 
     One without a value ends each pass. So one iterator gives all of them, and its position holds
-    what the order of the next pass is drawn by.
+    what the order of the next pass is drawn by. With `unread` an iterator of the dataset is made
+    after each pass, from which nothing is read.
     """
     optional = tf.experimental.Optional
     has_parts = type(dataset.element_spec) is tuple
@@ -72,7 +86,14 @@ def in_passes(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return optional.from_value(batch if has_parts else batch[0])
 
     end = tf.data.Dataset.from_tensors(optional.empty(dataset.element_spec))
-    return dataset.map(wrapped, num_parallel_calls=1).concatenate(end).repeat()
+    one_pass = dataset.map(wrapped, num_parallel_calls=1)
+    if unread:
+        # An iterator of this makes those of both datasets, and ends with the empty one.
+        never_read = tf.data.Dataset.choose_from_datasets(
+            [dataset.take(0), dataset], tf.data.Dataset.from_tensors(tf.constant(0, tf.int64))
+        )
+        one_pass = one_pass.concatenate(never_read.map(wrapped))
+    return one_pass.concatenate(end).repeat()
 
 
 def form_of(dataset: tf.data.Dataset) -> str:

@@ -64,6 +64,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
             return Predicted(tf.nest.map_structure(replicas.gather_rows, outputs), lost)
 
         found = strategy.run(replica_step)
+        keras_compat.make_global_generator(seeds)
         if placement.workers > 1:
             of_all: Predicted = first_local(strategy, found)
             return of_all

@@ -161,7 +161,8 @@ class Keeper:
         for name, feed in self._feeds.items():
             in_use = name == "training" and tree["progress"]["goes_on"]
             position = tree.get("positions", {}).get(name)
-            feed.begin_after(tree["passes"][name] - in_use, position)
+            unread = tree.get("unread", {}).get(name, 0)
+            feed.begin_after(tree["passes"][name] - in_use, position, unread)
         run_state.restore(self._model, tree["model"], tree["trained"])
         local_steps.restore(self._model, tree.get("apart"))
         self._callbacks.restore(tree["callbacks"])
@@ -221,6 +222,7 @@ class Keeper:
         """Returns what an evaluation changes, too: all but the weights; a collective."""
         return {
             "passes": {name: feed.passes for name, feed in self._feeds.items()},
+            "unread": {name: feed.unread for name, feed in self._feeds.items()},
             "model": run_state.capture(self._model),
             "callbacks": self._callbacks.capture(),
             "lost": state_of(self._model).lost,

@@ -69,7 +69,7 @@ def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
         variable.assign(saved[name])
     state.saved_variables = late
     _set_metric_states(model, tree["metrics"])
-    generators = keras_compat.seed_generators(model)
+    generators = keras_compat.seed_generators(model, make_global="global" in tree["seeds"])
     for name, generator in generators.items():
         if name in tree["seeds"]:
             generator.state.assign(tree["seeds"][name])

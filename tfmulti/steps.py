@@ -139,6 +139,8 @@ def make_step(
             random.setstate(python)  # AugMix draws by it, once, when a replica is traced
             return replica_step(shards)
 
-        return strategy.run(alike)
+        found = strategy.run(alike)
+        keras_compat.make_global_generator(seeds)
+        return found
 
     return one_step if model.run_eagerly else compiled(one_step)

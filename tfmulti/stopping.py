@@ -36,6 +36,7 @@ class TrainerState:
     training was traced; `unknown` has the reasons why it is not known how values that the steps
     take depend on the rows. `specs` is the form of a global batch of the last `fit`.
 
+    `seeds_drawn` counts the seeds of the data order that `fit` has drawn, where `seed` is None.
     `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
     the states, in the backup that this run was resumed from, of those that are yet to be made,
     and `saved_variables` those of seeds of layers that are yet to be built.
@@ -64,6 +65,7 @@ class TrainerState:
     traces: int = 0
     unknown: dict[str, None] = field(default_factory=dict)
     specs: Any = None
+    seeds_drawn: int = 0
     seeds: dict[str, Any] = field(default_factory=dict)
     saved_seeds: dict[str, Any] = field(default_factory=dict)
     saved_variables: dict[str, Any] = field(default_factory=dict)

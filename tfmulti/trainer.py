@@ -62,8 +62,9 @@ def prepare(
 
     Args:
         model: a Keras model made inside `strategy.scope()`.
-        seed: of the data order; None draws one from NumPy's generator at each `fit` (the
-            chief's draw holds for all workers).
+        seed: of the data order; None takes one that follows from the state of NumPy's generator,
+            which stays as it is, and from how often `fit` was called (the chief's holds for all
+            workers).
         microbatches: passes of one step: each replica's rows are computed in that many
             parts, and the weights are updated once, by the gradient of the whole batch.
         sync_batch_norm: BatchNormalization layers take mean and variance over the rows of
@@ -242,6 +243,7 @@ class DistributedModel(keras.Model):
             seed=seed,
             steps_per_epoch=steps_per_epoch,
             reading=state_of(self).reading,
+            is_training=True,
         )
         validation = None
         if validation_data is not None:

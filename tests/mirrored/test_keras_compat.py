@@ -5,6 +5,7 @@ When one fails after an upgrade, look whether `keras_compat` can lose that funct
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -202,3 +203,15 @@ def test_tensorflow_still_does_not_tell_what_a_dataset_is_made_of() -> None:
         "_RangeDataset",
         "_RandomDataset",
     ]
+
+
+def test_keras_still_makes_its_generator_by_a_draw_from_pythons() -> None:
+    """The reason for `_next_global_seed`, which tells the state without that draw."""
+    keras.utils.clear_session()
+    random.seed(1)
+    before = random.getstate()
+    expected = keras_compat._next_global_seed()
+    assert random.getstate() == before
+    assert keras_compat.global_seed_generator().state.numpy().tolist() == expected
+    assert random.getstate() != before
+    assert keras_compat._next_global_seed() is keras_compat.global_seed_generator().state

@@ -80,6 +80,31 @@ def test_a_model_trains_on_after_a_call_that_failed(behaviours: Behaviours, kind
         assert after == without
 
 
+EVERYWHERE = pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
+
+
+@EVERYWHERE
+def test_no_call_draws_from_the_global_generators(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind) if kind == "one_device" else behaviours(kind, 2):
+        before, *after = worker["global_generators_after_each_call"]
+        assert after == [before] * 4
+
+
+@EVERYWHERE
+def test_a_step_that_draws_without_a_seed_draws_one_seed(behaviours: Behaviours, kind: str) -> None:
+    """As Keras: from Python's generator, once, whatever the number of replicas."""
+    for worker in behaviours(kind) if kind == "one_device" else behaviours(kind, 2):
+        before, drawn, after = worker["global_generators_after_a_draw_without_a_seed"]
+        assert after == drawn != before
+
+
+@EVERYWHERE
+def test_each_fit_has_an_order_of_its_own(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind) if kind == "one_device" else behaviours(kind, 2):
+        first, second = worker["two_fits_shuffle_differently"]
+        assert first != second
+
+
 @KINDS
 def test_nan_on_one_replica_stops_all(behaviours: Behaviours, kind: str) -> None:
     for worker in behaviours(kind, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,71 @@ def nan_on_one_replica_stops_all() -> Any:
         callbacks=[keras.callbacks.TerminateOnNaN()],
     )
     return [len(history["loss"]), str(history["loss"][-1])]
+
+
+@behaviour
+def global_generators_after_each_call() -> Any:
+    """What Python's and NumPy's generators give next: no call draws, as with plain Keras."""
+    made = model()
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(96, seed=3).batch(24)
+    found = [_next_numbers()]
+    for call in (
+        lambda: fit(made),
+        lambda: fit(made, x=data, y=None, batch_size=None),
+        lambda: made.evaluate(X, Y, verbose=0),
+        lambda: made.predict(X, verbose=0),
+    ):
+        call()
+        found.append(_next_numbers())
+    return found
+
+
+class Noisy(keras.Model):
+    """Draws without a seed: Keras makes its generator by one draw from Python's."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        return super().train_step((x + keras.random.normal(tf.shape(x)), y))
+
+
+@behaviour
+def global_generators_after_a_draw_without_a_seed() -> Any:
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        made = prepare(Noisy(inputs, keras.layers.Dense(3, "softmax")(inputs)))
+        made.compile("sgd", "sparse_categorical_crossentropy")
+    before, python = _next_numbers(), random.getstate()
+    random.randint(1, int(1e9))
+    drawn = _next_numbers()
+    random.setstate(python)
+    fit(made)
+    return [before, drawn, _next_numbers()]
+
+
+def _next_numbers() -> list[float]:
+    states = random.getstate(), np.random.get_state()
+    numbers = [random.random(), np.random.rand()]
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    return numbers
+
+
+@behaviour
+def two_fits_shuffle_differently() -> Any:
+    """Though neither draws from NumPy's generator."""
+    orders: list[list[float]] = []
+    made = model(optimizer="sgd")
+    made.optimizer.learning_rate = 0.0
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            orders[-1].append(float(logs["loss"]))
+
+    for _ in range(2):
+        orders.append([])
+        fit(made, epochs=1, callbacks=[Note()])
+    return orders
 
 
 @behaviour
