@@ -35,6 +35,9 @@ class TrainerState:
     and `outer` moves their weights then (`local_steps`). `traces` counts how often an execution of
     training was traced, and `specs` is the form of a global batch of the last `fit`.
 
+    `verify` says whether the first `verify_steps` steps are compared with those of one device
+    (None: where parts are the user's own), and `verification` is what the last comparison found.
+
     `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
     the states, in the backup that this run was resumed from, of those that are yet to be made,
     and `saved_variables` those of seeds of layers that are yet to be built.
@@ -47,6 +50,9 @@ class TrainerState:
     reading: Reading = field(default_factory=Reading)
     synchronisation: Synchronisation = field(default_factory=Synchronisation)
     outer: Any = None
+    verify: bool | None = None
+    verify_steps: int = 1
+    verification: Any = None
     chooses_pace: bool = False
     jit_compile: bool | None = None
     interrupted: str | None = None
