@@ -35,6 +35,7 @@ class Difference:
         limit: what rounding explains.
         here, there: the replicas' value and one device's, where they differ most.
         ratio: what all of the replicas' change is of one device's, where that is one number.
+        scale: what it is of it on the whole, where it has about the same direction.
         line: where in the user's program it is computed, if that is known.
     """
 
@@ -45,6 +46,7 @@ class Difference:
     here: float
     there: float
     ratio: float | None = None
+    scale: float | None = None
     line: str | None = None
 
     @property
@@ -96,6 +98,7 @@ def compare(
         float(left.flat[worst]),
         float(right.flat[worst]),
         ratio_of(own, change),
+        scale_of(own, change),
     )
 
 
@@ -139,6 +142,22 @@ def ratio_of(left: np.ndarray, right: np.ndarray) -> float | None:
     ratios = np.real(left[counts] / right[counts])
     middle = float(np.median(ratios))
     return middle if np.allclose(ratios, middle, rtol=1e-3) else None
+
+
+def scale_of(left: np.ndarray, right: np.ndarray) -> float | None:
+    """Returns which part of `right` comes nearest to `left`; None: their directions differ.
+
+    >>> scale_of(np.array([2.0, 4.1]), np.array([1.0, 2.0])) is not None
+    True
+    >>> scale_of(np.array([2.0, 0.0]), np.array([0.0, 2.0])) is None
+    True
+    """
+    left, right = (np.ravel(np.real(value)) for value in (left, right))
+    lengths = float(np.linalg.norm(left)), float(np.linalg.norm(right))
+    if not np.isfinite(lengths).all() or not all(lengths):
+        return None
+    along = float(np.dot(left, right))
+    return along / lengths[1] ** 2 if along > 0.95 * lengths[0] * lengths[1] else None
 
 
 def moved_by_a_digit(value: np.ndarray, rng: np.random.Generator, unit: float) -> np.ndarray:
@@ -206,17 +225,20 @@ def _subject(found: Difference) -> str:
 
 
 def _advice(found: Difference, replicas: int) -> str:
-    if found.ratio is not None and found.kind in ("gradient", "slot", "weight", "loss", "log"):
-        times = found.ratio
-        if abs(times - replicas) < 1e-3 * replicas:
+    times = found.scale
+    if times is not None and found.kind in ("gradient", "slot", "weight", "loss"):
+        if abs(times - replicas) < 0.1 * replicas:
             return (
-                "That is the number of replicas: the loss looks like a sum over rows. Take its "
-                "mean over the rows of the batch, or let self.compute_loss(...) reduce it."
+                f"It is about {replicas} times as large, which is the number of replicas: the "
+                "loss or its gradient counts once for each. Take the mean over the rows of the "
+                "batch, or let self.compute_loss(...) reduce the loss."
             )
-        if abs(times * replicas - 1) < 1e-3:
+        if abs(times * replicas - 1) < 0.1:
             return (
-                "That is one part in as many as there are replicas: the loss looks divided by "
-                "them. Do not divide by num_replicas_in_sync; take the mean over the rows."
+                f"It is about 1/{replicas} of one device's, which has as many parts as there are "
+                "replicas: the loss looks like a sum over rows, or is divided by the replicas. "
+                "Take the mean over the rows of the batch, and do not divide by "
+                "num_replicas_in_sync."
             )
     advice = {
         "layer": "What it gives for a row seems to depend on the other rows of the batch, of "

@@ -64,7 +64,7 @@ def own_parts(model: keras.Model) -> list[str]:
 
 
 def _metrics_of(model: keras.Model) -> list[Any]:
-    found = []
+    found: list[Any] = []
     for metric in model.metrics:
         found += getattr(metric, "metrics", None) or [metric]
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 import sysconfig
 import traceback
@@ -125,10 +126,11 @@ def marked(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return unread
 
 
-_LIBRARY_FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep
-    for module in (keras, tf, __import__("tfmulti"))
-) + (sysconfig.get_paths()["stdlib"] + os.sep,)
+_LIBRARIES = (keras.__file__, tf.__file__, __file__)
+_LIBRARY_FOLDERS = (
+    *(os.path.dirname(os.path.abspath(str(file))) + os.sep for file in _LIBRARIES),
+    sysconfig.get_paths()["stdlib"] + os.sep,
+)
 
 
 def line_of(value: tf.Tensor) -> str | None:
@@ -149,5 +151,6 @@ def line_of(value: tf.Tensor) -> str | None:
             continue
         if not os.path.exists(file) or os.sep + "site-packages" + os.sep in file:
             continue
-        return f"{os.path.basename(file)}:{frame.lineno} ({(frame.line or '').strip()})"
+        source = linecache.getline(file, frame.lineno).strip()
+        return f"{os.path.basename(file)}:{frame.lineno}" + (f" ({source})" if source else "")
     return None

@@ -176,13 +176,18 @@ class _Search:
         attributes = vars(thing)
         found = [
             (value, f"{name} of {type(thing).__name__}", _putter(attributes, name))
-            for name, value in list(attributes.items())
+            for name, value in sorted(attributes.items(), key=lambda item: _is_tracking(item[0]))
             if name not in ("_tfmulti", "_inbound_nodes", "_outbound_nodes")
         ]
         for cls in type(thing).__mro__:
             if not _is_of_library(cls.__module__):
                 found += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
         self._add(found)
+
+
+def _is_tracking(name: str) -> bool:
+    """Whether an attribute is TensorFlow's list of what an object holds: no name for a user."""
+    return name.startswith("_self_")
 
 
 def _is_of_library(module: Any) -> bool:
@@ -268,9 +273,7 @@ def without_strategy(device: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_one_device(
-    state: State, device: str | None = None
-) -> Iterator[Mapping[int, tf.Variable]]:
+def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[int, tf.Variable]]:
     """Inside, all variables are plain ones on one device, with the first replica's values.
 
     Models and optimizers belong to no strategy there. At the end everything has the variables

@@ -288,7 +288,9 @@ class DistributedModel(keras.Model):
         self.make_train_function()
         if record is None and epochs > initial_epoch:
             keeps = backup is not None
-            feed = verification.before_training(self, feed, count, keeps_position=keeps)
+            feed = verification.before_training(
+                self, feed, count, keeps_position=keeps, tells=verbose not in (0, "0")
+            )
         all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
         all_callbacks.on_train_begin()
         keeper = None
