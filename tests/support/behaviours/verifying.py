@@ -204,12 +204,10 @@ def _own(wrong: str | None = None, **options: Any) -> keras.Model:
 
 
 def _state(made: keras.Model) -> list[np.ndarray]:
-    variables = [*made.variables, *made.optimizer.variables, *made.second.variables, made.queue]
-    return [
-        np.asarray(part)
-        for v in variables
-        for part in here.strategy.experimental_local_results(getattr(v, "value", v))
-    ]
+    variables = [*made.variables, *made.optimizer.variables, *made.second.variables]
+    values = [*(v.value for v in variables), made.queue]
+    of_each = here.strategy.experimental_local_results
+    return [np.asarray(part) for value in values for part in of_each(value)]
 
 
 @behaviour
@@ -230,7 +228,6 @@ def verified_and_then_as_if_not() -> Any:
     before = _state(made)
     again = verify(made, X[:30], Y[:30], batch_size=15)
     same.append(all(np.array_equal(a, b) for a, b in zip(before, _state(made), strict=True)))
-    # 6 weights and 2 moving statistics, 7 and 6 slots with their rates and counts, ….
     return [found.verdict, found.steps, found.quantities > 20, again.verdict, same]
 
 
