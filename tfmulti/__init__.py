@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from tfmulti.callbacks.throughput import Throughput
     from tfmulti.cluster import Cluster, Task
     from tfmulti.config import FitConfig
-    from tfmulti.errors import TfmultiError, UserError
+    from tfmulti.errors import TfmultiError, UserError, VerificationError
     from tfmulti.loop import fit
-    from tfmulti.report import FitReport
+    from tfmulti.report import FitReport, Verification
     from tfmulti.sources.source import Source
     from tfmulti.strategies import make_strategy
     from tfmulti.trainer import prepare
+    from tfmulti.verification import verify
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,9 @@ _PLACES = {
     "fit": "tfmulti.loop",
     "make_strategy": "tfmulti.strategies",
     "prepare": "tfmulti.trainer",
+    "verify": "tfmulti.verification",
+    "Verification": "tfmulti.report",
+    "VerificationError": "tfmulti.errors",
 }
 
 __all__ = [
@@ -44,9 +48,12 @@ __all__ = [
     "TfmultiError",
     "Throughput",
     "UserError",
+    "Verification",
+    "VerificationError",
     "fit",
     "make_strategy",
     "prepare",
+    "verify",
 ]
 
 

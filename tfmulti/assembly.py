@@ -149,6 +149,8 @@ def make_model(setup: Setup) -> keras.Model:
         outer_momentum=config.outer_momentum,
         steps_per_execution="auto" if config.steps_per_execution is None else None,
         jit_compile=config.jit_compile,
+        verify=config.verify,
+        verify_steps=config.verify_steps,
     )
     state_of(model).reading = reading_of(setup)
     return model

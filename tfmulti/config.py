@@ -217,6 +217,14 @@ class FitConfig:
         "Default: on GPUs. Not where replicas need each other before their gradients meet, or "
         "random numbers are drawn.",
     )
+    verify: bool | None = _flag(
+        None,
+        "Take the first step also on one device by plain Keras, and fail where the numbers differ "
+        "by more than rounding. Default: with several replicas, where a train_step, loss, metric, "
+        "layer or optimizer is your own.",
+        free=True,
+    )
+    verify_steps: int = _flag(1, "How many first steps --verify compares.", low=1, free=True)
     log_throughput: bool = _flag(
         False,
         "Examples a second, of all devices and of one, the steps' times (p50, p90, p99) and model "

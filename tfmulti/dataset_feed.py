@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -135,6 +136,24 @@ class DatasetFeed:
             self._random_states = max(known, random_states_in(found or {}))
         return iterator
 
+    @property
+    def is_dataset(self) -> bool:
+        """Whether the data is a `tf.data.Dataset`, and not read by code of the user's own."""
+        return isinstance(self._x, tf.data.Dataset)
+
+    @property
+    def iterator(self) -> Any:
+        """The iterator in use."""
+        return self._iterator
+
+    def iterator_of(self, batches: Sequence[Any]) -> Any:
+        """Returns an iterator of these batches, of the same type as the one in use."""
+        given = self._dataset.take(0)  # it reads nothing, and has the form of all batches
+        for batch in batches:
+            given = given.concatenate(tf.data.Dataset.from_tensors(batch))
+        given = pipeline.read_ahead(given)
+        return iter(given if self._all_passes is None else in_passes(given))
+
     def next(self) -> Any:
         if self._has_ended:
             return None
@@ -146,6 +165,8 @@ class DatasetFeed:
         return None if self._has_ended else taken
 
     def keep_position(self) -> None:
+        if self._iterator is not None:
+            return  # it was made for a trial of the first batches, and told before
         self._keeps_position = isinstance(self._x, tf.data.Dataset) and holds_all(self._batches)
         if self._keeps_position and not self.holds(None):
             self._all_passes = in_passes(self._batches, unread=self._leaves_one_unread)

@@ -6,6 +6,7 @@ add it to `ENVIRONMENTS`; the first that recognises the environment is used.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 from tfmulti.cluster import Cluster
@@ -15,9 +16,22 @@ Env = Mapping[str, str]
 
 
 def tf_config(env: Env) -> Cluster | None:
-    """Returns the cluster of TF_CONFIG, or None where it is not set or empty."""
+    """Returns the cluster of TF_CONFIG, or None where it is not set, empty or `{}`."""
     text = env.get("TF_CONFIG", "").strip()
-    return Cluster.from_tf_config(text) if text else None
+    return None if is_empty(text) else Cluster.from_tf_config(text)
+
+
+def is_empty(text: str) -> bool:
+    """Whether the text of TF_CONFIG describes no cluster and no task, as TensorFlow reads it.
+
+    >>> is_empty('{}'), is_empty('{"cluster": {}}'), is_empty('{"task": {"type": "worker"}}')
+    (True, True, False)
+    """
+    try:
+        config = json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        return False  # `Cluster.from_tf_config` says what is wrong
+    return isinstance(config, dict) and not config.get("cluster") and not config.get("task")
 
 
 ENVIRONMENTS: dict[str, Callable[[Env], Cluster | None]] = {"TF_CONFIG": tf_config}

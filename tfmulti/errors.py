@@ -1,6 +1,7 @@
 """The errors that tfmulti raises, and the exit code of each.
 
     TfmultiError                 exit code 1: the program failed
+    ├── VerificationError        replicas give other numbers than one device
     └── UserError                exit code 2: a mistake in what was asked for
         ├── ConfigError          a flag, an argument or a configuration file
         ├── ClusterError         TF_CONFIG, or the cluster that it describes
@@ -39,6 +40,10 @@ class TfmultiError(Exception):
         """
         message = super().__str__().rpartition(f"{type(self).__name__}: ")[2]
         return " ".join(message.split())
+
+
+class VerificationError(TfmultiError):
+    """A step on replicas gives other numbers than on one device; nothing was trained."""
 
 
 class UserError(TfmultiError, ValueError):

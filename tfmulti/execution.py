@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfmulti import connections, keras_compat, local_steps, run_state
 from tfmulti.outcomes import Outcome, Summary, Taken, time_of
-from tfmulti.shards import Ahead, Shards, on_devices, with_any_rows
+from tfmulti.shards import Ahead, Replay, Shards, on_devices, with_any_rows
 from tfmulti.step_logs import StepLogs
 from tfmulti.steps import agreed, compiled, make_step, taken
 from tfmulti.stopping import state_of
@@ -34,9 +34,11 @@ class Execution:
         one: takes a source and votes, and runs a step.
         several: takes an iterator, the number of steps, and votes.
         one_and_next: takes an outlet, `Shards` and votes: see `Ahead`.
+        is_verified: whether its first steps were compared with one device's (`verification`).
     """
 
     def __init__(self, model: keras.Model, placement: Placement, *, training: bool) -> None:
+        self.is_verified = False
         keras_compat.install()
         seeds = keras_compat.seeds_of_step(model, "training" if training else "evaluation")
         self._model, self._placement, self._state = model, placement, state_of(model)
@@ -64,6 +66,8 @@ class Execution:
 
     def _call(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
+        if isinstance(source, Replay):
+            source = source.source(steps)
         if isinstance(source, Ahead):
             if self._goes_ahead:
                 return self._ahead(source, vote)
@@ -86,6 +90,22 @@ class Execution:
             return self._one_by_one(source, steps, vote)
         found = self.several(source, count, vote)
         return found
+
+    def trace(self, source: Any, steps: int, votes: Sequence[float]) -> None:
+        """Traces an execution, which builds what its steps call first. It runs no step."""
+        if self._model.run_eagerly:
+            return
+        vote = tf.constant(votes, tf.float32)
+        if isinstance(source, Ahead) and self._goes_ahead:
+            source.held = self._first(source.outlet) if source.held is None else source.held
+            held = with_any_rows(source.held)
+            self.one_and_next.get_concrete_function(source.outlet, held, vote)
+            return
+        source = source.outlet if isinstance(source, Ahead) else source
+        if steps == 1:
+            self.one.get_concrete_function(source, vote)
+        else:
+            self.several.get_concrete_function(source, tf.constant(steps), vote)
 
     def _taken(self, source: Any) -> Shards:
         return taken(source, self._placement)

@@ -153,6 +153,22 @@ class SourceFeed:
     def digest(self) -> int | None:
         return self._source.digest()
 
+    @property
+    def source(self) -> Source:
+        return self._source
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    @property
+    def reading(self) -> Reading:
+        return self._reading
+
+    def again(self) -> SourceFeed:
+        """Returns another feed of the same batches."""
+        return SourceFeed(self._source, self._plan, self._placement, self._reading)
+
     def holds(self, batches: int | None) -> bool:
         return True
 

@@ -26,6 +26,10 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
 | `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or a public writer given to it |
+| `relocation`: variables | `Variable._value`, `Variable._initialize` | none | a Keras variable can be given another `tf.Variable` |
+| `relocation`: strategies | `Trainer._distribute_strategy`, `TFOptimizer._distribution_strategy`, `_var_key` | none | models and optimizers can change their strategy |
+| `function_of`, `operations_of`, `traces_of` | `MeanMetricWrapper._fn`, `Functional._operations`, `tf.function`'s `_list_all_concrete_functions` | none | Keras and TensorFlow tell them |
+| `eager_mode` | `tf.__internal__.eager_context.eager_mode` | none | TensorFlow has a public way to leave a strategy's scope |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
 """  # noqa: E501
 
@@ -883,3 +887,125 @@ def flush_tensorboard(callback: keras.callbacks.TensorBoard) -> None:
 def initial_epoch_of(model: keras.Model, initial_epoch: int) -> int:
     """Returns the epoch that a BackupAndRestore callback wants to start from, or the given one."""
     return int(getattr(model, "_initial_epoch", None) or initial_epoch)
+
+
+def function_of(metric: Any) -> Any:
+    """Returns the function that a metric takes the mean of, if it takes one."""
+    return getattr(metric, "_fn", None)
+
+
+def operations_of(model: keras.Model) -> list[Any]:
+    """Returns the operations of functional models that are no layers."""
+    return [
+        operation
+        for each in layers_of(model)
+        for operation in getattr(each, "_operations", [])
+        if not isinstance(operation, keras.layers.Layer)
+    ]
+
+
+def traces_of(function: Any) -> list[Any]:
+    """Returns what a `tf.function` was traced to so far."""
+    return list(function._list_all_concrete_functions())
+
+
+@contextlib.contextmanager
+def step_replaced(model: keras.Model, step: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, another function is a model's `train_step`."""
+    vars(model)["train_step"] = step
+    try:
+        yield
+    finally:
+        del vars(model)["train_step"]
+
+
+def eager_mode() -> contextlib.AbstractContextManager[None]:
+    """Inside, operations run at once, whatever graph is the default one."""
+    mode: contextlib.AbstractContextManager[None] = tf.__internal__.eager_context.eager_mode()
+    return mode
+
+
+def tf_variable_of(variable: Any) -> Any:
+    """Returns the `tf.Variable` that holds a Keras variable's value; None before it is built."""
+    return variable._value
+
+
+def set_tf_variable(variable: Any, value: tf.Variable) -> None:
+    """Makes a Keras variable hold its value in another `tf.Variable`."""
+    variable._value = value
+
+
+def new_tf_variable(variable: Any, value: Any) -> tf.Variable:
+    """Returns what Keras makes for a variable in the scope in effect, and leaves it as it is."""
+    before = variable._value
+    variable._initialize(value)
+    made, variable._value = variable._value, before
+    return made
+
+
+def strategy_of(thing: Any) -> tf.distribute.Strategy | None:
+    """Returns the strategy that a model or an optimizer was made in; None: in no scope."""
+    if isinstance(thing, keras.Model):
+        found = thing._distribute_strategy
+    else:
+        found = vars(thing).get("_distribution_strategy")
+    # Keras keeps the default strategy for an optimizer that was made outside every scope.
+    is_default = found is not None and not _is_real(found)
+    return None if is_default else found
+
+
+def _is_real(strategy: tf.distribute.Strategy) -> bool:
+    return type(strategy).__name__ != "_DefaultDistributionStrategy"
+
+
+def set_strategy(thing: Any, strategy: tf.distribute.Strategy | None) -> None:
+    """Gives a model or an optimizer a strategy; None: the default one."""
+    if isinstance(thing, keras.Model):
+        thing._distribute_strategy = strategy
+        return
+    if strategy is None:
+        with tf.Graph().as_default():  # inside no scope
+            strategy = tf.distribute.get_strategy()
+    vars(thing)["_distribution_strategy"] = strategy
+
+
+Keys = dict[Any, Any]
+
+
+def variable_keys(optimizers: Sequence[Any], variables: Sequence[Any]) -> Keys:
+    """Returns the variables by the keys under which optimizers know them now."""
+    if not optimizers:
+        return {}
+    built = [v for v in variables if v._value is not None]
+    return {optimizers[0]._var_key(v): v for v in built}
+
+
+def exchange_keys(optimizers: Sequence[Any], keys: Keys) -> list[tuple[Any, str, Any]]:
+    """Makes optimizers know variables that were re-created; `keys` are from before.
+
+    Returns:
+        For `restore_keys`: each attribute that was exchanged, and what it was.
+    """
+    before = []
+    for optimizer in optimizers:
+        new = {old: optimizer._var_key(v) for old, v in keys.items()}
+        for name, value in list(vars(optimizer).items()):
+            if not isinstance(value, (dict, set)) or not any(_in(key, new) for key in value):
+                continue
+            if isinstance(value, dict):
+                changed: Any = {new[k] if _in(k, new) else k: v for k, v in value.items()}
+            else:
+                changed = {new[k] if _in(k, new) else k for k in value}
+            before.append((optimizer, name, value))
+            vars(optimizer)[name] = changed
+    return before
+
+
+def _in(key: Any, keys: Keys) -> bool:
+    return isinstance(key, str) and key in keys
+
+
+def restore_keys(before: Sequence[tuple[Any, str, Any]]) -> None:
+    """Gives optimizers back what `exchange_keys` replaced."""
+    for optimizer, name, value in before:
+        vars(optimizer)[name] = value

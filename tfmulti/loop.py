@@ -7,6 +7,7 @@ writing files) is no collective.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from tfmulti.callbacks.waiting import Waiting
 from tfmulti.cluster import Cluster
 from tfmulti.config import FitConfig
 from tfmulti.console import number
+from tfmulti.errors import VerificationError
 from tfmulti.report import FitReport
 from tfmulti.rundir import RunDir, default_run_dir, remove_partial, write_text
 from tfmulti.signals import SignalWatch
@@ -80,7 +82,12 @@ def run(job: preflight.Job) -> FitReport:
         files = file_callbacks(run_dir)
         # Last: history.csv and TensorBoard's metrics, which come before, stay a function of the
         # run's numbers alone; the progress bar comes after it.
-        history = train(setup, model, [waiting, *files, backup(setup, run_dir), throughput])
+        try:
+            history = train(setup, model, [waiting, *files, backup(setup, run_dir), throughput])
+        except VerificationError:
+            if run_dir is not None:
+                remove_start(run_dir)  # nothing was trained
+            raise
         seconds = time.perf_counter() - started
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= test(setup, model)
@@ -109,6 +116,14 @@ def make_run_dir(setup: Setup) -> RunDir | None:
             write_text(path, "".join(f"{word}\n" for word in words))
     write_text(run_dir.config, config.to_json())
     return run_dir
+
+
+def remove_start(run_dir: RunDir) -> None:
+    """Removes what `make_run_dir` wrote, and the folder if nothing else is in it."""
+    for path in (run_dir.features, run_dir.vocabulary, run_dir.config):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the user's files are in it
+        run_dir.path.rmdir()
 
 
 def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:

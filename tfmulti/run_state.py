@@ -36,9 +36,9 @@ def capture(model: keras.Model) -> Tree:
     variables = {name: _value(v) for name, v in _variables(model, trained=False).items()}
     return {
         "variables": state.saved_variables | variables,
-        "metrics": _metric_states(model),
+        "metrics": metric_states(model),
         "seeds": state.saved_seeds | seeds,
-        "random": _random_states(),
+        "random": random_states(),
     }
 
 
@@ -112,7 +112,7 @@ def _value(variable: Any) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
 
-def _metric_states(model: keras.Model) -> Tree:
+def metric_states(model: keras.Model) -> Tree:
     """Returns each metric variable's value on every replica, [replicas, …]; a collective."""
     variables = replicas.metric_variables(model)
     if not variables:
@@ -184,7 +184,8 @@ def _names(variables: Sequence[Any]) -> list[str]:
     return [f"{number} {variable.name}" for number, variable in enumerate(variables)]
 
 
-def _random_states() -> Tree:
+def random_states() -> Tree:
+    """Returns the states of Python's and NumPy's generators, for `set_random_states`."""
     kind, numbers, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, following = random.getstate()
     return {

@@ -134,6 +134,23 @@ class Ahead:
         self.held: Shards | None = None
 
 
+class Replay:
+    """An iterator, and another one whose batches are to be taken before it.
+
+    As many batches stand before it as the first executions have: none takes from both.
+    """
+
+    def __init__(self, first: Any, batches: int, rest: Any) -> None:
+        self._first, self._left, self._rest = first, batches, rest
+
+    def source(self, steps: int) -> Any:
+        """Returns the iterator that an execution of so many steps takes from."""
+        if self._left <= 0:
+            return self._rest
+        self._left -= steps
+        return self._first
+
+
 def on_devices(shards: Shards, devices: Sequence[str]) -> Shards:
     """Returns the same with each replica's rows on its device; text stays with the host."""
 

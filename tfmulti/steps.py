@@ -85,11 +85,12 @@ def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], Shards] 
 
 
 def make_step(
-    model: keras.Model, placement: Placement, seeds: Any, logs: StepLogs, *, training: bool
+    model: keras.Model, placement: Placement, seeds: Any, logs: StepLogs | None, *, training: bool
 ) -> Callable[[Shards], Any]:
     """Returns a function that runs one step on all local replicas and returns their logs.
 
-    It returns the replicas' values of their metrics' variables, too.
+    It returns the replicas' values of their metrics' variables, too. Without `logs` it returns
+    what the steps return as it is.
     """
     strategy = model.distribute_strategy
     state = state_of(model)
@@ -104,8 +105,12 @@ def make_step(
         before = [tf.identity(v.value) for v in variables]
         if not share.is_whole:
             row_labels.begin(data, keras_compat.all_metric_variables(model))
-        with computing(share), logs.recorded():
-            found = logs.taken(step(data), share)
+        with computing(share):
+            if logs is None:
+                found = step(data)
+            else:
+                with logs.recorded():
+                    found = logs.taken(step(data), share)
         for variable, value in zip(variables, before, strict=True):
             counts = share.own_rows > 0
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))

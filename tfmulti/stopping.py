@@ -37,6 +37,10 @@ class TrainerState:
     take depend on the rows. `specs` is the form of a global batch of the last `fit`.
 
     `seeds_drawn` counts the seeds of the data order that `fit` has drawn, where `seed` is None.
+
+    `verify` says whether the first `verify_steps` steps are compared with those of one device
+    (None: where parts are the user's own), and `verification` is what the last comparison found.
+
     `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
     the states, in the backup that this run was resumed from, of those that are yet to be made,
     and `saved_variables` those of seeds of layers that are yet to be built.
@@ -49,6 +53,9 @@ class TrainerState:
     reading: Reading = field(default_factory=Reading)
     synchronisation: Synchronisation = field(default_factory=Synchronisation)
     outer: Any = None
+    verify: bool | None = None
+    verify_steps: int = 1
+    verification: Any = None
     chooses_pace: bool = False
     jit_compile: bool | None = None
     interrupted: str | None = None

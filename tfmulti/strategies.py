@@ -73,6 +73,7 @@ def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribu
         )
     devices = _local_devices(selection.device_type, selection.local_replicas)
     if selection.strategy == "one_device":
+        _alone.add("one_device")
         return tf.distribute.OneDeviceStrategy(devices[0])
     return _once(
         tuple(devices),
@@ -175,6 +176,20 @@ def _split_cpu(count: int) -> None:
 # object: two of them clash ("Shape mismatch in the collective instance"), and one of another
 # size fails too. So a process has one, which is made once and handed out again.
 _made: dict[Hashable, tf.distribute.Strategy] = {}
+
+
+# Not empty once a strategy of one device was made here: then nobody waits for other workers.
+_alone: set[str] = set()
+
+
+def made() -> tf.distribute.Strategy | None:
+    """Returns the strategy of several devices or workers that this process made, if it made one."""
+    return next(iter(_made.values()), None)
+
+
+def is_alone() -> bool:
+    """Whether this process made a strategy of one device."""
+    return bool(_alone)
 
 
 def _once(key: Hashable, words: str, make: Callable[[], tf.distribute.Strategy]) -> Any:

@@ -127,6 +127,7 @@ def make_report(
         epochs_asked=setup.epochs,
         stopped_by=state.stopped_by,
         throughput=throughput.figures() if setup.config.log_throughput else None,
+        verification=state.verification,
         run_dir=str(run_dir.path) if run_dir else None,
         versions={"tensorflow": tf.__version__, "keras": keras.__version__},
     )

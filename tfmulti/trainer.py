@@ -18,7 +18,15 @@ import keras
 import tensorflow as tf
 
 from tfmulti import epochs as epochs_loop
-from tfmulti import keras_compat, local_steps, losses, model_checks, resuming
+from tfmulti import (
+    keras_compat,
+    local_steps,
+    losses,
+    model_checks,
+    relocation,
+    resuming,
+    verification,
+)
 from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.config import COMPRESSIONS
@@ -53,6 +61,8 @@ def prepare(
     outer_momentum: float = 0.9,
     steps_per_execution: str | None = None,
     jit_compile: bool | None = None,
+    verify: bool | None = None,
+    verify_steps: int = 1,
 ) -> Model:
     """Returns the same model with a `fit`, `evaluate` and `predict` for any strategy.
 
@@ -97,6 +107,12 @@ def prepare(
             there False here turns it off, since Keras does not tell its own False from the user's.
             A step in which replicas need each other before their gradients meet, or that draws
             random numbers, is not compiled: these would be XLA's own.
+        verify: whether the first `fit` takes its first step also on one device, by plain Keras,
+            and raises VerificationError where the numbers differ by more than rounding; nothing is
+            trained or changed then. None: with several replicas, where a train_step, loss,
+            metric, layer or optimizer is not Keras' own. It takes one more trace and two steps of
+            the whole batch on one device.
+        verify_steps: how many first steps are compared.
 
     Raises:
         ModelError: no Keras model, or one that was made outside the strategy's scope, or
@@ -108,6 +124,7 @@ def prepare(
         raise ModelError(f"prepare() takes a keras.Model, not a {type(model).__name__}.")
     if not isinstance(model, DistributedModel):
         model_checks.check_overrides(model)
+    relocation.enter(model)
     model_checks.check_scope(model)
     if microbatches < 1:
         raise ModelError(f"microbatches is {microbatches}, but it must be at least 1.")
@@ -121,6 +138,8 @@ def prepare(
             f"steps_per_execution is {steps_per_execution!r}, but it must be 'auto' or None. "
             "Give a number to compile()."
         )
+    if verify_steps < 1:
+        raise ConfigError(f"verify_steps is {verify_steps}, but it must be at least 1.")
     place = placement_of(model.distribute_strategy)
     synchronisation = Synchronisation(sync_every, outer_learning_rate, outer_momentum)
     synchronisation.check_place(place.workers, place.local_replicas)
@@ -130,6 +149,7 @@ def prepare(
     )
     state.chooses_pace = steps_per_execution == "auto"
     state.jit_compile = jit_compile
+    state.verify, state.verify_steps = verify, verify_steps
     if not isinstance(model, DistributedModel):
         cls = type(model)
         derived = keras_compat.derived_class(cls, (cls, DistributedModel))
@@ -225,6 +245,7 @@ class DistributedModel(keras.Model):
     ) -> keras.callbacks.History:
         """Trains for `epochs` epochs; see Keras' `Model.fit`. Every worker calls it alike."""
         model_checks.check_compiled(self)
+        relocation.enter(self)
         place = self._placement
         if validation_split and validation_data is None:
             parts, validation_data = split_off_validation((x, y, sample_weight), validation_split)
@@ -260,7 +281,6 @@ class DistributedModel(keras.Model):
         epochs_loop.check_same_data(self, feed, validation)
         model_checks.build(self, feed.specs, optimizers=backup is not None)
         count = steps_per_epoch or feed.steps
-        all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
         self.stop_training = False
         state = state_of(self)
         state.specs = feed.specs
@@ -268,6 +288,12 @@ class DistributedModel(keras.Model):
         state.lost = 0
         state.stopped_by, state.saved_seeds, state.saved_variables = None, {}, {}
         self.make_train_function()
+        if record is None and epochs > initial_epoch:
+            keeps = backup is not None
+            feed = verification.before_training(
+                self, feed, count, keeps_position=keeps, tells=verbose not in (0, "0")
+            )
+        all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
         all_callbacks.on_train_begin()
         keeper = None
         if backup is not None:
@@ -305,6 +331,8 @@ class DistributedModel(keras.Model):
     ) -> Any:
         """Returns loss and metrics over the data, each row counted once; see Keras."""
         model_checks.check_compiled(self)
+        if self.test_function is None:
+            relocation.enter(self)
         feed = make_feed(
             x,
             y,
@@ -331,6 +359,7 @@ class DistributedModel(keras.Model):
         callbacks: Any = None,
     ) -> Any:
         """Returns the outputs of all rows, in order, on every worker; see Keras."""
+        relocation.enter(self)
         feed = make_feed(
             x,
             placement=self._placement,
@@ -354,6 +383,8 @@ class DistributedModel(keras.Model):
     ) -> Any:
         """Takes one step on one global batch of arrays; see Keras. Every worker calls it."""
         model_checks.check_compiled(self)
+        if self.train_function is None:
+            relocation.enter(self)
         if class_weight is not None:
             sample_weight = weights_of_classes(y, class_weight, sample_weight)
         batch = _one_batch(x, y, sample_weight)
@@ -366,6 +397,8 @@ class DistributedModel(keras.Model):
     ) -> Any:
         """Returns loss and metrics of one global batch of arrays; see Keras."""
         model_checks.check_compiled(self)
+        if self.test_function is None:
+            relocation.enter(self)
         batch = _one_batch(x, y, sample_weight)
         model_checks.build(self, batch)
         self.make_test_function()
@@ -373,6 +406,8 @@ class DistributedModel(keras.Model):
 
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs of one global batch of arrays, rows in order; see Keras."""
+        if self.predict_function is None:
+            relocation.enter(self)
         self.make_predict_function()
         batch = from_batch(_one_batch(x, None, None), self._placement)
         outputs = self.predict_function(batch).outputs

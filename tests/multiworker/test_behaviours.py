@@ -153,8 +153,6 @@ def test_a_dataset_that_ends_early_ends_the_epoch(behaviours: Behaviours, kind: 
 @pytest.mark.parametrize(
     ("name", "kind_of_error", "words"),
     [
-        ("model_made_outside_the_scope", "ModelError", "not made inside the strategy's scope"),
-        ("compiled_outside_the_scope", "ModelError", "outside the strategy's scope"),
         ("not_compiled", "ModelError", "Call model.compile"),
         ("no_keras_model", "ModelError", "takes a keras.Model, not a function"),
         ("a_make_train_function_of_its_own", "ModelError", "Override train_step instead"),

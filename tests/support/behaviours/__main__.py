@@ -25,6 +25,7 @@ from tests.support.behaviours import (
     stops,
     upstream,
     usage,
+    verifying,
 )
 from tests.support.behaviours.common import BEHAVIOURS, KINDS, here
 from tfmulti import make_strategy
@@ -39,6 +40,7 @@ MODULES = (
     upstream,
     apart,
     costs,
+    verifying,
 )  # importing them registers what they hold
 
 

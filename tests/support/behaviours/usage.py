@@ -496,21 +496,6 @@ def saved_as_plain_keras_and_loaded_again() -> Any:
 
 
 @behaviour
-def model_made_outside_the_scope() -> Any:
-    made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-    with here.strategy.scope():
-        prepare(made)
-
-
-@behaviour
-def compiled_outside_the_scope() -> Any:
-    with here.strategy.scope():
-        made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
-    made.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
-    fit(made)
-
-
-@behaviour
 def not_compiled() -> Any:
     with here.strategy.scope():
         made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))

@@ -1,0 +1,102 @@
+"""What counts as a difference, and the message that tells it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tfmulti.comparison import (
+    Difference,
+    compare,
+    draws_in_words,
+    first_of,
+    in_words,
+    moved_by_a_digit,
+)
+
+ONES = np.ones(3, np.float32)
+
+
+def test_rounding_is_no_difference_and_more_is_one() -> None:
+    there = np.array([1.0, 2.0, 3.0], np.float32)
+    near = np.nextafter(there, np.float32(9))
+    assert compare("weight", "w", near, there, there, there - ONES).excess < 1
+    assert compare("weight", "w", there * np.float32(1.001), there, there, there - ONES).excess > 1
+
+
+def test_a_small_update_of_a_large_weight_counts() -> None:
+    """Half of an update of a thousandth shows, although the weight is nearly the same."""
+    before = 1000 * ONES
+    found = compare("weight", "w", before + 0.5 * ONES, before + ONES, before + ONES, before)
+    assert found.excess > 1
+    assert found.ratio == pytest.approx(0.5)
+
+
+def test_ten_times_what_a_digit_changes_is_allowed() -> None:
+    moved = ONES + np.float32(0.01)
+    assert compare("log", "loss", ONES + np.float32(0.09), ONES, moved).excess < 1
+    assert compare("log", "loss", ONES + np.float32(0.11), ONES, moved).excess > 1
+
+
+def test_whole_numbers_and_what_is_no_number() -> None:
+    whole = np.array([1, 2])
+    assert compare("state", "count", whole, whole, whole, whole * 0).excess == 0
+    assert compare("state", "count", whole + 1, whole, whole, whole * 0).excess == float("inf")
+    nothing = np.array([np.nan, 1], np.float32)
+    assert compare("log", "loss", nothing, nothing, nothing).excess == 0
+    one = np.array([1, 1], np.float32)
+    assert compare("log", "loss", one, nothing, nothing).excess == float("inf")
+
+
+def test_another_shape_differs() -> None:
+    assert compare("state", "queue", ONES, ONES[:2], ONES[:2], ONES[:2]).excess == float("inf")
+
+
+def test_weights_are_moved_by_their_last_digit() -> None:
+    rng = np.random.default_rng(0)
+    value = np.array([0.5, -2.0, 3.0], np.float32)
+    moved = moved_by_a_digit(value, rng, 0.0)
+    assert (np.abs(moved - value) <= np.spacing(np.abs(value))).all()
+    assert (moved != value).all()
+    coarse = moved_by_a_digit(value, rng, 2.0**-8)
+    assert np.abs(coarse / value - 1) == pytest.approx(np.full(3, 2.0**-8))
+
+
+def test_the_first_kind_is_told_and_of_it_the_worst() -> None:
+    found = [
+        Difference("log", "loss", 9.0, 1.0, 0, 0),
+        Difference("weight", "a", 2.0, 1.0, 0, 0),
+        Difference("weight", "b", 3.0, 1.0, 0, 0),
+        Difference("weight", "c", 0.5, 1.0, 0, 0),
+    ]
+    first = first_of(found)
+    assert first is not None
+    assert first.name == "b"
+    assert first_of(found[3:]) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "words"),
+    [
+        ("gradient", 2.0, "counts once for each"),
+        ("gradient", 0.5, "looks like a sum over rows"),
+        ("gradient", 0.9, "must be a mean over the rows"),
+        ("layer", None, "depend on the other rows"),
+        ("state", None, "its own rows only"),
+        ("metric", None, "must be a sum over rows"),
+        ("seed", None, "Draw as often"),
+        ("log", None, "Return results of metrics"),
+    ],
+)
+def test_a_message_says_what_to_do(kind: str, scale: float | None, words: str) -> None:
+    found = Difference(kind, "x", 1.0, 1e-6, 3.0, 2.0, scale, scale, "train.py:7 (f(x))")
+    message = in_words(found, replicas=2, steps=1)
+    for part in (words, "3 where one device has 2", "train.py:7", "1e-06", "--noverify"):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_random_numbers_are_told_by_their_operations() -> None:
+    message = draws_in_words(["RandomUniform"], "train.py:7 (tf.random.uniform([3]))")
+    assert "(RandomUniform), in train.py:7" in message
+    assert "Draw by keras.random" in message

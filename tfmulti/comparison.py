@@ -1,0 +1,260 @@
+"""Whether two runs of the same step gave the same numbers, and in which way they differ.
+
+Two correct runs differ by rounding. How much a number may differ by that is measured: the same
+run is made once more from weights that are moved by one unit in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# A difference counts when it is above ten times what a last digit of the weights makes.
+TIMES_SENSITIVITY = 10
+# The least difference that counts, relative to the largest value of a log or a metric.
+OF_RESULTS = 1e-6
+# The same for weights and states, relative to the largest change: a step of Adam divides by the
+# root of a square, and sums over rows are added in another order on replicas.
+OF_UPDATES = 1e-5
+# Digits that the sum of a few roundings may lose, in units in the last place of a value.
+LAST_PLACES = 4
+
+KINDS = ("weight", "state", "slot", "metric", "log", "seed")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a quantity of the replicas is from that of one device.
+
+    Attributes:
+        kind: what it is, one of `KINDS`, `layer`, `loss` or `gradient`.
+        name: which one.
+        difference: the largest difference of its elements.
+        limit: what rounding explains.
+        here, there: the replicas' value and one device's, where they differ most.
+        ratio: what all of the replicas' change is of one device's, where that is one number.
+        scale: what it is of it on the whole, where it has about the same direction.
+        line: where in the user's program it is computed, if that is known.
+    """
+
+    kind: str
+    name: str
+    difference: float
+    limit: float
+    here: float
+    there: float
+    ratio: float | None = None
+    scale: float | None = None
+    line: str | None = None
+
+    @property
+    def excess(self) -> float:
+        """The difference in parts of its limit: above 1 it is no rounding."""
+        if self.difference == 0:
+            return 0.0
+        return self.difference / self.limit if self.limit else float("inf")
+
+
+def compare(
+    kind: str,
+    name: str,
+    here: np.ndarray,
+    there: np.ndarray,
+    moved: np.ndarray,
+    before: np.ndarray | None = None,
+    unit: float = 0.0,
+) -> Difference:
+    """Returns how far `here` is from `there`.
+
+    Args:
+        here: the replicas' value.
+        there: that of one device.
+        moved: that of one device when its weights were moved by a last digit.
+        before: the value before the step, where a step changes it; its change is compared.
+        unit: the last digit that the model computes with, where it has fewer than the value.
+    """
+    if here.shape != there.shape:
+        infinite = float("inf")
+        return Difference(kind, name, infinite, 0.0, float(here.size), float(there.size))
+    digits = _eps(there)
+    left, right, other = (_wide(value) for value in (here, there, moved))
+    apart = _apart(left, right)
+    limit = TIMES_SENSITIVITY * float(_apart(other, right).max(initial=0))
+    change = right if before is None else right - _wide(before)
+    if digits:
+        relative = max(OF_RESULTS if before is None else OF_UPDATES, TIMES_SENSITIVITY * unit)
+        limit = max(limit, relative * _largest(change), LAST_PLACES * digits * _largest(right))
+    if not apart.size:
+        return Difference(kind, name, 0.0, limit, 0.0, 0.0)
+    worst = int(apart.argmax())
+    own = left if before is None else left - _wide(before)
+    return Difference(
+        kind,
+        name,
+        float(apart.flat[worst]),
+        limit,
+        float(left.flat[worst]),
+        float(right.flat[worst]),
+        ratio_of(own, change),
+        scale_of(own, change),
+    )
+
+
+def _eps(value: np.ndarray) -> float:
+    """Returns a unit in the last place of 1; 0 for whole numbers."""
+    if value.dtype.kind == "f":
+        return float(np.finfo(value.dtype).eps)
+    return 2.0**-7 if value.dtype.name == "bfloat16" else 0.0
+
+
+def _wide(value: np.ndarray) -> np.ndarray:
+    if value.dtype.kind in "SUO":
+        raise TypeError("text has no rounding")
+    return np.asarray(value, np.complex128 if value.dtype.kind == "c" else np.float64)
+
+
+def _apart(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Returns the elements' differences; not a number is equal to itself."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(left - right)
+    same = (left == right) | (np.isnan(left) & np.isnan(right))
+    return np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
+
+
+def _largest(values: np.ndarray) -> float:
+    finite = np.abs(values[np.isfinite(values)])
+    return float(finite.max(initial=0))
+
+
+def ratio_of(left: np.ndarray, right: np.ndarray) -> float | None:
+    """Returns what `left` is of `right`, where that is one number for all elements.
+
+    >>> ratio_of(np.array([2.0, 4.0]), np.array([1.0, 2.0]))
+    2.0
+    >>> ratio_of(np.array([2.0, 5.0]), np.array([1.0, 2.0])) is None
+    True
+    """
+    counts = np.abs(right) > 1e-3 * _largest(right)
+    if not counts.any() or not np.isfinite(left[counts]).all():
+        return None
+    ratios = np.real(left[counts] / right[counts])
+    middle = float(np.median(ratios))
+    return middle if np.allclose(ratios, middle, rtol=1e-3) else None
+
+
+def scale_of(left: np.ndarray, right: np.ndarray) -> float | None:
+    """Returns which part of `right` comes nearest to `left`; None: their directions differ.
+
+    >>> scale_of(np.array([2.0, 4.1]), np.array([1.0, 2.0])) is not None
+    True
+    >>> scale_of(np.array([2.0, 0.0]), np.array([0.0, 2.0])) is None
+    True
+    """
+    left, right = (np.ravel(np.real(value)) for value in (left, right))
+    lengths = float(np.linalg.norm(left)), float(np.linalg.norm(right))
+    if not np.isfinite(lengths).all() or not all(lengths):
+        return None
+    along = float(np.dot(left, right))
+    return along / lengths[1] ** 2 if along > 0.95 * lengths[0] * lengths[1] else None
+
+
+def moved_by_a_digit(value: np.ndarray, rng: np.random.Generator, unit: float) -> np.ndarray:
+    """Returns weights moved by one unit in the last place, each up or down as `rng` draws.
+
+    With a `unit` they are moved by that part of themselves, where a model computes with fewer
+    digits than its weights have.
+    """
+    signs = rng.choice([-1.0, 1.0], size=value.shape)
+    if unit or value.dtype.kind != "f":
+        moved = np.asarray(value, np.float64) * (1 + signs * max(unit, _eps(value)))
+        return np.asarray(moved).astype(value.dtype)
+    return np.asarray(np.nextafter(value, np.asarray(signs * np.inf, value.dtype)))
+
+
+def first_of(found: Sequence[Difference]) -> Difference | None:
+    """Returns the difference that is told of: the first kind that differs, its worst one."""
+    wrong = [each for each in found if each.excess > 1]
+    if not wrong:
+        return None
+    order = {kind: place for place, kind in enumerate(KINDS)}
+    first = min(order.get(each.kind, -1) for each in wrong)
+    return max((d for d in wrong if order.get(d.kind, -1) == first), key=lambda d: d.excess)
+
+
+WITHOUT = "To train without this check, give prepare(model, verify=False) or --noverify."
+
+
+def draws_in_words(operations: Sequence[str], line: str | None) -> str:
+    """Returns the message where a step draws numbers that replicas cannot draw alike."""
+    place = f", in {line}" if line else ""
+    return (
+        f"verify: the step draws random numbers by TensorFlow's own generators "
+        f"({', '.join(operations)}){place}, which are others on each replica than on one device. "
+        f"Draw by keras.random, with a keras.random.SeedGenerator as an attribute. {WITHOUT}"
+    )
+
+
+def in_words(found: Difference, *, replicas: int, steps: int) -> str:
+    """Returns the message: what differs, by how much, where it belongs to, and what to do."""
+    after = f"step {steps}" if steps == 1 else f"{steps} steps"
+    place = f", in {found.line}" if found.line else ""
+    size = "" if found.ratio is None else f" ({found.ratio:.4g} times as much)"
+    return (
+        f"verify: after {after} on {replicas} replicas {_subject(found)} differs from one device: "
+        f"{found.here:.7g} where one device has {found.there:.7g}{size}; the difference is "
+        f"{found.difference:.2g}, and rounding explains {found.limit:.2g}{place}. "
+        f"{_advice(found, replicas)} {WITHOUT}"
+    )
+
+
+def _subject(found: Difference) -> str:
+    words = {
+        "layer": "the output of the layer {}",
+        "loss": "the loss {}",
+        "gradient": "the gradient of {}",
+        "weight": "the weight {}",
+        "slot": "the optimizer's variable {}",
+        "state": "the variable {}",
+        "metric": "the metric's variable {}",
+        "log": "the log {}",
+        "seed": "the state of the random generator {}",
+    }
+    return words[found.kind].format(repr(found.name))
+
+
+def _advice(found: Difference, replicas: int) -> str:
+    times = found.scale
+    if times is not None and found.kind in ("gradient", "slot", "weight", "loss"):
+        if abs(times - replicas) < 0.1 * replicas:
+            return (
+                f"It is about {replicas} times as large, which is the number of replicas: the "
+                "loss or its gradient counts once for each. Take the mean over the rows of the "
+                "batch, or let self.compute_loss(...) reduce the loss."
+            )
+        if abs(times * replicas - 1) < 0.1:
+            return (
+                f"It is about 1/{replicas} of one device's, which has as many parts as there are "
+                "replicas: the loss looks like a sum over rows, or is divided by the replicas. "
+                "Take the mean over the rows of the batch, and do not divide by "
+                "num_replicas_in_sync."
+            )
+    advice = {
+        "layer": "What it gives for a row seems to depend on the other rows of the batch, of "
+        "which a replica has its own only. Compare rows in the loss function instead, which gets "
+        "the rows of all replicas, or gather them by "
+        "tf.distribute.get_replica_context().all_gather(x, axis=0).",
+        "state": "Each replica changes it by its own rows only. Change it by a mean over the "
+        "rows, or gather them first by "
+        "tf.distribute.get_replica_context().all_gather(x, axis=0).",
+        "metric": "The replicas' states are added up, so a metric's state must be a sum over "
+        "rows, and update_state must add to it what belongs to the rows that it gets.",
+        "log": "Return results of metrics, or means over the rows of the batch.",
+        "seed": "Draw as often on each replica as on one device, by keras.random.",
+    }
+    return advice.get(
+        found.kind,
+        "The loss must be a mean over the rows of the batch, and what depends on several rows "
+        "together belongs into a loss function.",
+    )
