@@ -547,6 +547,19 @@ def _next_global_seed() -> Any:
         random.setstate(python)
 
 
+@contextlib.contextmanager
+def with_global_generator() -> Iterator[None]:
+    """Inside, Keras' generator of draws without a seed is made; afterwards it is as it was."""
+    before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    python = random.getstate()
+    try:
+        global_seed_generator()
+        random.setstate(python)
+        yield
+    finally:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+
+
 _drawn_from: weakref.WeakSet[keras.random.SeedGenerator] = weakref.WeakSet()
 
 

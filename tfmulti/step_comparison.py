@@ -149,6 +149,7 @@ class StepComparison:
         with (
             relocation.on_one_device(self._state, self._device) as plain,
             model_checks.as_made(self._model),
+            keras_compat.with_global_generator(),
         ):
             if not self._trial.draws:
                 random.setstate(self._python)  # a trace may draw by it, as AugMix does
