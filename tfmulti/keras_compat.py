@@ -17,6 +17,8 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | moving statistics | `Layer._flatten_layers`, `_non_trainable_variables` | none | they are averaged over replicas |
 | `sublayers`, `own_variables` | the same, `_trainable_variables`, `_seed_generators` | none | a variable's path is that of its place in the model |
 | attention in fewer operations | `backend.tensorflow.nn._dot_product_attention_xla` | none | Keras' own takes products of matrices, not `einsum` |
+| `float(variable)` | public: `keras.Variable.__float__`, `__int__`, `__array__` | none | they read a mirrored variable |
+| `last_operations` | `KerasTensor._keras_history` | none: not exported | Keras tells which layer made a tensor |
 | layers in fewer operations | public: `call` of `kernels.LAYERS` | none | Keras' own are as fast |
 | layers that look at all rows | public: `call` of `mixing.LAYERS` | none | they know of shares |
 | steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
@@ -122,6 +124,8 @@ def install() -> None:
     _replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
     _replace(keras.layers.BatchNormalization, "call", _fused)
     _replace(TFOptimizer, "_all_reduce_sum_gradients", _unless_unknown)
+    for name in ("__float__", "__int__", "__array__"):
+        _replace(keras.Variable, name, _of_one_copy)
     for name in (
         "_backend_update_step",
         "_apply_weight_decay",
@@ -176,6 +180,52 @@ def _on_cpus(function: Callable[..., Any]) -> Callable[[Any], Any]:
         return call
 
     return make
+
+
+def _of_one_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras asks the value of a variable for a number; TensorFlow's mirrored ones have no such way.
+
+    Outside of a step, as in a callback, the copies of all replicas are the same.
+    """
+
+    def converted(self: Any, *args: Any) -> Any:
+        value = self.value
+        if isinstance(value, tf.distribute.DistributedValues) and tf.executing_eagerly():
+            return getattr(value.numpy(), original.__name__)(*args)
+        return original(self, *args)
+
+    return converted
+
+
+def last_operations(model: keras.Model) -> list[Any] | None:
+    """Returns the layer or operation that makes each output; None where Keras cannot tell.
+
+    A model within the model is looked into, and so are layers that do nothing.
+    """
+    try:
+        outputs = keras.tree.flatten(model.outputs)
+    except (AttributeError, ValueError):
+        return None
+    found = []
+    for output in outputs or []:
+        operation = output._keras_history.operation
+        if isinstance(operation, keras.Model):
+            inner = last_operations(operation)
+            if inner is None or len(inner) != 1:
+                return None
+            operation = inner[0]
+        elif _does_nothing(operation):
+            inner = last_operations(keras.Model(model.inputs, operation.input))
+            if inner is None:
+                return None
+            operation = inner[0]
+        found.append(operation)
+    return found or None
+
+
+def _does_nothing(operation: Any) -> bool:
+    linear = getattr(operation, "activation", None) is keras.activations.linear
+    return isinstance(operation, keras.layers.Activation) and linear
 
 
 def _only_outside(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -431,6 +481,26 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _needs_meetings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the layer's method with an error of ours where replicas cannot meet."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "merge_call" not in str(error) or partial() is None:
+                raise
+            raise ModelError(
+                f"the layer {self.name!r} normalizes by the rows of all replicas, but it stands in "
+                "a loop (such as a cell of keras.layers.RNN) or a tf.function of its own, where "
+                "replicas cannot meet. Make the RNN with unroll=True, use LayerNormalization "
+                "there, or train on one device."
+            ) from None
+
+    return call
+
+
 def _works_by_rows(layer: Any) -> bool:
     """Whether a layer and all in it are Keras' own, which compute a row from that row alone.
 
@@ -468,7 +538,7 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
             variable.assign(tf.where(count > 0, moved, before))  # of no rows nothing is learned
         return outputs
 
-    return call
+    return _needs_meetings(call)
 
 
 def _can_be_fused(layer: Any, inputs: Any, training: Any) -> bool:

@@ -34,15 +34,16 @@ def check_scope(model: keras.Model) -> None:
     """Raises ModelError where a variable was made outside the strategy's scope."""
     strategy = model.distribute_strategy
     parts = {
-        "model": model.variables,
-        "optimizer": [v for o in optimizers_of(model) for v in o.variables],
-        "metrics": metric_variables(model),
+        "model's": model.variables,
+        "optimizer's": [v for o in optimizers_of(model) for v in o.variables],
+        # A `metrics` property of the user's own may read attributes that `compile` makes.
+        "metrics'": metric_variables(model) if model.compiled else [],
     }
     for name, variables in parts.items():
         for variable in variables:
             if not strategy.extended.variable_created_in_scope(variable.value):
                 raise ModelError(
-                    f"the {name}'s variable {variable.path!r} was not made inside the "
+                    f"the {name} variable {variable.path!r} was not made inside the "
                     "strategy's scope, so its replicas would drift apart. Build and compile the "
                     "model inside 'with strategy.scope():'."
                 )
@@ -106,19 +107,26 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     try:
         with model.distribute_strategy.scope():
             keras_compat.build_from_specs(model, specs)
-    except RuntimeError as error:
+    except Exception as error:
         if "Mixing different tf.distribute.Strategy" in str(error):
             raise ModelError(
                 "the optimizer was made outside the strategy's scope. Make it and compile the "
                 "model inside 'with strategy.scope():'."
             ) from None
-        if type(model).train_step is keras.Model.train_step:
+        if _takes_batches_as_keras(model):
             raise
-        # A train_step of its own may need no call(), as a GAN's: its parts are built.
+        # A step of the user's own may need no call(), as a GAN's, or take batches of another form
+        # than (x, y, sample_weight), as a siamese network's: the step itself builds its parts.
     if optimizers or model.distribute_strategy.num_replicas_in_sync > 1:
         build_optimizers(model, specs)
     check_scope(model)
     check_rows_are_free(model)
+
+
+def _takes_batches_as_keras(model: keras.Model) -> bool:
+    """Whether both steps are Keras' own, which take a batch as (x, y, sample_weight)."""
+    own, base = type(model), keras.Model
+    return own.train_step is base.train_step and own.test_step is base.test_step
 
 
 def build_optimizers(model: keras.Model, specs: Any) -> None:

@@ -215,3 +215,15 @@ def test_keras_still_makes_its_generator_by_a_draw_from_pythons() -> None:
     assert keras_compat.global_seed_generator().state.numpy().tolist() == expected
     assert random.getstate() != before
     assert keras_compat._next_global_seed() is keras_compat.global_seed_generator().state
+
+
+def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
+    """The reason for `last_operations`: whether a model ends in probabilities or in logits."""
+    inputs = keras.Input((2,))
+    outputs = keras.layers.Dense(3, "softmax")(inputs)
+    assert not hasattr(outputs, "operation")
+    inner = keras.Model(inputs, outputs)
+    layer = keras.layers.Activation("linear", dtype="float32")
+    for model in (inner, keras.Sequential([inputs, inner]), keras.Sequential([inner, layer])):
+        assert keras_compat.last_operations(model) == [inner.layers[-1]]
+    assert keras_compat.last_operations(keras.Model()) is None

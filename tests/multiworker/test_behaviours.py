@@ -30,6 +30,12 @@ SAME_EVERYWHERE = [
     "two_adams_of_its_own",
     "an_optimizer_for_each_layer",
     "a_step_in_a_function",
+    "prepared_before_compile_makes_its_metrics",
+    "batches_of_three_inputs",
+    "batches_in_dicts",
+    "batches_of_one_tensor",
+    "batch_normalization_in_an_unrolled_cell",
+    "numbers_of_the_optimizer_in_a_callback",
 ]
 
 
@@ -174,6 +180,7 @@ def test_a_dataset_that_ends_early_ends_the_epoch(behaviours: Behaviours, kind: 
         ("an_update_in_a_condition", "ModelError", "inside a condition"),
         ("a_stateful_layer", "ModelError", "keeps a state for each row"),
         ("a_part_of_one_number", "DataError", "without rows"),
+        ("batch_normalization_in_a_cell", "ModelError", "Make the RNN with unroll=True"),
         ("empty_dataset", "DataError", "no batches"),
         ("evaluating_an_empty_dataset", "DataError", "no batches"),
     ],

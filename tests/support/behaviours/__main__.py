@@ -18,6 +18,7 @@ import keras
 
 from tests.support.behaviours import (
     apart,
+    batches,
     compiled,
     costs,
     numbers,
@@ -33,6 +34,7 @@ from tfmulti.strategies import placement_of
 
 MODULES = (
     usage,
+    batches,
     numbers,
     compiled,
     rewritten,

@@ -1,0 +1,163 @@
+"""Steps of the user's own whose batch is not (x, y), and what else public programs do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.support.behaviours.common import X, Y, behaviour, here, model
+from tfmulti import prepare
+
+PARTS = [np.random.default_rng(i).random((36, 3), np.float32) for i in range(3)]
+
+
+class Critic(keras.Model):
+    """As in a DCGAN: `metrics` reads what `compile` makes, and there is no `call`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+    def compile(self, critic_optimizer: keras.optimizers.Optimizer) -> None:
+        super().compile()
+        self.critic_optimizer = critic_optimizer
+        self.critic_loss = keras.metrics.Mean(name="critic_loss")
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.critic_loss]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.critic(data)))
+        weights = self.critic.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.critic_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.critic_loss.update_state(loss)
+        return {"critic_loss": self.critic_loss.result()}
+
+
+@behaviour
+def prepared_before_compile_makes_its_metrics() -> Any:
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        made = prepare(Critic())
+        made.compile(keras.optimizers.SGD(0.1))
+    return made.fit(PARTS[0], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+
+
+class Siamese(keras.Model):
+    """Three examples a row, in whatever form the batch has."""
+
+    def __init__(self, parts_of: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.embed = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        self.parts_of = parts_of
+        self.mean = keras.metrics.Mean(name="loss")
+
+    def call(self, inputs: Any) -> Any:
+        return self.embed(inputs)
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.mean]
+
+    def _loss(self, data: Any) -> tf.Tensor:
+        anchor, like, unlike = map(self.embed, self.parts_of(data))
+        near = tf.reduce_sum(tf.square(anchor - like), -1)
+        far = tf.reduce_sum(tf.square(anchor - unlike), -1)
+        return tf.reduce_mean(tf.maximum(near - far + 0.5, 0.0))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = self._loss(data)
+        weights = self.embed.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.mean.update_state(loss)
+        return {"loss": self.mean.result()}
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        self.mean.update_state(self._loss(data))
+        return {"loss": self.mean.result()}
+
+
+def _siamese(data: Any, parts_of: Callable[[Any], Any]) -> Any:
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        made = prepare(Siamese(parts_of))
+        made.compile(keras.optimizers.Adam(0.1))
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(8)
+    return made.fit(batches, epochs=2, validation_data=batches, verbose=0).history
+
+
+@behaviour
+def batches_of_three_inputs() -> Any:
+    return _siamese(tuple(PARTS), lambda data: data)
+
+
+@behaviour
+def batches_in_dicts() -> Any:
+    return _siamese(dict(zip("abc", PARTS, strict=True)), lambda d: (d["a"], d["b"], d["c"]))
+
+
+@behaviour
+def batches_of_one_tensor() -> Any:
+    return _siamese(np.stack(PARTS, 1), lambda data: tf.unstack(data, axis=1))
+
+
+class Normalizing(keras.layers.Layer):
+    """A cell with a BatchNormalization."""
+
+    state_size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.normalize = keras.layers.Dense(4), keras.layers.BatchNormalization()
+
+    def build(self, shape: Any) -> None:
+        self.dense.build((None, shape[-1] + 4))
+        self.normalize.build((None, 4))
+
+    def call(self, inputs: Any, states: Any, training: bool = False) -> Any:
+        found = self.dense(keras.ops.concatenate([inputs, states[0]], -1))
+        found = self.normalize(found, training=training)
+        return found, [found]
+
+
+def _recurrent(unroll: bool) -> Any:
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(2).random((20, 4, 3), np.float32)
+    with here.strategy.scope():
+        inputs = keras.Input((4, 3))
+        outputs = keras.layers.RNN(Normalizing(), unroll=unroll)(inputs)
+        made = prepare(keras.Model(inputs, outputs))
+        made.compile("sgd", "mse")
+    return made.fit(x, x[:, 0, :1], batch_size=8, shuffle=False, verbose=0).history
+
+
+@behaviour
+def batch_normalization_in_an_unrolled_cell() -> Any:
+    return _recurrent(unroll=True)
+
+
+@behaviour
+def batch_normalization_in_a_cell() -> Any:
+    return _recurrent(unroll=False)
+
+
+@behaviour
+def numbers_of_the_optimizer_in_a_callback() -> Any:
+    found: list[float] = []
+
+    class Halves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            optimizer = self.model.optimizer
+            optimizer.learning_rate = float(optimizer.learning_rate) / 2
+            found.extend([float(np.array(optimizer.learning_rate)), int(optimizer.iterations)])
+
+    model().fit(X, Y, batch_size=24, epochs=2, verbose=0, callbacks=[Halves()])
+    return found
