@@ -114,7 +114,7 @@ def test_the_environment_is_read_and_not_written() -> None:
     assert (cluster.size, name, env) == (2, "TF_CONFIG", before)
 
 
-@pytest.mark.parametrize("text", [None, " ", "{}", "{\"cluster\": {}}"])
+@pytest.mark.parametrize("text", [None, " ", "{}", '{"cluster": {}}'])
 def test_no_cluster(text: str | None) -> None:
     env = {} if text is None else {"TF_CONFIG": text}
     assert find_cluster(env) == (None, "")
