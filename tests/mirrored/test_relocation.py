@@ -81,7 +81,8 @@ def test_parts_of_the_users_own_are_told(part: dict[str, object], words: str) ->
     hidden = keras.layers.Dense(3)(inputs) + inputs
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     model.compile(**{"optimizer": "sgd", "loss": "mse", **part})
-    model.train_on_batch(np.zeros((2, 3)), np.zeros((2, 1)))
+    zeros = np.zeros((2, 3), np.float32)
+    model.train_on_batch(zeros, zeros[:, :1])
     found = ownership.own_parts(model)
     assert [words in each for each in found] == ([True] if words else [])
 
