@@ -29,7 +29,8 @@ class Difference:
     """How far a quantity of the replicas is from that of one device.
 
     Attributes:
-        kind: what it is, one of `KINDS`, `layer`, `loss` or `gradient`.
+        kind: what it is, one of `KINDS`, `layer`, `loss`, `gradient`, or `update` for a weight
+            whose gradients are the same.
         name: which one.
         difference: the largest difference of its elements.
         limit: what rounding explains.
@@ -215,6 +216,7 @@ def _subject(found: Difference) -> str:
         "loss": "the loss {}",
         "gradient": "the gradient of {}",
         "weight": "the weight {}",
+        "update": "the update of {}",
         "slot": "the optimizer's variable {}",
         "state": "the variable {}",
         "metric": "the metric's variable {}",
@@ -250,6 +252,9 @@ def _advice(found: Difference, replicas: int) -> str:
         "tf.distribute.get_replica_context().all_gather(x, axis=0).",
         "metric": "The replicas' states are added up, so a metric's state must be a sum over "
         "rows, and update_state must add to it what belongs to the rows that it gets.",
+        "update": "All layers, losses and gradients before it are the same, so look at what the "
+        "step makes of the gradients: a variable that the train_step itself changes must get the "
+        "mean over the rows of the batch. If only Keras' optimizers change it, report this.",
         "log": "Return results of metrics, or means over the rows of the batch.",
         "seed": "Draw as often on each replica as on one device, by keras.random.",
     }

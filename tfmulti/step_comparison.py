@@ -61,6 +61,7 @@ class StepComparison:
         self.place: Placement = placement_of(model.distribute_strategy)
         self.steps = len(trial.batches)
         self.draws: tuple[tuple[str, ...], str | None] = ((), None)
+        self._all_was_noted = False
         self._at_once = self.steps if local_steps.steps_at_once(model) > 1 else 1
         self._device = self.place.gpus[0] if self.place.gpus else "CPU:0"
         self._unit = _unit_of(model, self.place)
@@ -208,7 +209,10 @@ class StepComparison:
         """Returns the message of a comparison that failed on some worker. Every worker calls it."""
         if self.draws[0]:
             return comparison.draws_in_words(*self.draws)
-        first = self.first_difference() or failure
+        first = self.first_difference()
+        if first is None and failure is not None and failure.kind in ("weight", "slot"):
+            first = replace(failure, kind="update") if self._all_was_noted else failure
+        first = first or failure
         if first is None:
             return ""
         return comparison.in_words(first, replicas=self.place.replicas, steps=self.steps)
@@ -279,6 +283,7 @@ class StepComparison:
             # Outputs are rounded relative to what they are sums of, which is not known.
             if worst is not None and worst.difference > 10 * worst.limit:
                 return replace(worst, line=there.lines[place])
+        self._all_was_noted = any(kind == "gradient" for kind, _, _ in there.keys)
         return None
 
 

@@ -552,6 +552,22 @@ USER_SIDE = """
         model.compile(keras.optimizers.RMSprop(0.01), "sparse_categorical_crossentropy",
                       metrics=["accuracy"])
         return model
+
+    class Divided(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                losses = keras.losses.sparse_categorical_crossentropy(y, self(x))
+                loss = tf.reduce_mean(losses) / self.distribute_strategy.num_replicas_in_sync
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    def divided():
+        inputs = keras.Input((5,))
+        model = Divided(inputs, keras.layers.Dense(2, "softmax")(inputs))
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
 """
 
 
@@ -580,15 +596,36 @@ def test_users_own_functions(user_side: Path, dataset: str, model: str) -> None:
         "2",
         "--run_dir",
         "r",
+        *(["--verify", "--verify_steps", "2"] if model == "mine:build" else []),
     )
     report = report_of(user_side, "r")
     assert "accuracy" in report["metrics"]
     assert report["steps"] == 6
+    if model == "mine:build":
+        found = report["verification"]
+        assert (found["verdict"], found["steps"], found["replicas"]) == ("same", 2, 2)
+        assert 0 <= found["seconds_apart"] <= found["seconds"]
     assert ("compiled with RMSprop by its own function" in done.stdout) == (
         model == "mine:compiled"
     )
     if dataset == "batches":
         assert report["metrics"]["test_accuracy"] >= 0
+
+
+def test_other_numbers_than_one_devices_fail_the_run(user_side: Path) -> None:
+    """The message is one line, and nothing is written; without the check the run is made."""
+    flags = ["--dataset", "mine:arrays", "--model", "mine:divided", "--replicas", "2"]
+    flags += ["--global_batch_size", "20", "--epochs", "1", "--run_dir", "r"]
+    done = run([*FIT, *flags], user_side / "logs", limit_s=LIMIT_S, cwd=user_side)
+    assert done.returncode == 1
+    told = [line for line in done.lines() if line.startswith("tfmulti: ")]
+    assert len(told) == 1
+    assert "mine.py:" in told[0]
+    assert "(gradients = tape.gradient(loss, self.trainable_variables))" in told[0]
+    assert "Traceback" not in done.stderr
+    assert not (user_side / "r").exists()
+    fit(user_side, *flags, "--noverify")
+    assert report_of(user_side, "r")["verification"] is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import keras_compat, prepare
+from tfmulti import keras_compat, prepare, relocation
 
 Behaviours = Callable[..., list[dict[str, Any]]]
 
@@ -227,3 +227,70 @@ def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
     for model in (inner, keras.Sequential([inputs, inner]), keras.Sequential([inner, layer])):
         assert keras_compat.last_operations(model) == [inner.layers[-1]]
     assert keras_compat.last_operations(keras.Model()) is None
+
+
+def test_a_variable_still_holds_its_value_in_one_place() -> None:
+    """The reason for `_value` and `_initialize`: no public name gives a variable another one."""
+    variable = keras.Variable([1.0, 2.0], trainable=False)
+    other = keras_compat.new_tf_variable(variable, np.array([3.0, 4.0], np.float32))
+    assert isinstance(other, tf.Variable)
+    assert np.asarray(variable).tolist() == [1.0, 2.0]
+    keras_compat.set_tf_variable(variable, other)
+    assert np.asarray(variable).tolist() == [3.0, 4.0]
+    assert keras_compat.tf_variable_of(variable) is other
+    with pytest.raises(AttributeError):
+        variable.value = other
+
+
+def test_optimizers_still_know_variables_by_keys_of_their_own() -> None:
+    """The reason for `exchange_keys`: an optimizer does not find what was re-created."""
+    variable = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
+    optimizer.build([variable])
+    keys = keras_compat.variable_keys([optimizer], [variable])
+    value = np.array([1.0, 2.0], np.float32)
+    keras_compat.set_tf_variable(variable, keras_compat.new_tf_variable(variable, value))
+    gradient = tf.ones(2)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([gradient], [variable])
+    before = keras_compat.exchange_keys([optimizer], keys)
+    optimizer.apply([gradient], [variable])
+    assert np.asarray(variable).tolist() == [0.5, 1.5]
+    keras_compat.restore_keys(before)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([gradient], [variable])
+
+
+def test_models_and_optimizers_still_keep_the_strategy_they_were_made_in() -> None:
+    model, optimizer = keras.Sequential(), keras.optimizers.SGD()
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    for each in (model, optimizer):
+        assert keras_compat.strategy_of(each) is None
+        keras_compat.set_strategy(each, strategy)
+        assert keras_compat.strategy_of(each) is strategy
+        keras_compat.set_strategy(each, None)
+        assert keras_compat.strategy_of(each) is None
+
+
+def test_a_scope_still_cannot_be_left_in_public() -> None:
+    """The reason for `eager_mode`: TensorFlow refuses the default strategy's scope there."""
+    default = tf.distribute.get_strategy()
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        with pytest.raises(RuntimeError, match="nest"), default.scope():
+            pass
+        with relocation.without_strategy("CPU:0"):
+            assert not tf.distribute.has_strategy()
+            assert tf.executing_eagerly()
+
+
+def test_operations_metrics_and_traces_are_still_private() -> None:
+    inputs = keras.Input((3,))
+    made = keras.Model(inputs, keras.ops.flip(keras.layers.Dense(3)(inputs), 0))
+    assert [type(o).__name__ for o in keras_compat.operations_of(made)] == ["Flip"]
+    assert not hasattr(made, "operations") or made.operations  # public since Keras has it
+    metric = keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error)
+    assert keras_compat.function_of(metric) is keras.losses.mean_squared_error
+    function = tf.function(lambda x: x + 1)
+    assert keras_compat.traces_of(function) == []
+    function(tf.constant(1))
+    assert len(keras_compat.traces_of(function)) == 1

@@ -55,7 +55,7 @@ WORDS = {
     "rows are mixed": ["the output of the layer 'mixing'", "tf.tensordot", "all_gather"],
     "metric": ["the metric's variable 'largest/found'", "must be a sum over rows"],
     "chance": ["tf.random.normal", "Draw by keras.random"],
-    "weights": ["the weight 'own/dense/kernel'"],
+    "weights": ["the update of 'own/dense/kernel'", "the train_step itself changes"],
     "queue": ["the variable 'queue of Own'", "its own rows only"],
 }
 

@@ -81,6 +81,7 @@ def test_the_first_kind_is_told_and_of_it_the_worst() -> None:
         ("gradient", 2.0, "counts once for each"),
         ("gradient", 0.5, "looks like a sum over rows"),
         ("gradient", 0.9, "must be a mean over the rows"),
+        ("update", None, "before it are the same"),
         ("layer", None, "depend on the other rows"),
         ("state", None, "its own rows only"),
         ("metric", None, "must be a sum over rows"),
