@@ -83,6 +83,8 @@ def _left_by(made: Made) -> dict[str, Any]:
         left |= {f"history/{key}": values for key, values in history.items()}
     left |= {f"weight/{i}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)}
     for name, optimizer in _optimizers(made).items():
+        if not (optimizer.built and int(optimizer.iterations.numpy())):
+            continue  # compile's own default, which the step does not use
         for i, variable in enumerate(optimizer.variables):
             kind = variable.name.rpartition("_")[2]
             left[f"slot/{name}/{kind}/{i}"] = keras.ops.convert_to_numpy(variable)

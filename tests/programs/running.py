@@ -85,8 +85,7 @@ def differences(left: Left, right: Left) -> dict[str, float]:
     """
     sizes: dict[str, float] = {}
     for name, array in right.items():
-        group = name.rpartition("/")[0]
-        sizes[group] = max(sizes.get(group, 0.0), _size(array))
+        sizes[_group(name)] = max(sizes.get(_group(name), 0.0), _size(array))
     found = {name: float("inf") for name in left.keys() ^ right.keys()}
     for name in left.keys() & right.keys():
         a, b = left[name], right[name]
@@ -94,9 +93,14 @@ def differences(left: Left, right: Left) -> dict[str, float]:
             found[name] = float("inf")
             continue
         gap = np.abs(np.nan_to_num(a.astype(np.float64)) - np.nan_to_num(b.astype(np.float64)))
-        scale = max(_size(b), FLOOR * sizes[name.rpartition("/")[0]]) or 1.0
+        scale = max(_size(b), FLOOR * sizes[_group(name)]) or 1.0
         found[name] = float(gap.max(initial=0.0)) / scale
     return found
+
+
+def _group(name: str) -> str:
+    """Returns what an array is compared among: the weights, one optimizer's velocities, …"""
+    return name.rpartition("/")[0]
 
 
 def _size(array: np.ndarray) -> float:
@@ -109,11 +113,13 @@ def excess(found: Left, plain: Left, perturbed: Left, tolerance: float) -> tuple
     Allowed is the tolerance, or ten times what one unit in the last place of the initial
     weights changes on one device.
     """
-    sensitivity = differences(perturbed, plain)
     assert plain.keys() == perturbed.keys(), "the perturbed program left something else"
+    sensitivity: dict[str, float] = {}
+    for name, difference in differences(perturbed, plain).items():
+        sensitivity[_group(name)] = max(sensitivity.get(_group(name), 0.0), difference)
     worst, words = 0.0, "nothing was compared"
     for name, difference in differences(found, plain).items():
-        allowed = max(tolerance, 10 * sensitivity.get(name, 0.0))
+        allowed = max(tolerance, 10 * sensitivity.get(_group(name), 0.0))
         if difference / allowed >= worst:
             worst = difference / allowed
             words = f"{name} differs by {difference:.2e}, allowed {allowed:.2e}"
