@@ -186,9 +186,7 @@ class MaskedAutoencoder(keras.Model):
 
     def _loss(self, patches: Any) -> Any:
         rows, count = ops.shape(patches)[0], patches.shape[1]
-        order = ops.argsort(
-            keras.random.uniform((rows, count), seed=self.seed_generator), axis=-1
-        )
+        order = ops.argsort(keras.random.uniform((rows, count), seed=self.seed_generator), axis=-1)
         hidden = ops.expand_dims(ops.cast(order < 2, patches.dtype), -1)
         rebuilt = self(patches * (1 - hidden) + self.mask_token * hidden)
         wrong = ops.mean(ops.square(rebuilt - patches), -1, keepdims=True) * hidden

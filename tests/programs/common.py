@@ -62,8 +62,12 @@ def fit(x: Any = None, y: Any = None, **more: Any) -> dict[str, Any]:
 def classifier(*middle: keras.layers.Layer, inputs: int = 4, final: str | None = "softmax") -> Any:
     """Returns a small classifier with some layers in the middle."""
     return keras.Sequential(
-        [keras.Input((inputs,)), keras.layers.Dense(5, "tanh"), *middle]
-        + [keras.layers.Dense(CLASSES, final)]
+        [
+            keras.Input((inputs,)),
+            keras.layers.Dense(5, "tanh"),
+            *middle,
+            keras.layers.Dense(CLASSES, final),
+        ]
     )
 
 

@@ -185,9 +185,7 @@ def _distances() -> keras.Model:
 def triplets() -> Made:
     """A batch of three inputs without targets, and a value of the loss for each row"""
     data = batches(*PAIRS, features(WIDTH)[::-1])
-    return Made(
-        Triplet(_distances()), {"optimizer": adam()}, fit(data, validation_data=data)
-    )
+    return Made(Triplet(_distances()), {"optimizer": adam()}, fit(data, validation_data=data))
 
 
 def _contrastive(y_true: Any, y_pred: Any) -> Any:
@@ -304,9 +302,7 @@ class AdaMatch(Own):
         return tf.reduce_mean(own) + tf.reduce_mean(entropy * mask)
 
 
-@program(
-    "keras-io: Semi-supervision and domain adaptation with AdaMatch", expects=DIFFERS
-)
+@program("keras-io: Semi-supervision and domain adaptation with AdaMatch", expects=DIFFERS)
 def threshold_of_the_batch() -> Made:
     """Two joined Datasets, and a mask by a threshold that is a mean over the rows"""
     joined = tf.data.Dataset.zip((batches(features(WIDTH), labels()), batches(PAIRS[1])))

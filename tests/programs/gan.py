@@ -116,7 +116,9 @@ def _gan(cls: type[Gan], *extra: Any) -> Made:
     )
 
 
-@program("keras-io: DCGAN to generate face images", "Keras guide: Customizing what happens in fit()")
+@program(
+    "keras-io: DCGAN to generate face images", "Keras guide: Customizing what happens in fit()"
+)
 def gan_with_trackers_made_by_compile() -> Made:
     """Two optimizers, real and generated rows joined; `metrics` reads what compile makes"""
     return _gan(CompiledTrackers)
@@ -207,10 +209,12 @@ class WGan(keras.Model):
                 d_loss = cost + 10.0 * self._penalty(real, fake)
             _apply(self.d_optimizer, tape, d_loss, self.discriminator.trainable_variables)
         with tf.GradientTape() as tape:
-            fake = self.generator(keras.random.normal((rows, LATENT), seed=self.seed_generator), training=True)
+            fake = self.generator(
+                keras.random.normal((rows, LATENT), seed=self.seed_generator), training=True
+            )
             g_loss = -tf.reduce_mean(self.discriminator(fake, training=True))
         _apply(self.g_optimizer, tape, g_loss, self.generator.trainable_variables)
-        return {"d_loss": d_loss, "g_loss": g_loss}
+        return {"d": d_loss, "g": g_loss}
 
 
 @program("keras-io: WGAN-GP overriding Model.train_step")
@@ -234,7 +238,9 @@ class AdaptiveGan(Gan):
     def train_step(self, real: Any) -> Any:
         rows = tf.shape(real)[0]
         with tf.GradientTape(persistent=True) as tape:
-            fake = self.generator(keras.random.normal((rows, LATENT), seed=self.seed_generator), training=True)
+            fake = self.generator(
+                keras.random.normal((rows, LATENT), seed=self.seed_generator), training=True
+            )
             of_real, of_fake = self.discriminator(real), self.discriminator(fake)
             g_loss = self.loss_fn(tf.ones((rows, 1)), of_fake)
             d_loss = self.loss_fn(
@@ -249,9 +255,7 @@ class AdaptiveGan(Gan):
         )
         self.g_loss_metric.update_state(g_loss)
         self.d_loss_metric.update_state(d_loss)
-        for weight, average in zip(
-            self.generator.weights, self.ema_generator.weights, strict=True
-        ):
+        for weight, average in zip(self.generator.weights, self.ema_generator.weights, strict=True):
             average.assign(0.9 * average + 0.1 * weight)
         return {m.name: m.result() for m in self.metrics}
 
@@ -275,7 +279,7 @@ class ConstantRows(Gan):
             )
         _apply(self.g_optimizer, tape, g_loss, self.generator.trainable_weights)
         _apply(self.d_optimizer, tape, d_loss, self.discriminator.trainable_weights)
-        return {"d_loss": d_loss, "g_loss": g_loss}
+        return {"d": d_loss, "g": g_loss}
 
 
 @program(
@@ -301,7 +305,7 @@ class GeneratorOfConstantRows(Gan):
             score, other = self.discriminator(self.generator(latent)), self.discriminator(real)
             d_loss = tf.reduce_mean(tf.nn.softplus(score)) + tf.reduce_mean(tf.nn.softplus(-other))
         _apply(self.d_optimizer, tape, d_loss, self.discriminator.trainable_weights)
-        return {"d_loss": d_loss, "g_loss": g_loss}
+        return {"d": d_loss, "g": g_loss}
 
 
 @program("keras-io: GauGAN for conditional image generation", expects=DIFFERS)

@@ -121,7 +121,9 @@ class ComputeLoss(keras.Model):
         super().__init__(*args, **options)
         self.tracker = keras.metrics.Mean(name="own")
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *more: Any, **named: Any) -> Any:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *more: Any, **named: Any
+    ) -> Any:
         loss = ops.mean(ops.square(y_pred - y)) + ops.sum(self.losses)
         self.tracker.update_state(loss)
         return loss
@@ -144,7 +146,9 @@ def compute_loss_of_a_mean() -> Made:
 
 
 class SumLoss(keras.Model):
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *more: Any, **named: Any) -> Any:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *more: Any, **named: Any
+    ) -> Any:
         return ops.sum(ops.square(y_pred - y))
 
 
@@ -171,9 +175,7 @@ class Trainer(keras.Model):
             predicted = self.model(x, training=True)
             loss = self.compute_loss(y=y, y_pred=predicted)
         gradients = tape.gradient(loss, self.model.trainable_weights)
-        self.optimizer.apply_gradients(
-            zip(gradients, self.model.trainable_weights, strict=True)
-        )
+        self.optimizer.apply_gradients(zip(gradients, self.model.trainable_weights, strict=True))
         self.loss_metric.update_state(loss)
         self.accuracy.update_state(y, predicted)
         return {"loss": self.loss_metric.result(), "accuracy": self.accuracy.result()}
@@ -306,7 +308,9 @@ def _two_outputs() -> keras.Model:
     image, series = keras.Input((3, 2), name="image"), keras.Input((4,), name="series")
     joined = layers.concatenate([layers.Flatten()(image), layers.Dense(3, "tanh")(series)])
     score = layers.Dense(1, name="score")(joined)
-    return keras.Model([image, series], {"score": score, "kind": layers.Dense(3, name="kind")(joined)})
+    return keras.Model(
+        [image, series], {"score": score, "kind": layers.Dense(3, name="kind")(joined)}
+    )
 
 
 @program(BUILT_IN, "Keras guide: The Functional API")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.exactness.running import Arrays, Places
-from tests.support.processes import ONE_THREAD, processes, run_workers
+from tests.support.processes import ONE_THREAD, run, run_workers
 
 LIMIT_S = 900  # of one place; the longest takes 200 s on two cores
 
@@ -54,13 +54,8 @@ class ProgramPlaces(Places):
             except AssertionError as error:
                 return str(error)[-6000:]
             return None
-        with processes(logs) as group:
-            group.start(argv, ONE_THREAD)
-            return group.wait(LIMIT_S)[0].stderr[-6000:] if _failed(group.wait(LIMIT_S)) else None
-
-
-def _failed(finished: list) -> bool:  # type: ignore[type-arg]
-    return any(done.returncode for done in finished)
+        done = run(argv, logs, limit_s=LIMIT_S, env=ONE_THREAD)
+        return done.stderr[-6000:] if done.returncode else None
 
 
 def _ranks(place: str) -> range:

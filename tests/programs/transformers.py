@@ -128,9 +128,7 @@ def masked_language_model() -> Made:
     hidden = Attention()(Positions()(inputs))
     model = Masked(inputs, layers.Dense(WORDS, "softmax")(hidden))
     weight = (np.random.default_rng(2).random(FULL.shape) < 0.4).astype("float32")
-    return Made(
-        model, {"optimizer": adam(0.001)}, fit(batches(FULL.astype("int64"), FULL, weight))
-    )
+    return Made(model, {"optimizer": adam(0.001)}, fit(batches(FULL.astype("int64"), FULL, weight)))
 
 
 class Captioner(keras.Model):
@@ -206,9 +204,7 @@ def loss_class_of_one_number_on_a_softmax() -> Made:
     outputs = layers.Dense(WORDS, "softmax")(Attention()(layers.Embedding(WORDS, WIDTH)(inputs)))
     lengths = np.maximum((TEXT > 0).sum(1), 1)
     rows = tf.RaggedTensor.from_tensor(FULL, lengths=lengths)
-    data = tf.data.Dataset.from_tensor_slices((rows, rows)).map(
-        lambda x, y: (x, tf.identity(y))
-    )
+    data = tf.data.Dataset.from_tensor_slices((rows, rows)).map(lambda x, y: (x, tf.identity(y)))
     return Made(
         keras.Model(inputs, outputs),
         {"optimizer": adam(), "loss": NonPadding()},
