@@ -31,7 +31,7 @@ from tests.support.cases import strategy_at
 from tfmulti import prepare
 from tfmulti.strategies import placement_of
 
-LIMIT_S = 90
+LIMIT_S = 180
 SEED = 7
 
 
