@@ -38,7 +38,7 @@ class TogetherByRuns(LoadScopeScheduling):  # type: ignore[misc]
         return {"mirrored": "multiworker"}.get(folder, folder) if folder in SHARED else nodeid
 
 
-SHARED = ("exactness", "mirrored", "multiworker")
+SHARED = ("exactness", "mirrored", "multiworker", "programs")
 
 
 @pytest.hookimpl(optionalhook=True)

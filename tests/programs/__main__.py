@@ -1,0 +1,143 @@
+"""Runs the programs of one place in one process, and keeps what each left.
+
+    python -m tests.programs OUT PLACE 'NAME|NAME|…'
+
+`OUT` is a folder; PLACE is `plain` (Keras alone, without tfmulti), `mirrored-N` or `workers-N`
+(with TF_CONFIG). A program leaves `OUT/rank_R/NAME.npz`: weights, optimizer slots, history,
+evaluation and predictions, or the class and the message of its error. At the place `plain` each
+program runs twice: the second time its initial weights are moved by one unit in the last place,
+and the results lie in `OUT/rank_1`. A program that takes longer than `LIMIT_S` ends the process,
+with the stacks of its threads on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.programs.catalogue import PROGRAMS
+from tests.programs.registry import Made, Program
+from tests.support.cases import strategy_at
+from tfmulti import prepare
+from tfmulti.strategies import placement_of
+
+LIMIT_S = 180
+SEED = 7
+
+
+def nudged(next_creator: Callable[..., Any], **options: Any) -> Any:
+    """Makes a variable as TensorFlow does; trainable floats begin one unit further on.
+
+    Half of the elements are moved up and half down, as drawn from the variable's shape.
+    """
+    if not options.get("trainable"):
+        return next_creator(**options)
+    with tf.init_scope():  # a variable may be made while a step is traced
+        value = options["initial_value"]
+        given = np.asarray(value() if callable(value) else value)
+    value = given
+    if given.dtype in (np.float32, np.float64):
+        up = np.random.default_rng(given.size).random(given.shape) < 0.5
+        moved = np.nextafter(given, np.where(up, np.inf, -np.inf).astype(given.dtype))
+        value = np.where(given == 0, given, moved)  # the next number to 0 is no perturbation
+    return next_creator(**{**options, "initial_value": value})
+
+
+def run(
+    program: Program, strategy: tf.distribute.Strategy, plain: bool, perturbed: bool
+) -> dict[str, Any]:
+    """Returns what a program leaves, as arrays by name."""
+    keras.utils.clear_session()  # also forgets creators of variables
+    keras.config.set_floatx(program.floatx)
+    keras.utils.set_random_seed(SEED)
+    try:
+        with tf.variable_creator_scope(nudged) if perturbed else contextlib.nullcontext():
+            with strategy.scope():
+                made = program.make()
+                if not plain:
+                    prepare(made.model)
+                made.model.compile(**made.compile)
+            return _left_by(made)
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+
+
+def _left_by(made: Made) -> dict[str, Any]:
+    model = made.model
+    left: dict[str, Any] = {}
+    if made.use is not None:
+        left |= {f"use/{key}": value for key, value in made.use(model).items()}
+    else:
+        history = model.fit(**made.fit, verbose=0).history
+        left |= {f"history/{key}": values for key, values in history.items()}
+    left |= {f"weight/{i}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)}
+    for name, optimizer in _optimizers(made).items():
+        if not (optimizer.built and int(optimizer.iterations.numpy())):
+            continue  # compile's own default, which the step does not use
+        for i, variable in enumerate(optimizer.variables):
+            kind = variable.name.rpartition("_")[2]
+            left[f"slot/{name}/{kind}/{i}"] = keras.ops.convert_to_numpy(variable)
+    if made.after is not None:
+        left |= {f"after/{key}": value for key, value in made.after(model).items()}
+    if made.evaluate is not None:
+        found = model.evaluate(**made.evaluate, verbose=0, return_dict=True)
+        left |= {f"evaluate/{key}": value for key, value in found.items()}
+    if made.predict is not None:
+        outputs = keras.tree.flatten(model.predict(**made.predict, verbose=0))
+        left |= {f"predict/{i}": output for i, output in enumerate(outputs)}
+    return {key: np.asarray(value) for key, value in left.items()}
+
+
+def _optimizers(made: Made) -> dict[str, keras.optimizers.Optimizer]:
+    held = {
+        name: thing
+        for name, thing in sorted(vars(made.model).items())
+        if isinstance(thing, keras.optimizers.Optimizer)
+    }
+    return {**held, **made.optimizers}
+
+
+def attempt(
+    program: Program, strategy: tf.distribute.Strategy, plain: bool, perturbed: bool = False
+) -> dict[str, Any]:
+    """Returns what a program leaves, or the class and the message of its error."""
+    try:
+        return run(program, strategy, plain, perturbed)
+    except Exception as error:
+        return {"error": np.array([type(error).__name__, str(error)])}
+
+
+def main(out: str, place: str, names: str) -> None:
+    gc.freeze()  # Keras collects garbage before each: in vain among what was imported
+    strategy = strategy_at(place)
+    plain = place == "plain"
+    folder = Path(out) / f"rank_{0 if plain else placement_of(strategy).rank}"
+    for name in names.split("|"):
+        started = time.perf_counter()
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        _keep(folder, name, attempt(PROGRAMS[name], strategy, plain))
+        if plain:
+            perturbed = attempt(PROGRAMS[name], strategy, plain, perturbed=True)
+            _keep(Path(out) / "rank_1", name, perturbed)
+        faulthandler.cancel_dump_traceback_later()
+        print(f"{time.perf_counter() - started:6.2f} s  {name}", flush=True)
+
+
+def _keep(folder: Path, name: str, left: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / f"{name}.npz", **left)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""Callbacks: they read logs, change rates and variables, stop, save, predict."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from tests.programs.common import SPARSE, classifier, features, fit, labels, sgd
+from tests.programs.registry import Made, program
+
+X, Y = features(4), labels()
+
+
+def _with(*callbacks: Any, epochs: int = 4, **more: Any) -> Made:
+    return Made(
+        classifier(layers.Dropout(0.2)),
+        {"optimizer": sgd(0.5), "loss": SPARSE, "metrics": ["accuracy"]},
+        fit(X, Y, epochs=epochs, callbacks=list(callbacks), validation_data=(X[::-1], Y), **more),
+    )
+
+
+@program("keras-io: Imbalanced classification", "keras-io: Timeseries classification from scratch")
+def stopping_and_plateaus() -> Made:
+    """EarlyStopping that restores the best weights, and ReduceLROnPlateau"""
+    return _with(
+        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.1, patience=1),
+        keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True),
+    )
+
+
+@program("Keras guide: Writing your own callbacks", "keras-io: Captcha")
+def best_weights_in_a_file() -> Made:
+    """ModelCheckpoint of the best weights, loaded after training; LearningRateScheduler"""
+    folder = Path(tempfile.mkdtemp())
+    saver = keras.callbacks.ModelCheckpoint(
+        folder / "best.weights.h5", save_weights_only=True, save_best_only=True
+    )
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    made = _with(saver, schedule)
+
+    def after(model: keras.Model) -> dict[str, Any]:
+        if list(folder.iterdir()):  # of several workers one saves
+            model.load_weights(folder / "best.weights.h5")
+        return {}
+
+    made.after = after
+    return made
+
+
+class OwnStopping(keras.callbacks.Callback):
+    """Keeps the best weights and sets them when it stops."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.best, self.weights = np.inf, None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if logs["val_loss"] < self.best:
+            self.best, self.weights = logs["val_loss"], self.model.get_weights()
+        elif epoch >= 2:
+            self.model.stop_training = True
+            self.model.set_weights(self.weights)
+
+
+class OwnSchedule(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        rate = float(self.model.optimizer.learning_rate)
+        self.model.optimizer.learning_rate = rate * 0.7
+
+
+@program("Keras guide: Writing your own callbacks")
+def stopping_and_rates_of_its_own() -> Made:
+    """Callbacks that read the rate as a float, set it, stop, and set the best weights"""
+    return _with(OwnStopping(), OwnSchedule())
+
+
+class Watcher(keras.callbacks.Callback):
+    """Keeps the logs of batches, predicts and evaluates at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(float(logs["loss"]))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(float(self.model.predict(X[:5], verbose=0).sum()))
+        self.seen.append(float(self.model.evaluate(X[:9], Y[:9], verbose=0)[0]))
+        self.seen.append(float(np.sum(self.model(X[:3], training=False))))
+        logs["own"] = self.seen[-1]
+
+
+@program("keras-io: Image Super-Resolution", "keras-io: Text generation with a miniature GPT")
+def predictions_in_a_callback() -> Made:
+    """A callback that reads the logs of batches, calls predict, evaluate and the model itself"""
+    watcher = Watcher()
+    made = _with(watcher, epochs=2)
+    made.after = lambda model: {"seen": np.array(watcher.seen)}
+    return made
+
+
+class Averaging(keras.callbacks.Callback):
+    """Averages the weights of the last epochs, and sets them at the end."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        weights = self.model.get_weights()
+        if epoch == 0:
+            self.mean = weights
+        self.mean = [(m * epoch + w) / (epoch + 1) for m, w in zip(self.mean, weights, strict=True)]
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.model.set_weights(self.mean)
+
+
+@program("Stochastic weight averaging")
+def averages_of_weights() -> Made:
+    """A callback that averages the weights of the epochs; a LambdaCallback that reads the logs"""
+    seen: list[float] = []
+    log = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))
+    made = _with(Averaging(), log, keras.callbacks.TerminateOnNaN())
+    made.after = lambda model: {"seen": np.array(seen)}
+    return made
+
+
+class Thawing(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = 0.1 / (1.0 + int(optimizer.iterations.numpy()))
+
+
+@program("keras-io: learning rates by batch")
+def rates_of_batches() -> Made:
+    """A callback that sets the rate before each batch from the optimizer's iterations"""
+    return _with(Thawing(), epochs=2)
+
+
+@program("Keras: global random generators")
+def generators_after_training() -> Made:
+    """What Python's and NumPy's generators draw after training, and the next model's weights"""
+
+    def after(model: keras.Model) -> dict[str, Any]:
+        drawn = {"python": random.random(), "numpy": np.random.rand()}
+        layer = layers.Dense(2)
+        layer.build((None, 3))
+        return {**drawn, "layer": np.array(layer.kernel)}
+
+    made = _with(epochs=1)
+    made.after = after
+    return made

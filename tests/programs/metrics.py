@@ -1,0 +1,223 @@
+"""Metrics: other keys, states that do not add up, functions, layers that hold some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.programs.common import SPARSE, batches, classifier, features, fit, labels, sgd
+from tests.programs.registry import DIFFERS, Made, program
+
+BINARY = (labels() > 0).astype("float32")[:, None]
+
+
+class OtherKeys(keras.Model):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.total = keras.metrics.Mean(name="total_loss")
+        self.auc = keras.metrics.AUC(name="auc", num_thresholds=20)
+        self.precision = keras.metrics.Precision(name="precision")
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.total, self.auc, self.precision]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = tf.reduce_mean((predicted - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.total.update_state(loss)
+        self.auc.update_state(y, predicted)
+        self.precision.update_state(y, predicted)
+        both = self.auc.result() * self.precision.result()
+        return {"loss": self.total.result(), "area": self.auc.result(), "both": both}
+
+
+@program("keras-io: Variational AutoEncoder", "keras-io: Image Captioning")
+def results_under_other_keys() -> Made:
+    """Results of metrics under other keys than their names, and a product of two of them"""
+    inputs = keras.Input((4,))
+    model = OtherKeys(inputs, layers.Dense(1, "sigmoid")(inputs))
+    return Made(model, {"optimizer": sgd()}, fit(features(4), BINARY))
+
+
+@program("keras-io: Imbalanced classification", "TensorFlow tutorial: imbalanced data")
+def counts_and_areas() -> Made:
+    """AUC, Precision, Recall, F1 and counts of a compiled model, weighted and not"""
+    names = ["AUC", "Precision", "Recall", "TruePositives", "FalseNegatives"]
+    made = [getattr(keras.metrics, name)(name=name.lower()) for name in names]
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1, "sigmoid")])
+    return Made(
+        model,
+        {
+            "optimizer": sgd(),
+            "loss": "binary_crossentropy",
+            "metrics": [*made, keras.metrics.F1Score(name="f1", threshold=0.5)],
+            "weighted_metrics": [keras.metrics.AUC(name="weighted"), "accuracy"],
+        },
+        fit(features(4), BINARY, class_weight={0: 1.0, 1: 3.0}),
+        evaluate={"x": features(4), "y": BINARY, "batch_size": 7},
+    )
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self, name: str = "largest") -> None:
+        super().__init__(name=name)
+        self.value = self.add_variable(shape=(), name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(ops.maximum(self.value, ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.value.value
+
+
+@program("Keras: Metric subclass", expects=DIFFERS)
+def metric_that_keeps_the_largest() -> Made:
+    """A metric whose state is a maximum, which parts of a batch do not add up to"""
+    return Made(
+        classifier(),
+        {"optimizer": sgd(), "loss": SPARSE, "metrics": [Largest()]},
+        fit(features(4), labels()),
+    )
+
+
+class PerBatch(keras.metrics.Metric):
+    """The mean over batches of the accuracy of a batch; counts batches."""
+
+    def __init__(self, name: str = "per_batch") -> None:
+        super().__init__(name=name)
+        self.total = self.add_variable(shape=(), name="total", initializer="zeros")
+        self.batches = self.add_variable(shape=(), name="batches", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        best = ops.cast(ops.argmax(y_pred, -1), "int32")
+        same = ops.cast(ops.reshape(y_true, (-1,)), "int32") == best
+        self.total.assign_add(ops.mean(ops.cast(same, "float32")))
+        self.batches.assign_add(1.0)
+
+    def result(self) -> Any:
+        return self.total / self.batches
+
+
+@program("keras-io: Semantic segmentation with SegFormer", expects=DIFFERS)
+def metric_that_counts_batches() -> Made:
+    """A metric that adds a mean for each batch and divides by the number of batches"""
+    return Made(
+        classifier(),
+        {"optimizer": sgd(), "loss": SPARSE, "metrics": [PerBatch()]},
+        fit(features(4), labels()),
+    )
+
+
+class NumberOfBatches(PerBatch):
+    def result(self) -> Any:
+        return self.batches.value
+
+
+@program("Keras: Metric subclass", expects=DIFFERS)
+def metric_that_is_the_number_of_batches() -> Made:
+    """A metric that is how often it was updated"""
+    return Made(
+        classifier(),
+        {"optimizer": sgd(), "loss": SPARSE, "metrics": [NumberOfBatches()]},
+        fit(features(4), labels()),
+    )
+
+
+def _spread(y_true: Any, y_pred: Any) -> Any:
+    return ops.std(y_pred)
+
+
+def _share_of_first(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.cast(ops.argmax(y_pred, -1) == 0, "float32"))
+
+
+@program("Keras guide: Training & evaluation with the built-in methods")
+def functions_of_one_number_as_metrics() -> Made:
+    """Metrics that are functions of one number: a mean, a standard deviation over the batch"""
+    x, y = features(4), labels()
+    return Made(
+        classifier(),
+        {"optimizer": sgd(), "loss": SPARSE, "metrics": [_spread, _share_of_first]},
+        fit(x, y, validation_data=(x, y)),
+    )
+
+
+class Watching(layers.Layer):
+    """Tracks the size of what it sees in a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, x: Any) -> Any:
+        self.size.update_state(ops.mean(ops.square(x)))
+        return x
+
+
+@program("Keras: add_metric of former versions")
+def metric_held_by_a_layer() -> Made:
+    """A layer with a metric that its call updates by one number a batch"""
+    return Made(
+        classifier(Watching()),
+        {"optimizer": sgd(), "loss": SPARSE, "metrics": ["accuracy"]},
+        fit(features(4), labels()),
+    )
+
+
+class MeanOfScalars(keras.Model):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.trackers = [keras.metrics.Mean(name=n) for n in ("mean", "part", "rows", "both")]
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return self.trackers
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        predicted = self(x)
+        right = tf.cast(tf.equal(tf.cast(y, tf.int64), tf.argmax(predicted, 1)), tf.float32)
+        rows = tf.cast(tf.shape(x)[0], tf.float32)
+        values = [tf.reduce_mean(right), tf.reduce_sum(right) / rows, rows]
+        values.append(0.5 * (tf.reduce_mean(right) + tf.reduce_mean(predicted)))
+        for tracker, value in zip(self.trackers, values, strict=True):
+            tracker.update_state(value)
+        return {m.name: m.result() for m in self.trackers}
+
+
+@program("keras-io: Deep Deterministic Policy Gradient", expects=DIFFERS)
+def trackers_of_numbers_of_a_batch() -> Made:
+    """Trackers of a number a batch in a test_step: means over rows, and the rows themselves"""
+    inputs = keras.Input((4,))
+    model = MeanOfScalars(inputs, layers.Dense(3, "softmax")(inputs))
+    data = batches(features(4), labels())
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        found: dict[str, Any] = model.evaluate(data, verbose=0, return_dict=True)
+        return found
+
+    return Made(model, {"optimizer": sgd()}, use=use)
+
+
+class Segmenter(keras.metrics.MeanIoU):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return super().update_state(y_true, ops.argmax(y_pred, -1), sample_weight)
+
+
+@program("keras-io: Image segmentation with a U-Net-like architecture")
+def confusion_matrix_of_pixels() -> Made:
+    """A MeanIoU of classes of pixels, a top-k accuracy and a cosine similarity"""
+    x = features(3, 4)
+    y = np.random.default_rng(8).integers(0, 3, (30, 3)).astype("int32")
+    model = keras.Sequential([keras.Input((3, 4)), layers.Dense(3, "softmax")])
+    metrics = [Segmenter(3, name="iou"), keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")]
+    return Made(model, {"optimizer": sgd(), "loss": SPARSE, "metrics": metrics}, fit(x, y))

@@ -1,0 +1,259 @@
+"""Runs public programs from a checkout of their repositories, and prints a table.
+
+    python -m tests.programs.public --keras_io=PATH [--tensorflow_docs=PATH] [--only=NAME,…]
+
+Each program is run unmodified, by plain Keras on one device and by tfmulti at each of `--places`.
+What it downloads is replaced by synthetic data of the same form (`synthetic`), its data and epochs
+are cut short, arrays keep their order, and `fit`, `evaluate` and `predict` of its models are those
+of a prepared model. After each `fit` weights, optimizer slots and history are compared. The table
+says `equal` within a difference, `differs` by what, `refused` with the message, or why the program
+cannot run here. `--table=FILE` writes it in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.programs.public_programs import PUBLIC
+from tests.support.processes import ONE_THREAD, processes, run_workers
+
+PLACES = ("mirrored-2", "mirrored-3", "workers-2")
+LIMIT_S = 900  # of one program at one place
+EPOCHS = 2
+FITS = 2  # calls of `fit` that are compared; the program ends after them
+USES = 3  # calls of `evaluate` and `predict`, after which it ends, too
+TOLERANCE = 1e-6
+
+
+class Enough(BaseException):
+    """Ends a program whose calls of `fit` have all been seen."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--keras_io", type=Path, help="a checkout of keras-team/keras-io")
+    parser.add_argument("--tensorflow_docs", type=Path, help="a checkout of tensorflow/docs")
+    parser.add_argument("--only", default="", help="names of programs, joined by commas")
+    parser.add_argument("--places", default=",".join(PLACES))
+    parser.add_argument("--out", type=Path, help="a folder for what programs left; kept")
+    parser.add_argument("--table", type=Path, help="a file for the table in Markdown")
+    options = parser.parse_args(argv)
+    roots = {"keras_io": options.keras_io, "tensorflow_docs": options.tensorflow_docs}
+    places = options.places.split(",")
+    out = options.out or Path(tempfile.mkdtemp(prefix="public-programs-"))
+    rows = []
+    for name, (root, path) in PUBLIC.items():
+        if roots[root] is None or (options.only and name not in options.only.split(",")):
+            continue
+        file = (roots[root] / path).resolve()
+        rows.append([name, *verdicts(name, file, places, out)])
+        print(" | ".join(rows[-1]), flush=True)
+    if options.table:
+        heads = ["program", *places]
+        lines = [heads, ["---"] * len(heads), *rows]
+        options.table.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def verdicts(name: str, file: Path, places: Sequence[str], out: Path) -> list[str]:
+    """Returns what the table says of a program at each place."""
+    from tests.programs.running import excess
+
+    if not file.exists():
+        return ["cannot run here: not in this checkout"] * len(places)
+    found = {}
+    for place in ("plain", "perturbed", *places):
+        found[place] = _run(file, place, out / name / place)
+        if place == "plain" and "error" in found[place]:
+            return [f"cannot run here: {_line(found[place]['error'])}"] * len(places)
+    words = []
+    for place in places:
+        left = found[place]
+        if "error" in left:
+            words.append(f"refused: {_line(left['error'])}")
+            continue
+        perturbed = found["perturbed"]
+        if perturbed.keys() != found["plain"].keys():
+            words.append("cannot be compared: another number of epochs when perturbed")
+            continue
+        ratio, what = excess(left, found["plain"], perturbed, TOLERANCE)
+        words.append(f"equal ({what})" if ratio <= 1 else what)
+    return words
+
+
+def _line(error: np.ndarray) -> str:
+    kind, message = (str(part) for part in error)
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    return f"{kind}: {lines[-1] if lines else ''}".replace("|", "/")[:200]
+
+
+def _run(file: Path, place: str, folder: Path) -> dict[str, np.ndarray]:
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "left_RANK.npz"
+    argv = ["-m", "tests.programs.public", "--child", str(file), place, str(target)]
+    kind, _, count = place.partition("-")
+    env = {**ONE_THREAD, "MPLBACKEND": "Agg", "KERAS_BACKEND": "tensorflow"}
+    try:
+        if kind == "workers":
+            run_workers(argv, int(count), folder / "logs", limit_s=LIMIT_S, env=env)
+        else:
+            with processes(folder / "logs") as group:
+                group.start(argv, env)
+                if group.wait(LIMIT_S)[0].returncode:
+                    raise AssertionError(group.errors(0))
+    except AssertionError as error:
+        return {"error": np.array(["Died", str(error)[-2000:]])}
+    with np.load(str(target).replace("RANK", "0")) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def child(file: str, place: str, target: str) -> None:
+    """Runs one program at one place in this process."""
+    import keras
+    import tensorflow as tf
+
+    from tests.programs import synthetic
+    from tests.programs.__main__ import SEED, nudged
+    from tests.support.cases import strategy_at
+    from tfmulti.strategies import placement_of
+
+    faulthandler.dump_traceback_later(LIMIT_S - 30, exit=True)
+    plain = place in ("plain", "perturbed")
+    strategy = strategy_at("plain" if plain else place)
+    left: dict[str, Any] = {}
+    keras.utils.set_random_seed(SEED)
+    creators = tf.variable_creator_scope(nudged) if place == "perturbed" else None
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        synthetic.install(Path(folder))
+        _watch(strategy, plain, left)
+        try:
+            with creators or contextlib.nullcontext(), strategy.scope():
+                _execute(Path(file))
+        except Enough:
+            pass
+        except BaseException as error:
+            traceback.print_exc()
+            if not left or isinstance(error, tf.errors.OpError):
+                left = {"error": np.array([type(error).__name__, str(error)])}
+        if not left:
+            left = {"error": np.array(["NoFit", "the program calls fit nowhere"])}
+    rank = 0 if plain else placement_of(strategy).rank
+    np.savez(target.replace("RANK", str(rank)), **left)
+
+
+def _execute(file: Path) -> None:
+    if file.suffix == ".py":
+        runpy.run_path(str(file), run_name="__main__")
+        return
+    cells = json.loads(file.read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    script = Path("notebook.py")
+    script.write_text("\n".join(_without_magic(source) for source in sources))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _without_magic(source: str) -> str:
+    lines = [line for line in source.splitlines() if not line.lstrip().startswith(("!", "%"))]
+    return "\n".join(lines)
+
+
+def _watch(strategy: Any, plain: bool, left: dict[str, Any]) -> None:
+    """Makes `fit` short and of a prepared model, and notes what it leaves."""
+    import keras
+
+    from tfmulti import prepare
+
+    fits: list[Any] = []
+    uses: list[str] = []
+    inside: list[str] = []
+
+    def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(model: Any, *args: Any, **options: Any) -> Any:
+            if inside:
+                return original(model, *args, **options)
+            with _noted(inside, name):
+                if not plain:
+                    prepare(model)
+                method = getattr(model, name)
+                if name != "fit":
+                    uses.append(name)
+                    if fits and len(uses) > USES:
+                        raise Enough
+                    return method(*args, **options)
+                result = method(**_shortened(original, model, args, options))
+                left.update(_left_by(model, result, len(fits)))
+                fits.append(model)
+                if len(fits) == FITS:
+                    raise Enough
+                return result
+
+        return call
+
+    for name in ("fit", "evaluate", "predict"):
+        setattr(keras.Model, name, wrapped(name, getattr(keras.Model, name)))
+
+
+@contextlib.contextmanager
+def _noted(inside: list[str], name: str) -> Iterator[None]:
+    inside.append(name)
+    try:
+        yield
+    finally:
+        inside.pop()
+
+
+def _shortened(original: Any, model: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
+    import inspect
+
+    from tests.programs import synthetic
+
+    given = inspect.signature(original).bind(model, *args, **options).arguments
+    del given["self"]
+    given["epochs"] = given.get("initial_epoch", 0) + min(given.get("epochs", 1), EPOCHS)
+    given |= {"verbose": 0, "shuffle": False}
+    for name in ("x", "y", "sample_weight", "validation_data"):
+        if name in given:
+            given[name] = synthetic.cut(given[name])
+    if given.get("batch_size"):
+        given["batch_size"] = min(given["batch_size"], synthetic.BATCH)
+    for name in ("steps_per_epoch", "validation_steps"):
+        if given.get(name):
+            given[name] = min(given[name], synthetic.STEPS)
+    return given
+
+
+def _left_by(model: Any, history: Any, number: int) -> dict[str, Any]:
+    import keras
+
+    left = {f"fit_{number}/history/{k}": np.asarray(v) for k, v in history.history.items()}
+    for i, weight in enumerate(model.weights):
+        left[f"fit_{number}/weight/{i}"] = keras.ops.convert_to_numpy(weight)
+    for name, optimizer in sorted(vars(model).items()):
+        if not isinstance(optimizer, keras.optimizers.Optimizer) or not optimizer.built:
+            continue
+        for i, variable in enumerate(optimizer.variables):
+            kind = variable.name.rpartition("_")[2]
+            value = keras.ops.convert_to_numpy(variable)
+            left[f"fit_{number}/slot/{name}/{kind}/{i}"] = value
+    return {name: value for name, value in left.items() if value.dtype.kind in "fiub"}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+    else:
+        main()

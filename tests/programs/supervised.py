@@ -1,0 +1,367 @@
+"""Supervised programs with a train_step of their own: teachers, mixtures, adversaries, agents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.programs.common import SPARSE, adam, batches, classifier, features, fit, labels, sgd
+from tests.programs.registry import DIFFERS, Made, program
+
+
+class Distiller(keras.Model):
+    def __init__(self, student: keras.Model, teacher: keras.Model) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def compile(self, optimizer: Any, metrics: Any, student_loss: Any, distillation: Any) -> None:
+        super().compile(optimizer=optimizer, metrics=metrics)
+        self.student_loss, self.distillation = student_loss, distillation
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        teacher = ops.softmax(self.teacher(x, training=False) / 3.0, axis=1)
+        apart = self.distillation(teacher, ops.softmax(y_pred / 3.0, axis=1)) * 9.0
+        return 0.1 * self.student_loss(y, y_pred) + 0.9 * apart
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+
+@program("keras-io: Knowledge Distillation")
+def teacher_in_compute_loss() -> Made:
+    """A compute_loss with two loss objects, a frozen teacher, and metrics of compile"""
+    model = Distiller(classifier(final=None), classifier(layers.Dropout(0.5), final=None))
+    model.teacher.trainable = False
+    return Made(
+        model,
+        {
+            "optimizer": adam(),
+            "metrics": [keras.metrics.SparseCategoricalAccuracy()],
+            "student_loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "distillation": keras.losses.KLDivergence(),
+        },
+        fit(features(4), labels()),
+    )
+
+
+class Step(keras.Model):
+    """A model whose subclass says what a step's loss and logs are."""
+
+    def of(self, x: Any, y: Any) -> Any:
+        raise NotImplementedError
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.of(x, y)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss_of_step": tf.reduce_mean(loss)}
+
+
+def _step(cls: type[Step], optimizer: Any = None, *middle: Any) -> Made:
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(5, "tanh")(inputs)
+    for layer in middle:
+        hidden = layer(hidden)
+    model = cls(inputs, layers.Dense(3)(hidden))
+    given = {"optimizer": optimizer or sgd()}
+    return Made(model, given, fit(features(4), labels()))
+
+
+def _entropy(y: Any, logits: Any) -> Any:
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int32), logits)
+
+
+class Vector(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        return _entropy(y, self(x, training=True))
+
+
+@program("keras-io: Image similarity estimation using a Siamese Network with a triplet loss")
+def gradient_of_a_vector() -> Made:
+    """The gradient of a loss that has a value for each row"""
+    return _step(Vector)
+
+
+class Total(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        return tf.reduce_sum(_entropy(y, self(x, training=True)))
+
+
+@program("TensorFlow guide: Basic training loops", expects=DIFFERS)
+def gradient_of_a_sum() -> Made:
+    """The gradient of a loss that is summed over the rows of the batch"""
+    return _step(Total, sgd(0.01))
+
+
+class SumOverRows(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        rows = tf.cast(tf.shape(x)[0], tf.float32)
+        return tf.reduce_sum(_entropy(y, self(x, training=True))) / rows
+
+
+@program("TensorFlow tutorial: Custom training with tf.distribute.Strategy")
+def sum_over_the_rows_of_the_batch() -> Made:
+    """A loss that is summed and divided by the rows of the batch"""
+    return _step(SumOverRows)
+
+
+class SumOverConstant(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        return tf.reduce_sum(_entropy(y, self(x, training=True))) * (1.0 / 16)
+
+
+@program("TensorFlow tutorial: Custom training with tf.distribute.Strategy", expects=DIFFERS)
+def sum_over_a_constant_batch_size() -> Made:
+    """A loss that is summed and divided by a batch size written as a constant"""
+    return _step(SumOverConstant)
+
+
+class Average(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        return tf.nn.compute_average_loss(
+            _entropy(y, self(x, training=True)), global_batch_size=tf.shape(x)[0]
+        )
+
+
+@program("TensorFlow tutorial: Custom training with tf.distribute.Strategy", expects=DIFFERS)
+def average_loss_of_the_rows_that_the_step_sees() -> Made:
+    """tf.nn.compute_average_loss by the rows that the step sees, as one device understands it"""
+    return _step(Average)
+
+
+class WeightedMean(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        weight = tf.gather(tf.constant([1.0, 4.0, 0.2]), tf.cast(y, tf.int32))
+        loss = _entropy(y, self(x, training=True)) * weight
+        return tf.reduce_sum(loss) / tf.reduce_sum(weight)
+
+
+@program("keras-io: Convolutional neural networks with weighted masks", expects=DIFFERS)
+def mean_by_weights_of_the_batch() -> Made:
+    """A loss that is divided by the sum of weights of the batch's rows"""
+    return _step(WeightedMean)
+
+
+class Root(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        return tf.sqrt(tf.reduce_mean(_entropy(y, self(x, training=True))))
+
+
+@program("keras-io: Timeseries forecasting", expects=DIFFERS)
+def root_of_a_mean() -> Made:
+    """A loss that is the root of a mean over the rows"""
+    return _step(Root)
+
+
+class Recommender(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        logits = self(x, training=True)
+        scores = tf.tensordot(logits, logits, [[1], [1]])
+        wanted = tf.cast(tf.equal(y[:, None], y[None]), tf.float32)
+        return tf.reduce_mean(tf.square(scores - wanted))
+
+
+class DotOfBatch(keras.Model):
+    """The dot product of users and items contracts the rows, as the public example does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = layers.Embedding(9, 2), layers.Embedding(9, 2)
+
+    def call(self, inputs: Any) -> Any:
+        users, items = self.users(inputs[:, 0]), self.items(inputs[:, 1])
+        return ops.sigmoid(ops.tensordot(users, items, 2) + ops.sum(users, 1, keepdims=True))
+
+
+@program("keras-io: Collaborative Filtering for Movie Recommendations", expects=DIFFERS)
+def product_over_the_batch() -> Made:
+    """A forward pass whose tensordot sums over the rows of the batch"""
+    x = np.random.default_rng(4).integers(0, 9, (30, 2)).astype("int32")
+    return Made(
+        DotOfBatch(),
+        {"optimizer": adam(), "loss": keras.losses.BinaryCrossentropy()},
+        fit(x, (labels() > 0).astype("float32")[:, None]),
+    )
+
+
+@program("TensorFlow Recommenders: retrieval", expects=DIFFERS)
+def scores_of_all_pairs() -> Made:
+    """A step whose loss is of the scores of all pairs of rows"""
+    return _step(Recommender)
+
+
+class MixUp(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        mixing = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=5)
+        target = tf.one_hot(tf.cast(y, tf.int32), 3)
+        mixed = mixing * x + (1 - mixing) * x[::-1]
+        wanted = mixing * target + (1 - mixing) * target[::-1]
+        predicted = self(mixed, training=True)
+        return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(wanted, predicted))
+
+
+@program("keras-io: MixUp augmentation for image classification", expects=DIFFERS)
+def rows_mixed_with_other_rows() -> Made:
+    """A step that mixes each row with another row of the batch"""
+    return _step(MixUp)
+
+
+class Adversarial(Step):
+    by_sign = True
+
+    def of(self, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = tf.reduce_mean(_entropy(y, self(x, training=True)))
+        slope = inner.gradient(loss, x)
+        moved = x + 0.1 * (tf.sign(slope) if self.by_sign else 16.0 * slope)
+        return 0.5 * loss + 0.5 * tf.reduce_mean(_entropy(y, self(tf.stop_gradient(moved))))
+
+
+class AdversarialBySize(Adversarial):
+    by_sign = False
+
+
+@program("TensorFlow tutorial: Adversarial example using FGSM", "NSL: adversarial regularization")
+def adversary_by_the_sign() -> Made:
+    """Rows moved by the sign of the gradient of the mean loss by them"""
+    return _step(Adversarial)
+
+
+@program("Neural structured learning: adversarial regularization", expects=DIFFERS)
+def adversary_by_the_size() -> Made:
+    """Rows moved by the gradient itself of a mean over the batch: its size depends on the rows"""
+    return _step(AdversarialBySize)
+
+
+class Agent(keras.Model):
+    """Advantages are normalized over the batch or given; the log of the chosen action."""
+
+    normalizes = False
+
+    def train_step(self, data: Any) -> Any:
+        (state, action, value), _ = data
+        with tf.GradientTape() as tape:
+            chances, critic = self(state, training=True)
+            chosen = tf.reduce_sum(chances * tf.one_hot(action, 3), 1)
+            advantage = value - tf.stop_gradient(critic[:, 0])
+            if self.normalizes:
+                advantage = (advantage - tf.reduce_mean(advantage)) / (
+                    tf.math.reduce_std(advantage) + 1e-6
+                )
+            actor = -tf.math.log(chosen + 1e-6) * advantage
+            loss = tf.reduce_mean(actor) + self.huber(value[:, None], critic)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"actor": tf.reduce_mean(actor), "largest": tf.reduce_max(advantage)}
+
+
+class NormalizingAgent(Agent):
+    normalizes = True
+
+
+def _agent(cls: type[Agent]) -> Made:
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(4, "relu")(inputs)
+    model = cls(inputs, [layers.Dense(3, "softmax")(hidden), layers.Dense(1)(hidden)])
+    model.huber = keras.losses.Huber()
+    data = batches((features(4), labels(), features()), labels())
+    return Made(model, {"optimizer": adam()}, fit(data))
+
+
+@program("keras-io: Actor Critic Method", expects=DIFFERS)
+def actor_and_critic() -> Made:
+    """Custom targets, log probabilities, a Huber loss; the largest value of the batch as a log"""
+    return _agent(Agent)
+
+
+@program("keras-io: Proximal Policy Optimization", expects=DIFFERS)
+def advantages_normalized_over_the_batch() -> Made:
+    """Advantages normalized over the rows of the batch in the step"""
+    return _agent(NormalizingAgent)
+
+
+@tf.custom_gradient
+def _reverse(x: Any) -> Any:
+    return tf.identity(x), lambda upstream: -0.5 * upstream
+
+
+class Reversal(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return _reverse(x)
+
+
+@program("TensorFlow: domain-adversarial training")
+def reversed_gradient() -> Made:
+    """A layer with a gradient of its own, between an encoder and a second output"""
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(4, "tanh")(inputs)
+    outputs = [layers.Dense(3, "softmax")(hidden), layers.Dense(1, "sigmoid")(Reversal()(hidden))]
+    target = [labels(), (labels() > 0).astype("float32")[:, None]]
+    return Made(
+        keras.Model(inputs, outputs),
+        {"optimizer": adam(), "loss": [SPARSE, "binary_crossentropy"], "loss_weights": [1.0, 0.3]},
+        fit(features(4), target),
+    )
+
+
+def _dice(y_true: Any, y_pred: Any) -> Any:
+    joint = ops.sum(y_true * y_pred)
+    return 1 - (2 * joint + 1.0) / (ops.sum(y_true) + ops.sum(y_pred) + 1.0)
+
+
+def _mae_function(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.abs(y_true - y_pred))
+
+
+def _r_squared(y_true: Any, y_pred: Any) -> Any:
+    rest = ops.sum(ops.square(y_true - y_pred))
+    return 1 - rest / ops.sum(ops.square(y_true - ops.mean(y_true)))
+
+
+@program("keras-io: BASNet for segmentation", "Kaggle: dice loss")
+def dice_loss_and_functions_as_metrics() -> Made:
+    """A loss function of sums over the batch on a sigmoid; metrics that are functions"""
+    x, y = features(4), (features(2) > 0).astype("float32")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2, "sigmoid")])
+    given = {"optimizer": adam(), "loss": _dice, "metrics": [_mae_function, _r_squared]}
+    return Made(model, given, fit(x, y), evaluate={"x": x, "y": y, "batch_size": 16})
+
+
+def _mean_entropy(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred))
+
+
+@program("keras-io: Named Entity Recognition using Transformers")
+def loss_function_of_one_number_on_a_softmax() -> Made:
+    """A loss function of one number on a softmax, whose logits Keras finds by itself"""
+    x = 20 * features(4)
+    return Made(classifier(), {"optimizer": adam(), "loss": _mean_entropy}, fit(x, labels()))
+
+
+def _pinball(level: float) -> Any:
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        error = y_true - y_pred
+        return ops.mean(ops.maximum(level * error, (level - 1) * error), axis=-1)
+
+    return loss
+
+
+@program("keras-io: Quantile regression", "keras-io: Keypoint detection")
+def several_losses_of_one_output() -> Made:
+    """Several outputs with losses made by a function, a Huber loss, and reduction by a sum"""
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(4, "tanh")(inputs)
+    model = keras.Model(inputs, [layers.Dense(1)(hidden) for _ in range(3)])
+    losses = [_pinball(0.1), keras.losses.Huber(reduction="sum"), _pinball(0.9)]
+    return Made(
+        model, {"optimizer": sgd(0.01), "loss": losses}, fit(features(4), [features(1)] * 3)
+    )

@@ -1,0 +1,71 @@
+"""Programs that were written for one device, run on several, compared with plain Keras.
+
+Weights, optimizer slots, history, evaluation and predictions are those of one device, within
+1e-6 of the largest number of an array, or ten times what one unit in the last place of the initial
+weights changes on one device. Where a program cannot be the same, an error must say so.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from tests.programs.catalogue import PROGRAMS
+from tests.programs.registry import EQUAL, PLACES
+from tests.programs.running import ProgramPlaces, differences, excess
+
+# A perturbation of 6e-8 that grows beyond this would hide errors of the same size.
+MOST_SENSITIVE = 1e-3
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_device_tells_an_error_from_rounding(left: ProgramPlaces, name: str) -> None:
+    plain, perturbed = (found[name] for found in left["plain"])
+    assert "error" not in plain, plain["error"]
+    if PROGRAMS[name].expects == EQUAL and PROGRAMS[name].tolerance <= MOST_SENSITIVE:
+        found = differences(perturbed, plain)
+        assert max(found.values()) < MOST_SENSITIVE, max(found, key=lambda key: found[key])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_the_same_or_refused(left: ProgramPlaces, name: str, place: str) -> None:
+    wanted = PROGRAMS[name]
+    plain, perturbed = (found[name] for found in left["plain"])
+    first, *others = [found[name] for found in left[place]]
+    if wanted.expects == EQUAL:
+        assert "error" not in first, ": ".join(first["error"])
+        for other in others:  # all workers have the same, to the bit
+            assert other.keys() == first.keys()
+            assert all(np.array_equal(first[key], other[key], equal_nan=True) for key in first)
+        ratio, words = excess(first, plain, perturbed, wanted.tolerance)
+        assert ratio <= 1, words
+    else:
+        if "error" not in first:
+            _, words = excess(first, plain, perturbed, wanted.tolerance)
+            pytest.fail(f"no error, but {words}")
+        for found in (first, *others):
+            assert re.search(wanted.expects, str(found["error"][1])), ": ".join(found["error"])
+
+
+def test_the_measure_tells_what_differs() -> None:
+    plain = {"weight/0": np.array([1.0, 2.0]), "history/loss": np.array([0.5])}
+    assert excess(plain, plain, plain, 1e-6)[0] == 0
+    wrong = {**plain, "history/loss": np.array([0.5005])}
+    ratio, words = excess(wrong, plain, plain, 1e-6)
+    assert ratio == pytest.approx(1000)
+    assert words.startswith("history/loss differs by 1.00e-03")
+    near = {**plain, "history/loss": np.array([0.5001])}
+    assert excess(wrong, plain, near, 1e-6)[0] == pytest.approx(0.5)
+    assert excess({**wrong, "more": np.zeros(1)}, plain, plain, 1e-6)[0] == np.inf
+    with pytest.raises(AssertionError, match="something else"):
+        excess(plain, plain, wrong | {"more": np.zeros(1)}, 1e-6)
+
+
+def test_there_is_a_program_of_each_kind() -> None:
+    assert len(PROGRAMS) >= 40
+    kinds = [program.kind for program in PROGRAMS.values()]
+    assert len(set(kinds)) == len(kinds)
+    assert all(program.like for program in PROGRAMS.values())
