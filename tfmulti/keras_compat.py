@@ -391,7 +391,7 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             "unconnected_gradients": unconnected_gradients,
         }
         share = partial()
-        if share is None:
+        if share is None or output_gradients is not None:
             return original(self, target, sources, **options)
         if not row_labels.are_kept() and not share.is_local:
             target = tf.nest.map_structure(lambda t: losses.summed_gradient(share, t), target)
