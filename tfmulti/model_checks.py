@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
+from tfmulti.stopping import state_of
 
 
 def check_compiled(model: keras.Model) -> None:
@@ -104,6 +105,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     Raises:
         ModelError: a part was made outside the scope.
     """
+    _build_by_own_step(model, specs)
     try:
         with model.distribute_strategy.scope():
             keras_compat.build_from_specs(model, specs)
@@ -129,6 +131,18 @@ def _takes_batches_as_keras(model: keras.Model) -> bool:
     return own.train_step is base.train_step and own.test_step is base.test_step
 
 
+def _build_by_own_step(model: keras.Model, specs: Any) -> None:
+    """Builds the layers that a train_step of the user's own calls, in the scope.
+
+    Keras alone builds them when it traces that step: `call` need not use all of them.
+    """
+    if type(model).train_step is keras.Model.train_step or state_of(model).is_traced_to_build:
+        return
+    if any(not layer.built for layer in keras_compat.layers_of(model)):
+        state_of(model).is_traced_to_build = True
+        _trace_without_effect(model, specs)
+
+
 def build_optimizers(model: keras.Model, specs: Any) -> None:
     """Builds the optimizers that a train_step of the user's own holds, in the scope.
 
@@ -146,12 +160,21 @@ def build_optimizers(model: keras.Model, specs: Any) -> None:
 
     for optimizer in optimizers_of(model):
         keras_compat.take_reduced_gradients(optimizer, list, note)
-    with contextlib.suppress(Exception), keras.StatelessScope():  # the step itself will tell
-        tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
+    _trace_without_effect(model, specs)
     with model.distribute_strategy.scope():
         for optimizer in unbuilt:
             if found.get(id(optimizer)) is not None:
                 optimizer.build(list(found[id(optimizer)]))
+
+
+def _trace_without_effect(model: keras.Model, specs: Any) -> None:
+    """Traces the train_step; the variables that layers make then are made in the scope."""
+    without_effect = keras.StatelessScope()
+    without_effect.__enter__()
+    with contextlib.suppress(Exception):  # the step itself will tell
+        tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
+    with model.distribute_strategy.scope():
+        without_effect.__exit__()  # makes variables
 
 
 def _spec(leaf: Any) -> Any:

@@ -36,6 +36,19 @@ class Shards(NamedTuple):
         """Returns the part of the global batch that a local replica has, float32."""
         return part_of(self.own_rows[local], self.rows)  # of nothing, where all rows were lost
 
+    def of_any_rows(self) -> Shards:
+        """Returns the same data, whose number of rows is not known when a step is traced.
+
+        Code of the user's own must ask a tensor for it: a number would be that of this share.
+        """
+
+        def loosened(leaf: Any) -> Any:
+            if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+                return leaf
+            return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+
+        return self._replace(data=tf.nest.map_structure(loosened, self.data))
+
     def share(
         self, local: int, *, alone: bool, sync_batch_norm: bool, is_local: bool = False
     ) -> Share:

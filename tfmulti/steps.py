@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmulti import collectives, keras_compat, microbatches, replicas, row_labels, xla
 from tfmulti.outcomes import first_local
+from tfmulti.ownership import own_parts
 from tfmulti.pipeline import from_batch
 from tfmulti.shards import ArrayOutlet, Outlet, Shards
 from tfmulti.share import Share, computing
@@ -116,7 +117,10 @@ def make_step(
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
         return found
 
+    any_rows = placement.replicas > 1 and not model.run_eagerly and bool(own_parts(model))
+
     def replica_step(shards: Shards) -> Any:
+        shards = shards.of_any_rows() if any_rows else shards
         local = replicas.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
         apart = training and state.outer is not None
