@@ -72,8 +72,6 @@ class StepComparison:
         model = self._model
         generators = run_state.random_states()
         self._python = random.getstate()
-        if self.place.replicas == 1:
-            model_checks.build_optimizers(model, state_of(model).specs)
         model.train_function.trace(self._trial.source(0), self._at_once, _NOTHING)
         self._roots = [model, *keras_compat.seed_generators(model).values()]
         self._state = relocation.find(*self._roots)

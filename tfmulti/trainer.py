@@ -279,7 +279,9 @@ class DistributedModel(keras.Model):
                 reading=state_of(self).reading,
             )
         epochs_loop.check_same_data(self, feed, validation)
-        model_checks.build(self, feed.specs, optimizers=backup is not None)
+        # A comparison with one device begins with all slots, as a backup does.
+        needs_slots = backup is not None or bool(state_of(self).verify)
+        model_checks.build(self, feed.specs, optimizers=needs_slots)
         count = steps_per_epoch or feed.steps
         self.stop_training = False
         state = state_of(self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ from tfmulti.broadcast import broadcast
 from tfmulti.comparison import Difference
 from tfmulti.console import speaker
 from tfmulti.errors import ConfigError, DataError, ModelError, VerificationError
-from tfmulti.feed import Feed, make_feed
+from tfmulti.feed import Feed, SourceFeed, make_feed
 from tfmulti.ownership import own_parts
 from tfmulti.replay import Trial
 from tfmulti.report import Verification
@@ -106,9 +106,12 @@ def before_training(
     kept = -(-count // at_once) * at_once
     if steps_per_epoch:
         count, kept = min(count, steps_per_epoch), min(kept, steps_per_epoch)
-    if state.chooses_pace:  # executions may have more steps later, and none takes from both parts
-        kept = 1
-    trial = Trial(feed, min(count, kept) if state.chooses_pace else count, kept, sure=sure)
+    if state.chooses_pace and not isinstance(feed, SourceFeed):
+        # Executions may have more steps later, and none can take from what is kept and the rest.
+        count = kept = 1
+    trial = _trial_of_all(model, lambda: Trial(feed, count, kept, sure=sure))
+    if trial is None:
+        return feed  # the training tells which example it is, and on which worker
     with contextlib.closing(trial):
         if trial.batches:
             required = bool(state.verify)
@@ -119,6 +122,22 @@ def before_training(
                     "verify", cost_in_words(state.verification)
                 )
     return trial.feed
+
+
+def _trial_of_all(model: keras.Model, make: Callable[[], Trial]) -> Trial | None:
+    """Returns the first batches, or None where an example of them cannot be read on some worker.
+
+    Every worker calls it: none may wait in a collective for one that has no data.
+    """
+    trial = None
+    with contextlib.suppress(DataError):
+        trial = make()
+    strategy = model.distribute_strategy
+    if placement_of(strategy).workers > 1 and make_vote(strategy)([float(trial is None)])[0] > 0:
+        if trial is not None:
+            trial.close()
+        return None
+    return trial
 
 
 def cost_in_words(found: Verification) -> str:
