@@ -484,11 +484,11 @@ def run_case(case: Case, strategy: tf.distribute.Strategy, plain: bool) -> dict[
         model = case.build()
         keras.config.set_dtype_policy("float32")
         if case.prepare_first and not plain:
-            prepare(model, **case.prepare)
+            prepare(model, **{"verify": False, **case.prepare})
         options = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}
         model.compile(OPTIMIZERS[case.optimizer](), **{**options, **case.compile()})
         if not case.prepare_first and not plain:
-            prepare(model, **case.prepare)
+            prepare(model, **{"verify": False, **case.prepare})
     validation = validation_of(case.feed)
     batches = isinstance(validation, tf.data.Dataset)
     feed = case.plain_feed if plain and case.plain_feed else case.feed
