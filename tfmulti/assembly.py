@@ -85,6 +85,9 @@ def set_up(job: preflight.Job) -> Setup:
     for lost in data.lost if chief else ():  # all workers have loaded the same
         left_out(lost.words)
     data = shared(data, strategy)
+    rows = user_data.rows_of_batches(data.train)
+    if rows is not None:
+        batch = batch_sizes(rows, None, place.replicas)
     preflight.check_batch(config, data, place.replicas)
     return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
 
@@ -174,10 +177,15 @@ def compile_model(setup: Setup, model: keras.Model) -> bool:
         return False
     config, spec = setup.config, setup.data.spec
     classifies = spec is None or spec.task == CLASSIFICATION
+    loss: Any = "mse"
+    if classifies:
+        own = str(config.model) not in registry.MODELS
+        from_logits = own and user_model.ends_in_logits(str(config.model), model)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
     with setup.strategy.scope():
         model.compile(
             make_optimizer(config, setup.batch.global_batch_size, total_steps(setup)),
-            loss="sparse_categorical_crossentropy" if classifies else "mse",
+            loss=loss,
             metrics=["accuracy" if classifies else "mae"],
             steps_per_execution=config.steps_per_execution or 1,
         )

@@ -309,6 +309,7 @@ class FitConfig:
             )
         given = self.global_batch_size or self.per_replica_batch_size
         if given is None and registry.recipe_of(self.dataset).global_batch_size is None:
+            registry.check_dataset(self.dataset)
             raise ConfigError(
                 f"--dataset {self.dataset} has no batch size of its own. "
                 "Give --global_batch_size or --per_replica_batch_size."

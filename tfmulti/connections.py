@@ -112,6 +112,29 @@ def noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
+def call_of_all(placement: Placement, name: str) -> Iterator[None]:
+    """Inside is a call that all workers must make: where one did not, the error says so.
+
+    Raises:
+        tf.errors.OpError: of the same type, with what to do.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        advice = "on all workers alike, not only on the chief"
+        aborted = "Collective ops is aborted" in error.message
+        if placement.workers == 1 or not aborted or advice in error.message:
+            raise
+        words = error.message[error.message.index("Collective ops is aborted") :].splitlines()[0]
+        raise type(error)(
+            error.node_def,
+            error.op,
+            f"another worker has ended, or did not come to {name}(). Call {name}() {advice}; if a "
+            f"worker has failed, its own log says why. TensorFlow says: {words}",
+        ) from None
+
+
+@contextlib.contextmanager
 def own_errors(placement: Placement) -> Iterator[None]:
     """Inside, a call into TensorFlow raises what an operation of this module has raised.
 

@@ -269,10 +269,20 @@ def make_feed(
         return DatasetFeed(x, class_weight, next_is_made=is_training and bool(steps_per_epoch))
     if class_weight is not None:
         sample_weight = weights_of_classes(y, class_weight, sample_weight)
-    source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
+    source = array_source(x, y, sample_weight)
     if batch_size is None and steps_per_epoch:
         batch_size = -(-len(source) // steps_per_epoch)
     return make_feed(source, placement=placement, batch_size=batch_size, seed=seed, reading=reading)
+
+
+def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
+    """Returns what `fit` was given as a source; all floating-point numbers in Keras' `floatx`.
+
+    Raises:
+        DataError: the arrays differ in length, or cannot be read by rows.
+    """
+    parts = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    return ArraySource(parts, floats=keras.config.floatx())
 
 
 def _check_no_more(x: Any, **given: Any) -> None:
@@ -294,7 +304,7 @@ def _is_batched(x: Any) -> bool:
 def weights_of_classes(
     y: Any, class_weight: Mapping[int, float], sample_weight: Any = None
 ) -> np.ndarray:
-    """Returns each row's weight by its label (whole numbers, or one-hot), float32 [rows].
+    """Returns each row's weight by its label (whole numbers, or one-hot), floatx [rows].
 
     Raises:
         DataError: there are sample weights too, or several outputs.
@@ -307,7 +317,7 @@ def weights_of_classes(
     if labels.ndim > 1 and labels.shape[-1] > 1:
         labels = labels.argmax(-1)
     labels = labels.reshape(len(labels)).round().astype(np.int64)
-    weights = np.ones(len(labels), np.float32)
+    weights = np.ones(len(labels), keras.config.floatx())
     for label, weight in class_weight.items():
         weights[labels == label] = weight
     return weights
@@ -324,7 +334,8 @@ def split_off_validation(parts: tuple[Any, ...], fraction: float) -> tuple[Any, 
             "validation_split needs arrays: a Dataset is split by its take() and skip(), a Source "
             "by tfmulti.sources.source.Part."
         )
-    source = ArraySource(tuple(part for part in parts if part is not None))
+    given = tuple(part for part in parts if part is not None)
+    source = ArraySource(given, floats=keras.config.floatx())
     at = int(len(source) * (1 - fraction))
     if not 0 < at < len(source):
         raise DataError(f"validation_split {fraction} of {len(source)} rows leaves one part empty.")

@@ -7,10 +7,12 @@ TensorFlow.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tfmulti.errors import ConfigError, UserError, did_you_mean
@@ -184,6 +186,48 @@ def check_place(flag: str, place: str) -> None:
         )
 
 
+def check_dataset(dataset: str) -> None:
+    """Checks that a user's own function of a `--dataset` value is there, without running it.
+
+    Raises:
+        ConfigError: there is no such module or function.
+    """
+    place, options = dataset_place(dataset)
+    if options is None:
+        check_place("dataset", place)
+        _check_function("dataset", place)
+
+
+def _check_function(flag: str, place: str) -> None:
+    """Reads the module's source for the function's name.
+
+    What a module makes when it is imported cannot be known so: then nothing is said.
+    """
+    module, _, name = place.partition(":")
+    spec = importlib.util.find_spec(module)
+    try:
+        tree = ast.parse(Path(str(spec and spec.origin)).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    functions = [
+        node.name
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    ]
+    words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    words |= {alias.asname or alias.name for node in imports for alias in node.names}
+    dynamic = {"*", "globals", "setattr", "__getattr__"} & (words | set(functions))
+    if name not in functions and name not in words and not dynamic:
+        raise ConfigError(_no_function(flag, place, functions))
+
+
+def _no_function(flag: str, place: str, functions: list[str]) -> str:
+    module, _, name = place.partition(":")
+    public = [function for function in functions if not function.startswith("_")]
+    return f"--{flag} {place}: no function {name!r} in {module!r}; " + did_you_mean(name, public)
+
+
 def load_place(flag: str, place: str) -> Callable[..., Any]:
     """Returns the function at `package.module:function`.
 
@@ -203,11 +247,8 @@ def load_place(flag: str, place: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, name, None)
     if function is None:
-        public = [n for n in vars(module) if not n.startswith("_") and callable(vars(module)[n])]
-        raise ConfigError(
-            f"--{flag} {place}: no function {name!r} in {module_name!r}; "
-            + did_you_mean(name, public)
-        )
+        callables = [n for n, value in vars(module).items() if callable(value)]
+        raise ConfigError(_no_function(flag, place, callables))
     if not callable(function):
         raise ConfigError(
             f"--{flag} {place}: {name!r} is a {type(function).__name__}, not a function."

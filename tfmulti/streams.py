@@ -107,9 +107,20 @@ class AnyStream(ABC):
         if self._reader is not None:
             self._reader.stop()
         with tf.init_scope():  # at once, also where a stream is collected while a step is traced
-            self._queue.close(cancel_pending_enqueues=True)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+            if self._thread is not threading.current_thread():
+                self._wait_for_thread()
+            self._queue.close()
+
+    def _wait_for_thread(self) -> None:
+        """Takes from the queue until the thread that fills it has seen that it is closed.
+
+        To cancel what the thread waits for would end it, too, but TensorFlow logs that as an error.
+        """
+        while self._thread.is_alive():
+            if self._queue.size():
+                self._queue.dequeue()
+            else:
+                self._thread.join(0.001)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be ending
@@ -195,6 +206,10 @@ def _fill(stream: weakref.ref[AnyStream], filled: Iterator[Any], queue: tf.queue
         try:
             for components, several in filled:
                 (queue.enqueue_many if several else queue.enqueue)(components)
+                holder = stream()
+                if holder is None or holder.is_closed:
+                    return
+                del holder
         except (tf.errors.CancelledError, CancelledError):
             pass  # closed
         except Exception as error:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 import tensorflow as tf
 
-from tfmulti import epochs as epochs_loop
 from tfmulti import (
+    connections,
     keras_compat,
     local_steps,
     losses,
@@ -27,19 +27,19 @@ from tfmulti import (
     resuming,
     verification,
 )
+from tfmulti import epochs as epochs_loop
 from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.worker_safe import worker_safe
 from tfmulti.config import COMPRESSIONS
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.execution import Execution
-from tfmulti.feed import Feed, make_feed, split_off_validation, weights_of_classes
+from tfmulti.feed import Feed, array_source, make_feed, split_off_validation, weights_of_classes
 from tfmulti.microbatches import take
 from tfmulti.pace import Pace
 from tfmulti.pipeline import from_batch
 from tfmulti.prediction import make_prediction
 from tfmulti.reading import Reading
 from tfmulti.replicas import own_gradients, reduce_gradients
-from tfmulti.sources.arrays import ArraySource
 from tfmulti.stopping import TrainerState, remember, state_of
 from tfmulti.strategies import Placement, placement_of
 from tfmulti.synchronisation import PACK_BYTES, Synchronisation
@@ -160,6 +160,23 @@ def prepare(
     return model
 
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _on_all_workers(
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Returns a method that says, where another worker is not there, that all must call it."""
+
+    @functools.wraps(method)
+    def called(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with connections.call_of_all(self._placement, method.__name__):
+            return method(self, *args, **kwargs)
+
+    return called
+
+
 class DistributedModel(keras.Model):
     """Keras' trainer, written anew for `tf.distribute`; see `prepare`."""
 
@@ -224,6 +241,7 @@ class DistributedModel(keras.Model):
         with losses.compiled():
             return super().compute_loss(x, y, y_pred, sample_weight, training)
 
+    @_on_all_workers
     def fit(  # Keras' own signature
         self,
         x: Any = None,
@@ -320,6 +338,7 @@ class DistributedModel(keras.Model):
             training.callbacks.on_train_end(logs)
         return self.history
 
+    @_on_all_workers
     def evaluate(
         self,
         x: Any = None,
@@ -352,6 +371,7 @@ class DistributedModel(keras.Model):
             found = epochs_loop.evaluate(self, feed, count, tools)
         return _results(found, return_dict)
 
+    @_on_all_workers
     def predict(
         self,
         x: Any,
@@ -473,7 +493,7 @@ def _callback_list(
 
 
 def _one_batch(x: Any, y: Any, sample_weight: Any) -> Any:
-    source = ArraySource(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
+    source = array_source(x, y, sample_weight)
     return tf.nest.map_structure(tf.convert_to_tensor, source.data)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run
 from tests.unit.test_reader import Gated
 from tfmulti.plan import Plan
 from tfmulti.reader import Reader
@@ -33,3 +35,20 @@ def test_a_closed_stream_reads_no_more(threads: int, monkeypatch: pytest.MonkeyP
     assert not [thread for thread in left if thread.name.startswith("tfmulti")]
     assert len(source.calls) == in_work
     assert stream.error is None
+
+
+FITS = """
+import keras, numpy as np
+from tfmulti import prepare
+model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+model.compile("sgd", "mse")
+x = np.zeros((640, 4), np.float32)
+model.fit(x, x[:, :1], batch_size=8, verbose=0)
+"""
+
+
+def test_the_end_of_a_fit_logs_no_cancelled_operation(tmp_path: Path) -> None:
+    done = run(["-c", FITS], tmp_path, limit_s=120, env={"TF_CPP_MIN_LOG_LEVEL": "0"})
+    assert done.returncode == 0
+    assert "oneDNN" in done.stderr or "TensorFlow" in done.stderr  # it logs
+    assert "cancelled" not in done.stderr

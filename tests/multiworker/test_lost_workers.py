@@ -19,6 +19,11 @@ LIMIT_S = 120
         ("kill", "UnavailableError worker 1 is lost: "),
         ("error", "UnavailableError worker 1 is lost: "),
         ("step", "UnavailableError worker 1 is lost: "),
+        (
+            "alone",
+            "UnavailableError another worker has ended, or did not come to evaluate(). "
+            "Call evaluate() on all workers alike, not only on the chief",
+        ),
         ("stop", ""),  # TensorFlow's own words: its heartbeats tell
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tfmulti import keras_compat
 from tfmulti.errors import ModelError
 from tfmulti.sources.data import DataSpec
 
@@ -33,3 +34,24 @@ def build(place: str, function: Callable[..., Any], spec: DataSpec | None) -> ke
             f"--model {place} returned a {type(model).__name__}. Return a keras.Model."
         )
     return model
+
+
+def ends_in_logits(place: str, model: keras.Model) -> bool:
+    """Returns whether the outputs of a model that is not compiled are logits of classes.
+
+    Raises:
+        ModelError: its last layer does not tell.
+    """
+    last = keras_compat.last_operations(model) if model.built else None
+    layer = last[0] if last is not None and len(last) == 1 else None
+    activation = getattr(layer, "activation", None)
+    if isinstance(layer, keras.layers.Softmax) or activation is keras.activations.softmax:
+        return False
+    if activation is keras.activations.linear:
+        return True
+    words = f"its last layer {layer.name!r} does" if layer is not None else "its layers do"
+    raise ModelError(
+        f"--model {place} is not compiled, and {words} not tell whether its outputs are "
+        "probabilities or logits. Call model.compile(optimizer, loss) in the function, or end the "
+        "model in a Dense layer with activation 'softmax' or none."
+    )

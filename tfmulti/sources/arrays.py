@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +18,17 @@ class ArraySource(Source):
 
     Args:
         data: `(x, y)` or `(x, y, sample_weight)`; each an array or a nest (tuple, list or
-            dict) of arrays. float64 becomes float32, Keras' default. A memory-mapped array is
-            read row by row when it is needed.
+            dict) of arrays. A memory-mapped array is read row by row when it is needed.
         dtypes: a nest of the dtypes in which rows are read, where they are not the arrays'.
+        floats: the dtype of all arrays of floating-point numbers, as Keras casts them to its
+            `floatx`. None: float64 becomes float32, and others stay.
 
     Raises:
         DataError: there are no rows, or the lengths differ.
     """
 
-    def __init__(self, data: Any, dtypes: Any = None) -> None:
-        self.data = map_nest(_as_array, data)
+    def __init__(self, data: Any, dtypes: Any = None, floats: str | None = None) -> None:
+        self.data = map_nest(functools.partial(_as_array, floats=floats), data)
         lengths = {name: len(array) for name, array in _named(self.data)}
         if len(set(lengths.values())) != 1:
             words = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
@@ -37,7 +39,7 @@ class ArraySource(Source):
         if not self._rows:
             raise DataError("the data has no rows. Give at least one example.")
         self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves_of(data))
-        self._specs = map_nest(_leaf, self.data)
+        self._specs = map_nest(functools.partial(_leaf, floats=floats), self.data)
         if dtypes is not None:
             self._specs = map_nest(_as_dtype, self._specs, dtypes)
 
@@ -88,17 +90,19 @@ def _as_dtype(leaf: Leaf, dtype: str) -> Leaf:
     return leaf._replace(dtype=dtype)
 
 
-def _leaf(array: np.ndarray) -> Leaf:
+def _leaf(array: np.ndarray, floats: str | None) -> Leaf:
     if array.dtype.kind in "OSU":
         return Leaf(array.shape[1:], "str")
-    return Leaf(array.shape[1:], _narrow(array[:0]).dtype.name)
+    return Leaf(array.shape[1:], _as_floats(array[:0], floats).dtype.name)
 
 
-def _narrow(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype == np.float64 else array
+def _as_floats(array: np.ndarray, floats: str | None) -> np.ndarray:
+    if floats is not None and array.dtype.kind == "f":
+        return array.astype(floats, copy=False)
+    return array.astype(np.float32) if array.dtype == np.float64 and floats is None else array
 
 
-def _as_array(value: Any) -> np.ndarray:
+def _as_array(value: Any, floats: str | None) -> np.ndarray:
     array = np.asarray(value) if not type(value).__name__.startswith(("Ragged", "Sparse")) else None
     if array is None or (array.ndim == 0 and array.dtype == object):
         raise DataError(
@@ -109,7 +113,7 @@ def _as_array(value: Any) -> np.ndarray:
         raise DataError(
             f"{array.item()!r} is a single value. Give arrays, a row an example: np.array(x)."
         )
-    return array if isinstance(value, np.memmap) else _narrow(array)
+    return array if isinstance(value, np.memmap) else _as_floats(array, floats)
 
 
 def _named(data: Any, name: str = "") -> list[tuple[str, np.ndarray]]:

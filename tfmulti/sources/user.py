@@ -41,6 +41,20 @@ def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Da
     return Data(spec=_spec(sources["train"]), **sources)
 
 
+def rows_of_batches(train: Any) -> int | None:
+    """Returns the rows of the batches that training data comes in, where it has batches and tells.
+
+    Of a PyDataset the first batch is read.
+    """
+    if isinstance(train, keras.utils.PyDataset):
+        first = keras.tree.flatten(train[0])
+        return len(first[0]) if first else None
+    if isinstance(train, tf.data.Dataset):
+        shapes = [spec.shape for spec in tf.nest.flatten(train.element_spec)]
+        return shapes[0][0] if shapes and shapes[0].rank else None
+    return None
+
+
 def check_labels(place: str, data: Data) -> None:
     """Checks that labels are classes that a built-in model has: those of the training part.
 
@@ -99,7 +113,7 @@ def _is_array(item: Any) -> bool:
 
 def _source(place: str, part: Any) -> Any:
     if isinstance(part, (tuple, list)):
-        return ArraySource(tuple(part))
+        return ArraySource(tuple(part), floats=keras.config.floatx())
     if isinstance(part, (tf.data.Dataset, keras.utils.PyDataset, Source)):
         return part
     raise DataError(
