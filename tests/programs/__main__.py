@@ -67,13 +67,13 @@ def run(
                 if not plain:
                     prepare(made.model)
                 made.model.compile(**made.compile)
-            return _left_by(made)
+            return _left_by(made, program.apart)
     finally:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
 
 
-def _left_by(made: Made) -> dict[str, Any]:
+def _left_by(made: Made, apart: tuple[str, ...]) -> dict[str, Any]:
     model = made.model
     left: dict[str, Any] = {}
     if made.use is not None:
@@ -96,7 +96,7 @@ def _left_by(made: Made) -> dict[str, Any]:
     if made.predict is not None:
         outputs = keras.tree.flatten(model.predict(**made.predict, verbose=0))
         left |= {f"predict/{i}": output for i, output in enumerate(outputs)}
-    return {key: np.asarray(value) for key, value in left.items()}
+    return {key: np.asarray(value) for key, value in left.items() if not key.startswith(apart)}
 
 
 def _optimizers(made: Made) -> dict[str, keras.optimizers.Optimizer]:

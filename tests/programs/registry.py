@@ -55,6 +55,7 @@ class Program:
         expects: `equal` to one device, or a pattern that the message of an error must match.
         tolerance: the least difference that is an error, relative, for float32.
         floatx: Keras' default float type while the program runs.
+        apart: beginnings of names of arrays that plain Keras alone gets wrong.
     """
 
     make: Callable[[], Made]
@@ -63,13 +64,18 @@ class Program:
     expects: str
     tolerance: float
     floatx: str
+    apart: tuple[str, ...]
 
 
 PROGRAMS: dict[str, Program] = {}
 
 
 def program(
-    *like: str, expects: str = EQUAL, tolerance: float = 1e-6, floatx: str = "float32"
+    *like: str,
+    expects: str = EQUAL,
+    tolerance: float = 1e-6,
+    floatx: str = "float32",
+    apart: tuple[str, ...] = (),
 ) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
     """Registers a program under its function's name; the first docstring line is its kind."""
 
@@ -78,7 +84,7 @@ def program(
         assert name not in PROGRAMS, name
         assert make.__doc__, name
         kind = make.__doc__.splitlines()[0]
-        PROGRAMS[name] = Program(make, kind, like, expects, tolerance, floatx)
+        PROGRAMS[name] = Program(make, kind, like, expects, tolerance, floatx, apart)
         return make
 
     return register
