@@ -114,7 +114,8 @@ def _run(file: Path, place: str, folder: Path, limit_s: int) -> dict[str, np.nda
                 if group.wait(limit_s)[0].returncode:
                     raise AssertionError(group.errors(0))
     except AssertionError as error:
-        return {"error": np.array(["Died", str(error)[-2000:]])}
+        late = "still running" in str(error).splitlines()[0]
+        return {"error": np.array(["Died", f"over {limit_s} s" if late else str(error)[-2000:]])}
     with np.load(str(target).replace("RANK", "0")) as archive:
         return {name: archive[name] for name in archive.files}
 
