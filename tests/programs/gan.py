@@ -249,10 +249,8 @@ class AdaptiveGan(Gan):
             )
         _apply(self.g_optimizer, tape, g_loss, self.generator.trainable_weights)
         _apply(self.d_optimizer, tape, d_loss, self.discriminator.trainable_weights)
-        right = 0.5 * (1.0 + tf.sign(of_real))
-        self.probability.assign(
-            tf.clip_by_value(self.probability + tf.reduce_mean(right) - 0.4, 0.0, 1.0)
-        )
+        sure = tf.reduce_mean(tf.sigmoid(of_real))
+        self.probability.assign(0.9 * self.probability + 0.1 * sure)
         self.g_loss_metric.update_state(g_loss)
         self.d_loss_metric.update_state(d_loss)
         for weight, average in zip(self.generator.weights, self.ema_generator.weights, strict=True):
@@ -262,7 +260,7 @@ class AdaptiveGan(Gan):
 
 @program("keras-io: Data-efficient GANs with Adaptive Discriminator Augmentation")
 def gan_with_an_adaptive_probability() -> Made:
-    """A variable of the model that a step moves by a mean over rows, clipped; averaged weights"""
+    """A variable of the model that a step moves by a mean over rows; averaged weights"""
     made = _gan(AdaptiveGan)
     made.after = lambda model: {"probability": model.probability.numpy()}
     return made
@@ -308,7 +306,7 @@ class GeneratorOfConstantRows(Gan):
         return {"d": d_loss, "g": g_loss}
 
 
-@program("keras-io: GauGAN for conditional image generation", expects=DIFFERS)
+@program("keras-io: GauGAN for conditional image generation")
 def constant_number_of_generated_rows() -> Made:
     """A step that generates a constant number of rows of its own beside those of the batch"""
     return _gan(GeneratorOfConstantRows)

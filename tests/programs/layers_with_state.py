@@ -207,7 +207,7 @@ def augmentation_inside_the_model() -> Made:
             layers.RandomFlip("horizontal", seed=1),
             layers.RandomContrast(0.3, seed=2),
             layers.RandomTranslation(0.2, 0.2, seed=3),
-            layers.SeparableConv2D(2, 3),
+            layers.SeparableConv2D(2, 3, use_bias=False),
             layers.BatchNormalization(),
             layers.GlobalAveragePooling2D(),
             layers.Dense(3, "softmax"),

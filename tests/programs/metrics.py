@@ -176,7 +176,7 @@ def metric_held_by_a_layer() -> Made:
 class MeanOfScalars(keras.Model):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.trackers = [keras.metrics.Mean(name=n) for n in ("mean", "part", "rows", "both")]
+        self.trackers = [keras.metrics.Mean(name=n) for n in ("mean", "part", "both")]
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
@@ -187,18 +187,37 @@ class MeanOfScalars(keras.Model):
         predicted = self(x)
         right = tf.cast(tf.equal(tf.cast(y, tf.int64), tf.argmax(predicted, 1)), tf.float32)
         rows = tf.cast(tf.shape(x)[0], tf.float32)
-        values = [tf.reduce_mean(right), tf.reduce_sum(right) / rows, rows]
+        values = [tf.reduce_mean(right), tf.reduce_sum(right) / rows]
         values.append(0.5 * (tf.reduce_mean(right) + tf.reduce_mean(predicted)))
         for tracker, value in zip(self.trackers, values, strict=True):
             tracker.update_state(value)
         return {m.name: m.result() for m in self.trackers}
 
 
+class LargestOfBatch(MeanOfScalars):
+    def test_step(self, data: Any) -> Any:
+        predicted = self(data[0])
+        self.trackers[0].update_state(tf.reduce_max(predicted))
+        self.trackers[1].update_state(tf.shape(predicted)[0])
+        self.trackers[2].update_state(tf.math.reduce_std(predicted))
+        return {m.name: m.result() for m in self.trackers}
+
+
+@program("keras-io: Deep Deterministic Policy Gradient")
+def trackers_of_means_of_a_batch() -> Made:
+    """Trackers of a number a batch in a test_step: means over rows, by three ways"""
+    return _trackers(MeanOfScalars)
+
+
 @program("keras-io: Deep Deterministic Policy Gradient", expects=DIFFERS)
-def trackers_of_numbers_of_a_batch() -> Made:
-    """Trackers of a number a batch in a test_step: means over rows, and the rows themselves"""
+def trackers_of_other_numbers_of_a_batch() -> Made:
+    """Trackers of a number a batch in a test_step: the largest, the rows, a standard deviation"""
+    return _trackers(LargestOfBatch)
+
+
+def _trackers(cls: type[MeanOfScalars]) -> Made:
     inputs = keras.Input((4,))
-    model = MeanOfScalars(inputs, layers.Dense(3, "softmax")(inputs))
+    model = cls(inputs, layers.Dense(3, "softmax")(inputs))
     data = batches(features(4), labels())
 
     def use(model: keras.Model) -> dict[str, Any]:

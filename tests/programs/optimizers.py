@@ -175,7 +175,9 @@ class Accumulating(keras.Model):
             total.assign(tf.zeros_like(total))
 
 
-@program("Stack Overflow: gradient accumulation in a custom train_step")
+@program(
+    "Stack Overflow: gradient accumulation in a custom train_step", expects="inside a condition"
+)
 def accumulated_by_hand() -> Made:
     """Gradients added up in variables of the model, applied inside a tf.cond"""
     return _by_hand(Accumulating)

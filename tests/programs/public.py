@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import os
 import runpy
@@ -48,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tensorflow_docs", type=Path, help="a checkout of tensorflow/docs")
     parser.add_argument("--only", default="", help="names of programs, joined by commas")
     parser.add_argument("--places", default=",".join(PLACES))
+    parser.add_argument("--limit_s", type=int, default=LIMIT_S, help="of one program at one place")
     parser.add_argument("--out", type=Path, help="a folder for what programs left; kept")
     parser.add_argument("--table", type=Path, help="a file for the table in Markdown")
     options = parser.parse_args(argv)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if roots[root] is None or (options.only and name not in options.only.split(",")):
             continue
         file = (roots[root] / path).resolve()
-        rows.append([name, *verdicts(name, file, places, out)])
+        rows.append([name, *verdicts(name, file, places, out, options.limit_s)])
         print(" | ".join(rows[-1]), flush=True)
     if options.table:
         heads = ["program", *places]
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.table.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
-def verdicts(name: str, file: Path, places: Sequence[str], out: Path) -> list[str]:
+def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: int) -> list[str]:
     """Returns what the table says of a program at each place."""
     from tests.programs.running import excess
 
@@ -75,7 +75,7 @@ def verdicts(name: str, file: Path, places: Sequence[str], out: Path) -> list[st
         return ["cannot run here: not in this checkout"] * len(places)
     found = {}
     for place in ("plain", "perturbed", *places):
-        found[place] = _run(file, place, out / name / place)
+        found[place] = _run(file, place, out / name / place, limit_s)
         if place == "plain" and "error" in found[place]:
             return [f"cannot run here: {_line(found[place]['error'])}"] * len(places)
     words = []
@@ -99,7 +99,7 @@ def _line(error: np.ndarray) -> str:
     return f"{kind}: {lines[-1] if lines else ''}".replace("|", "/")[:200]
 
 
-def _run(file: Path, place: str, folder: Path) -> dict[str, np.ndarray]:
+def _run(file: Path, place: str, folder: Path, limit_s: int) -> dict[str, np.ndarray]:
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "left_RANK.npz"
     argv = ["-m", "tests.programs.public", "--child", str(file), place, str(target)]
@@ -107,14 +107,15 @@ def _run(file: Path, place: str, folder: Path) -> dict[str, np.ndarray]:
     env = {**ONE_THREAD, "MPLBACKEND": "Agg", "KERAS_BACKEND": "tensorflow"}
     try:
         if kind == "workers":
-            run_workers(argv, int(count), folder / "logs", limit_s=LIMIT_S, env=env)
+            run_workers(argv, int(count), folder / "logs", limit_s=limit_s, env=env)
         else:
             with processes(folder / "logs") as group:
                 group.start(argv, env)
-                if group.wait(LIMIT_S)[0].returncode:
+                if group.wait(limit_s)[0].returncode:
                     raise AssertionError(group.errors(0))
     except AssertionError as error:
-        return {"error": np.array(["Died", str(error)[-2000:]])}
+        late = "still running" in str(error).splitlines()[0]
+        return {"error": np.array(["Died", f"over {limit_s} s" if late else str(error)[-2000:]])}
     with np.load(str(target).replace("RANK", "0")) as archive:
         return {name: archive[name] for name in archive.files}
 
@@ -129,7 +130,6 @@ def child(file: str, place: str, target: str) -> None:
     from tests.support.cases import strategy_at
     from tfmulti.strategies import placement_of
 
-    faulthandler.dump_traceback_later(LIMIT_S - 30, exit=True)
     plain = place in ("plain", "perturbed")
     strategy = strategy_at("plain" if plain else place)
     left: dict[str, Any] = {}

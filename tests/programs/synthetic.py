@@ -20,8 +20,16 @@ FORMS = {
     "cifar10": ((32, 32, 3), 10),
     "cifar100": ((32, 32, 3), 100),
 }
-# Modules that programs draw or show with, and that are of no account for their numbers.
-SHOWING = ("imageio", "tensorflow_docs", "tensorflow_docs.vis", "tensorflow_docs.vis.embed", "tqdm")
+# Modules that programs draw or show with, or use after training; of no account for its numbers.
+SHOWING = (
+    "imageio",
+    "pandas",
+    "tensorflow_docs",
+    "tensorflow_docs.vis",
+    "tensorflow_docs.vis.embed",
+    "tensorflow_probability",
+    "tqdm",
+)
 
 
 def install(folder: Path) -> None:
