@@ -7,6 +7,7 @@ which a step keeps its `Shards`: this worker's part, one share a local replica.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class Execution:
 
     def __init__(self, model: keras.Model, placement: Placement, *, training: bool) -> None:
         self.is_verified = False
+        self._training = training
         keras_compat.install()
         seeds = keras_compat.seeds_of_step(model, "training" if training else "evaluation")
         self._model, self._placement, self._state = model, placement, state_of(model)
@@ -62,7 +64,25 @@ class Execution:
 
     def __call__(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         with connections.own_errors(self._placement):
-            return self._call(source, steps, votes)
+            found = self._call(source, steps, votes)
+        if self._state.unknown:
+            self._warn_of_unknown()
+        return found
+
+    def _warn_of_unknown(self) -> None:
+        """Says of which values it is not known that they are one device's, unless that was seen."""
+        reasons = list(self._state.unknown)
+        self._state.unknown.clear()
+        found = self._state.verification
+        is_compared = found is not None and found.verdict == "same"
+        if self._placement.is_chief and not (self._training and is_compared):
+            step = "train_step" if self._training else "test_step"
+            warnings.warn(
+                f"it is not known whether values of the {step} are those of one device: they "
+                f"depend on {reasons[0]}. Compare the first step with one device: prepare(model, "
+                "verify=True).",
+                stacklevel=4,
+            )
 
     def _call(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
