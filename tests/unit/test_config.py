@@ -34,7 +34,7 @@ from tfmulti.errors import ConfigError
         ({"momentum": 1.0}, "must be below 1"),
         ({"global_batch_size": 4, "per_replica_batch_size": 2}, "both .* 4 and .* 2"),
         ({"dataset": "npz:a.npz"}, "no batch size of its own"),
-        ({"dataset": "package.module:function"}, "no batch size of its own"),
+        ({"dataset": "json:loads"}, "no batch size of its own"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:
