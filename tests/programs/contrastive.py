@@ -20,7 +20,8 @@ def _embedding(*extra: Any, outputs: int = 3) -> keras.Model:
     hidden = layers.Dense(4, "tanh")(inputs)
     for layer in extra:
         hidden = layer(hidden)
-    return keras.Model(inputs, layers.Dense(outputs)(hidden))
+    # A bias that distances and correlations do not see would have rounding for a gradient.
+    return keras.Model(inputs, layers.Dense(outputs, use_bias=False)(hidden))
 
 
 class Own(keras.Model):

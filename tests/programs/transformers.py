@@ -40,7 +40,8 @@ class Attention(layers.Layer):
         super().__init__()
         self.supports_masking = True
         self.causal = causal
-        self.attend = layers.MultiHeadAttention(2, 2, dropout=rate)
+        # Softmax does not see the bias of the keys: its gradient would be rounding.
+        self.attend = layers.MultiHeadAttention(2, 2, dropout=rate, use_bias=False)
         self.norm, self.drop = layers.LayerNormalization(), layers.Dropout(rate)
         self.forward = keras.Sequential([layers.Dense(4, "relu"), layers.Dense(WIDTH)])
 
