@@ -82,8 +82,8 @@ from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
 Gradients = Sequence[Any]
-# Keras computes a cross entropy from the logits that a softmax or sigmoid leaves on its output.
-ATTACHED = ("_keras_logits",)
+# What Keras leaves on a tensor: the logits of a softmax or sigmoid, and which steps count.
+ATTACHED = ("_keras_logits", "_keras_mask")
 
 
 def build_from_specs(model: keras.Model, specs: Any) -> None:

@@ -152,6 +152,18 @@ def build_optimizers(model: keras.Model, specs: Any) -> None:
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
     if not unbuilt:
         return
+    found = _trace_without_effect(model, specs)
+    with model.distribute_strategy.scope():
+        for optimizer in unbuilt:
+            if found.get(id(optimizer)) is not None:
+                optimizer.build(list(found[id(optimizer)]))
+
+
+def _trace_without_effect(model: keras.Model, specs: Any) -> dict[int, Any]:
+    """Traces the train_step, and returns the variables that each optimizer gets, by its id.
+
+    The variables that layers make then are made in the scope. No optimizer builds itself.
+    """
     found: dict[int, Any] = {}
 
     def note(optimizer: Any, gradients: Any, variables: Any) -> bool:
@@ -160,21 +172,13 @@ def build_optimizers(model: keras.Model, specs: Any) -> None:
 
     for optimizer in optimizers_of(model):
         keras_compat.take_reduced_gradients(optimizer, list, note)
-    _trace_without_effect(model, specs)
-    with model.distribute_strategy.scope():
-        for optimizer in unbuilt:
-            if found.get(id(optimizer)) is not None:
-                optimizer.build(list(found[id(optimizer)]))
-
-
-def _trace_without_effect(model: keras.Model, specs: Any) -> None:
-    """Traces the train_step; the variables that layers make then are made in the scope."""
     without_effect = keras.StatelessScope()
     without_effect.__enter__()
     with contextlib.suppress(Exception):  # the step itself will tell
         tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
     with model.distribute_strategy.scope():
         without_effect.__exit__()  # makes variables
+    return found
 
 
 def _spec(leaf: Any) -> Any:

@@ -252,6 +252,8 @@ def _origin(marks: _Marks, tensor: Any) -> Any:
 def _counted(marks: _Marks, output: tf.Tensor, of: Label) -> Label:
     """Returns the label of a shape, or of a size."""
     shape = output.op.inputs[0].shape
+    if of.kind is Kind.MIXED and not of.by_count:
+        return GLOBAL  # its other axes may have the number of all rows
     if of.has_rows and shape.rank is not None:
         marks.reductions.add(output.name)
         return COUNT
@@ -270,7 +272,8 @@ def _of_rows(marks: _Marks, at: Computed) -> Label:
             return GLOBAL
         return MEAN if is_mean and first.kind is Kind.ROWS else SUM
     parts = parts_after(at)
-    if parts is None:
+    takes_shape = any(is_shape_input(at.op, i) for i in range(len(at.inputs)))
+    if parts is None or (takes_shape and first.kind is Kind.MIXED and not first.by_count):
         return GLOBAL
     used = [label for i, label in enumerate(at.inputs) if not is_shape_input(at.op, i)]
     if all(label.kind in (Kind.ALIKE, Kind.ROWS) for label in used):

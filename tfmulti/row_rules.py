@@ -161,6 +161,10 @@ def _along_last_axis(at: Computed) -> Parts | None:
     return at.same_parts() if rank is not None and rank > 1 and all_rows else None
 
 
+def _top_of_last_axis(at: Computed) -> Parts | None:
+    return at.parts_if((at.ranks[0] or 0) > 1 and at.are_alike(at.inputs[1:]))
+
+
 def _first_by_others(at: Computed) -> Parts | None:
     return at.parts_if(at.are_alike(at.inputs[1:]))
 
@@ -314,15 +318,15 @@ _LINEAR_IN_FIRST = {
     *("Squeeze", "StridedSlice", "Sum", "Transpose", "Unpack"),
 }
 _ELEMENTWISE = """
-    Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BiasAdd BitwiseAnd BitwiseOr
-    BitwiseXor Cast Ceil CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu EluGrad Equal
-    Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Identity Inv IsFinite
-    IsInf IsNan LeakyRelu LeakyReluGrad Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot
-    LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NextAfter NotEqual OnesLike Pow PreventGradient
-    RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad
-    Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign
-    SoftsignGrad Sqrt SqrtGrad Square SquaredDifference StopGradient Sub Tan Tanh TanhGrad
-    TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike
+    Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BiasAdd Bitcast BitwiseAnd
+    BitwiseOr BitwiseXor Cast Ceil CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu
+    EluGrad Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
+    Identity Inv IsFinite IsInf IsNan LeakyRelu LeakyReluGrad Less LessEqual Lgamma Log Log1p
+    LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NextAfter NotEqual
+    OnesLike Pow PreventGradient RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad
+    Rint Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh
+    Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference
+    StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike
 """
 _BY_WEIGHTS = """
     AvgPool AvgPool3D Conv2D Conv3D DepthToSpace DepthwiseConv2dNative EnsureShape LRN MaxPool
@@ -343,6 +347,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("Split", "SplitV"), _split),
     **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "Tile"), _widened),
     **dict.fromkeys(("GatherV2", "ResourceGather"), _looked_up),
+    "TopKV2": _top_of_last_axis,
     "ConcatV2": _concatenated,
     "Einsum": _by_equation,
     "ExpandDims": _expanded,

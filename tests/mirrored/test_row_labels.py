@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -52,6 +53,9 @@ BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "equation of each row": lambda x: tf.einsum("bi,bj->bij", x, x),
     "cross entropy": lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(tf.argmax(x, -1), x),
     "cast": lambda x: tf.cast(x > 0.5, tf.int32),
+    "bits": lambda x: tf.bitcast(x, tf.int32),
+    "largest features": lambda x: tf.math.top_k(x, 2).values,
+    "accuracy": lambda x: keras.metrics.sparse_categorical_accuracy(x[:, 0], x),
 }
 NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "sum": lambda x: tf.reduce_sum(x),
@@ -81,6 +85,8 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "equation over rows": lambda x: tf.einsum("bi,bj->ij", x, x),
     "all pairs": lambda x: tf.einsum("bi,ci->bc", x, x),
     "largest": lambda x: tf.argmax(x, 0),
+    "largest rows": lambda x: tf.math.top_k(x[:, 0], 2).values,
+    "products by all rows": lambda x: tf.reshape(tf.matmul(x, x, transpose_b=True), [-1]),
     "numbered": lambda x: x * tf.range(tf.cast(tf.shape(x)[0], tf.float32))[:, None],
 }
 
