@@ -23,11 +23,15 @@ FORMS = {
 # Modules that programs draw or show with, or use after training; of no account for its numbers.
 SHOWING = (
     "imageio",
-    "pandas",
+    "sklearn",
+    "sklearn.metrics",
     "tensorflow_docs",
     "tensorflow_docs.vis",
     "tensorflow_docs.vis.embed",
     "tensorflow_probability",
+    "torch",
+    "torch.utils",
+    "torch.utils.data",
     "tqdm",
 )
 
