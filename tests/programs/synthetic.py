@@ -23,11 +23,15 @@ FORMS = {
 # Modules that programs draw or show with, or use after training; of no account for its numbers.
 SHOWING = (
     "imageio",
-    "pandas",
+    "sklearn",
+    "sklearn.metrics",
     "tensorflow_docs",
     "tensorflow_docs.vis",
     "tensorflow_docs.vis.embed",
     "tensorflow_probability",
+    "torch",
+    "torch.utils",
+    "torch.utils.data",
     "tqdm",
 )
 
@@ -85,11 +89,11 @@ def _rng() -> np.random.Generator:
 def _images(shape: tuple[int, ...], classes: int, *, column: bool) -> Callable[..., Any]:
     def load_data(*args: Any, **options: Any) -> Any:
         def part(rows: int) -> Any:
-            x = _rng().integers(0, 256, (rows, *shape)).astype("uint8")
+            x = np.resize(_rng().integers(0, 256, (500, *shape)).astype("uint8"), (rows, *shape))
             y = (np.arange(rows) % classes).astype("uint8")
             return x, y[:, None] if column else y
 
-        return part(600), part(400)
+        return part(50_000 if column else 60_000), part(10_000)
 
     return load_data
 
