@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 from tests.programs.registry import PROGRAMS
 
@@ -25,4 +26,38 @@ FAMILIES = (
 for family in FAMILIES:
     importlib.import_module(f"tests.programs.{family}")
 
-__all__ = ["FAMILIES", "PROGRAMS"]
+
+# A program takes some seconds at each place. The tests run these, one of each kind of the step's
+# values; `PROGRAMS=all pytest tests/programs` runs all programs, before a release.
+CORE = (
+    "logs_of_all_metrics",
+    "gradient_of_a_vector",
+    "gradient_of_a_sum",
+    "sum_over_a_constant_batch_size",
+    "root_of_a_mean",
+    "loss_of_all_pairs_in_the_step",
+    "loss_class_over_all_pairs",
+    "queue_of_embeddings",
+    "vae",
+    "vq_vae",
+    "wgan_with_gradient_penalty",
+    "gan_with_trackers_made_by_compile",
+    "miniature_gpt",
+    "translation_with_masks",
+    "recurrent_with_masks",
+    "captions_in_several_updates",
+    "loss_class_of_one_number_on_a_softmax",
+    "results_under_other_keys",
+    "metric_that_counts_batches",
+    "activity_regularizer_and_normalization",
+    "minibatch_standard_deviation",
+    "rows_mixed_with_other_rows",
+    "draws_of_tf_random",
+    "cached_and_shuffled",
+    "accumulated_by_hand",
+    "normalized_gradients",
+    "subclassed_and_not_built",
+)
+CHOSEN = tuple(PROGRAMS) if os.environ.get("PROGRAMS") == "all" else CORE
+
+__all__ = ["CHOSEN", "CORE", "FAMILIES", "PROGRAMS"]

@@ -303,7 +303,7 @@ class AdaMatch(Own):
         return tf.reduce_mean(own) + tf.reduce_mean(entropy * mask)
 
 
-@program("keras-io: Semi-supervision and domain adaptation with AdaMatch", expects=DIFFERS)
+@program("keras-io: Semi-supervision and domain adaptation with AdaMatch")
 def threshold_of_the_batch() -> Made:
     """Two joined Datasets, and a mask by a threshold that is a mean over the rows"""
     joined = tf.data.Dataset.zip((batches(features(WIDTH), labels()), batches(PAIRS[1])))

@@ -107,7 +107,7 @@ class PerBatch(keras.metrics.Metric):
         return self.total / self.batches
 
 
-@program("keras-io: Semantic segmentation with SegFormer", expects=DIFFERS)
+@program("keras-io: Semantic segmentation with SegFormer")
 def metric_that_counts_batches() -> Made:
     """A metric that adds a mean for each batch and divides by the number of batches"""
     return Made(

@@ -95,7 +95,7 @@ class Total(Step):
         return tf.reduce_sum(_entropy(y, self(x, training=True)))
 
 
-@program("TensorFlow guide: Basic training loops", expects=DIFFERS)
+@program("TensorFlow guide: Basic training loops")
 def gradient_of_a_sum() -> Made:
     """The gradient of a loss that is summed over the rows of the batch"""
     return _step(Total, sgd(0.01))
@@ -118,7 +118,7 @@ class SumOverConstant(Step):
         return tf.reduce_sum(_entropy(y, self(x, training=True))) * (1.0 / 16)
 
 
-@program("TensorFlow tutorial: Custom training with tf.distribute.Strategy", expects=DIFFERS)
+@program("TensorFlow tutorial: Custom training with tf.distribute.Strategy")
 def sum_over_a_constant_batch_size() -> Made:
     """A loss that is summed and divided by a batch size written as a constant"""
     return _step(SumOverConstant)
@@ -155,7 +155,7 @@ class Root(Step):
         return tf.sqrt(tf.reduce_mean(_entropy(y, self(x, training=True))))
 
 
-@program("keras-io: Timeseries forecasting", expects=DIFFERS)
+@program("keras-io: Timeseries forecasting")
 def root_of_a_mean() -> Made:
     """A loss that is the root of a mean over the rows"""
     return _step(Root)
