@@ -23,6 +23,9 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | layers that look at all rows | public: `call` of `mixing.LAYERS` | none | they know of shares |
 | steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | they know of shares |
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
+| states of steps | public: `keras.Variable.assign`; `DistributedVariable.assign`, `assign_add`, `assign_sub` | none | a variable that a step changes gets the value of the global batch |
+| gradients | public: `tf.GradientTape.gradient`, `Layer.__call__` | none | a tape knows of shares |
+| traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
 | `_compute_before_waits` | `tf.Operation._add_control_inputs` | none | TensorFlow has a public way to order operations that are there |
 | `updates` | `BaseOptimizer._get_variable_index` | none | Keras' SGD updates by one kernel |
 | `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
@@ -61,6 +64,7 @@ from keras.src.random.seed_generator import (
 )
 from keras.src.trainers import data_adapters
 from keras.src.trainers.trainer import Trainer
+from tensorflow.python.distribute.values import DistributedVariable
 
 from tfmulti import (
     collectives,
@@ -77,7 +81,7 @@ from tfmulti import (
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
 from tfmulti.row_rules import Kind
-from tfmulti.share import Share, computing, current, hinder, partial
+from tfmulti.share import PerThread, Share, computing, current, hinder, partial
 from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
@@ -115,7 +119,10 @@ def install() -> None:
     _replace(tf.GradientTape, "gradient", _gradient)
     _replace(tf.distribute.ReplicaContext, "merge_call", _keeping_traces)
     _replace(keras.layers.Layer, "__call__", _labelled_layer)
-    _replace(keras.Variable, "assign", _assigned)
+    for variable in (keras.Variable, DistributedVariable):
+        for name in ("assign", "assign_add", "assign_sub"):
+            if name == "assign" or variable is DistributedVariable:  # Keras' others call it
+                _replace(variable, name, _assigned)
     _replace(keras.losses.Loss, "__call__", _loss_of_all_rows)
     _replace(keras.metrics.MeanMetricWrapper, "update_state", _metric_of_all_rows)
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
@@ -312,8 +319,10 @@ def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         unknown = kind is Kind.LOCAL
         if kind is Kind.ROWS or (unknown and not one_number and _is_of_keras(self._fn)):
             return original(self, y_true, y_pred, sample_weight)
-        if one_number and not unknown and sample_weight is None:
-            return keras.metrics.Mean.update_state(self, found)
+        if not unknown:
+            mask = getattr(y_pred, "_keras_mask", None)
+            weights = loss_module.apply_mask(sample_weight, mask, self.dtype, "sum")
+            return keras.metrics.Mean.update_state(self, found, weights)
         if share.is_local and not losses.in_passes():
             return original(self, y_true, y_pred, sample_weight)
         # The numbers are of the whole batch; the replicas' states are summed later.
@@ -360,8 +369,11 @@ def _counted_once(share: Share, values: Any, weight: Any) -> tuple[Any, Any]:
     if weighs is Kind.COUNT:  # of this replica's rows: the replicas' mean by rows is meant
         return global_values.averaged(share, tensor), weight
     if weighs is Kind.ALIKE:
-        part = share.part if weight is None else share.part * tf.cast(weight, share.part.dtype)
-        return global_values.averaged(share, tensor), part
+        found = global_values.averaged(share, tensor)
+        if weight is not None:
+            return found, share.part * tf.cast(weight, share.part.dtype)
+        # Without weights each value of a vector counts by itself, with one for all their mean.
+        return found, tf.fill(tf.shape(found)[:1], share.part) if found.shape.rank else share.part
     if weighs is Kind.SUM:  # a part of the whole weight
         return global_values.of_one_device(share, tensor), weight
     whole = global_values.of_one_device(share, weight)
@@ -405,8 +417,7 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
     """Returns what changes by the user's own code in a step: `Share.states`."""
     found: dict[int, str] = {}
     for layer in layers_of(model):
-        if not _is_of_keras(type(layer)):
-            found |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
+        found |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
     metrics = [*model.metrics, *keras.Model.metrics.fget(model)]
     while metrics:
         metric = metrics.pop()
@@ -419,14 +430,16 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
 
 
 def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
-    def assign(self: Any, value: Any) -> Any:
+    def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         share = partial()
-        kind = share.states.get(id(self)) if share is not None else None
+        # Keras' own layers see to their states by themselves.
+        asks = share is not None and not _in_layer_of_keras.get()
+        kind = share.states.get(id(self)) if share is not None and asks else None
         if share is not None and kind == "layer":
             value = global_values.of_one_device(share, value)
         elif share is not None and kind == "metric":
             value = global_values.part_of_sum(share, value)
-        return original(self, value)
+        return original(self, value, *args, **kwargs)
 
     return assign
 
@@ -471,9 +484,14 @@ def _is_symbolic(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and hasattr(value, "graph")
 
 
+_in_layer_of_keras = PerThread(False)
+
+
 def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(self, *args, **kwargs)
+        own = type(self).__module__.startswith("keras.src.layers.")
+        with _in_layer_of_keras.set_to(own and not isinstance(self, keras.layers.Lambda)):
+            outputs = original(self, *args, **kwargs)
         if row_labels.are_kept() and _works_by_rows(self):
             row_labels.mark_call((args, kwargs), outputs)
         return outputs

@@ -145,8 +145,12 @@ def label_of(value: Any) -> Label:
             labels = [marks.labels[t.name] for t in here]
             if len(here) < len(inputs):
                 labels.append(local("a tensor of another graph"))
-            found = _called(at, labels) if called is not None else _computed(marks, at, labels)
-            marks.labels[at.name] = found
+            found = _called(labels) if called is not None else _computed(marks, at, labels)
+            if found is None:  # what the layer computes of them is read operation by operation
+                del marks.calls[at.name]
+                stack.append(at)
+            else:
+                marks.labels[at.name] = found
     return marks.labels[value.name]
 
 
@@ -187,18 +191,15 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
     return None
 
 
-def _called(output: tf.Tensor, inputs: Sequence[Label]) -> Label:
-    """Returns the label of a layer's output."""
-    for label in inputs:
-        if label.kind is Kind.LOCAL:
-            return label
+def _called(inputs: Sequence[Label]) -> Label | None:
+    """Returns the label of a layer's output; None where its inputs are no rows of their own."""
     kinds = {label.kind for label in inputs}
     if kinds <= {Kind.ALIKE}:
         return ALIKE
     parts = {label.parts for label in inputs if label.kind is Kind.ROWS}
     if kinds <= {Kind.ALIKE, Kind.ROWS} and len(parts) == 1:
         return rows(parts.pop())
-    return local(f"the layer of {output.op.name!r}, which gets values computed from several rows")
+    return None
 
 
 def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Label:

@@ -9,7 +9,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti import collectives, keras_compat, microbatches, replicas, row_labels, xla
+from tfmulti import (
+    collectives,
+    keras_compat,
+    microbatches,
+    relocation,
+    replicas,
+    row_labels,
+    xla,
+)
 from tfmulti.outcomes import first_local
 from tfmulti.ownership import own_parts
 from tfmulti.pipeline import from_batch
@@ -85,6 +93,12 @@ def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], Shards] 
     return take
 
 
+def states_of_its_own(model: keras.Model) -> dict[int, str]:
+    """Returns the variables that code of the user's own changes in a step: `Share.states`."""
+    places = relocation.find(model).places  # variables of TensorFlow's own
+    return keras_compat.states_of_its_own(model) | {id(p.variable): "layer" for p in places}
+
+
 def make_step(
     model: keras.Model, placement: Placement, seeds: Any, logs: StepLogs | None, *, training: bool
 ) -> Callable[[Shards], Any]:
@@ -128,7 +142,7 @@ def make_step(
         share = share._replace(
             seeds=seeds,
             model=model,
-            states={} if share.is_whole else keras_compat.states_of_its_own(model),
+            states={} if share.is_whole or model.run_eagerly else states_of_its_own(model),
             note_gather=lambda: setattr(state, "gathers", True),
             note_unknown=lambda reason: state.unknown.setdefault(reason),
         )
