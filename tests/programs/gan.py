@@ -418,7 +418,7 @@ class MinibatchSpread(layers.Layer):
         return ops.concatenate([inputs, column], axis=-1)
 
 
-@program("keras-io: StyleGAN", expects=DIFFERS)
+@program("keras-io: StyleGAN")
 def minibatch_standard_deviation() -> Made:
     """A layer that joins to each row the standard deviation over all rows of the batch"""
     model = keras.Sequential(

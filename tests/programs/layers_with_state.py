@@ -57,7 +57,7 @@ class OwnNormalization(layers.Layer):
         return (x - mean) / ops.sqrt(spread + 1e-3)
 
 
-@program("Keras: writing a normalization layer", expects=DIFFERS)
+@program("Keras: writing a normalization layer")
 def normalization_of_its_own() -> Made:
     """A layer that normalizes by mean and variance of the batch, with moving averages"""
     return _with(OwnNormalization())
@@ -83,7 +83,7 @@ class MovingSpread(OwnNormalization):
         return x / ops.sqrt(self.spread + 1e-3)
 
 
-@program("Keras: writing a normalization layer", expects=DIFFERS)
+@program("Keras: writing a normalization layer")
 def moving_variance_of_rows() -> Made:
     """A layer that divides by a moving variance over rows, which is no mean of parts"""
     return _with(MovingSpread())
@@ -147,7 +147,7 @@ class MovingCodes(layers.Layer):
         return x + ops.stop_gradient(ops.matmul(chosen, self.codes) - x)
 
 
-@program("VQ-VAE with moving averages", expects=DIFFERS)
+@program("VQ-VAE with moving averages")
 def codebook_that_moves() -> Made:
     """A codebook that moves by sums over the rows of each code"""
     return _with(MovingCodes())

@@ -205,7 +205,7 @@ class Sharpness(keras.Model):
         return {"loss": loss}
 
 
-@program("keras-io: Sharpness-Aware Minimization", expects=DIFFERS)
+@program("keras-io: Sharpness-Aware Minimization")
 def sharpness_aware() -> Made:
     """A step that moves the weights by its own gradient and computes another one there"""
     return _by_hand(Sharpness)

@@ -208,7 +208,7 @@ class MixUp(Step):
         return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(wanted, predicted))
 
 
-@program("keras-io: MixUp augmentation for image classification", expects=DIFFERS)
+@program("keras-io: MixUp augmentation for image classification")
 def rows_mixed_with_other_rows() -> Made:
     """A step that mixes each row with another row of the batch"""
     return _step(MixUp)
