@@ -29,7 +29,7 @@ class Lookup(NamedTuple):
 def lookups_in(gradient: tf.IndexedSlices) -> list[Lookup]:
     """Returns the lookups whose gradients were joined to one."""
     indices, values = gradient.indices, gradient.values
-    if tf.executing_eagerly():
+    if not hasattr(indices, "graph"):  # of an eager tensor it is not known where it comes from
         return [Lookup(values, indices, False)]
     if label_of(indices).kind is Kind.ALIKE:
         return [Lookup(values, indices, True)]

@@ -103,7 +103,7 @@ class StepLogs:
 
     def _result_of(self, value: Any) -> _Result | None:
         for seen, result, count in self._seen:
-            if seen is value and tf.is_tensor(value):
+            if seen is value and (tf.is_tensor(value) or isinstance(value, keras.Variable)):
                 return result if self._updates.get(result.metric, 0) == count else None
         return None
 
@@ -123,11 +123,13 @@ class StepLogs:
             if result is None:
                 return means[name]
             found = computed[result.metric]
-            return found if result.key is None else found[result.key]
+            # A metric may return its variable, which has the summed state here alone.
+            return tf.convert_to_tensor(found if result.key is None else found[result.key])
 
         logs = {name: value(name) for name in means}
         if self.overrides and set(self.results) != set(logs):
-            return logs, flattened(self._model.get_metrics_result())
+            results = flattened(self._model.get_metrics_result())
+            return logs, {name: tf.convert_to_tensor(v) for name, v in results.items()}
         return logs, logs
 
     def _metrics_in_use(self) -> list[int]:
