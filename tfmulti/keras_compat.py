@@ -270,7 +270,20 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
 def _is_by_rows(share: Share, values: Any) -> bool:
     """Whether a loss has a value for each row, or it is not known that it has none."""
     kinds = (Kind.ROWS, Kind.LOCAL)
-    return not global_values.are_known(share) or row_labels.label_of(values).kind in kinds
+    return (
+        _of_keras_by_rows.get()
+        or not global_values.are_known(share)
+        or row_labels.label_of(values).kind in kinds
+    )
+
+
+_of_keras_by_rows = PerThread(False)
+
+
+def _have_rows(*values: Any) -> bool:
+    """Whether all values are rows, of which Keras' own losses and metrics take one by one."""
+    leaves = tf.nest.flatten(values)
+    return all(row_labels.label_of(leaf).kind is Kind.ROWS for leaf in leaves)
 
 
 def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,7 +294,9 @@ def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         if share is None:
             return original(self, y_true, y_pred, sample_weight)
         if global_values.are_known(share):
-            found = original(self, y_true, y_pred, sample_weight)
+            function = getattr(self, "fn", type(self))
+            with _of_keras_by_rows.set_to(_is_of_keras(function) and _have_rows(y_true, y_pred)):
+                found = original(self, y_true, y_pred, sample_weight)
             kind = row_labels.label_of(found).kind
             if kind is not Kind.LOCAL and found.shape.rank != 0:
                 return found  # what takes its values makes those of the global batch of them
@@ -317,8 +332,10 @@ def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         known = global_values.are_known(share)
         kind = row_labels.label_of(found).kind if known else Kind.LOCAL
         unknown = kind is Kind.LOCAL
-        if kind is Kind.ROWS or (unknown and not one_number and _is_of_keras(self._fn)):
-            return original(self, y_true, y_pred, sample_weight)
+        trusted = _is_of_keras(self._fn) and (unknown or _have_rows(y_true, y_pred))
+        if kind is Kind.ROWS or (trusted and not one_number):
+            with _of_keras_by_rows.set_to(True):
+                return original(self, y_true, y_pred, sample_weight)
         if not unknown:
             mask = getattr(y_pred, "_keras_mask", None)
             weights = loss_module.apply_mask(sample_weight, mask, self.dtype, "sum")
@@ -358,6 +375,8 @@ def _counted_once(share: Share, values: Any, weight: Any) -> tuple[Any, Any]:
     What is no value of rows, such as a batch's loss, counts once, whoever computed it.
     """
     tensor = tf.convert_to_tensor(values)
+    if _of_keras_by_rows.get() and tensor.shape.rank != 0:
+        return values, weight
     if not global_values.are_known(share):
         return values, share.part if tensor.shape.rank == 0 and weight is None else weight
     kind = row_labels.label_of(tensor).kind
