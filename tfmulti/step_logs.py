@@ -9,6 +9,7 @@ of the global batch by `global_values`.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -39,8 +40,9 @@ class StepLogs:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._seen: list[tuple[Any, _Result, int]] = []
-        self._updates: dict[int, int] = {}
+        self._seen: list[tuple[Any, _Result, int]] = []  # a value, whose, after how many updates
+        # Each replica is traced in a thread of its own.
+        self._updates: dict[tuple[int, int], int] = {}
         self._tracing = 0
         self.results: dict[str, _Result] = {}
         self.overrides = False
@@ -67,7 +69,7 @@ class StepLogs:
     def _noting_result(self, number: int, result: Callable[[], Any]) -> Callable[[], Any]:
         def noting() -> Any:
             found = result()
-            count = self._updates.get(number, 0)
+            count = self._count(number)
             parts = found.items() if isinstance(found, Mapping) else [(None, found)]
             self._seen += [(value, _Result(number, key), count) for key, value in parts]
             return found
@@ -76,10 +78,14 @@ class StepLogs:
 
     def _counting(self, number: int, update: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*args: Any, **kwargs: Any) -> Any:
-            self._updates[number] = self._updates.get(number, 0) + 1
+            self._updates[threading.get_ident(), number] = self._count(number) + 1
             return update(*args, **kwargs)
 
         return counting
+
+    def _count(self, number: int) -> int:
+        """Returns how often this thread has updated a metric."""
+        return self._updates.get((threading.get_ident(), number), 0)
 
     def taken(self, logs: Any, share: Share) -> Logs:
         """Returns a step's logs by name; inside `recorded`, before the metrics change again.
@@ -102,9 +108,9 @@ class StepLogs:
         return found
 
     def _result_of(self, value: Any) -> _Result | None:
-        for seen, result, count in self._seen:
+        for seen, result, count in reversed(self._seen):
             if seen is value and (tf.is_tensor(value) or isinstance(value, keras.Variable)):
-                return result if self._updates.get(result.metric, 0) == count else None
+                return result if self._count(result.metric) == count else None
         return None
 
     def final(self, means: Logs) -> tuple[Logs, Logs]:
