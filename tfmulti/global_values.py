@@ -342,7 +342,7 @@ class _Builder:
             if row_labels.is_reduction_of_rows(value):
                 made[value.name] = self._global_shape(value)
             elif label_of(value).kind is Kind.ALIKE:
-                return value
+                return self._leaf(value)
             else:
                 made[value.name] = self._again(value, [self._count(t) for t in op.inputs])
         return made[value.name]

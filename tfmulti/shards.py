@@ -39,11 +39,12 @@ class Shards(NamedTuple):
     def of_any_rows(self) -> Shards:
         """Returns the same data, whose number of rows is not known when a step is traced.
 
-        Code of the user's own must ask a tensor for it: a number would be that of this share.
+        A step must ask a tensor for it: a number would be that of this share (`row_labels`).
         """
 
         def loosened(leaf: Any) -> Any:
-            if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
+            known = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None
+            if not known:
                 return leaf
             return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 

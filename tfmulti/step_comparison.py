@@ -70,9 +70,9 @@ class StepComparison:
     def state_kept(self) -> Iterator[None]:
         """Inside, steps may be taken; at the end all numbers are what they were, to the bit."""
         model = self._model
-        generators = run_state.random_states()
         self._python = random.getstate()
         model.train_function.trace(self._trial.source(0), self._at_once, _NOTHING)
+        generators = run_state.random_states()  # what a trace draws, it draws once, as in Keras
         self._roots = [model, *keras_compat.seed_generators(model).values()]
         self._state = relocation.find(*self._roots)
         originals = relocation.values_of(self._state)

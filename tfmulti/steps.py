@@ -19,7 +19,6 @@ from tfmulti import (
     xla,
 )
 from tfmulti.outcomes import first_local
-from tfmulti.ownership import own_parts
 from tfmulti.pipeline import from_batch
 from tfmulti.shards import ArrayOutlet, Outlet, Shards
 from tfmulti.share import Share, computing
@@ -131,7 +130,7 @@ def make_step(
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
         return found
 
-    any_rows = placement.replicas > 1 and not model.run_eagerly and bool(own_parts(model))
+    any_rows = placement.replicas > 1 and not model.run_eagerly
 
     def replica_step(shards: Shards) -> Any:
         shards = shards.of_any_rows() if any_rows else shards

@@ -109,7 +109,8 @@ class AnyStream(ABC):
         with tf.init_scope():  # at once, also where a stream is collected while a step is traced
             if self._thread is not threading.current_thread():
                 self._wait_for_thread()
-            self._queue.close()
+            if not self._queue.is_closed():  # the thread closes it where the data ends or fails
+                self._queue.close()
 
     def _wait_for_thread(self) -> None:
         """Takes from the queue until the thread that fills it has seen that it is closed.
