@@ -196,6 +196,9 @@ class DatasetFeed:
         """Whether each shuffle draws one order a pass, when the pass's iterator is made."""
         return self._all_passes is not None and not must_be_read(self._batches)
 
+    def begin_call(self) -> None:
+        self._adapter.on_epoch_end()  # of a PyDataset, which may shuffle then
+
     def end_epoch(self) -> None:
         if self._without_end is not None:  # others may shuffle for the next pass, not within one
             self._without_end.on_epoch_end()
@@ -300,11 +303,14 @@ class DatasetFeed:
 
 
 class PyDatasetFeed(DatasetFeed):
-    """A PyDataset with a known number of batches: any of them is read at once."""
+    """A PyDataset with a known number of batches: any of them is read at once.
 
-    def __init__(self, x: InOrder, class_weight: Any) -> None:
+    `is_training` says that one call has all passes; else each is an evaluation of its own.
+    """
+
+    def __init__(self, x: InOrder, class_weight: Any, *, is_training: bool) -> None:
         super().__init__(x, class_weight)
-        self._in_order = x
+        self._in_order, self._is_training = x, is_training
         self._is_used = False  # its readers may hold batches of an earlier pass
 
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
@@ -333,6 +339,8 @@ class PyDatasetFeed(DatasetFeed):
     def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
         for _ in range(passes):  # without its readers: nothing is read
             self.passes += 1
+            if not self._is_training:
+                self._in_order.on_epoch_end()
             self._in_order.on_epoch_begin()
             self._in_order.on_epoch_end()
 

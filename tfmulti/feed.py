@@ -83,6 +83,10 @@ class Feed(Protocol):
         It has given so many batches of its pass.
         """
 
+    def begin_call(self) -> None:
+        """Tells the data that `fit` or an evaluation begins, which Keras tells it as the end of an
+        epoch."""
+
     def end_epoch(self) -> None:
         """Is called at the end of an epoch where the iterator goes on."""
 
@@ -195,6 +199,9 @@ class SourceFeed:
     def position(self, batches: int) -> State | None:
         return None
 
+    def begin_call(self) -> None:
+        pass
+
     def end_epoch(self) -> None:
         pass
 
@@ -265,7 +272,7 @@ def make_feed(
     if _is_batched(x):
         _check_no_more(x, y=y, sample_weight=sample_weight)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-            return PyDatasetFeed(InOrder(x, seed), class_weight)
+            return PyDatasetFeed(InOrder(x, seed), class_weight, is_training=is_training)
         return DatasetFeed(x, class_weight, next_is_made=is_training and bool(steps_per_epoch))
     if class_weight is not None:
         sample_weight = weights_of_classes(y, class_weight, sample_weight)

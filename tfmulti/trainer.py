@@ -297,6 +297,7 @@ class DistributedModel(keras.Model):
                 reading=state_of(self).reading,
             )
         epochs_loop.check_same_data(self, feed, validation)
+        feed.begin_call()
         # A comparison with one device begins with all slots, as a backup does.
         needs_slots = backup is not None or bool(state_of(self).verify)
         model_checks.build(self, feed.specs, optimizers=needs_slots)
@@ -363,6 +364,7 @@ class DistributedModel(keras.Model):
             steps_per_epoch=steps,
             reading=state_of(self).reading,
         )
+        feed.begin_call()
         model_checks.build(self, feed.specs)
         count = _steps_of(feed, steps)
         tools = _callback_list(self, callbacks, verbose, 1, count)

@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tfmulti import prepare
+from tfmulti.feed import make_feed
+from tfmulti.strategies import Placement
 
 X = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
 Y = X.sum(1, keepdims=True)
@@ -68,14 +70,73 @@ class Noted(keras.utils.PyDataset):
         self.ends += 1
 
 
+class Rolled(keras.utils.PyDataset):
+    """Five batches, of which another one comes first after each end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [0, 1, 2, 0, 1]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Any:
+        at = 4 * self.order[index]
+        return X[at : at + 4], Y[at : at + 4]
+
+    def on_epoch_end(self) -> None:
+        self.order = [*self.order[1:], self.order[0]]
+
+
+def test_a_pydataset_that_changes_its_order_gives_that_of_plain_keras() -> None:
+    """Keras tells it of an end before the first epoch and before each evaluation, too."""
+    found = []
+    for made in (small_model(), prepare(small_model())):
+        losses: list[float] = []
+
+        def note(batch: int, logs: Any, losses: list[float] = losses) -> None:
+            losses.append(logs["loss"])  # of the batches of an epoch so far
+
+        told = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        told.on_test_batch_end = note
+        data, validation = Rolled(), Rolled()
+        made.fit(
+            data, validation_data=validation, epochs=3, shuffle=False, verbose=0, callbacks=[told]
+        )
+        made.fit(data, shuffle=False, verbose=0, callbacks=[told])
+        made.evaluate(validation, verbose=0, callbacks=[told])
+        outputs = made.predict(validation, verbose=0)
+        found.append((losses, outputs, data.order, validation.order))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-6)
+    assert found[1][2:] == found[0][2:]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_pydataset_that_changes_its_order_goes_on_in_it(is_training: bool) -> None:
+    """One call has all passes of training, and each evaluation is one of its own."""
+    data, again = Rolled(), Rolled()
+    feed = make_feed(data, placement=Placement(0, 1, 1), is_training=is_training)
+    for passes in range(2):
+        if not (is_training and passes):
+            feed.begin_call()
+        feed.iterate(0)
+        feed.end_pass(whole=True)
+    resumed = make_feed(again, placement=Placement(0, 1, 1), is_training=is_training)
+    if is_training:
+        resumed.begin_call()
+    resumed.begin_after(2)
+    assert again.order == data.order != Rolled().order
+
+
 @pytest.mark.parametrize(("count", "ends"), [(None, 4), (6, 2), (3, 4)])
 def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
     """Of each epoch where it has no end of its own, else of each pass."""
     data = Noted(count)
     prepare(small_model()).fit(data, epochs=4, steps_per_epoch=3, verbose=0)
     if count is None:
-        assert data.ends - 1 == ends  # and of its only pass
+        assert data.ends - 2 == ends  # at the beginning, and of its only pass
     else:
-        assert data.ends == ends
+        assert data.ends - 1 == ends
         passes = data.read[-(12 // count) * count :]
         assert {i: passes.count(i) for i in passes} == dict.fromkeys(range(count), 12 // count)
