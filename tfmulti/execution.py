@@ -42,7 +42,7 @@ class Execution:
         self.is_verified = False
         self._training = training
         keras_compat.install()
-        seeds = keras_compat.seeds_of_step(model, "training" if training else "evaluation")
+        seeds = keras_compat.step_generator(model)
         self._model, self._placement, self._state = model, placement, state_of(model)
         logs = StepLogs(model)
         self._step = make_step(model, placement, seeds, logs, training=training)

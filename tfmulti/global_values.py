@@ -424,6 +424,8 @@ class _Builder:
     def _again(self, value: tf.Tensor, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns the same output of the same operation, of other inputs."""
         op = value.op
+        if op.type == "IdentityN":  # of `tf.custom_gradient`: its gradient is of the old inputs
+            return inputs[value.value_index]
         inputs = [
             tf.cast(new, old.dtype) if new.dtype != old.dtype else new
             for new, old in zip(inputs, op.inputs, strict=True)

@@ -82,7 +82,6 @@ from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
 from tfmulti.row_rules import Kind
 from tfmulti.share import PerThread, Share, computing, current, hinder, partial
-from tfmulti.stopping import state_of
 from tfmulti.strategies import placement_of
 
 Gradients = Sequence[Any]
@@ -624,19 +623,47 @@ def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
     return moments
 
 
-def seeds_of_step(model: keras.Model, name: str) -> keras.random.SeedGenerator:
-    """Returns the generator of a step's draws without a seed, which all replicas have.
+_GENERATOR = "_tfmulti_generator"  # an attribute of a strategy
+_drawn_from: weakref.WeakSet[keras.random.SeedGenerator] = weakref.WeakSet()
 
-    Keras keeps one a thread, and replicas are traced in threads of their own. It begins where
-    Keras' own is, or, in a run that was resumed, where the step of this name had come to.
+
+def step_generator(model: keras.Model) -> keras.random.SeedGenerator:
+    """Returns the generator of draws without a seed in the steps of a model.
+
+    Keras has one for all such draws, but keeps one a thread, and replicas are traced in threads of
+    their own. This one has a copy on each replica and takes the place of Keras': at once, or, where
+    Keras has made none yet, when a step has drawn from it (`share_generator`).
     """
-    state = state_of(model)
-    with model.distribute_strategy.scope():
-        generator = keras.random.SeedGenerator(0)  # draws nothing: no seed of its own is used
-        begin = state.saved_seeds.pop(name, None)
-        generator.state.assign(_next_global_seed() if begin is None else begin)
-    state.seeds[name] = generator
+    strategy = model.distribute_strategy
+    made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    generator: keras.random.SeedGenerator | None = vars(strategy).get(_GENERATOR)
+    if generator is not None and generator is made:
+        return generator
+    if generator is None or generator in _drawn_from:
+        with strategy.scope():
+            generator = keras.random.SeedGenerator(0)  # draws nothing: it has a seed
+        vars(strategy)[_GENERATOR] = generator
+    generator.state.assign(_next_global_seed())
+    if made is not None:
+        _drawn_from.add(generator)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
     return generator
+
+
+def share_generator(generator: keras.random.SeedGenerator) -> None:
+    """Makes a generator Keras' own, if a step has drawn from it.
+
+    Call it after the step was traced, where Keras would have made its own, by a draw from Python's.
+    """
+    made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    if generator is made or generator not in _drawn_from:
+        return
+    has_drawn = tf.executing_eagerly()
+    with tf.init_scope():
+        made = global_seed_generator()
+        if not has_drawn:
+            generator.state.assign(made.state)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
 
 
 def _next_global_seed() -> Any:
@@ -667,29 +694,11 @@ def with_global_generator() -> Iterator[None]:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
 
 
-_drawn_from: weakref.WeakSet[keras.random.SeedGenerator] = weakref.WeakSet()
-
-
-def make_global_generator(seeds: keras.random.SeedGenerator) -> None:
-    """Makes Keras' generator, and so draws from Python's, if a step has drawn from `seeds`.
-
-    Call it after the step was traced, where Keras would have made it.
-    """
-    if seeds in _drawn_from:
-        with tf.init_scope():
-            global_seed_generator()
-
-
-def seed_generators(
-    model: keras.Model, *, make_global: bool = False
-) -> dict[str, keras.random.SeedGenerator]:
-    """Returns the generators of draws without a seed: those of the steps, and Keras' own.
-
-    Keras' own is left out where it was not made yet, unless `make_global`.
-    """
-    made = make_global or global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
-    own = {"global": global_seed_generator()} if made else {}
-    return own | state_of(model).seeds
+def global_generator(*, make: bool = False) -> keras.random.SeedGenerator | None:
+    """Returns Keras' generator of draws without a seed; None if there is none, unless `make`."""
+    if make:
+        return global_seed_generator()
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
 def _seed(share: Share, seed: Any) -> tf.Tensor:
@@ -788,25 +797,6 @@ def watch_losses(model: keras.Model) -> None:
         if isinstance(loss, keras.losses.Loss):
             owner = next(cls for cls in type(loss).__mro__ if "__call__" in vars(cls))
             _replace(owner, "__call__", _loss_of_all_rows)
-
-
-def count_rows_in_output_losses(model: keras.Model) -> None:
-    """Makes the logged loss of each output a mean over rows.
-
-    Keras gives a batch the weight of its rows where it knows them when it traces, else 1:
-    a smaller last batch then weighs as much as the others.
-    """
-    for metric in getattr(getattr(model, "_compile_loss", None), "metrics", []):
-        _mix_in(metric, _CountsRows)
-
-
-class _CountsRows:
-    def update_state(self, values: Any, sample_weight: Any = None) -> Any:
-        share = current()
-        if share is not None:
-            sample_weight = losses.rows_that_count(share)
-            row_labels.mark(sample_weight, row_labels.COUNT)
-        return super().update_state(values, sample_weight=sample_weight)  # type: ignore[misc]
 
 
 def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:

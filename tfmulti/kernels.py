@@ -14,6 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmulti import row_labels
+
 Original = Callable[..., Any]
 
 
@@ -71,7 +73,9 @@ def attention(
 
         return _heads_first(outputs), gradient
 
-    return attend(query, key, value)
+    found = attend(query, key, value)
+    row_labels.mark_formula(found)
+    return found
 
 
 NOTHING = -0.7 * tf.float32.max  # Keras' score of what is not seen
@@ -129,7 +133,9 @@ def layer_norm(original: Original, layer: Any, inputs: Any) -> tf.Tensor:
 
         return outputs, gradient
 
-    return normalize(inputs, gamma, beta)
+    found = normalize(inputs, gamma, beta)
+    row_labels.mark_formula(found)
+    return found
 
 
 def _is_last_axis(axis: Any, inputs: tf.Tensor) -> bool:

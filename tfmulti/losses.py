@@ -106,7 +106,7 @@ def scaled_to_global(
         own = tf.where(share.own_rows > 0, own, 0.0)
         divisors = _divisors.get()
         total = divisors.total_of(own) if divisors else _of_all(share, [own])[0]
-        part = tf.math.divide_no_nan(own, total)
+        part = tf.cast(tf.math.divide_no_nan(own, total), share.weight.dtype)
     return loss * tf.cast(tf.math.divide_no_nan(part, share.weight), loss.dtype)
 
 
@@ -122,7 +122,7 @@ def summed_gradient(share: Share, loss: Any) -> Any:
     """
     if not tf.is_tensor(loss) or not loss.shape.rank:
         return loss
-    return _with_gradient_times(loss, tf.math.divide_no_nan(1.0, share.weight))
+    return _with_gradient_times(loss, tf.math.reciprocal_no_nan(share.weight))
 
 
 def added_loss(share: Share, loss: Any) -> Any:
@@ -132,7 +132,7 @@ def added_loss(share: Share, loss: Any) -> Any:
     """
     if loss.shape.rank == 0:
         return loss
-    return loss * tf.cast(tf.math.divide_no_nan(1.0, share.weight), loss.dtype)
+    return loss * tf.cast(tf.math.reciprocal_no_nan(share.weight), loss.dtype)
 
 
 @dataclass
@@ -191,7 +191,7 @@ def from_all_rows(
     y_pred = tf.nest.map_structure(lambda v: _all_rows_of_variable(share, v, attached), y_pred)
     with computing(share.alone()):  # all rows are there; a loss within this one is as Keras has it
         loss = compute(y_true, y_pred, weights)
-    return _with_gradient_times(loss, tf.math.divide_no_nan(1.0, share.weight))
+    return _with_gradient_times(loss, tf.math.reciprocal_no_nan(share.weight))
 
 
 def _own_rows(share: Share, value: Any) -> Any:
@@ -229,11 +229,6 @@ def _with_gradient_times(value: Any, factor: tf.Tensor) -> Any:
         return tf.identity(x), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
 
     return identity(value)
-
-
-def rows_that_count(share: Share) -> tf.Tensor:
-    """Returns a share's rows as a weight, float32 scalar."""
-    return tf.cast(share.own_rows, tf.float32)
 
 
 def divisor_of(

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import comparison, keras_compat, recording, relocation
+from tfmulti.shards import of_any_rows
 
 Values = dict[str, list[np.ndarray]]
 
@@ -51,20 +52,20 @@ class PlainRun:
         model: keras.Model,
         variables: Mapping[str, tf.Variable],
         begin: Values,
-        seeds: Mapping[str, Any],
+        generator: keras.random.SeedGenerator,
         unit: float,
     ) -> None:
         self._model, self._variables, self._begin = model, variables, begin
-        self._seeds, self._unit = seeds, unit
+        self._generator, self._unit = generator, unit
         # Keras' weights keep the objects: those that are trained are moved by a last digit.
         of = keras_compat.tf_variable_of
         self._trained = {id(of(v)) for v in model.trainable_variables}
 
     def compiled(self, step: Any) -> Any:
-        """Returns a step as Keras alone compiles it; it is traced with the batch's own shape."""
+        """Returns a step as Keras alone compiles it, for any number of rows."""
         if self._model.run_eagerly:
             return step
-        return tf.function(recording.marked(step))
+        return tf.function(recording.marked(lambda batch: step(of_any_rows(batch))))
 
     def run(self, step: Any, batches: Sequence[Any], *, by_a_digit: bool = False) -> After:
         """Takes the steps from the state at the beginning."""
@@ -86,9 +87,10 @@ class PlainRun:
             if by_a_digit and id(variable) in self._trained:
                 value = comparison.moved_by_a_digit(value, rng, self._unit)
             variable.assign(value)
-        begin = self._seeds.get("training")
-        if begin is not None:  # the replicas draw by it what one device draws by Keras' own
-            keras_compat.seed_generators(self._model)["global"].state.assign(begin.state)
+        # The replicas draw by it what one device draws by Keras' own.
+        own = keras_compat.global_generator(make=True)
+        if own is not None and own is not self._generator:
+            own.state.assign(self._generator.state)
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:

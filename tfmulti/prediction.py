@@ -35,7 +35,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     """
     strategy = model.distribute_strategy
     keras_compat.install()
-    seeds = keras_compat.seeds_of_step(model, "prediction")
+    seeds = keras_compat.step_generator(model)
     sync = state_of(model).sync_batch_norm
     step = step_of(model, "predict_step")
 
@@ -64,7 +64,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
             return Predicted(tf.nest.map_structure(replicas.gather_rows, outputs), lost)
 
         found = strategy.run(replica_step)
-        keras_compat.make_global_generator(seeds)
+        keras_compat.share_generator(seeds)
         if placement.workers > 1:
             of_all: Predicted = first_local(strategy, found)
             return of_all

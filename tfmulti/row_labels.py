@@ -31,11 +31,13 @@ from tfmulti.row_rules import (
     Kind,
     Label,
     Parts,
+    has_gradient_of_its_own,
     is_linear,
     is_shape_input,
     leaves_out_rows,
     parts_after,
     reduced_axes,
+    repetition,
 )
 
 ALIKE, COUNT, MEAN, SUM, GLOBAL = (
@@ -52,6 +54,8 @@ class _Marks:
     labels: dict[str, Label] = field(default_factory=dict)
     # A layer's output: the tensors that the layer was given.
     calls: dict[str, list[Any]] = field(default_factory=dict)
+    # Results of `tf.custom_gradient` whose gradient is that of the operations behind them.
+    formulas: set[str] = field(default_factory=set)
     # Sums and means over rows, and their numbers.
     reductions: set[str] = field(default_factory=set)
     metric_handles: set[int] = field(default_factory=set)
@@ -116,6 +120,13 @@ def mark_call(inputs: Any, outputs: Any) -> None:
             marks.calls.setdefault(output.name, given)
 
 
+def mark_formula(tensor: Any) -> None:
+    """Says that the gradient of a `tf.custom_gradient` is that of the operations behind it."""
+    marks = _marks_of(tensor)
+    if marks is not None:
+        marks.formulas.add(tensor.name)
+
+
 def _marks_of(tensor: Any) -> _Marks | None:
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or not hasattr(tensor, "graph"):
         return None
@@ -175,7 +186,8 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
     op = size.op
     if op.type == "Shape":
         return label_of(op.inputs[0]).parts or None
-    if op.type in ("Identity", "Cast", "ConcatV2", "Pack"):
+    is_number = op.type == "Reshape" and op.inputs[0].shape.rank == 0
+    if is_number or op.type in ("Identity", "Cast", "ConcatV2", "Pack"):
         return parts_counted(op.inputs[0])
     if op.type == "StridedSlice":
         begin = tf.get_static_value(op.inputs[1])
@@ -221,7 +233,15 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
         return ALIKE
     if op.type in ("Shape", "Size"):
         return _counted(marks, output, inputs[0])
+    is_opaque = has_gradient_of_its_own(op) and output.name not in marks.formulas
+    if is_opaque and not kinds <= {Kind.ALIKE, Kind.ROWS}:
+        return local(f"the custom gradient of {op.inputs[output.value_index].name!r}")
     if kinds <= {Kind.ALIKE, Kind.COUNT}:
+        repeated = repetition(op)
+        if repeated is not None and label_of(repeated[0]).kind is Kind.ALIKE:
+            parts = parts_counted(repeated[1])
+            if parts is not None:
+                return rows(parts)
         return ALIKE if leaves_out_rows(op) else COUNT
     at = Computed(op, inputs, output)
     if any(label.has_rows for label in inputs):

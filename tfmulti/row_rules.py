@@ -138,6 +138,46 @@ def leaves_out_rows(op: tf.Operation) -> bool:
     return begin is not None and bool(rank) and int(begin[0]) % rank > 0
 
 
+def repetition(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """Returns what an operation repeats along axis 0, and how often (a number, or a shape's first).
+
+    None where it repeats nothing, or along another axis.
+    """
+    if not op.outputs[0].shape.rank or not op.outputs[0].shape[1:].is_fully_defined():
+        return None
+    if op.type == "Fill":
+        return op.inputs[1], op.inputs[0]
+    repeated = op.inputs[0]
+    if op.type == "BroadcastTo" and repeated.shape.rank is not None:
+        is_new = repeated.shape.rank < op.outputs[0].shape.rank
+        return (repeated, op.inputs[1]) if is_new or repeated.shape[0] == 1 else None
+    if op.type == "Tile" and repeated.shape.rank and repeated.shape[0] == 1:
+        return repeated, op.inputs[1]
+    return _repeated_by_tile(op) if op.type == "Reshape" else None
+
+
+def _repeated_by_tile(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """Returns the same of `tf.repeat`, which tiles along an axis of its own and reshapes."""
+    tile = op.inputs[0].op
+    if tile.type != "Tile" or tile.inputs[1].op.type != "Pack":
+        return None
+    shape, amounts = tile.inputs[0].shape, list(tile.inputs[1].op.inputs)
+    known = [tf.get_static_value(amount) for amount in amounts]
+    if known.count(None) != 1 or any(value not in (None, 1) for value in known):
+        return None
+    axis = known.index(None)
+    inner = [int(size) for size in op.outputs[0].shape[1:]]
+    is_first = shape.is_fully_defined() and all(size == 1 for size in shape[: axis + 1])
+    if not is_first or list(shape[axis + 1 :]) != inner:
+        return None
+    return tile.inputs[0], amounts[axis]
+
+
+def has_gradient_of_its_own(op: tf.Operation) -> bool:
+    """Whether an operation is what `tf.custom_gradient` returns."""
+    return op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
+
+
 def _elementwise(at: Computed) -> Parts | None:
     rank = at.output.shape.rank
     for tensor, label in zip(at.op.inputs, at.inputs, strict=True):
@@ -255,9 +295,10 @@ def _reshaped(at: Computed) -> Parts | None:
         asked = tf.get_static_value(at.op.inputs[1], partial=True)
         sizes = [None] if asked is None else list(asked)[1:]
         after = _product(sizes)
-    if not before or not after or before % after:
+    parts = at.inputs[0].parts
+    if not before or not after or any(k * before % after for k in parts):
         return None
-    return tuple(k * (before // after) for k in at.inputs[0].parts)
+    return tuple(k * before // after for k in parts)
 
 
 def _size_of_row(shape: tf.TensorShape) -> int | None:

@@ -32,12 +32,12 @@ def capture(model: keras.Model) -> Tree:
     An evaluation changes no more than this.
     """
     state = state_of(model)
-    seeds = {name: _value(g.state) for name, g in keras_compat.seed_generators(model).items()}
+    generator = keras_compat.global_generator()
     variables = {name: _value(v) for name, v in _variables(model, trained=False).items()}
     return {
         "variables": state.saved_variables | variables,
         "metrics": metric_states(model),
-        "seeds": state.saved_seeds | seeds,
+        "generator": None if generator is None else _value(generator.state),
         "random": random_states(),
     }
 
@@ -56,8 +56,8 @@ def _variables(model: keras.Model, *, trained: bool) -> Tree:
 def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
     """Gives a built model the state that `capture` and `capture_trained` returned.
 
-    What is yet to be made of it (the seeds of a layer that only training calls, of a step that
-    is not compiled yet) gets its state when it comes to be.
+    What is yet to be made of it (the seeds of a layer that only training calls) gets its state when
+    it comes to be.
 
     Raises:
         ResumeError: the model or its optimizer has other variables.
@@ -69,11 +69,10 @@ def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
         variable.assign(saved[name])
     state.saved_variables = late
     _set_metric_states(model, tree["metrics"])
-    generators = keras_compat.seed_generators(model, make_global="global" in tree["seeds"])
-    for name, generator in generators.items():
-        if name in tree["seeds"]:
-            generator.state.assign(tree["seeds"][name])
-    state.saved_seeds = {n: v for n, v in tree["seeds"].items() if n not in generators}
+    if tree.get("generator") is not None:
+        generator = keras_compat.global_generator(make=True)
+        assert generator is not None
+        generator.state.assign(tree["generator"])
     set_random_states(tree["random"])
 
 

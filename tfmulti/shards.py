@@ -33,7 +33,7 @@ class Shards(NamedTuple):
     lost: tf.Tensor
 
     def weight(self, local: int) -> tf.Tensor:
-        """Returns the part of the global batch that a local replica has, float32."""
+        """Returns the part of the global batch that a local replica has, float64."""
         return part_of(self.own_rows[local], self.rows)  # of nothing, where all rows were lost
 
     def of_any_rows(self) -> Shards:
@@ -41,14 +41,7 @@ class Shards(NamedTuple):
 
         A step must ask a tensor for it: a number would be that of this share (`row_labels`).
         """
-
-        def loosened(leaf: Any) -> Any:
-            known = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None
-            if not known:
-                return leaf
-            return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
-
-        return self._replace(data=tf.nest.map_structure(loosened, self.data))
+        return self._replace(data=of_any_rows(self.data))
 
     def share(
         self, local: int, *, alone: bool, sync_batch_norm: bool, is_local: bool = False
@@ -65,6 +58,18 @@ class Shards(NamedTuple):
             sync_batch_norm,
             is_local=is_local,
         )
+
+
+def of_any_rows(data: Any) -> Any:
+    """Returns the same tensors, whose number of rows is not known when a step is traced."""
+
+    def loosened(leaf: Any) -> Any:
+        known = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None
+        if not known:
+            return leaf
+        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+
+    return tf.nest.map_structure(loosened, data)
 
 
 class Outlet(tf.experimental.ExtensionType):  # type: ignore[misc]

@@ -21,7 +21,7 @@ class Share(NamedTuple):
 
     Attributes:
         weight: this share's part of the rows whose gradients meet (`is_local`: the replica's own,
-            else the global batch's), float32 scalar; 0 where it has none and reads one row that
+            else the global batch's), float64 scalar; 0 where it has none and reads one row that
             does not count.
         own_rows: how many rows count, int64 scalar.
         first_row: where the rows that are read begin in the global batch, int64 scalar.
@@ -57,7 +57,7 @@ class Share(NamedTuple):
 
     @property
     def part(self) -> tf.Tensor:
-        """This share's part of the global batch's rows, float32 scalar."""
+        """This share's part of the global batch's rows, float64 scalar."""
         return part_of(self.own_rows, self.global_rows) if self.is_local else self.weight
 
     def alone(self) -> Share:
@@ -66,9 +66,8 @@ class Share(NamedTuple):
 
 
 def part_of(rows: tf.Tensor, of: tf.Tensor) -> tf.Tensor:
-    """Returns which part some rows are, float32, rounded once; 0 of nothing."""
-    part = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(of, tf.float64))
-    return tf.cast(part, tf.float32)
+    """Returns which part some rows are, float64; 0 of nothing."""
+    return tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(of, tf.float64))
 
 
 Value = TypeVar("Value")

@@ -73,7 +73,7 @@ class StepComparison:
         self._python = random.getstate()
         model.train_function.trace(self._trial.source(0), self._at_once, _NOTHING)
         generators = run_state.random_states()  # what a trace draws, it draws once, as in Keras
-        self._roots = [model, *keras_compat.seed_generators(model).values()]
+        self._roots = [model, keras_compat.step_generator(model)]
         self._state = relocation.find(*self._roots)
         originals = relocation.values_of(self._state)
         attributes = attributes_of(self._state)
@@ -143,7 +143,7 @@ class StepComparison:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[PlainRun]:
-        seeds = state_of(self._model).seeds
+        generator = keras_compat.step_generator(self._model)
         named = self._state.named()
         with (
             relocation.on_one_device(self._state, self._device) as plain,
@@ -153,7 +153,7 @@ class StepComparison:
             if not self._trial.draws:
                 random.setstate(self._python)  # a trace may draw by it, as AugMix does
             variables = {name: plain[id(v)] for name, v in named.items()}
-            yield PlainRun(self._model, variables, self._begin, seeds, self._unit)
+            yield PlainRun(self._model, variables, self._begin, generator, self._unit)
 
     def _differences(
         self, after: Values, logs: Mapping[str, np.ndarray], there: After, moved: After
@@ -187,13 +187,12 @@ class StepComparison:
         slots = {id(of(v)) for o in self._state.optimizers for v in o.variables}
         metrics = {id(of(v)) for v in metric_variables(model)}
         seeds = {id(of(v)) for v in self._state.variables if keras_compat.is_seed(v)}
-        drawn = {id(of(g.state)) for g in keras_compat.seed_generators(model).values()}
         on_read = {id(of(v)) for v in self._state.variables if v.synchronization == "on_read"}
         for name, variable in self._state.named().items():
             at = id(variable)
             if at in metrics:
                 kinds[name] = "metric"
-            elif at in drawn or at in on_read:
+            elif at in on_read:
                 continue
             elif at in seeds:
                 kinds[name] = "seed"
@@ -229,7 +228,7 @@ class StepComparison:
         shards = from_batch(batch, self.place)
         with recording.watched():
             step = steps.step_of(model, "train_step")
-            seeds = state_of(model).seeds["training"]
+            seeds = keras_compat.step_generator(model)
             with keras_compat.step_replaced(model, recording.recorded(step, here.append)):
                 one_step = steps.make_step(model, self.place, seeds, None, training=True)
             found, _ = one_step(shards)

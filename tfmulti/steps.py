@@ -162,7 +162,7 @@ def make_step(
             return replica_step(shards)
 
         found = strategy.run(alike)
-        keras_compat.make_global_generator(seeds)
+        keras_compat.share_generator(seeds)
         return found
 
     return one_step if model.run_eagerly else compiled(one_step)

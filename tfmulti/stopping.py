@@ -42,9 +42,8 @@ class TrainerState:
     `verify` says whether the first `verify_steps` steps are compared with those of one device
     (None: where parts are the user's own), and `verification` is what the last comparison found.
 
-    `seeds` are the generators of draws without a seed by the step that draws. `saved_seeds` are
-    the states, in the backup that this run was resumed from, of those that are yet to be made,
-    and `saved_variables` those of seeds of layers that are yet to be built.
+    `saved_variables` are the states, in the backup that this run was resumed from, of seeds of
+    layers that are yet to be built.
     """
 
     seed: int | None = None
@@ -75,8 +74,6 @@ class TrainerState:
     unknown: dict[str, None] = field(default_factory=dict)
     specs: Any = None
     seeds_drawn: int = 0
-    seeds: dict[str, Any] = field(default_factory=dict)
-    saved_seeds: dict[str, Any] = field(default_factory=dict)
     saved_variables: dict[str, Any] = field(default_factory=dict)
 
 

@@ -191,13 +191,11 @@ class DistributedModel(keras.Model):
             reduce = all_meet if outer is None else own_gradients
             for optimizer in model_checks.optimizers_of(self):
                 keras_compat.take_reduced_gradients(optimizer, reduce, take)
-            keras_compat.count_rows_in_output_losses(self)
             keras_compat.watch_losses(self)
             self.train_function = Execution(self, self._placement, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
         if self.test_function is None or force:
-            keras_compat.count_rows_in_output_losses(self)
             keras_compat.watch_losses(self)
             self.test_function = Execution(self, self._placement, training=False)
 
@@ -307,7 +305,7 @@ class DistributedModel(keras.Model):
         state.specs = feed.specs
         state.steps = state.steps_before = state.examples = state.examples_before = 0
         state.lost = 0
-        state.stopped_by, state.saved_seeds, state.saved_variables = None, {}, {}
+        state.stopped_by, state.saved_variables = None, {}
         self.make_train_function()
         if record is None and epochs > initial_epoch:
             keeps = backup is not None

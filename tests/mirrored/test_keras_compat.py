@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import keras_compat, prepare, relocation
+from tfmulti import keras_compat, relocation
 
 Behaviours = Callable[..., list[dict[str, Any]]]
 
@@ -61,21 +61,6 @@ def test_upstream_orders_no_operations_that_are_there() -> None:
     assert {"control_inputs", "_add_control_inputs"} <= set(names)
     assert [name for name in names if not name.startswith("_")] == ["control_inputs"]
     assert isinstance(tf.Operation.control_inputs, property)  # which only tells them
-
-
-def test_upstream_still_weighs_the_losses_of_outputs_by_batches() -> None:
-    """The reason for `count_rows_in_output_losses`, on one device: 2 batches, of 3 and 1 rows."""
-    found = []
-    x = np.array([[0.0], [0.0], [0.0], [2.0]], np.float32)
-    for mended in (False, True):
-        inputs = keras.Input((1,))
-        made = keras.Model(inputs, {"a": keras.layers.Identity(name="a")(inputs), "b": inputs})
-        if mended:
-            prepare(made)
-        made.compile("sgd", {"a": "mse", "b": "mse"})
-        data = tf.data.Dataset.from_tensor_slices((x, {"a": 0 * x, "b": 0 * x})).batch(3)
-        found.append(made.evaluate(data, verbose=0, return_dict=True)["a_loss"])
-    assert found == [2.0, 1.0]
 
 
 def test_upstream_metric_functions_still_see_one_replica(behaviours: Behaviours) -> None:
@@ -180,7 +165,7 @@ def test_tensorboard_still_has_no_flush_of_its_own(tmp_path: Path) -> None:
 
 
 def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
-    """The reason for `seeds_of_step`: replicas are traced in threads of their own."""
+    """The reason for `step_generator`: replicas are traced in threads of their own."""
     found = [keras_compat.global_seed_generator()]
     thread = threading.Thread(target=lambda: found.append(keras_compat.global_seed_generator()))
     thread.start()

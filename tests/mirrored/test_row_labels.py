@@ -39,6 +39,13 @@ BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "flattened": lambda x: tf.reshape(x, [-1]),
     "images": lambda x: tf.reshape(x, [-1, *IMAGES]),
     "images of unknown number": lambda x: tf.reshape(x, [tf.shape(x)[0], *IMAGES]),
+    "images joined again": lambda x: tf.reshape(tf.reshape(x, [-1, 2]), tf.shape(x)),
+    "ones": lambda x: tf.ones((tf.shape(x)[0], 3)) * 0.9,
+    "a value for each row": lambda x: tf.fill([tf.shape(x)[0]], 7.0),
+    "token broadcast": lambda x: tf.broadcast_to(TABLE[:1], tf.shape(x)),
+    "token tiled": lambda x: tf.tile(TABLE[None, :2], [tf.shape(x)[0], 1, 1]),
+    "token repeated": lambda x: tf.repeat(TABLE[None, :1], tf.shape(x)[0], axis=0),
+    "token before": lambda x: tf.concat([tf.ones((tf.shape(x)[0], 1)), x], 1),
     "lookup": lambda x: tf.gather(TABLE, tf.argmax(x, -1)),
     "columns by number": lambda x: tf.gather(x, [2, 0], axis=1),
     "one hot": lambda x: tf.one_hot(tf.argmax(x, -1), 4),
@@ -75,6 +82,12 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "stacked first": lambda x: tf.stack([x, x], 0),
     "one row": lambda x: x[0],
     "groups of rows": lambda x: tf.reshape(x, [-1, 8]),
+    "pairs of rows of two": lambda x: tf.reshape(tf.reshape(x, [-1, 2]), [-1, 8]),
+    "numbers of rows": lambda x: tf.range(tf.shape(x)[0]),
+    "number of rows for each": lambda x: tf.fill([tf.shape(x)[0]], tf.shape(x)[0]),
+    "table repeated": lambda x: tf.tile(TABLE, [tf.shape(x)[0], 1]),
+    "column for each row": lambda x: tf.tile(TABLE[:, :1], [1, tf.shape(x)[0]]),
+    "repeated along another axis": lambda x: tf.repeat(TABLE[:, :1], tf.shape(x)[0], axis=1),
     "feature first": lambda x: tf.reshape(x, [4, -1]),
     "cumulated": lambda x: tf.cumsum(x, axis=0),
     "sorted": lambda x: tf.sort(x, axis=0),
@@ -164,3 +177,25 @@ def test_parts_that_were_concatenated_are_kept_apart() -> None:
     assert label.parts == (1,)
     _, label = _traced(lambda x: tf.concat([x, x * 2.0], 0) + 1.0)
     assert label.parts == (1, 1)
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def doubled(x: Any) -> Any:
+    return 2.0 * x, lambda upstream: -upstream
+
+
+def test_a_gradient_of_the_users_own_is_not_taken_for_that_of_the_operations() -> None:
+    """It is of the replica's tensors, so nothing can be built of it for the global batch."""
+    assert _traced(doubled)[1].kind is Kind.ROWS
+    _, label = _traced(lambda x: doubled(x - tf.reduce_mean(x, 0)))
+    assert label.kind is Kind.LOCAL
+    assert "custom gradient" in label.reason
+
+
+def test_what_is_known_to_be_a_formula_is_built_of_its_operations() -> None:
+    def known(x: Any) -> Any:
+        found = doubled(x - tf.reduce_mean(x, 0))
+        row_labels.mark_formula(found)
+        return found
+
+    assert _traced(known)[1].kind is Kind.MIXED

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.programs.common import adam, batches, features, fit, labels, sgd
-from tests.programs.registry import DIFFERS, Made, program
+from tests.programs.registry import Made, program
 
 WIDTH = 4
 
@@ -75,7 +75,6 @@ PAIRS = (features(WIDTH), features(WIDTH) + 0.1 * features(WIDTH)[::-1])
 @program(
     "keras-io: Semi-supervised image classification using contrastive pretraining with SimCLR",
     "keras-io: Semantic Image Clustering",
-    expects=DIFFERS,
 )
 def loss_of_all_pairs_in_the_step() -> Made:
     """A train_step whose loss compares each row with all rows of the batch"""
@@ -91,7 +90,7 @@ class BarlowTwins(Own):
         return tf.reduce_sum((correlation - tf.eye(3)) ** 2)
 
 
-@program("keras-io: Barlow Twins for Contrastive SSL", expects=DIFFERS)
+@program("keras-io: Barlow Twins for Contrastive SSL")
 def correlation_over_the_batch() -> Made:
     """A train_step whose loss is of correlations over the rows"""
     return Made(BarlowTwins(_embedding()), {"optimizer": adam()}, fit(batches(*PAIRS)))
@@ -114,7 +113,7 @@ class Queue(Own):
         return loss
 
 
-@program("keras-io: Self-supervised contrastive learning with NNCLR", expects=DIFFERS)
+@program("keras-io: Self-supervised contrastive learning with NNCLR")
 def queue_of_embeddings() -> Made:
     """A variable that holds the rows of the last batches"""
     made = Made(Queue(_embedding()), {"optimizer": adam()}, fit(batches(*PAIRS)))

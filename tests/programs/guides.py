@@ -22,7 +22,7 @@ from tests.programs.common import (
     sgd,
     tokens,
 )
-from tests.programs.registry import DIFFERS, Made, program
+from tests.programs.registry import Made, program
 
 CUSTOM_FIT = "Keras guide: Customizing what happens in fit() with TensorFlow"
 BUILT_IN = "Keras guide: Training & evaluation with the built-in methods"
@@ -152,7 +152,7 @@ class SumLoss(keras.Model):
         return ops.sum(ops.square(y_pred - y))
 
 
-@program("Keras guide: Migrating to Keras 3", expects=DIFFERS)
+@program("Keras guide: Migrating to Keras 3")
 def compute_loss_of_a_sum() -> Made:
     """A compute_loss of the model's own that is a sum over the rows"""
     return Made(_functional(SumLoss), {"optimizer": sgd(0.001)}, fit(**ONE))
@@ -247,7 +247,7 @@ def added_loss_of_a_mean() -> Made:
     )
 
 
-@program(BUILT_IN, expects=DIFFERS)
+@program(BUILT_IN)
 def added_loss_of_a_sum() -> Made:
     """A layer that adds the sum over all rows of what it sees to the loss"""
     return Made(
@@ -294,7 +294,7 @@ class BroadcastingPositives(TruePositives):
         self.count.assign_add(ops.sum(same))
 
 
-@program(BUILT_IN, expects=DIFFERS)
+@program(BUILT_IN)
 def metric_that_compares_each_row_with_all() -> Made:
     """A Metric that broadcasts targets of rank 1 against predictions of rank 2: rows × rows"""
     return Made(

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd
-from tests.programs.registry import DIFFERS, Made, program
+from tests.programs.registry import Made, program
 
 DATA = (features(4), labels())
 
@@ -115,7 +115,7 @@ class CountsRows(SumOfRows):
         self.total.assign_add(ops.sum(x, axis=0))
 
 
-@program("Keras guide: Making new layers and models via subclassing", expects=DIFFERS)
+@program("Keras guide: Making new layers and models via subclassing")
 def sums_of_rows_kept_by_a_layer() -> Made:
     """A layer that adds the sum of all rows to a weight, as the guide's ComputeSum"""
     return _with(CountsRows())
@@ -126,7 +126,7 @@ class CountsWhole(SumOfRows):
         self.seen.assign_add(ops.shape(x)[0])
 
 
-@program("Keras guide: Making new layers and models via subclassing", expects=DIFFERS)
+@program("Keras guide: Making new layers and models via subclassing")
 def rows_counted_in_a_whole_number() -> Made:
     """A layer that counts rows in a weight of whole numbers"""
     return _with(CountsWhole())
@@ -245,7 +245,7 @@ class CenterLoss(layers.Layer):
         return x
 
 
-@program("Keras forum: center loss", expects=DIFFERS)
+@program("Keras forum: center loss")
 def centers_that_move_by_rows() -> Made:
     """Added losses of distances to centres that move by sums over the rows of a class"""
     x, y = keras.Input((4,)), keras.Input((), dtype="int32")
@@ -261,7 +261,6 @@ class WeightedRows(layers.Layer):
 
 @program(
     "keras-io: Classification using Attention-based Deep Multiple Instance Learning",
-    expects=DIFFERS,
 )
 def softmax_over_the_rows() -> Made:
     """A layer whose softmax runs over the rows of the batch by mistake or on purpose"""

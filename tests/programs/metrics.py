@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.programs.common import SPARSE, batches, classifier, features, fit, labels, sgd
-from tests.programs.registry import DIFFERS, Made, program
+from tests.programs.registry import Made, program
 
 BINARY = (labels() > 0).astype("float32")[:, None]
 
@@ -79,7 +79,7 @@ class Largest(keras.metrics.Metric):
         return self.value.value
 
 
-@program("Keras: Metric subclass", expects=DIFFERS)
+@program("Keras: Metric subclass")
 def metric_that_keeps_the_largest() -> Made:
     """A metric whose state is a maximum, which parts of a batch do not add up to"""
     return Made(
@@ -122,7 +122,7 @@ class NumberOfBatches(PerBatch):
         return self.batches.value
 
 
-@program("Keras: Metric subclass", expects=DIFFERS)
+@program("Keras: Metric subclass")
 def metric_that_is_the_number_of_batches() -> Made:
     """A metric that is how often it was updated"""
     return Made(
@@ -209,7 +209,7 @@ def trackers_of_means_of_a_batch() -> Made:
     return _trackers(MeanOfScalars)
 
 
-@program("keras-io: Deep Deterministic Policy Gradient", expects=DIFFERS)
+@program("keras-io: Deep Deterministic Policy Gradient")
 def trackers_of_other_numbers_of_a_batch() -> Made:
     """Trackers of a number a batch in a test_step: the largest, the rows, a standard deviation"""
     return _trackers(LargestOfBatch)

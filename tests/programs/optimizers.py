@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd
-from tests.programs.registry import DIFFERS, Made, program
+from tests.programs.registry import Made, program
 
 DATA = (features(4), labels())
 
@@ -119,7 +119,7 @@ class OwnClip(ByHand):
         return [tf.clip_by_norm(g, 0.05) for g in gradients]
 
 
-@program("keras-io: WGAN with clipping", expects=DIFFERS)
+@program("keras-io: WGAN with clipping")
 def clipped_one_by_one() -> Made:
     """Gradients clipped by tf.clip_by_norm, each by itself, in the step"""
     return _by_hand(OwnClip)
@@ -130,7 +130,7 @@ class ValueClip(ByHand):
         return [tf.clip_by_value(g, -0.01, 0.01) for g in gradients]
 
 
-@program("keras-io: Deep Deterministic Policy Gradient", expects=DIFFERS)
+@program("keras-io: Deep Deterministic Policy Gradient")
 def clipped_by_value() -> Made:
     """Gradients clipped by tf.clip_by_value in the step"""
     return _by_hand(ValueClip)
@@ -246,7 +246,7 @@ class OwnNorm(ByHand):
         return {"loss": loss, "norm": tf.sqrt(sum(tf.reduce_sum(g**2) for g in gradients))}
 
 
-@program("keras-io: debugging gradients", expects=DIFFERS)
+@program("keras-io: debugging gradients")
 def norm_of_gradients_as_a_log() -> Made:
     """A log that is the norm of the step's own gradients, computed by hand"""
     return _by_hand(OwnNorm)

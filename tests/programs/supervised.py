@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.programs.common import SPARSE, adam, batches, classifier, features, fit, labels, sgd
-from tests.programs.registry import DIFFERS, Made, program
+from tests.programs.registry import Made, program
 
 
 class Distiller(keras.Model):
@@ -131,7 +131,7 @@ class Average(Step):
         )
 
 
-@program("TensorFlow tutorial: Custom training with tf.distribute.Strategy", expects=DIFFERS)
+@program("TensorFlow tutorial: Custom training with tf.distribute.Strategy")
 def average_loss_of_the_rows_that_the_step_sees() -> Made:
     """tf.nn.compute_average_loss by the rows that the step sees, as one device understands it"""
     return _step(Average)
@@ -144,7 +144,7 @@ class WeightedMean(Step):
         return tf.reduce_sum(loss) / tf.reduce_sum(weight)
 
 
-@program("keras-io: Convolutional neural networks with weighted masks", expects=DIFFERS)
+@program("keras-io: Convolutional neural networks with weighted masks")
 def mean_by_weights_of_the_batch() -> Made:
     """A loss that is divided by the sum of weights of the batch's rows"""
     return _step(WeightedMean)
@@ -181,7 +181,7 @@ class DotOfBatch(keras.Model):
         return ops.sigmoid(ops.tensordot(users, items, 2) + ops.sum(users, 1, keepdims=True))
 
 
-@program("keras-io: Collaborative Filtering for Movie Recommendations", expects=DIFFERS)
+@program("keras-io: Collaborative Filtering for Movie Recommendations")
 def product_over_the_batch() -> Made:
     """A forward pass whose tensordot sums over the rows of the batch"""
     x = np.random.default_rng(4).integers(0, 9, (30, 2)).astype("int32")
@@ -192,7 +192,7 @@ def product_over_the_batch() -> Made:
     )
 
 
-@program("TensorFlow Recommenders: retrieval", expects=DIFFERS)
+@program("TensorFlow Recommenders: retrieval")
 def scores_of_all_pairs() -> Made:
     """A step whose loss is of the scores of all pairs of rows"""
     return _step(Recommender)
@@ -236,7 +236,7 @@ def adversary_by_the_sign() -> Made:
     return _step(Adversarial)
 
 
-@program("Neural structured learning: adversarial regularization", expects=DIFFERS)
+@program("Neural structured learning: adversarial regularization")
 def adversary_by_the_size() -> Made:
     """Rows moved by the gradient itself of a mean over the batch: its size depends on the rows"""
     return _step(AdversarialBySize)
@@ -277,13 +277,13 @@ def _agent(cls: type[Agent]) -> Made:
     return Made(model, {"optimizer": adam()}, fit(data))
 
 
-@program("keras-io: Actor Critic Method", expects=DIFFERS)
+@program("keras-io: Actor Critic Method")
 def actor_and_critic() -> Made:
     """Custom targets, log probabilities, a Huber loss; the largest value of the batch as a log"""
     return _agent(Agent)
 
 
-@program("keras-io: Proximal Policy Optimization", expects=DIFFERS)
+@program("keras-io: Proximal Policy Optimization")
 def advantages_normalized_over_the_batch() -> Made:
     """Advantages normalized over the rows of the batch in the step"""
     return _agent(NormalizingAgent)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.programs.common import SPARSE, adam, batches, features, fit, labels, tokens
-from tests.programs.registry import DIFFERS, Made, program
+from tests.programs.registry import Made, program
 
 LENGTH, WORDS, WIDTH = 5, 8, 4
 TEXT = tokens(LENGTH, WORDS)
@@ -179,7 +179,7 @@ def _captioner(text: np.ndarray, captions: int) -> Made:
     )
 
 
-@program("keras-io: Image Captioning", expects=DIFFERS)
+@program("keras-io: Image Captioning")
 def captions_with_a_masked_mean() -> Made:
     """A masked mean over uneven lengths in the step, by whose rows replicas differ"""
     return _captioner(TEXT, 1)
@@ -284,7 +284,7 @@ def experts_with_an_added_mean() -> Made:
     return _experts(coupled=False)
 
 
-@program("keras-io: Text classification with Switch Transformer", expects=DIFFERS)
+@program("keras-io: Text classification with Switch Transformer")
 def experts_with_a_balance_of_the_batch() -> Made:
     """A loss that a layer adds: the product of two means over all tokens of the batch"""
     return _experts(coupled=True)
