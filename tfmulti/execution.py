@@ -65,24 +65,9 @@ class Execution:
     def __call__(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         with connections.own_errors(self._placement):
             found = self._call(source, steps, votes)
-        if self._state.unknown:
-            self._warn_of_unknown()
+        name = "train_step" if self._training else "test_step"
+        warn_of_unknown(self._model, self._placement, name)
         return found
-
-    def _warn_of_unknown(self) -> None:
-        """Says of which values it is not known that they are one device's, unless that was seen."""
-        reasons = list(self._state.unknown)
-        self._state.unknown.clear()
-        found = self._state.verification
-        is_compared = found is not None and found.verdict == "same"
-        if self._placement.is_chief and not (self._training and is_compared):
-            step = "train_step" if self._training else "test_step"
-            warnings.warn(
-                f"it is not known whether values of the {step} are those of one device: they "
-                f"depend on {reasons[0]}. Compare the first step with one device: prepare(model, "
-                "verify=True).",
-                stacklevel=4,
-            )
 
     def _call(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:
         vote = tf.constant(votes, tf.float32)
@@ -187,3 +172,20 @@ class Execution:
         if function.experimental_get_tracing_count() == 0:
             function.get_concrete_function(*inputs)  # traces, and runs nothing
             run_state.restore_late(self._model)
+
+
+def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None:
+    """Says of which values it is not known that they are one device's, unless that was seen."""
+    state = state_of(model)
+    if not state.unknown:
+        return
+    reason = next(iter(state.unknown))
+    state.unknown.clear()
+    found = state.verification
+    is_compared = found is not None and found.verdict == "same" and step == "train_step"
+    if placement.is_chief and not is_compared:
+        warnings.warn(
+            f"it is not known whether values of the {step} are those of one device: they depend on "
+            f"{reason}. Compare the first step with one device: prepare(model, verify=True).",
+            stacklevel=4,
+        )

@@ -92,6 +92,26 @@ def part_of_sum(share: Share, value: Any) -> Any:
     return _Builder(share, value.graph).part(value)
 
 
+def own_rows(share: Share, value: Any) -> Any:
+    """Returns a replica's rows that count, of a value that has rows, as one device has them."""
+    if not isinstance(value, tf.Tensor):
+        return value[: share.own_rows]
+    first, of = tf.zeros_like(share.own_rows), tf.maximum(share.own_rows, 1)
+    if are_known(share):
+        note_unknown(share, value)
+        builder = _Builder(share, value.graph)
+        if label_of(value).kind is Kind.GLOBAL:
+            value, first, of = (
+                builder.whole(value),
+                share.first_row,
+                tf.maximum(share.global_rows, 1),
+            )
+        else:
+            value = builder.rows(value)
+    each = tf.shape(value, tf.int64)[0] // of  # entries of axis 0 for each row
+    return value[each * first : each * (first + share.own_rows)]
+
+
 def note_unknown(share: Share, value: Any) -> None:
     """Notes why it is not known how a value depends on the rows, where that is so."""
     label = label_of(value)

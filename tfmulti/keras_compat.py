@@ -129,6 +129,7 @@ def install() -> None:
     _replace(Trainer, "_aggregate_additional_loss", _added_loss)
     _replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
     _replace(keras.layers.BatchNormalization, "call", _fused)
+    _replace(keras.layers.RNN, "inner_loop", _unrolled)
     _replace(TFOptimizer, "_all_reduce_sum_gradients", _unless_unknown)
     for name in ("__float__", "__int__", "__array__"):
         _replace(keras.Variable, name, _of_one_copy)
@@ -596,6 +597,29 @@ def _is_on_gpu() -> bool:
     if tf.distribute.has_strategy():
         return bool(placement_of(tf.distribute.get_strategy()).gpus)
     return bool(tf.config.list_logical_devices("GPU"))
+
+
+def _unrolled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the loop of a recurrent layer, unrolled where replicas meet in its cell.
+
+    Keras calls the cell once more before its loop, to see what it returns; that changes states.
+    """
+
+    def inner_loop(self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any) -> Any:
+        parts = self.cell._flatten_layers(include_self=True, recursive=True)
+        meets = any(isinstance(part, keras.layers.BatchNormalization) for part in parts)
+        if partial() is None or not meets or self.unroll or sequences.shape[1] is None:
+            return original(self, sequences, initial_state, mask, training)
+        options = {"training": training} if self.cell._call_has_training_arg else {}
+        states = initial_state if keras.tree.is_nested(initial_state) else [initial_state]
+        self.cell(sequences[:, -1 if self.go_backwards else 0], states, **options)
+        self.unroll = True
+        try:
+            return original(self, sequences, initial_state, mask, training)
+        finally:
+            self.unroll = False
+
+    return inner_loop
 
 
 def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfmulti import collectives, connections, keras_compat, replicas
+from tfmulti import collectives, connections, global_values, keras_compat, replicas, row_labels
+from tfmulti.execution import warn_of_unknown
 from tfmulti.outcomes import first_local
 from tfmulti.shards import Ahead, Outlet
 from tfmulti.share import computing
@@ -36,11 +38,13 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     strategy = model.distribute_strategy
     keras_compat.install()
     seeds = keras_compat.step_generator(model)
-    sync = state_of(model).sync_batch_norm
+    state = state_of(model)
+    any_rows = placement.replicas > 1 and not model.run_eagerly
     step = step_of(model, "predict_step")
 
     def predict(source: Any) -> Predicted:
         shards = taken(source, placement)
+        shards = shards.of_any_rows() if any_rows else shards
         may_lose = placement.workers > 1 and isinstance(source, Outlet)  # alone, reading ends
 
         def replica_step() -> Predicted:
@@ -50,12 +54,17 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
         def predicted_by_replica() -> Predicted:
             index = replicas.local_index(placement.local_replicas)
             alone = placement.replicas == 1
-            share = shards.share(index, alone=alone, sync_batch_norm=sync)
-            with computing(share._replace(seeds=seeds)):
+            share = shards.share(index, alone=alone, sync_batch_norm=state.sync_batch_norm)
+            share = share._replace(
+                seeds=seeds, note_unknown=lambda reason: state.unknown.setdefault(reason)
+            )
+            if not share.is_whole:
+                row_labels.begin(shards.data[index], [])
+            with computing(share):
                 outputs = step(shards.data[index])
-            if placement.replicas > 1:
-                rows = shards.own_rows[index]
-                outputs = tf.nest.map_structure(lambda v: v[:rows], outputs)
+                if not alone:
+                    own_rows = functools.partial(global_values.own_rows, share)
+                    outputs = tf.nest.map_structure(own_rows, outputs)
             if placement.workers == 1:
                 return Predicted(outputs, shards.lost)
             lost = tf.cast(shards.lost if index == 0 else 0, tf.float32)
@@ -78,6 +87,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     @connections.own_errors(placement)
     def call(source: Any) -> Predicted:
         found: Predicted = called(source.outlet if isinstance(source, Ahead) else source)
+        warn_of_unknown(model, placement, "predict_step")
         return found
 
     return call
