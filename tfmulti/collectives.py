@@ -154,6 +154,11 @@ def gather(value: tf.Tensor) -> tf.Tensor | None:
     return tf.stack(serves.send(value)())
 
 
+def are_there() -> bool:
+    """Whether collectives of our own serve what is built now."""
+    return _now() is not None
+
+
 def begin_rows(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] | None:
     """Begins to gather the rows of tensors, of which workers may have different numbers.
 

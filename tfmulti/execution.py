@@ -7,7 +7,6 @@ which a step keeps its `Shards`: this worker's part, one share a local replica.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from tfmulti import connections, keras_compat, local_steps, run_state
 from tfmulti.outcomes import Outcome, Summary, Taken, time_of
 from tfmulti.shards import Ahead, Replay, Shards, on_devices, with_any_rows
 from tfmulti.step_logs import StepLogs
-from tfmulti.steps import agreed, compiled, make_step, taken
+from tfmulti.steps import agreed, compiled, make_step, taken, warn_of_unknown
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
 
@@ -172,20 +171,3 @@ class Execution:
         if function.experimental_get_tracing_count() == 0:
             function.get_concrete_function(*inputs)  # traces, and runs nothing
             run_state.restore_late(self._model)
-
-
-def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None:
-    """Says of which values it is not known that they are one device's, unless that was seen."""
-    state = state_of(model)
-    if not state.unknown:
-        return
-    reason = next(iter(state.unknown))
-    state.unknown.clear()
-    found = state.verification
-    is_compared = found is not None and found.verdict == "same" and step == "train_step"
-    if placement.is_chief and not is_compared:
-        warnings.warn(
-            f"it is not known whether values of the {step} are those of one device: they depend on "
-            f"{reason}. Compare the first step with one device: prepare(model, verify=True).",
-            stacklevel=4,
-        )

@@ -850,17 +850,17 @@ class _UpdatesReplica:
         step = super().update_step  # type: ignore[misc]
         context = tf.distribute.get_replica_context()
         several = context is not None and context.num_replicas_in_sync > 1
-        if not (several and updates.knows(step)) or not updates.update(
-            self, gradient, [variable, *_momenta(self, variable)], learning_rate
-        ):
+        update = updates.of_step(step) if several else None
+        if update is None or not update(self, gradient, _updated(self, variable), learning_rate):
             step(gradient, variable, learning_rate)
 
 
-def _momenta(optimizer: Any, variable: Any) -> list[Any]:
-    """Returns the momentum that an SGD keeps for a variable, if it keeps any."""
-    if not optimizer.momentum:
-        return []
-    return [optimizer.momentums[optimizer._get_variable_index(variable)]]
+def _updated(optimizer: Any, variable: Any) -> list[Any]:
+    """Returns a variable and what an SGD or an Adam keeps for it."""
+    index = optimizer._get_variable_index(variable)
+    if isinstance(optimizer, keras.optimizers.Adam):
+        return [variable, optimizer._momentums[index], optimizer._velocities[index]]
+    return [variable, optimizer.momentums[index]] if optimizer.momentum else [variable]
 
 
 def _on_each_replica(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -891,7 +891,8 @@ class _ReducesFirst(_UpdatesReplica):
                 return None
             _compute_before_waits(grads)
             grads = self._tfmulti_reduce(grads)
-        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        with updates.of_all_variables():
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
 
 def _gradients_of_global_batch(gradients: Gradients) -> list[Any]:

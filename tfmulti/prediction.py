@@ -10,11 +10,10 @@ import keras
 import tensorflow as tf
 
 from tfmulti import collectives, connections, global_values, keras_compat, replicas, row_labels
-from tfmulti.execution import warn_of_unknown
 from tfmulti.outcomes import first_local
 from tfmulti.shards import Ahead, Outlet
 from tfmulti.share import computing
-from tfmulti.steps import compiled, step_of, taken
+from tfmulti.steps import compiled, step_of, taken, warn_of_unknown
 from tfmulti.stopping import state_of
 from tfmulti.strategies import Placement
 

@@ -132,6 +132,8 @@ def _by_collectives(
     Args:
         narrow: the values, in the types that they travel in.
     """
+    if not collectives.are_there():
+        return {}
     packs = _packs(narrow, by_bytes)
     flat = [[tf.reshape(narrow[i], [-1]) for i in pack] for pack in packs]
     slices = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -166,3 +167,20 @@ def make_step(
         return found
 
     return one_step if model.run_eagerly else compiled(one_step)
+
+
+def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None:
+    """Says of which values it is not known that they are one device's, unless that was seen."""
+    state = state_of(model)
+    if not state.unknown:
+        return
+    reason = next(iter(state.unknown))
+    state.unknown.clear()
+    found = state.verification
+    is_compared = found is not None and found.verdict == "same" and step == "train_step"
+    if placement.is_chief and not is_compared:
+        warnings.warn(
+            f"it is not known whether values of the {step} are those of one device: they depend on "
+            f"{reason}. Compare the first step with one device: prepare(model, verify=True).",
+            stacklevel=4,
+        )

@@ -74,7 +74,7 @@ def test_sgds_kernel_has_the_numbers_of_its_formula(
         for gradient in map(form, gradients):
             if by_kernel:
                 slots = list(optimizer.momentums)
-                assert updates.update(optimizer, gradient, [variable, *slots], 0.1)
+                assert updates.sgd(optimizer, gradient, [variable, *slots], 0.1)
             else:
                 optimizer.update_step(gradient, variable, 0.1)
         found.append([v.numpy() for v in (variable, *optimizer.momentums)])
@@ -86,9 +86,42 @@ def test_what_the_kernel_does_not_know_is_left_alone() -> None:
     variable = keras.Variable(np.ones((3, 2), np.float32))
     optimizer = keras.optimizers.SGD(0.1)
     rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
-    assert not updates.update(optimizer, rows, [variable], 0.1)
-    assert not updates.update(optimizer, tf.ones([3, 2], tf.float64), [variable], 0.1)
+    assert not updates.sgd(optimizer, rows, [variable], 0.1)
+    assert not updates.sgd(optimizer, tf.ones([3, 2], tf.float64), [variable], 0.1)
     np.testing.assert_array_equal(variable.numpy(), 1)
-    assert updates.knows(optimizer.update_step)
-    assert not updates.knows(OwnSGD(0.1).update_step)
-    assert not updates.knows(keras.optimizers.Adam(0.1).update_step)
+    assert updates.of_step(optimizer.update_step) is updates.sgd
+    assert updates.of_step(OwnSGD(0.1).update_step) is None
+    assert updates.of_step(keras.optimizers.Nadam(0.1).update_step) is None
+
+
+@pytest.mark.parametrize("cls", [keras.optimizers.Adam, keras.optimizers.AdamW])
+def test_adams_update_is_that_of_keras_to_the_bit(cls: Any) -> None:
+    rng = np.random.default_rng(0)
+    first, second, *gradients = rng.standard_normal((5, 33, 7)).astype(np.float32)
+    found = []
+    for by_updates in (False, True):
+        variables = [keras.Variable(first), keras.Variable(second)]
+        optimizer = cls(0.1, beta_1=0.85, epsilon=1e-3)
+        optimizer.build(variables)
+        for gradient in map(tf.constant, gradients):
+            with updates.of_all_variables() as once:
+                for i, variable in enumerate(variables):
+                    slots = [optimizer._momentums[i], optimizer._velocities[i]]
+                    if by_updates:
+                        update = updates.of_step(optimizer.update_step)
+                        assert update is not None
+                        assert update(optimizer, gradient * (i + 1), [variable, *slots], 0.1)
+                        assert len(once) == 1  # for both variables
+                    else:
+                        optimizer.update_step(gradient * (i + 1), variable, 0.1)
+            optimizer.iterations.assign_add(1)
+        found.append([v.numpy() for v in (*variables, *optimizer.variables)])
+    for mine, true in zip(*found, strict=True):
+        np.testing.assert_array_equal(mine, true)
+
+
+def test_an_adam_that_keeps_the_largest_velocity_is_left_alone() -> None:
+    variable = keras.Variable(np.ones(3, np.float32))
+    optimizer = keras.optimizers.Adam(0.1, amsgrad=True)
+    assert not updates.adam(optimizer, tf.ones(3), [variable] * 3, 0.1)
+    np.testing.assert_array_equal(variable.numpy(), 1)
