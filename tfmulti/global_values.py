@@ -13,6 +13,7 @@ part of a mean over replicas by rows, so its gradient counts `weight_r` times.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import tensorflow as tf
 from tfmulti import row_labels
 from tfmulti.errors import ModelError
 from tfmulti.losses import in_passes
-from tfmulti.replicas import gather_rows, total
+from tfmulti.replicas import of_all_replicas, rows_of_all, total
 from tfmulti.row_labels import label_of
 from tfmulti.row_rules import Kind, Label, is_shape_input, varying_inputs
 from tfmulti.share import Share
@@ -383,34 +384,22 @@ class _Builder:
         share = self._share
         read = tf.maximum(share.own_rows, 1)
         if len(label.parts) == 1:
-            each = tf.shape(rows, tf.int64)[0] // read
-            return self._gathered(rows, each * share.own_rows, each * share.first_row)
+            return self._gathered(rows, tf.shape(rows, tf.int64)[0] // read)
         sizes = [tf.cast(k, tf.int64) * read for k in label.parts]
         parts = tf.split(rows, sizes)
         return tf.concat(
             [
-                self._gathered(part, k * share.own_rows, k * share.first_row)
+                self._gathered(part, tf.cast(k, tf.int64))
                 for part, k in zip(parts, label.parts, strict=True)
             ],
             0,
         )
 
-    def _gathered(self, rows: tf.Tensor, count: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
-        share, made = self._share, self._made
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def gather(rows: tf.Tensor) -> Any:
-            read = tf.shape(rows, tf.int64)[0]
-
-            def back(upstream: tf.Tensor) -> tf.Tensor:
-                of_all = _of_all_replicas(share, made, upstream)
-                own = of_all[first : first + read]
-                return tf.math.divide_no_nan(own, tf.cast(share.weight, own.dtype))
-
-            return gather_rows(rows[:count]), back
-
+    def _gathered(self, rows: tf.Tensor, each: tf.Tensor) -> tf.Tensor:
+        share = self._share
         share.note_gather()
-        return tf.ensure_shape(gather(rows), [None, *rows.shape[1:]])
+        of_all = functools.partial(_of_all_replicas, share, self._made)
+        return rows_of_all(share, rows, each, of_all)
 
     def _total(self, value: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
         """Returns the sum of all replicas' parts of a sum, or their mean by rows."""
@@ -473,7 +462,4 @@ def _of_all_replicas(share: Share, made: _Made, upstream: tf.Tensor) -> tf.Tenso
 
     Where that value has no use but in what all replicas compute alike, each has it already.
     """
-    if not made.mixes:
-        return upstream
-    weight = tf.cast(share.weight, upstream.dtype)
-    return total(tf.math.multiply_no_nan(upstream, weight))
+    return of_all_replicas(share, upstream) if made.mixes else upstream

@@ -10,7 +10,6 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | `build_from_specs` | `Trainer._symbolic_build` | keras#20585 | `fit` builds on MultiWorkerMirroredStrategy |
 | losses | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values`, `Loss.__call__` | keras#20585 | losses say by which rows they are averaged |
 | `add_loss` of a vector | `Trainer._aggregate_additional_loss` | keras#20585 | the same |
-| losses of outputs | `Trainer._compile_loss.metrics` | none | they count rows, not batches |
 | metrics of one number a batch | `MeanMetricWrapper._fn`, and `Mean.update_state` | none | a metric can be told what it is computed from |
 | random numbers | `backend.tensorflow.random.*`, `_cast_seed`, `draw_seed`, `global_seed_generator`, `make_default_seed`, `GLOBAL_SEED_GENERATOR`, `global_state` | none | replicas have different masks |
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
@@ -27,7 +26,8 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | gradients | public: `tf.GradientTape.gradient`, `Layer.__call__` | none | a tape knows of shares |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
 | `_compute_before_waits` | `tf.Operation._add_control_inputs` | none | TensorFlow has a public way to order operations that are there |
-| `updates` | `BaseOptimizer._get_variable_index` | none | Keras' SGD updates by one kernel |
+| `updates` | `BaseOptimizer._get_variable_index`, `Adam._momentums`, `_velocities` | none | Keras' SGD updates by one kernel, and Adam computes what is the same for all variables once |
+| recurrent cells where replicas meet | public: `RNN.inner_loop`; `Layer._flatten_layers`, `_call_has_training_arg` | none | replicas of one process can meet inside a loop |
 | `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
 | `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or a public writer given to it |
@@ -385,7 +385,9 @@ def _counted_once(share: Share, values: Any, weight: Any) -> tuple[Any, Any]:
     if kind is Kind.ROWS or (kind is Kind.LOCAL and tensor.shape.rank != 0):
         return values, weight
     weighs = Kind.ALIKE if weight is None else row_labels.label_of(weight).kind
-    if weighs is Kind.COUNT:  # of this replica's rows: the replicas' mean by rows is meant
+    if weighs is Kind.LOCAL:  # such as the rows of a ragged tensor
+        global_values.note_unknown(share, weight)
+    if weighs in (Kind.COUNT, Kind.LOCAL):  # of its rows: the replicas' mean by rows is meant
         return global_values.averaged(share, tensor), weight
     if weighs is Kind.ALIKE:
         found = global_values.averaged(share, tensor)
@@ -396,7 +398,8 @@ def _counted_once(share: Share, values: Any, weight: Any) -> tuple[Any, Any]:
     if weighs is Kind.SUM:  # a part of the whole weight
         return global_values.of_one_device(share, tensor), weight
     whole = global_values.of_one_device(share, weight)
-    return global_values.of_one_device(share, tensor), whole * tf.cast(share.part, whole.dtype)
+    part = tf.cast(whole, share.part.dtype) * share.part
+    return global_values.of_one_device(share, tensor), part
 
 
 def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfmulti.errors import ModelError
 from tfmulti.losses import in_passes
-from tfmulti.replicas import gather_rows, total
+from tfmulti.replicas import rows_of_all
 from tfmulti.share import Share, computing
 
 LAYERS = (
@@ -44,30 +44,8 @@ def mixed(
     share.note_gather()
     data = tf.nest.map_structure(tf.convert_to_tensor, data)
     read = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]
-    whole = tf.nest.map_structure(lambda value: _gathered(share, value), data)
+    whole = tf.nest.map_structure(lambda value: rows_of_all(share, value), data)
     with computing(share.alone()):
         result = original(layer, whole, training=training)
     first = share.first_row
     return tf.nest.map_structure(lambda value: value[first : first + read], result)
-
-
-def _gathered(share: Share, value: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of all replicas; gradients go back to the replica whose rows they are.
-
-    Gradients meet as the mean by weight over replicas (`replicas`), so what a replica sends
-    back counts by its weight, and what arrives is divided by the receiver's.
-    """
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def gather(rows: tf.Tensor) -> Any:
-        read = tf.shape(rows, tf.int64)[0]
-
-        def back(upstream: tf.Tensor) -> tf.Tensor:
-            weight = tf.cast(share.weight, upstream.dtype)
-            everyone = total(tf.math.multiply_no_nan(upstream, weight))
-            own = everyone[share.first_row : share.first_row + read]
-            return tf.math.divide_no_nan(own, weight)
-
-        return gather_rows(rows[: share.own_rows]), back
-
-    return tf.ensure_shape(gather(value), [None, *value.shape[1:]])

@@ -10,6 +10,7 @@ for uneven and empty shares.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import tensorflow as tf
 from tfmulti import collectives, row_labels, siblings
 from tfmulti.errors import ModelError
 from tfmulti.lookup_gradients import Lookup, joined, lookups_in
-from tfmulti.share import current, hinder
+from tfmulti.share import Share, current, hinder
 
 SUM = tf.distribute.ReduceOp.SUM
 Results = TypeVar("Results")
@@ -250,6 +251,44 @@ def total(value: tf.Tensor) -> tf.Tensor:
     begun = collectives.begin_totals([value])
     found = _all_reduced([value]) if begun is None else begun()
     return _with_gradient(value, found[0], total)
+
+
+def of_all_replicas(share: Share, upstream: tf.Tensor) -> tf.Tensor:
+    """Returns the gradient by a value that all replicas have, out of this replica's part of it.
+
+    Gradients meet as the mean by weight over replicas (`reduce_gradients`), so what a replica sends
+    back counts by its weight.
+    """
+    return total(tf.math.multiply_no_nan(upstream, tf.cast(share.weight, upstream.dtype)))
+
+
+def rows_of_all(
+    share: Share,
+    rows: tf.Tensor,
+    each: Any = 1,
+    of_all: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> tf.Tensor:
+    """Returns the rows of all replicas; gradients go back to the replica whose rows they are.
+
+    Args:
+        each: how many entries of axis 0 a row has.
+        of_all: returns the gradient by the rows of all replicas, out of this replica's part of it;
+            None: see `of_all_replicas`.
+    """
+    of_all = of_all or functools.partial(of_all_replicas, share)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def gather(rows: tf.Tensor) -> Any:
+        read = tf.shape(rows, tf.int64)[0]
+
+        def back(upstream: tf.Tensor) -> tf.Tensor:
+            first = each * share.first_row
+            own = of_all(upstream)[first : first + read]
+            return tf.math.divide_no_nan(own, tf.cast(share.weight, own.dtype))
+
+        return gather_rows(rows[: each * share.own_rows]), back
+
+    return tf.ensure_shape(gather(rows), [None, *rows.shape[1:]])
 
 
 def of_each(value: tf.Tensor) -> tf.Tensor:

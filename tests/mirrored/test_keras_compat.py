@@ -63,6 +63,29 @@ def test_upstream_orders_no_operations_that_are_there() -> None:
     assert isinstance(tf.Operation.control_inputs, property)  # which only tells them
 
 
+class CountingCell(keras.layers.Layer):
+    state_size = 2
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, states: Any) -> Any:
+        self.count.assign_add(1.0)
+        return x, [x]
+
+
+def test_upstream_still_calls_a_cell_once_more_before_its_loop() -> None:
+    """The reason for the call in `_unrolled`: states of the cell move once more."""
+    counts = []
+    for unroll in (False, True):
+        layer = keras.layers.RNN(CountingCell(), unroll=unroll)
+        layer(np.zeros((4, 3, 2), np.float32))
+        before = float(layer.cell.count)
+        layer(np.zeros((4, 3, 2), np.float32))
+        counts.append(float(layer.cell.count) - before)
+    assert counts == [4, 3]
+
+
 def test_upstream_metric_functions_still_see_one_replica(behaviours: Behaviours) -> None:
     """The reason for `MeanMetricWrapper.update_state`."""
     alone, mended, right = behaviours("mirrored", 2)[0]["upstream_metric_functions_see_a_replica"]

@@ -416,13 +416,13 @@ def test_a_pydataset_goes_on_without_reading_what_came_before(
     seed: int | None, workers: int
 ) -> None:
     """The readers of several threads hold batches that were not taken; they must not come later."""
-    feed = make_feed(Batches(workers), placement=ALONE, seed=seed)
+    feed = make_feed(Batches(workers), placement=ALONE, seed=seed, is_training=True)
     whole = []
     for _ in range(4):
         whole.append(rest_of(feed.iterate(0)))
         feed.end_pass(whole=True)
     inner = Batches(workers)
-    again = make_feed(inner, placement=ALONE, seed=seed)
+    again = make_feed(inner, placement=ALONE, seed=seed, is_training=True)
     inner.read.clear()
     again.begin_after(1)
     assert not inner.read

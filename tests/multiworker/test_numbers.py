@@ -157,7 +157,7 @@ def test_something_was_decided(behaviours: Behaviours) -> None:
 
 
 @KINDS
-def test_losses_of_outputs_are_means_over_rows(behaviours: Behaviours, kind: str) -> None:
+def test_losses_of_outputs_are_those_of_keras(behaviours: Behaviours, kind: str) -> None:
     for worker in [*behaviours(kind, 2), *behaviours("one_device")]:
         kind_loss, size_loss, expected_kind, expected_size = worker["losses_of_outputs"]
         assert kind_loss == pytest.approx(expected_kind, abs=1e-6)

@@ -72,7 +72,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--export_dir", "used"], {}, "is not an empty folder"),
     (["--strategy", "multi_worker_mirrored"], {}, "TF_CONFIG is not set"),
     ([], {"TF_CONFIG": "{"}, "TF_CONFIG is no JSON"),
-    ([], {"TF_CONFIG": "{}"}, "TF_CONFIG['cluster'] is None"),
+    ([], {"TF_CONFIG": '{"cluster": 3}'}, "TF_CONFIG['cluster'] is 3"),
     ([], {"TF_CONFIG": TWO % 2}, "task.index is 2"),
     (["--strategy", "mirrored"], {"TF_CONFIG": TWO % 0}, "--ignore_cluster"),
     (["--global_batch_size", "1198"], {"TF_CONFIG": TWO % 0}, "larger than the training data"),

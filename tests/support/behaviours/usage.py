@@ -135,6 +135,30 @@ def global_generators_after_a_draw_without_a_seed() -> Any:
     return [before, drawn, _next_numbers()]
 
 
+class NoisyThroughout(Noisy):
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        return super().test_step((x + keras.random.normal(tf.shape(x)), y))
+
+
+@behaviour
+def draws_without_a_seed_go_on() -> Any:
+    """Training, evaluation and a callback draw from one generator, as with plain Keras."""
+    keras.utils.set_random_seed(1)
+    drawn: list[float] = []
+
+    class Drawing(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            drawn.append(float(keras.random.uniform(())))
+
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        made = prepare(NoisyThroughout(inputs, keras.layers.Dense(3, "softmax")(inputs)))
+        made.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    history = fit(made, shuffle=False, validation_data=(X, Y), callbacks=[Drawing()])
+    return [history, drawn, made.evaluate(X, Y, verbose=0)]
+
+
 def _next_numbers() -> list[float]:
     states = random.getstate(), np.random.get_state()
     numbers = [random.random(), np.random.rand()]
