@@ -133,7 +133,7 @@ def make_step(
 
     any_rows = placement.replicas > 1 and not model.run_eagerly
 
-    def replica_step(shards: Shards) -> Any:
+    def replica_step(shards: Shards, states: dict[int, str]) -> Any:
         shards = shards.of_any_rows() if any_rows else shards
         local = replicas.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
@@ -142,7 +142,7 @@ def make_step(
         share = share._replace(
             seeds=seeds,
             model=model,
-            states={} if share.is_whole or model.run_eagerly else states_of_its_own(model),
+            states=states,
             note_gather=lambda: setattr(state, "gathers", True),
             note_unknown=lambda reason: state.unknown.setdefault(reason),
         )
@@ -157,10 +157,12 @@ def make_step(
 
     def one_step(shards: Shards) -> Any:
         python = random.getstate()
+        several = placement.replicas > 1 and not model.run_eagerly
+        states = states_of_its_own(model) if several else {}
 
         def alike(shards: Shards = shards) -> Any:
             random.setstate(python)  # AugMix draws by it, once, when a replica is traced
-            return replica_step(shards)
+            return replica_step(shards, states)
 
         found = strategy.run(alike)
         keras_compat.share_generator(seeds)
