@@ -654,14 +654,16 @@ _GENERATOR = "_tfmulti_generator"  # an attribute of a strategy
 _drawn_from: weakref.WeakSet[keras.random.SeedGenerator] = weakref.WeakSet()
 
 
-def step_generator(model: keras.Model) -> keras.random.SeedGenerator:
-    """Returns the generator of draws without a seed in the steps of a model.
+def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
+    """Returns the generator of draws without a seed in the steps of a model; None: Keras' own.
 
     Keras has one for all such draws, but keeps one a thread, and replicas are traced in threads of
     their own. This one has a copy on each replica and takes the place of Keras': at once, or, where
     Keras has made none yet, when a step has drawn from it (`share_generator`).
     """
     strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
+        return None
     made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     generator: keras.random.SeedGenerator | None = vars(strategy).get(_GENERATOR)
     if generator is not None and generator is made:
@@ -677,13 +679,13 @@ def step_generator(model: keras.Model) -> keras.random.SeedGenerator:
     return generator
 
 
-def share_generator(generator: keras.random.SeedGenerator) -> None:
+def share_generator(generator: keras.random.SeedGenerator | None) -> None:
     """Makes a generator Keras' own, if a step has drawn from it.
 
     Call it after the step was traced, where Keras would have made its own, by a draw from Python's.
     """
     made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    if generator is made or generator not in _drawn_from:
+    if generator is None or generator is made or generator not in _drawn_from:
         return
     has_drawn = tf.executing_eagerly()
     with tf.init_scope():

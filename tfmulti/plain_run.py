@@ -52,7 +52,7 @@ class PlainRun:
         model: keras.Model,
         variables: Mapping[str, tf.Variable],
         begin: Values,
-        generator: keras.random.SeedGenerator,
+        generator: keras.random.SeedGenerator | None,
         unit: float,
     ) -> None:
         self._model, self._variables, self._begin = model, variables, begin
@@ -89,7 +89,7 @@ class PlainRun:
             variable.assign(value)
         # The replicas draw by it what one device draws by Keras' own.
         own = keras_compat.global_generator(make=True)
-        if own is not None and own is not self._generator:
+        if own is not None and self._generator is not None and own is not self._generator:
             own.state.assign(self._generator.state)
 
 

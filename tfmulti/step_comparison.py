@@ -73,7 +73,8 @@ class StepComparison:
         self._python = random.getstate()
         model.train_function.trace(self._trial.source(0), self._at_once, _NOTHING)
         generators = run_state.random_states()  # what a trace draws, it draws once, as in Keras
-        self._roots = [model, keras_compat.step_generator(model)]
+        generator = keras_compat.step_generator(model) or keras_compat.global_generator()
+        self._roots = [model, *([generator] if generator else [])]
         self._state = relocation.find(*self._roots)
         originals = relocation.values_of(self._state)
         attributes = attributes_of(self._state)
