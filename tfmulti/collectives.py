@@ -155,7 +155,7 @@ def gather(value: tf.Tensor) -> tf.Tensor | None:
 
 
 def are_there() -> bool:
-    """Whether collectives of our own serve what is built now."""
+    """Whether the step that is traced now sums and gathers by this module, not by TensorFlow."""
     return _now() is not None
 
 

@@ -26,7 +26,7 @@ takes the place of Keras' own is written elsewhere (`losses`, `randomness`, `nor
 | gradients | public: `tf.GradientTape.gradient`, `Layer.__call__` | none | a tape knows of shares |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
 | `_compute_before_waits` | `tf.Operation._add_control_inputs` | none | TensorFlow has a public way to order operations that are there |
-| `updates` | `BaseOptimizer._get_variable_index`, `Adam._momentums`, `_velocities` | none | Keras' SGD updates by one kernel, and Adam computes what is the same for all variables once |
+| `updates` | `BaseOptimizer._get_variable_index`, `Adam._momentums`, `_velocities` | none | Keras' SGD updates by one kernel, and Keras' Adam computes only once what all variables share |
 | recurrent cells where replicas meet | public: `RNN.inner_loop`; `Layer._flatten_layers`, `_call_has_training_arg` | none | replicas of one process can meet inside a loop |
 | `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
 | `batches_of` | `trainers.data_adapters.get_data_adapter` | none: not exported | Keras exports it |
@@ -605,13 +605,13 @@ def _is_on_gpu() -> bool:
 def _unrolled(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the loop of a recurrent layer, unrolled where replicas meet in its cell.
 
-    Keras calls the cell once more before its loop, to see what it returns; that changes states.
+    Keras calls the cell once before its loop, to learn what the cell returns. That call changes the
+    cell's states, so it is made here, too.
     """
 
     def inner_loop(self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any) -> Any:
-        parts = self.cell._flatten_layers(include_self=True, recursive=True)
-        meets = any(isinstance(part, keras.layers.BatchNormalization) for part in parts)
-        if partial() is None or not meets or self.unroll or sequences.shape[1] is None:
+        may_unroll = not self.unroll and sequences.shape[1] is not None
+        if partial() is None or not may_unroll or not _normalizes(self.cell):
             return original(self, sequences, initial_state, mask, training)
         options = {"training": training} if self.cell._call_has_training_arg else {}
         states = initial_state if keras.tree.is_nested(initial_state) else [initial_state]
@@ -623,6 +623,13 @@ def _unrolled(original: Callable[..., Any]) -> Callable[..., Any]:
             self.unroll = False
 
     return inner_loop
+
+
+def _normalizes(cell: Any) -> bool:
+    """Whether a recurrent cell, which need not be a layer, holds a BatchNormalization."""
+    return isinstance(cell, keras.layers.Layer) and any(
+        isinstance(part, keras.layers.BatchNormalization) for part in layers_of(cell)
+    )
 
 
 def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -664,7 +671,7 @@ def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync == 1:
         return None
-    made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    made = global_generator()
     generator: keras.random.SeedGenerator | None = vars(strategy).get(_GENERATOR)
     if generator is not None and generator is made:
         return generator
@@ -684,7 +691,7 @@ def share_generator(generator: keras.random.SeedGenerator | None) -> None:
 
     Call it after the step was traced, where Keras would have made its own, by a draw from Python's.
     """
-    made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    made = global_generator()
     if generator is None or generator is made or generator not in _drawn_from:
         return
     has_drawn = tf.executing_eagerly()
@@ -700,7 +707,7 @@ def _next_global_seed() -> Any:
 
     Keras makes it at the first draw without a seed, by a draw from Python's generator.
     """
-    made = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    made = global_generator()
     if made is not None:
         return made.state
     python = random.getstate()
@@ -723,11 +730,14 @@ def with_global_generator() -> Iterator[None]:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
 
 
-def global_generator(*, make: bool = False) -> keras.random.SeedGenerator | None:
-    """Returns Keras' generator of draws without a seed; None if there is none, unless `make`."""
-    if make:
-        return global_seed_generator()
+def global_generator() -> keras.random.SeedGenerator | None:
+    """Returns Keras' generator of draws without a seed; None: Keras has made none yet."""
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def made_global_generator() -> keras.random.SeedGenerator:
+    """Returns Keras' generator of draws without a seed, which is made now if there is none."""
+    return global_seed_generator()
 
 
 def _seed(share: Share, seed: Any) -> tf.Tensor:

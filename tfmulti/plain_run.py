@@ -88,8 +88,8 @@ class PlainRun:
                 value = comparison.moved_by_a_digit(value, rng, self._unit)
             variable.assign(value)
         # The replicas draw by it what one device draws by Keras' own.
-        own = keras_compat.global_generator(make=True)
-        if own is not None and self._generator is not None and own is not self._generator:
+        own = keras_compat.made_global_generator()
+        if self._generator is not None and self._generator is not own:
             own.state.assign(self._generator.state)
 
 

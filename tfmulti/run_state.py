@@ -56,8 +56,8 @@ def _variables(model: keras.Model, *, trained: bool) -> Tree:
 def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
     """Gives a built model the state that `capture` and `capture_trained` returned.
 
-    What is yet to be made of it (the seeds of a layer that only training calls) gets its state when
-    it comes to be.
+    A layer that only training calls may not have made its seeds yet. They get their state when the
+    layer makes them.
 
     Raises:
         ResumeError: the model or its optimizer has other variables.
@@ -70,9 +70,7 @@ def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
     state.saved_variables = late
     _set_metric_states(model, tree["metrics"])
     if tree.get("generator") is not None:
-        generator = keras_compat.global_generator(make=True)
-        assert generator is not None
-        generator.state.assign(tree["generator"])
+        keras_compat.made_global_generator().state.assign(tree["generator"])
     set_random_states(tree["random"])
 
 

@@ -131,10 +131,10 @@ def make_step(
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
         return found
 
-    any_rows = placement.replicas > 1 and not model.run_eagerly
+    has_labels = placement.replicas > 1 and not model.run_eagerly
 
     def replica_step(shards: Shards, states: dict[int, str]) -> Any:
-        shards = shards.of_any_rows() if any_rows else shards
+        shards = shards.of_any_rows() if has_labels else shards
         local = replicas.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
         apart = training and state.outer is not None
@@ -157,8 +157,7 @@ def make_step(
 
     def one_step(shards: Shards) -> Any:
         python = random.getstate()
-        several = placement.replicas > 1 and not model.run_eagerly
-        states = states_of_its_own(model) if several else {}
+        states = states_of_its_own(model) if has_labels else {}
 
         def alike(shards: Shards = shards) -> Any:
             random.setstate(python)  # AugMix draws by it, once, when a replica is traced

@@ -6,9 +6,10 @@ the rounding of the last digit. So one device, which has Keras' numbers to the b
 Kernels: https://www.tensorflow.org/api_docs/python/tf/raw_ops/ResourceApplyKerasMomentum and
 https://www.tensorflow.org/api_docs/python/tf/raw_ops/ResourceApplyGradientDescent
 
-Adam's has the operations of Keras, but those that are the same for all variables once. A large
-network's step has a quarter fewer operations, so its first step comes sooner. TensorFlow's kernel
-for Adam would not do: it takes 1 - beta of the rounded beta, 1.3e-5 off for 0.999.
+Adam's update has the operations of Keras' own, but computes only once what is the same for all
+variables. A large network's step has a fifth fewer operations, so its first step comes sooner.
+TensorFlow's kernel for Adam would not do: it takes 1 - beta of the rounded beta, 1.3e-5 off for
+0.999.
 """
 
 from __future__ import annotations

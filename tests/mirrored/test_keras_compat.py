@@ -86,6 +86,26 @@ def test_upstream_still_calls_a_cell_once_more_before_its_loop() -> None:
     assert counts == [4, 3]
 
 
+class CellThatIsNoLayer:
+    compute_dtype = "float32"
+    state_size = 2
+
+    def get_initial_state(self, batch_size: Any) -> Any:
+        return keras.ops.zeros((batch_size, 2))
+
+    def __call__(self, x: Any, states: Any) -> Any:
+        return self.call(x, states)
+
+    def call(self, x: Any, states: Any) -> Any:
+        return x + states[0], [x + states[0]]
+
+
+def test_a_cell_need_not_be_a_layer() -> None:
+    keras_compat.install()
+    x = np.ones((4, 3, 2), np.float32)
+    np.testing.assert_array_equal(keras.layers.RNN(CellThatIsNoLayer())(x), np.full((4, 2), 3.0))
+
+
 def test_upstream_metric_functions_still_see_one_replica(behaviours: Behaviours) -> None:
     """The reason for `MeanMetricWrapper.update_state`."""
     alone, mended, right = behaviours("mirrored", 2)[0]["upstream_metric_functions_see_a_replica"]

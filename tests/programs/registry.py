@@ -20,7 +20,6 @@ PLACES = ("mirrored-2", "mirrored-3", "workers-2") if EVERYWHERE else ("mirrored
 EQUAL = "equal"
 # What the message of a refusal must say. A step that replicas cannot take as one device does is
 # found by comparison with one device.
-DIFFERS = r"(?i)\bdiffers?\b"
 TF_RANDOM = r"(?i)tf\.random|\bdiffers?\b"
 
 
