@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, relocation
 from tfmulti.errors import ModelError
 from tfmulti.replicas import metric_variables
 from tfmulti.stopping import state_of
@@ -174,7 +174,8 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[int, Any]:
         keras_compat.take_reduced_gradients(optimizer, list, note)
     without_effect = keras.StatelessScope()
     without_effect.__enter__()
-    with contextlib.suppress(Exception):  # the step itself will tell
+    outside = relocation.without_strategy(None)  # a tape takes no variables of all replicas
+    with outside, contextlib.suppress(Exception):  # the step itself will tell
         tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
     with model.distribute_strategy.scope():
         without_effect.__exit__()  # makes variables

@@ -22,6 +22,7 @@ from tfmulti import (
     local_steps,
     model_checks,
     relocation,
+    strategies,
 )
 from tfmulti.broadcast import broadcast
 from tfmulti.comparison import Difference
@@ -213,6 +214,13 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
         VerificationError: the numbers differ; on all workers alike.
     """
     started = time.perf_counter()
+    made = strategies.made()
+    if made is not None and keras_compat.strategy_of(model) is None:
+        raise VerificationError(
+            f"verify: the model trains on one device, although this process made a strategy of "
+            f"{made.num_replicas_in_sync} replicas. Make and compile the model inside 'with "
+            "strategy.scope():'."
+        )
     comparer = StepComparison(model, trial)
     with comparer.state_kept():
         after, logs = comparer.on_replicas()

@@ -17,6 +17,7 @@ OUTSIDE = [
     "trained_and_then_prepared_outside_the_scope",
     "compiled_outside_the_scope",
     "variables_of_its_own_outside_the_scope",
+    "trained_inside_the_scope",
 ]
 
 
@@ -29,7 +30,7 @@ def flat(value: Any) -> list[float]:
 
 @KINDS
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_outside_the_scope_it_is_one_device(behaviours: Behaviours, kind: str, name: str) -> None:
+def test_wherever_it_is_made_it_is_one_device(behaviours: Behaviours, kind: str, name: str) -> None:
     one = np.asarray(flat(behaviours("one_device")[0][name]))
     for worker in behaviours(kind, 2):
         assert np.asarray(flat(worker[name])) == pytest.approx(one, abs=2e-6, rel=1e-5)
@@ -72,6 +73,26 @@ def test_what_is_wrong_is_told_on_all_workers(
         for words in [*WORDS[wrong], "prepare(model, verify=False)"]:
             assert words.replace("own/", "") in message.replace("_own/", "").replace("own/", "")
     assert len({message for _, message in found}) == 1
+
+
+WITHOUT_MEND = {
+    "losses left by other replicas": "the gradient of",
+    "rows of a table that all replicas look up": "the update of",
+    "logits of gathered rows": "differs from one device",
+    "a result under another name": "the log 'score'",
+    "no scope": "trains on one device",
+}
+
+
+@KINDS
+@pytest.mark.parametrize("name", WITHOUT_MEND)
+def test_a_mend_that_is_taken_away_is_found(behaviours: Behaviours, kind: str, name: str) -> None:
+    if (kind, name) == ("multi_worker_mirrored", "losses left by other replicas"):
+        pytest.skip("a process with one replica has no others that trace its layers")
+    for worker in behaviours(kind, 2):
+        mended, without = worker[f"verify finds without the mend: {name}"]
+        assert mended == "same"
+        assert WITHOUT_MEND[name] in without
 
 
 @KINDS

@@ -35,10 +35,10 @@ LIMIT_S = 180
 SEED = 7
 
 
-def nudged(next_creator: Callable[..., Any], **options: Any) -> Any:
+def nudged(next_creator: Callable[..., Any], draw: int = 0, **options: Any) -> Any:
     """Makes a variable as TensorFlow does; trainable floats begin one unit further on.
 
-    Half of the elements are moved up and half down, as drawn from the variable's shape.
+    Half of the elements are moved up and half down, as drawn from the variable's size and `draw`.
     """
     if not options.get("trainable"):
         return next_creator(**options)
@@ -47,7 +47,7 @@ def nudged(next_creator: Callable[..., Any], **options: Any) -> Any:
         given = np.asarray(value() if callable(value) else value)
     value = given
     if given.dtype in (np.float32, np.float64):
-        up = np.random.default_rng(given.size).random(given.shape) < 0.5
+        up = np.random.default_rng(given.size + draw).random(given.shape) < 0.5
         moved = np.nextafter(given, np.where(up, np.inf, -np.inf).astype(given.dtype))
         value = np.where(given == 0, given, moved)  # the next number to 0 is no perturbation
     return next_creator(**{**options, "initial_value": value})

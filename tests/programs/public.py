@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import runpy
@@ -35,6 +36,7 @@ EPOCHS = 2
 FITS = 2  # calls of `fit` that are compared; the program ends after them
 USES = 3  # calls of `evaluate` and `predict`, after which it ends, too
 TOLERANCE = 1e-6
+PERTURBATIONS = 4  # of the initial weights at most, where one does not explain a difference
 
 
 class Enough(BaseException):
@@ -61,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         file = (roots[root] / path).resolve()
         rows.append([name, *verdicts(name, file, places, out, options.limit_s)])
         print(" | ".join(rows[-1]), flush=True)
-    if options.table:
-        heads = ["program", *places]
-        lines = [heads, ["---"] * len(heads), *rows]
-        options.table.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+        if options.table:
+            heads = ["program", *places]
+            lines = [heads, ["---"] * len(heads), *rows]
+            options.table.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
 def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: int) -> list[str]:
@@ -73,22 +75,27 @@ def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: i
 
     if not file.exists():
         return ["cannot run here: not in this checkout"] * len(places)
-    found = {}
-    for place in ("plain", "perturbed", *places):
-        found[place] = _run(file, place, out / name / place, limit_s)
-        if place == "plain" and "error" in found[place]:
-            return [f"cannot run here: {_line(found[place]['error'])}"] * len(places)
+
+    def left_at(place: str) -> dict[str, np.ndarray]:
+        return _run(file, place, out / name / place, limit_s)
+
+    plain = left_at("plain")
+    if "error" in plain:
+        return [f"cannot run here: {_line(plain['error'])}"] * len(places)
+    perturbed = [left_at("perturbed-0")]
     words = []
     for place in places:
-        left = found[place]
+        left = left_at(place)
         if "error" in left:
             words.append(f"refused: {_line(left['error'])}")
             continue
-        perturbed = found["perturbed"]
-        if perturbed.keys() != found["plain"].keys():
+        if perturbed[0].keys() != plain.keys():  # as when it stops early
             words.append("cannot be compared: another number of epochs when perturbed")
             continue
-        ratio, what = excess(left, found["plain"], perturbed, TOLERANCE)
+        ratio, what = excess(left, plain, perturbed, TOLERANCE)
+        while ratio > 1 and len(perturbed) < PERTURBATIONS:
+            perturbed.append(left_at(f"perturbed-{len(perturbed)}"))
+            ratio, what = excess(left, plain, perturbed, TOLERANCE)
         words.append(f"equal ({what})" if ratio <= 1 else what)
     return words
 
@@ -130,18 +137,23 @@ def child(file: str, place: str, target: str) -> None:
     from tests.support.cases import strategy_at
     from tfmulti.strategies import placement_of
 
-    plain = place in ("plain", "perturbed")
+    kind, _, draw = place.partition("-")
+    plain = kind in ("plain", "perturbed")
     strategy = strategy_at("plain" if plain else place)
     left: dict[str, Any] = {}
     keras.utils.set_random_seed(SEED)
-    creators = tf.variable_creator_scope(nudged) if place == "perturbed" else None
+    perturb = functools.partial(nudged, draw=int(draw or 0))
+    creators = tf.variable_creator_scope(perturb) if kind == "perturbed" else None
+    target = os.path.abspath(target)
+    files = Path(target).parent / "files"  # of all workers, as on a shared disk
+    files.mkdir(exist_ok=True)
+    os.chdir(files)
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
         synthetic.install(Path(folder))
         _watch(strategy, plain, left)
         try:
             with creators or contextlib.nullcontext(), strategy.scope():
-                _execute(Path(file))
+                _execute(Path(file), Path(folder))
         except Enough:
             pass
         except BaseException as error:
@@ -154,13 +166,13 @@ def child(file: str, place: str, target: str) -> None:
     np.savez(target.replace("RANK", str(rank)), **left)
 
 
-def _execute(file: Path) -> None:
+def _execute(file: Path, folder: Path) -> None:
     if file.suffix == ".py":
         runpy.run_path(str(file), run_name="__main__")
         return
     cells = json.loads(file.read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    script = Path("notebook.py")
+    script = folder / "notebook.py"
     script.write_text("\n".join(_without_magic(source) for source in sources))
     runpy.run_path(str(script), run_name="__main__")
 
@@ -175,6 +187,7 @@ def _watch(strategy: Any, plain: bool, left: dict[str, Any]) -> None:
     import keras
 
     from tfmulti import prepare
+    from tfmulti.trainer import DistributedModel
 
     fits: list[Any] = []
     uses: list[str] = []
@@ -202,8 +215,9 @@ def _watch(strategy: Any, plain: bool, left: dict[str, Any]) -> None:
 
         return call
 
-    for name in ("fit", "evaluate", "predict"):
-        setattr(keras.Model, name, wrapped(name, getattr(keras.Model, name)))
+    for owner in (keras.Model, DistributedModel):  # whatever is fitted twice is prepared by then
+        for name in ("fit", "evaluate", "predict"):
+            setattr(owner, name, wrapped(name, getattr(owner, name)))
 
 
 @contextlib.contextmanager

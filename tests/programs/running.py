@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -102,16 +103,19 @@ def _size(array: np.ndarray) -> float:
     return float(np.abs(np.nan_to_num(array.astype(np.float64))).max(initial=0.0))
 
 
-def excess(found: Left, plain: Left, perturbed: Left, tolerance: float) -> tuple[float, str]:
+def excess(
+    found: Left, plain: Left, perturbed: Sequence[Left], tolerance: float
+) -> tuple[float, str]:
     """Returns the largest difference over what is allowed, and what differs by how much.
 
-    Allowed is the tolerance, or ten times what one unit in the last place of the initial
-    weights changes on one device.
+    Allowed is the tolerance, or ten times the most that one unit in the last place of the initial
+    weights changed on one device.
     """
-    assert plain.keys() == perturbed.keys(), "the perturbed program left something else"
     sensitivity: dict[str, float] = {}
-    for name, difference in differences(perturbed, plain).items():
-        sensitivity[_group(name)] = max(sensitivity.get(_group(name), 0.0), difference)
+    for each in perturbed:
+        assert plain.keys() == each.keys(), "the perturbed program left something else"
+        for name, difference in differences(each, plain).items():
+            sensitivity[_group(name)] = max(sensitivity.get(_group(name), 0.0), difference)
     worst, words = 0.0, "nothing was compared"
     for name, difference in differences(found, plain).items():
         allowed = max(tolerance, 10 * sensitivity.get(_group(name), 0.0))

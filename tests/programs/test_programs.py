@@ -40,11 +40,11 @@ def test_a_program_is_the_same_or_refused(left: ProgramPlaces, name: str, place:
         for other in others:  # all workers have the same, to the bit
             assert other.keys() == first.keys()
             assert all(np.array_equal(first[key], other[key], equal_nan=True) for key in first)
-        ratio, words = excess(first, plain, perturbed, wanted.tolerance)
+        ratio, words = excess(first, plain, [perturbed], wanted.tolerance)
         assert ratio <= 1, words
     else:
         if "error" not in first:
-            _, words = excess(first, plain, perturbed, wanted.tolerance)
+            _, words = excess(first, plain, [perturbed], wanted.tolerance)
             pytest.fail(f"no error, but {words}")
         for found in (first, *others):
             assert re.search(wanted.expects, str(found["error"][1])), ": ".join(found["error"])

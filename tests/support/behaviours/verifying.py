@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import keras
@@ -12,7 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here
-from tfmulti import global_values, prepare, verify
+from tfmulti import global_values, keras_compat, prepare, relocation, replicas, verify
+from tfmulti.errors import VerificationError
+from tfmulti.lookup_gradients import Lookup
+from tfmulti.step_logs import StepLogs
 from tfmulti.stopping import state_of
 
 SEVERAL = ("mirrored", "multi_worker_mirrored")
@@ -108,6 +112,15 @@ def variables_of_its_own_outside_the_scope() -> Any:
     cells = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))
     own = [cells["count"].cell_contents, made.doubled[0], made.pair["both"][1]]
     return [numbers, [float(np.asarray(v)) for v in own]]
+
+
+@behaviour
+def trained_inside_the_scope() -> Any:
+    """All of a program stands inside the scope, `fit` of two optimizers of its own too."""
+    with here.strategy.scope():
+        made = _own()
+        history = fit(made, x=X[:50], y=Y[:50], batch_size=15, shuffle=False)
+        return [list(history.values()), [np.asarray(v).tolist() for v in made.weights]]
 
 
 @behaviour_at(*SEVERAL)
@@ -245,6 +258,119 @@ def _fails(wrong: str) -> Callable[[], Any]:
 
 for _wrong in ("loss", "rows are mixed", "metric", "chance", "weights", "queue"):
     behaviour_at(*SEVERAL)(_fails(_wrong))
+
+
+def _compiled(made: keras.Model, **options: Any) -> keras.Model:
+    with here.strategy.scope():
+        made.compile(keras.optimizers.Adam(0.01), **options)
+    return made
+
+
+def _network_compiled() -> keras.Model:
+    made = _network()
+    made.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+    return made
+
+
+def _loss_before_normalization() -> keras.Model:
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, activity_regularizer=keras.regularizers.L2(0.1))(inputs)
+    hidden = keras.layers.BatchNormalization()(hidden)
+    made = keras.Model(inputs, keras.layers.Dense(3, "softmax")(hidden))
+    return _compiled(made, loss="sparse_categorical_crossentropy")
+
+
+def _same_lookups_on_all() -> keras.Model:
+    class Positions(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = keras.layers.Embedding(6, 4)
+
+        def call(self, x: Any) -> Any:
+            return x[:, :, None] + self.table(tf.range(6))
+
+    layers = [keras.Input((6,)), Positions(), keras.layers.Flatten(), keras.layers.Dense(3)]
+    return _compiled(keras.Sequential(layers), loss=_from_logits)
+
+
+def _from_logits(y: Any, outputs: Any) -> Any:
+    return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+
+def _loss_by_logits() -> keras.Model:
+    def loss(y: Any, outputs: Any) -> Any:
+        found = keras.losses.sparse_categorical_crossentropy(y, outputs)
+        return tf.sqrt(tf.reduce_mean(found))
+
+    layers = [keras.Input((6,)), keras.layers.Dense(3), keras.layers.Activation("softmax")]
+    made = keras.Sequential(layers)
+    made.layers[0].set_weights([np.full((6, 3), 9.0) * [[1, 2, 3]], np.zeros(3)])
+    return _compiled(made, loss=loss)
+
+
+def _result_under_another_name() -> keras.Model:
+    class Named(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return {"score": super().train_step(data)["auc"]}
+
+    inputs = keras.Input((6,))
+    made = Named(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
+    return _compiled(made, loss="mse", metrics=["auc"])
+
+
+class Mend(NamedTuple):
+    """A model that goes wrong under `kinds` where each of `parts` is replaced."""
+
+    make: Callable[[], keras.Model]
+    parts: list[tuple[Any, str, Any]]
+    kinds: tuple[str, ...] = SEVERAL
+
+
+NOT_KNOWN = (global_values, "are_known", lambda share: False)
+MENDS = {
+    "losses left by other replicas": Mend(
+        _loss_before_normalization,
+        [(keras_compat, "_left_by_trace", lambda layer: {})],
+        kinds=("mirrored",),
+    ),
+    "rows of a table that all replicas look up": Mend(
+        _same_lookups_on_all,
+        [(replicas, "lookups_in", lambda g: [Lookup(g.values, g.indices, False)])],
+    ),
+    "logits of gathered rows": Mend(_loss_by_logits, [NOT_KNOWN, (keras_compat, "ATTACHED", ())]),
+    "a result under another name": Mend(
+        _result_under_another_name,
+        [NOT_KNOWN, (StepLogs, "_result_of", lambda self, value: None)],
+    ),
+    "no scope": Mend(_network_compiled, [(relocation, "adopt", lambda model, strategy: 0)]),
+}
+
+
+def _without(name: str) -> Callable[[], Any]:
+    def without() -> Any:
+        """Returns what verify says with what mends it, and then without."""
+        found = []
+        mend = MENDS[name]
+        for is_mended in (True, False):
+            keras.utils.set_random_seed(1)
+            with contextlib.nullcontext() if name == "no scope" else here.strategy.scope():
+                made = mend.make()
+            with contextlib.ExitStack() as replaced:
+                for part in mend.parts if not is_mended else ():
+                    replaced.enter_context(mock.patch.object(*part))
+                try:
+                    fit(prepare(made, verify=True), **{**ONE_STEP, "y": Y[:18] % 2})
+                    found.append("same")
+                except VerificationError as error:
+                    found.append(str(error))
+        return found
+
+    without.__name__ = f"verify finds without the mend: {name}"
+    return behaviour_at(*MENDS[name].kinds)(without)
+
+
+for _name in MENDS:
+    _without(_name)
 
 
 @behaviour_at(*SEVERAL)
