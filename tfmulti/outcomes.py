@@ -19,7 +19,8 @@ class Outcome(NamedTuple):
 
     `logs` are the last step's logs over the global data, and `epoch_logs` those of an epoch that
     ends here: see `StepLogs.final`. `votes` counts, for each reason to stop, the replicas whose
-    worker has it; `digest_spread` is above 0 where workers read different batches. `rows` are the
+    worker has it; `digests` has that of each worker's last
+    batch, by rank. `rows` are the
     examples of all steps of the execution, `lost` those that could not be read, and `waited_s` the
     seconds that a replica waited for data, on average.
     """
@@ -27,7 +28,7 @@ class Outcome(NamedTuple):
     logs: Logs
     epoch_logs: Logs
     votes: Any  # a tensor, and a list of floats once `epochs.run` has read it
-    digest_spread: tf.Tensor
+    digests: tf.Tensor
     rows: tf.Tensor
     lost: tf.Tensor
     waited_s: tf.Tensor
@@ -199,7 +200,9 @@ class Summary:
     ) -> tuple[Outcome, list[tf.Tensor]]:
         """Returns what all replicas found, and `moved` summed over them, from one collective."""
         weight = shards.weight(local)
-        digest = tf.cast(shards.digest, tf.float32)
+        place = self._placement
+        digest = tf.cast(shards.digest if local == 0 else 0, tf.float32)
+        digests = tf.one_hot(place.rank, place.workers) * digest
         waited_s = tf.cast(taken.waited_s, tf.float32)
         lost = tf.cast(taken.lost if local == 0 else 0, tf.float32)
         parts = [_part(value, weight) for value in logs.values()]
@@ -207,14 +210,12 @@ class Summary:
             replicas.metric_variables(self._model),
             metrics,
             lambda sums: self._logs.final(dict(zip(logs, sums, strict=False))),
-            [*parts, votes, digest, digest * digest, lost, waited_s, *moved],
+            [*parts, votes, digests, lost, waited_s, *moved],
         )
-        counted, digests, squares, lost, waited_s = sums[len(parts) : len(parts) + 5]
-        replicas_count = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
-        spread = squares / replicas_count - tf.square(digests / replicas_count)
-        waited_s /= replicas_count
-        outcome = Outcome(*final, counted, spread, taken.rows[-1], lost, waited_s)
-        return outcome, sums[len(parts) + 5 :]
+        counted, digests, lost, waited_s = sums[len(parts) : len(parts) + 4]
+        waited_s /= place.replicas
+        outcome = Outcome(*final, counted, digests, taken.rows[-1], lost, waited_s)
+        return outcome, sums[len(parts) + 4 :]
 
 
 def _part(value: Any, weight: tf.Tensor) -> tf.Tensor:

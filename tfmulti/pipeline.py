@@ -92,7 +92,7 @@ def _checks(batch: Any) -> list[Any]:
 
 
 def _digest(batch: Any) -> tf.Tensor:
-    """Returns a number in 0..255 by which workers notice that they read different batches.
+    """Returns a number below 2**24 by which workers notice that they read different batches.
 
     It is made of the first and the last row: cheap, and a shuffle without a seed changes it.
     """
@@ -104,4 +104,4 @@ def _digest(batch: Any) -> tf.Tensor:
         elif isinstance(leaf, tf.Tensor):
             words.append(tf.reduce_sum(tf.cast(tf.strings.length(leaf), tf.float64)))
     text = tf.strings.as_string(tf.stack([tf.cast(_rows(batch), tf.float64), *words]))
-    return tf.cast(tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), 256), tf.int32)
+    return tf.cast(tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), 1 << 24), tf.int32)

@@ -141,7 +141,7 @@ def label_of(value: Any) -> Label:
     marks = _marks_of(value)
     if marks is None:
         return local("a tensor of another graph, or of none")
-    stack = [value]
+    stack, begun = [value], set()
     while stack:
         at = stack[-1]
         called = marks.calls.get(at.name)
@@ -149,6 +149,13 @@ def label_of(value: Any) -> Label:
         here = [t for t in inputs if getattr(t, "graph", None) is at.graph]
         missing = [t for t in here if t.name not in marks.labels]
         if at.name not in marks.labels and missing:
+            begun.add(at.name)
+            if any(t.name in begun for t in missing):
+                # A layer gave out what it was given, or something older: read the operations.
+                for name in begun:
+                    marks.calls.pop(name, None)
+                stack, begun = [value], set()
+                continue
             stack += missing
             continue
         stack.pop()

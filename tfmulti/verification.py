@@ -35,7 +35,7 @@ from tfmulti.report import Verification
 from tfmulti.step_comparison import StepComparison
 from tfmulti.stopping import is_prepared, state_of
 from tfmulti.strategies import placement_of
-from tfmulti.votes import make_vote
+from tfmulti.votes import gather, make_vote
 
 # Seconds of a comparison from which on it is told in a line.
 TOLD_FROM_S = 1.0
@@ -249,19 +249,10 @@ def _verdict_of_all(model: keras.Model, problem: str, fails: bool) -> tuple[int,
 
     None: the numbers are the same on all workers. It is a collective on several.
     """
-    strategy = model.distribute_strategy
-    place = placement_of(strategy)
-    mine = [float(bool(problem)), float(fails)]
-    if place.workers == 1:
-        told = [mine]
-    else:
-        own = [0.0] * (2 * place.workers)
-        own[2 * place.rank : 2 * place.rank + 2] = mine
-        counted = make_vote(strategy)(own)
-        told = [counted[2 * rank : 2 * rank + 2] for rank in range(place.workers)]
+    told = gather(model.distribute_strategy, [bool(problem), fails])
     for which in (1, 0):  # numbers that differ anywhere weigh more than what could not be done
         for rank, each in enumerate(told):
-            if each[which] > 0:
+            if each[which]:
                 return rank, which == 0
     return None
 

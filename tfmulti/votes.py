@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfmulti import replicas
 from tfmulti.launched import teller
 from tfmulti.outcomes import first_local
+from tfmulti.strategies import placement_of
 
 
 @functools.lru_cache(maxsize=4)  # strategies: a process has one, seldom two
@@ -30,3 +31,20 @@ def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], l
         return counted
 
     return vote
+
+
+def gather(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list[int]]:
+    """Returns the numbers that each worker gives, by its rank, exactly.
+
+    Every worker must call it with as many: it is a collective.
+
+    Args:
+        values: from 0 to 65,535, so that float32 holds them times 256 replicas of a worker.
+    """
+    place = placement_of(strategy)
+    if place.workers == 1:
+        return [list(values)]
+    own = [0.0] * (len(values) * place.workers)
+    own[place.rank * len(values) : (place.rank + 1) * len(values)] = map(float, values)
+    counted = [round(total / place.local_replicas) for total in make_vote(strategy)(own)]
+    return [counted[at : at + len(values)] for at in range(0, len(counted), len(values))]

@@ -17,7 +17,16 @@ X = np.random.default_rng(0).uniform(0.1, 1.0, (6, 4)).astype(np.float32)
 TABLE = tf.constant(np.arange(20, dtype=np.float32).reshape(5, 4))
 IMAGES = (2, 2, 1)
 
+
+def _given_out(first: Any, given: Any) -> Any:
+    """As a layer that is given tensors and returns a tensor that was there before."""
+    row_labels.mark_call(given, first)
+    return first
+
+
 BY_ROWS: dict[str, Callable[[Any], Any]] = {
+    "layer that gives out what it is given": lambda x: (lambda y: _given_out(y, y))(x * 2.0),
+    "layer that gives out what was before": lambda x: (lambda y: _given_out(y, y + 1.0))(x * 2.0),
     "elementwise": lambda x: tf.exp(x) * 2.0 + tf.constant([1.0, 2.0, 3.0, 4.0]),
     "compared": lambda x: tf.where(x > 0.5, x, tf.zeros_like(x)),
     "mean of features": lambda x: tf.reduce_mean(x, -1),

@@ -26,6 +26,7 @@ SAME_EVERYWHERE = [
     "several_inputs_and_outputs",
     "embedding",
     "draws_without_a_seed_go_on",
+    "dropout_after_a_layer_of_its_own",
     "two_optimizers",
     "one_batch_at_a_time",
     "two_adams_of_its_own",
@@ -195,10 +196,18 @@ def test_mistakes_are_named(
         assert words in message
 
 
-def test_workers_with_different_data_are_told(behaviours: Behaviours) -> None:
+@pytest.mark.parametrize(
+    "name", ["different_data_on_each_worker", "batches_whose_digests_differ_by_one"]
+)
+def test_workers_with_different_data_are_told(behaviours: Behaviours, name: str) -> None:
     for worker in behaviours("multi_worker_mirrored", 2):
-        error, message = worker["different_data_on_each_worker"]["error"]
+        error, message = worker[name]["error"]
         assert (error, "shuffle(seed=" in message) == ("DataError", True)
+
+
+def test_numbers_of_each_worker_are_exact(behaviours: Behaviours) -> None:
+    for worker in behaviours("multi_worker_mirrored", 2):
+        assert worker["numbers_gathered_from_each_worker"] == [[65_535, 0, 0], [65_534, 0, 1]]
 
 
 def test_backup_and_restore_is_for_one_worker(behaviours: Behaviours) -> None:

@@ -110,7 +110,7 @@ def test_data_without_bad_examples_ends_no_call(found: Any, workers: int) -> Non
 
 
 @WORKERS
-@pytest.mark.parametrize("what", ["rows", "values"])
+@pytest.mark.parametrize("what", ["rows", "values", "kind"])
 def test_other_data_on_a_worker_is_noticed_by_all(found: Any, workers: int, what: str) -> None:
     for worker in found(workers):
         said = worker[f"other {what}"]

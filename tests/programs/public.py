@@ -258,6 +258,8 @@ def _left_by(model: Any, history: Any, number: int) -> dict[str, Any]:
     for name, optimizer in sorted(vars(model).items()):
         if not isinstance(optimizer, keras.optimizers.Optimizer) or not optimizer.built:
             continue
+        if not model.trainable_weights:  # Keras does not build the optimizer of such a model
+            continue
         for i, variable in enumerate(optimizer.variables):
             kind = variable.name.rpartition("_")[2]
             value = keras.ops.convert_to_numpy(variable)

@@ -17,6 +17,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.support.threads import left_since
 from tfmulti import make_strategy, prepare
@@ -65,7 +66,7 @@ def main(out: str) -> None:
             model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
         model.fit(
             source,
-            batch_size=BATCH,
+            batch_size=BATCH if isinstance(source, ArraySource) else None,
             epochs=EPOCHS,
             validation_data=validation,
             verbose=0,
@@ -105,8 +106,15 @@ def main(out: str) -> None:
                     found[f"any of {name}" if bad else name] = str(error)
     found["said"] = said.getvalue()
     rank = placement_of(strategy).rank
-    for name, other in (("rows", Logged(EXAMPLES + rank)), ("values", Logged(EXAMPLES))):
-        other.data[0][EXAMPLES // 2] += rank * (name == "values")
+    values = Logged(EXAMPLES)
+    values.data[0][EXAMPLES // 2] += rank
+    batches = tf.data.Dataset.from_tensor_slices(Logged(EXAMPLES).data).batch(BATCH)
+    others = {
+        "rows": Logged(EXAMPLES + rank),
+        "values": values,
+        "kind": batches if rank else Logged(EXAMPLES),
+    }
+    for name, other in others.items():
         try:
             trained(other)
             found[f"other {name}"] = None

@@ -8,13 +8,15 @@ import random
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, fit, here, model
-from tfmulti import prepare
+from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
+from tfmulti import pipeline, prepare
+from tfmulti.votes import gather
 
 
 @behaviour
@@ -159,6 +161,18 @@ def draws_without_a_seed_go_on() -> Any:
     return [history, drawn, made.evaluate(X, Y, verbose=0)]
 
 
+@behaviour
+def dropout_after_a_layer_of_its_own() -> Any:
+    """In evaluation Dropout gives out the tensor that it is given."""
+
+    class Rectifier(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return tf.concat([tf.nn.relu(inputs), tf.nn.relu(-inputs)], -1)
+
+    made = model(Rectifier(), keras.layers.Dropout(0.5, seed=1))
+    return fit(made, shuffle=False, validation_data=(X[:40], Y[:40]))
+
+
 def _next_numbers() -> list[float]:
     states = random.getstate(), np.random.get_state()
     numbers = [random.random(), np.random.rand()]
@@ -211,6 +225,20 @@ def seeded_dataset() -> Any:
 def different_data_on_each_worker() -> Any:
     data = tf.data.Dataset.from_tensor_slices((X + here.place.rank, Y)).batch(24)
     return fit(model(), x=data, y=None, batch_size=None)
+
+
+@behaviour_at("multi_worker_mirrored")
+def batches_whose_digests_differ_by_one() -> Any:
+    """A sum of so large numbers in float32 would not tell them apart."""
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
+    digest = tf.constant(2**24 - 1 - here.place.rank, tf.int32)
+    with mock.patch.object(pipeline, "_digest", return_value=digest):
+        return fit(model(), x=data, y=None, batch_size=None)
+
+
+@behaviour_at("multi_worker_mirrored")
+def numbers_gathered_from_each_worker() -> Any:
+    return gather(here.strategy, [65_535 - here.place.rank, 0, here.place.rank])
 
 
 class Batches(keras.utils.PyDataset):
