@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from datetime import datetime
@@ -126,7 +127,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     The ending is kept, since Keras and matplotlib choose the format by it.
     """
-    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
+    partial = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
     try:
         yield partial
         if partial.is_file():
@@ -135,11 +136,22 @@ def replacing(path: Path) -> Iterator[Path]:
         elif path.is_dir():
             shutil.rmtree(path)
         os.replace(partial, path)
+        _sync_folder(path.parent)
     finally:
         if partial.is_dir():
             shutil.rmtree(partial)
         else:
             partial.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Has the disk keep the names in a folder, too: after a power cut a file is whole or absent."""
+    with contextlib.suppress(OSError):  # not every file system can
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def remove_partial(folder: Path) -> None:

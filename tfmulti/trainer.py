@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
@@ -25,6 +27,7 @@ from tfmulti import (
     model_checks,
     relocation,
     resuming,
+    rundir,
     verification,
 )
 from tfmulti import epochs as epochs_loop
@@ -436,9 +439,25 @@ class DistributedModel(keras.Model):
         return tf.nest.map_structure(epochs_loop.concatenated, outputs)
 
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """Saves the model as Keras does: it loads without tfmulti."""
-        with model_checks.as_made(self):
-            keras.Model.save(self, filepath, overwrite=overwrite, **kwargs)
+        """Saves the model as Keras does: it loads without tfmulti.
+
+        Several workers may save to one file: it is always that of one of them, and whole.
+        """
+        with self._whole(filepath, overwrite) as path, model_checks.as_made(self):
+            keras.Model.save(self, path, overwrite=overwrite, **kwargs)
+
+    def save_weights(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
+        """Saves the weights as Keras does; to one file as `save` does."""
+        with self._whole(filepath, overwrite) as path:
+            keras.Model.save_weights(self, path, overwrite=overwrite, **kwargs)
+
+    def _whole(self, filepath: Any, overwrite: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gives where to write a file that others may write, too, and puts it in its place."""
+        if self._placement.workers > 1 and overwrite and isinstance(filepath, (str, os.PathLike)):
+            path = Path(filepath)
+            if path.suffix in (".keras", ".h5") and path.parent.is_dir() and not path.is_dir():
+                return rundir.replacing(path)
+        return contextlib.nullcontext(filepath)
 
     def __reduce__(self) -> Any:
         """Pickles and copies the model as Keras does: the copy is to be prepared again."""

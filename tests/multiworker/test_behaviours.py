@@ -26,6 +26,7 @@ SAME_EVERYWHERE = [
     "several_inputs_and_outputs",
     "embedding",
     "draws_without_a_seed_go_on",
+    "saved_by_all_to_one_file",
     "dropout_after_a_layer_of_its_own",
     "two_optimizers",
     "one_batch_at_a_time",

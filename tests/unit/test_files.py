@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -69,3 +70,25 @@ def test_default_folders_do_not_meet(tmp_path: Path) -> None:
 def test_default_folder_of_a_users_data(tmp_path: Path) -> None:
     made = default_run_dir("pkg.mod:load", "cnn", NOW, str(tmp_path))
     assert made.path.name == "mod-cnn-20260102-030405"
+
+
+def test_after_a_power_cut_a_file_is_whole_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes reach the disk before the name does, and the name before anything else is done."""
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(number: int) -> None:
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{number}")))
+        sync(number)
+
+    def replaced(old: Path, new: Path) -> None:
+        done.append("rename")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    with replacing(tmp_path / "file") as partial:
+        partial.write_text("whole")
+    assert done == [partial.name, "rename", tmp_path.name]

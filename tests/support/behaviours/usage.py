@@ -144,6 +144,21 @@ class NoisyThroughout(Noisy):
 
 
 @behaviour
+def saved_by_all_to_one_file() -> Any:
+    """Each worker loads what is there after its own save: a whole file, whoever wrote it last."""
+    made = model()
+    fit(made)
+    path, weights = here.shared / "of_all.keras", here.shared / "of_all.weights.h5"
+    for _ in range(5):
+        made.save(path)
+        made.save_weights(weights)
+        loaded = keras.models.load_model(path)
+        loaded.load_weights(weights)
+    left = [file.name for file in here.shared.glob(".partial-*")] if here.place.workers == 1 else []
+    return [loaded.predict(X[:3], verbose=0).tolist(), left]
+
+
+@behaviour
 def draws_without_a_seed_go_on() -> Any:
     """Training, evaluation and a callback draw from one generator, as with plain Keras."""
     keras.utils.set_random_seed(1)
