@@ -1,7 +1,9 @@
 """Whether two runs of the same step gave the same numbers, and in which way they differ.
 
 Two correct runs differ by rounding. How much a number may differ by that is measured: the same
-run is made once more from weights that are moved by one unit in the last place.
+run is made once more from weights that are moved by some units in the last place, and with
+gradients that are moved so. By one unit a number would often not change at all, since it is rounded
+itself.
 """
 
 from __future__ import annotations
@@ -11,8 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A difference counts when it is above ten times what a last digit of the weights makes.
-TIMES_SENSITIVITY = 10
+# A difference counts when it is above so many times what a unit in the last place of the weights
+# makes. Sums over rows, added in another order, were seen to differ by 16 times that, where large
+# parts of them cancel out; what is computed wrongly differs by far more.
+TIMES_SENSITIVITY = 40
+# By so many units in the last place weights are moved, where the model computes with all of them.
+MOVED_BY = 8
+# By so many times that gradients are moved, in units of the largest: they are sums over rows and
+# places of what may be larger than all of them.
+GRADIENTS_MOVED_BY = 8
 # The least difference that counts, relative to the largest value of a log or a metric.
 OF_RESULTS = 1e-6
 # The same for weights and states, relative to the largest change: a step of Adam divides by the
@@ -72,17 +81,18 @@ def compare(
     Args:
         here: the replicas' value.
         there: that of one device.
-        moved: that of one device when its weights were moved by a last digit.
+        moved: that of one device when its weights were moved by `moved_by_digits`.
         before: the value before the step, where a step changes it; its change is compared.
         unit: the last digit that the model computes with, where it has fewer than the value.
     """
     if here.shape != there.shape:
         infinite = float("inf")
         return Difference(kind, name, infinite, 0.0, float(here.size), float(there.size))
-    digits = _eps(there)
+    digits = last_place(there.dtype)
     left, right, other = (_wide(value) for value in (here, there, moved))
     apart = _apart(left, right)
-    limit = TIMES_SENSITIVITY * float(_apart(other, right).max(initial=0))
+    moved_by = 1 if unit else MOVED_BY
+    limit = TIMES_SENSITIVITY * float(_apart(other, right).max(initial=0)) / moved_by
     change = right if before is None else right - _wide(before)
     if digits:
         relative = max(OF_RESULTS if before is None else OF_UPDATES, TIMES_SENSITIVITY * unit)
@@ -103,11 +113,11 @@ def compare(
     )
 
 
-def _eps(value: np.ndarray) -> float:
+def last_place(dtype: np.dtype) -> float:
     """Returns a unit in the last place of 1; 0 for whole numbers."""
-    if value.dtype.kind == "f":
-        return float(np.finfo(value.dtype).eps)
-    return 2.0**-7 if value.dtype.name == "bfloat16" else 0.0
+    if dtype.kind == "f":
+        return float(np.finfo(dtype).eps)
+    return 2.0**-7 if dtype.name == "bfloat16" else 0.0
 
 
 def _wide(value: np.ndarray) -> np.ndarray:
@@ -161,17 +171,19 @@ def scale_of(left: np.ndarray, right: np.ndarray) -> float | None:
     return along / lengths[1] ** 2 if along > 0.95 * lengths[0] * lengths[1] else None
 
 
-def moved_by_a_digit(value: np.ndarray, rng: np.random.Generator, unit: float) -> np.ndarray:
-    """Returns weights moved by one unit in the last place, each up or down as `rng` draws.
-
-    With a `unit` they are moved by that part of themselves, where a model computes with fewer
-    digits than its weights have.
-    """
+def moved_by_digits(value: np.ndarray, rng: np.random.Generator, unit: float) -> np.ndarray:
+    """Returns weights moved by `moved_part`, each up or down as `rng` draws."""
     signs = rng.choice([-1.0, 1.0], size=value.shape)
-    if unit or value.dtype.kind != "f":
-        moved = np.asarray(value, np.float64) * (1 + signs * max(unit, _eps(value)))
-        return np.asarray(moved).astype(value.dtype)
-    return np.asarray(np.nextafter(value, np.asarray(signs * np.inf, value.dtype)))
+    moved = np.asarray(value, np.float64) * (1 + signs * moved_part(value.dtype, unit))
+    return np.asarray(moved).astype(value.dtype)
+
+
+def moved_part(dtype: np.dtype, unit: float) -> float:
+    """Returns by which part of itself a number is moved: `MOVED_BY` units in its last place.
+
+    With a `unit` by that, where a model computes with fewer digits than its weights have.
+    """
+    return unit or MOVED_BY * last_place(dtype)
 
 
 def first_of(found: Sequence[Difference]) -> Difference | None:

@@ -57,35 +57,80 @@ class PlainRun:
     ) -> None:
         self._model, self._variables, self._begin = model, variables, begin
         self._generator, self._unit = generator, unit
-        # Keras' weights keep the objects: those that are trained are moved by a last digit.
+        # Keras' weights keep the objects: those that are trained are moved by some digits.
         of = keras_compat.tf_variable_of
         self._trained = {id(of(v)) for v in model.trainable_variables}
+        self._moves = tf.Variable(False, trainable=False)
 
     def compiled(self, step: Any) -> Any:
         """Returns a step as Keras alone compiles it, for any number of rows."""
+        step = self._moving_gradients(step)
         if self._model.run_eagerly:
             return step
         return tf.function(recording.marked(lambda batch: step(of_any_rows(batch))))
 
-    def run(self, step: Any, batches: Sequence[Any], *, by_a_digit: bool = False) -> After:
+    def _moving_gradients(self, step: Any) -> Any:
+        """Returns a step whose optimizers get gradients that move where `run` asks for it.
+
+        They move by some digits of the largest of them. What is so much smaller is rounding: the
+        gradient of a bias before a normalization is nothing else, and Adam makes much of it.
+        """
+        original = keras.optimizers.Optimizer.apply
+
+        def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            return original(optimizer, self._moved(list(grads)), trainable_variables)
+
+        def moving(batch: Any) -> Any:
+            keras.optimizers.Optimizer.apply = apply
+            try:
+                return step(batch)
+            finally:
+                keras.optimizers.Optimizer.apply = original
+
+        return moving
+
+    def _moved(self, gradients: list[Any]) -> list[Any]:
+        """Returns gradients, each number of them moved up or down where that is asked for."""
+        values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        values = [None if v is None else tf.convert_to_tensor(v) for v in values]
+        sizes = [tf.reduce_max(tf.abs(tf.cast(v, tf.float64))) for v in values if v is not None]
+        largest = tf.reduce_max(tf.stack([*sizes, tf.constant(0.0, tf.float64)]))
+        found: list[Any] = []
+        for number, (gradient, value) in enumerate(zip(gradients, values, strict=True)):
+            if value is None:
+                found.append(None)
+                continue
+            part = comparison.moved_part(np.dtype(value.dtype.as_numpy_dtype), self._unit)
+            sides = tf.sign(tf.random.stateless_uniform(tf.shape(value), [19, number], -1.0, 1.0))
+            size = comparison.GRADIENTS_MOVED_BY * part * largest
+            moved = value + tf.cast(sides, value.dtype) * tf.cast(size, value.dtype)
+            value = tf.where(self._moves, moved, value)
+            recording.stand_for(value, gradient)
+            if isinstance(gradient, tf.IndexedSlices):
+                value = tf.IndexedSlices(value, gradient.indices, gradient.dense_shape)
+            found.append(value)
+        return found
+
+    def run(self, step: Any, batches: Sequence[Any], *, by_digits: bool = False) -> After:
         """Takes the steps from the state at the beginning."""
-        self._reset(by_a_digit)
+        self._reset(by_digits)
         for batch in batches:
             logs = step(batch)
         values = {name: np.asarray(variable) for name, variable in self._variables.items()}
         return After(values, {name: np.asarray(value) for name, value in flat(logs)})
 
-    def call(self, step: Any, batch: Any, *, by_a_digit: bool = False) -> Any:
+    def call(self, step: Any, batch: Any, *, by_digits: bool = False) -> Any:
         """Returns what one step returns, from the state at the beginning."""
-        self._reset(by_a_digit)
+        self._reset(by_digits)
         return step(batch)
 
-    def _reset(self, by_a_digit: bool) -> None:
+    def _reset(self, by_digits: bool) -> None:
+        self._moves.assign(by_digits)
         rng = np.random.default_rng(19)
         for name, variable in self._variables.items():
             value = self._begin[name][0]
-            if by_a_digit and id(variable) in self._trained:
-                value = comparison.moved_by_a_digit(value, rng, self._unit)
+            if by_digits and id(variable) in self._trained:
+                value = comparison.moved_by_digits(value, rng, self._unit)
             variable.assign(value)
         # The replicas draw by it what one device draws by Keras' own.
         own = keras_compat.made_global_generator()

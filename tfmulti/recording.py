@@ -41,11 +41,18 @@ class Notes:
             return
         count = sum(key[:2] == (kind, name) for key in self.keys)
         self.keys.append((kind, name, count))
-        self.lines.append(line_of(value))
+        self.lines.append(line_of(getattr(value, _SOURCE, value)))
         self.tensors.append(value)
 
 
 _notes: PerThread[Notes | None] = PerThread(None)
+_SOURCE = "tfmulti_source"  # an attribute of a tensor
+
+
+def stand_for(value: tf.Tensor, source: Any) -> None:
+    """Says that a tensor is in the place of another, whose line is that of a note of it."""
+    if hasattr(value, "graph"):
+        setattr(value, _SOURCE, source)
 
 
 @contextlib.contextmanager

@@ -131,7 +131,7 @@ class StepComparison:
             with self._alone() as alone:
                 step = alone.compiled(steps.step_of(self._model, "train_step"))
                 there = alone.run(step, self._trial.batches)
-                moved = alone.run(step, self._trial.batches, by_a_digit=True)
+                moved = alone.run(step, self._trial.batches, by_digits=True)
                 self.draws = random_operations(step)
             if self.draws[0]:  # two runs draw other numbers, so rounding cannot be measured
                 return [], ""
@@ -241,7 +241,7 @@ class StepComparison:
                     own = steps.step_of(model, "train_step")
                     step = alone.compiled(recording.recorded(own, there.append))
                     values = [np.asarray(v) for v in alone.call(step, batch)]
-                    moved = [np.asarray(v) for v in alone.call(step, batch, by_a_digit=True)]
+                    moved = [np.asarray(v) for v in alone.call(step, batch, by_digits=True)]
             except Exception:
                 return None
             finally:

@@ -96,6 +96,14 @@ def test_a_mend_that_is_taken_away_is_found(behaviours: Behaviours, kind: str, n
 
 
 @KINDS
+def test_rounding_of_sums_that_cancel_out_is_no_difference(
+    behaviours: Behaviours, kind: str
+) -> None:
+    for worker in behaviours(kind, 2):
+        assert worker["verified_biases_before_normalizations"] == ["same", True]
+
+
+@KINDS
 def test_nothing_is_trained_where_it_fails(behaviours: Behaviours, kind: str) -> None:
     for worker in behaviours(kind, 2):
         assert worker["verify_leaves_the_state_when_it_fails"] == ["VerificationError", True, 0]

@@ -82,12 +82,17 @@ def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: i
     plain = left_at("plain")
     if "error" in plain:
         return [f"cannot run here: {_line(plain['error'])}"] * len(places)
+    plain.pop("stopped", None)  # in what comes after the calls of `fit`
     perturbed = [left_at("perturbed-0")]
     words = []
     for place in places:
         left = left_at(place)
         if "error" in left:
             words.append(f"refused: {_line(left['error'])}")
+            continue
+        stopped = left.pop("stopped", None)
+        if stopped is not None and left.keys() != plain.keys():  # and plain Keras went on
+            words.append(f"refused: {_line(stopped)}")
             continue
         if perturbed[0].keys() != plain.keys():  # as when it stops early
             words.append("cannot be compared: another number of epochs when perturbed")
@@ -158,8 +163,9 @@ def child(file: str, place: str, target: str) -> None:
             pass
         except BaseException as error:
             traceback.print_exc()
-            if not left or isinstance(error, tf.errors.OpError):
-                left = {"error": np.array([type(error).__name__, str(error)])}
+            stopped = np.array([type(error).__name__, str(error)])
+            is_lost = not left or isinstance(error, tf.errors.OpError)
+            left = {"error": stopped} if is_lost else {**left, "stopped": stopped}
         if not left:
             left = {"error": np.array(["NoFit", "the program calls fit nowhere"])}
     rank = 0 if plain else placement_of(strategy).rank

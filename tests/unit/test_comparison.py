@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from tfmulti.comparison import (
+    MOVED_BY,
     Difference,
     compare,
     draws_in_words,
     first_of,
     in_words,
-    moved_by_a_digit,
+    moved_by_digits,
 )
 
 ONES = np.ones(3, np.float32)
@@ -32,10 +33,10 @@ def test_a_small_update_of_a_large_weight_counts() -> None:
     assert found.ratio == pytest.approx(0.5)
 
 
-def test_ten_times_what_a_digit_changes_is_allowed() -> None:
-    moved = ONES + np.float32(0.01)
-    assert compare("log", "loss", ONES + np.float32(0.09), ONES, moved).excess < 1
-    assert compare("log", "loss", ONES + np.float32(0.11), ONES, moved).excess > 1
+def test_forty_times_what_a_digit_changes_is_allowed() -> None:
+    moved = ONES + np.float32(0.01 * MOVED_BY)
+    assert compare("log", "loss", ONES + np.float32(0.39), ONES, moved).excess < 1
+    assert compare("log", "loss", ONES + np.float32(0.41), ONES, moved).excess > 1
 
 
 def test_whole_numbers_and_what_is_no_number() -> None:
@@ -52,13 +53,14 @@ def test_another_shape_differs() -> None:
     assert compare("state", "queue", ONES, ONES[:2], ONES[:2], ONES[:2]).excess == float("inf")
 
 
-def test_weights_are_moved_by_their_last_digit() -> None:
+def test_weights_are_moved_by_their_last_digits() -> None:
     rng = np.random.default_rng(0)
     value = np.array([0.5, -2.0, 3.0], np.float32)
-    moved = moved_by_a_digit(value, rng, 0.0)
-    assert (np.abs(moved - value) <= np.spacing(np.abs(value))).all()
-    assert (moved != value).all()
-    coarse = moved_by_a_digit(value, rng, 2.0**-8)
+    moved = moved_by_digits(value, rng, 0.0)
+    digits = np.abs(moved - value) / np.spacing(np.abs(value))
+    assert (digits >= MOVED_BY / 2).all()
+    assert (digits <= MOVED_BY * 2).all()
+    coarse = moved_by_digits(value, rng, 2.0**-8)
     assert np.abs(coarse / value - 1) == pytest.approx(np.full(3, 2.0**-8))
 
 

@@ -374,6 +374,30 @@ for _name in MENDS:
 
 
 @behaviour_at(*SEVERAL)
+def verified_biases_before_normalizations() -> Any:
+    """Their gradients are nothing but rounding, of which Adam makes whole steps."""
+
+    class Steps(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    keras.utils.set_random_seed(1)
+    images = np.random.default_rng(4).random((48, 24, 24, 3)).astype(np.float32)
+    with here.strategy.scope():
+        inputs = keras.Input((24, 24, 3))
+        x = inputs
+        for filters in (3, 1, 2, 1):
+            x = keras.layers.Conv2D(filters, 3, padding="same", bias_initializer="uniform")(x)
+            x = keras.layers.Activation("relu")(keras.layers.BatchNormalization()(x))
+        outputs = keras.layers.Dense(3, "softmax")(keras.layers.Flatten()(x))
+        made = prepare(Steps(inputs, outputs), verify=True)
+        made.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
+    made.fit(images, Y[:48], batch_size=48, shuffle=False, verbose=0)
+    found = state_of(made).verification
+    return [found.verdict, found.quantities > 30]
+
+
+@behaviour_at(*SEVERAL)
 def verify_leaves_the_state_when_it_fails() -> Any:
     made = _own("loss")
     with here.strategy.scope():
