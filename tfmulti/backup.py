@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import operator
 import re
 import zipfile
 from dataclasses import dataclass
@@ -92,11 +93,12 @@ def from_bytes(data: bytes) -> Record:
                     raise DamagedBackup(f"array {number} has changed since it was written")
                 arrays.append(plain.from_npy(name, blob))
             tree = plain.from_json(head["tree"], arrays)
+            record = Record(operator.index(head["step"]), {**tree})
     except DamagedBackup:
         raise
     except Exception as error:  # zip and npy have many ways to be broken
         raise DamagedBackup(f"it is cut off or damaged ({error})") from None
-    return Record(head["step"], tree)
+    return record
 
 
 class Backups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 from tfmulti.plain import NotPlainError, copied
 
 Tree = dict[str, Any]
+
+# In names of attributes that hold where something is written or read.
+_PATHS = re.compile(r"path|file|folder|directory|url|(^|_)dir(_|$)", re.IGNORECASE)
 
 # Their attributes are the terminal's, or are set anew by what they watch.
 _STATELESS = (keras.callbacks.ProgbarLogger, keras.callbacks.LambdaCallback)
@@ -29,7 +33,11 @@ class CallbackStates:
     counts of a callback of one's own; not their settings. An attribute of a class derived from
     a plain one (a defaultdict, a deque, an IntEnum) keeps its class.
 
-    `left_out` says in one line each what the last `capture` could not hold.
+    A backup is a file that anyone may have written. So `restore` sets an attribute only where the
+    callback here had it when training began, to a value of the same kind, and never a path. What
+    it would not set is not captured.
+
+    `left_out` says in one line each what the last `capture` or `restore` left out.
     """
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
@@ -53,9 +61,14 @@ class CallbackStates:
                 continue
             if _speaks(callback):
                 callback.set_state(state)
-            else:
-                for key, value in state.items():
-                    setattr(callback, key, _like(getattr(callback, key, None), value))
+                continue
+            before = self._before[name]
+            for key, value in state.items():
+                reason = _reason_to_refuse(before, key, value)
+                if reason is None:
+                    setattr(callback, key, _like(vars(callback)[key], value))
+                else:
+                    self._leave_out(f"attribute {key!r}", callback, reason)
 
     def _told(self, callback: Any) -> Any:
         try:
@@ -70,18 +83,47 @@ class CallbackStates:
         for key, value in _attributes(callback).items():
             if key in before and _same(before[key], value):
                 continue
-            if not isinstance(value, _Other):
+            reason = _reason_to_refuse(before, key, value)
+            if reason is None:
                 changes[key] = value
             elif not known:  # Keras' own keep writers and functions, which are the process'
-                self._leave_out(f"attribute {key!r}", callback, value.error)
+                self._leave_out(f"attribute {key!r}", callback, reason)
         return changes
 
-    def _leave_out(self, what: str, callback: Any, error: NotPlainError) -> None:
+    def _leave_out(self, what: str, callback: Any, reason: object) -> None:
         self.left_out.append(
             f"the {what} of the callback {type(callback).__qualname__} is not in the backups, "
-            f"since {error}; a resumed run begins it anew. Give the callback get_state() and "
+            f"since {reason}; a resumed run begins it anew. Give the callback get_state() and "
             "set_state(state), of plain values and arrays."
         )
+
+
+def _reason_to_refuse(before: Tree, key: str, value: Any) -> str | None:
+    """Returns why an attribute is not set to a value, beside those that it had in the beginning."""
+    if isinstance(value, _Other):
+        return str(value.error)
+    if key not in before:
+        return "it was not there when training began"
+    if isinstance(before[key], _Other):
+        return str(before[key].error)
+    texts = [each for each in (before[key], value) if isinstance(each, (str, bytes))]
+    if texts and (_PATHS.search(key) or any(_looks_like_a_path(text) for text in texts)):
+        return "it is a path"
+    if value is None or before[key] is None or _kind(before[key]) is _kind(value):
+        return None
+    return f"it is a {_kind(value).__name__}, and was a {_kind(before[key]).__name__}"
+
+
+def _looks_like_a_path(text: str | bytes) -> bool:
+    whole = text.decode(errors="replace") if isinstance(text, bytes) else text
+    return any(sign in whole for sign in ("/", "\\", "\0"))
+
+
+def _kind(value: Any) -> type:
+    """Returns what a plain value is; a number of any type is a float."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool
+    return float if isinstance(value, (int, float, np.number)) else type(value)
 
 
 def _speaks(callback: Any) -> bool:

@@ -19,6 +19,12 @@ from tfmulti.errors import TfmultiError
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+# The types that `ml_dtypes` adds to NumPy's.
+_BITS = {
+    name: np.dtype(kind)
+    for name, kind in vars(ml_dtypes).items()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+}
 _TYPES: dict[str, Callable[[list[Any]], Any]] = {name: kind for kind, name in _CONTAINERS.items()}
 
 
@@ -117,7 +123,7 @@ def to_npy(array: np.ndarray) -> tuple[str, bytes]:
 def from_npy(name: str, data: bytes) -> np.ndarray:
     """Returns the array of which `to_npy` made this."""
     array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
-    return array.view(getattr(ml_dtypes, name)) if name else array
+    return array.view(_BITS[name]) if name else array
 
 
 def _type_name(dtype: np.dtype[Any]) -> str | None:

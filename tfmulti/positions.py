@@ -7,6 +7,7 @@ draws is in it.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ MOST_BYTES = 1 << 26  # 64 MB: of a larger one (a long shuffle buffer) a backup 
 
 Position = dict[str, np.ndarray]  # bytes: what TensorFlow writes of it: file name -> content
 State = dict[str, Any]  # what a backup holds of a feed
+
+_FILE = re.compile(r"position\.(index|data-\d{5}-of-\d{5})")
 
 _RANDOM_STATE = b"num_random_samples"  # in the names of what is saved of all that draws: twice
 _DRAWING = ("_ShuffleDataset", "_RandomDataset")
@@ -136,7 +139,12 @@ def position_of(iterator: Any) -> Position | None:
 
 
 def set_position(iterator: Any, position: Position) -> bool:
-    """Puts a new iterator where another one was; returns whether it could be."""
+    """Puts a new iterator where another one was; returns whether it could be.
+
+    A position comes from a file: one with other names than TensorFlow's is not taken.
+    """
+    if not all(_FILE.fullmatch(name) for name in position):
+        return False
     with tempfile.TemporaryDirectory() as folder:
         for name, content in position.items():
             Path(folder, name).write_bytes(content.tobytes())

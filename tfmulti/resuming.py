@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import keras
@@ -125,6 +126,22 @@ def seed_of(record: Record | None, drawn: int | None, fixed: bool) -> int | None
     return saved
 
 
+@contextlib.contextmanager
+def _of_known_form() -> Iterator[None]:
+    """Inside, a record is read that has all its checksums, but may be of another program.
+
+    Raises:
+        ResumeError: something is not there, or is of another type.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ResumeError(
+            f"the newest backup is not as this version writes it ({type(error).__name__}: {error})."
+            " Begin a new run in a new folder, or remove that backup."
+        ) from error
+
+
 class Keeper:
     """The backups of one `fit`: `record` is where it resumes, or None."""
 
@@ -152,8 +169,10 @@ class Keeper:
         """Returns where to begin, or None at the beginning."""
         if self._record is None:
             return None
-        return Progress(**self._record.tree["progress"])
+        with _of_known_form():
+            return Progress(**self._record.tree["progress"])
 
+    @_of_known_form()
     def restore(self) -> None:
         """Gives model, callbacks and feeds the state of the record."""
         assert self._record is not None
@@ -166,10 +185,12 @@ class Keeper:
         run_state.restore(self._model, tree["model"], tree["trained"])
         local_steps.restore(self._model, tree.get("apart"))
         self._callbacks.restore(tree["callbacks"])
+        if placement_of(self._model.distribute_strategy).is_chief:
+            self._say_once(self._callbacks.left_out)
         state = state_of(self._model)
         state.steps = state.steps_before = self._record.step
-        state.examples = state.examples_before = tree["examples"]
-        state.lost = tree.get("lost", 0)
+        state.examples = state.examples_before = index(tree["examples"])
+        state.lost = index(tree.get("lost", 0))
 
     def restore_random_states(self) -> None:
         """Gives Python's and NumPy's generators the states of the record."""

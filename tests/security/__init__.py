@@ -1,0 +1,1 @@
+"""Attacks from outside, each against the real thing."""

@@ -1,0 +1,137 @@
+"""A backup is a file that somebody else may have written: it sets numbers, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti import Backup, backup, positions, prepare
+from tfmulti.callback_states import CallbackStates
+from tfmulti.errors import ResumeError
+
+ROWS = np.arange(64, dtype=np.float32).reshape(16, 4)
+
+
+class Counts(keras.callbacks.Callback):
+    def __init__(self, folder: Path, epochs: int) -> None:
+        super().__init__()
+        self.filepath = str(folder / "mine.keras")
+        self.target: Any = None
+        self.batches = 0
+        self.limit = 3.0
+        self.epochs = epochs
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+
+
+def trained(folder: Path, epochs: int = 2) -> Counts:
+    """Returns a callback after training that goes on from the newest backup, if there is one."""
+    keras.utils.set_random_seed(1)
+    model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+    counts = Counts(folder, epochs)
+    data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS[:, :1])).shuffle(16, seed=3).batch(4)
+    keeper = Backup(folder / "backups", every_steps=3)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[counts, keeper])
+    return counts
+
+
+def crafted(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the backup in the midst of a pass, with all its checksums; others are removed."""
+    *newer, path = backup.Backups(folder / "backups").files()
+    for other in newer:
+        other.unlink()
+    record = backup.from_bytes(path.read_bytes())
+    change(record.tree)
+    path.write_bytes(backup.to_bytes(record))
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "{folder}/absolute", "position.index/../x", ""])
+def test_names_of_a_position_are_no_paths(tmp_path: Path, name: str) -> None:
+    name = name.format(folder=tmp_path)
+    data = tf.data.Dataset.range(4)
+    position = positions.position_of(iter(data))
+    assert position is not None
+    before = files_below(tmp_path)
+    assert not positions.set_position(iter(data), {**position, name: np.zeros(3, np.uint8)})
+    assert files_below(tmp_path) == before
+    assert positions.set_position(iter(data), position)
+
+
+def test_a_run_from_a_crafted_position_writes_nothing_elsewhere(tmp_path: Path) -> None:
+    trained(tmp_path)
+    outside = tmp_path / "outside"
+
+    def change(tree: dict[str, Any]) -> None:
+        position = tree["positions"]["training"]["iterator"]
+        position[str(outside)] = position["../" * 12 + str(outside)[1:]] = np.zeros(3, np.uint8)
+
+    crafted(tmp_path, change)
+    assert trained(tmp_path, epochs=3).batches == 12
+    assert not outside.exists()
+
+
+@pytest.mark.parametrize("key", ["progress", "passes", "model", "examples"])
+@pytest.mark.parametrize("value", [None, [], {}, {"x": 1}, "text"])
+def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: Any) -> None:
+    trained(tmp_path)
+    crafted(tmp_path, lambda tree: tree.update({key: value}))
+    with pytest.raises(ResumeError, match="the newest backup is not as this version writes it"):
+        trained(tmp_path, epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("filepath", "/etc/passwd", "it is a path"),
+        ("target", "../elsewhere", "it is a path"),
+        ("on_train_end", "x", "it was not there"),
+        ("__class__", "x", "it was not there"),
+        ("new", 1, "it was not there"),
+        ("batches", "many", "it is a str, and was a float"),
+        ("limit", [1.0], "it is a list, and was a float"),
+    ],
+)
+def test_attributes_that_are_not_set(tmp_path: Path, key: str, value: Any, why: str) -> None:
+    counts = Counts(tmp_path, 1)
+    before = vars(counts).copy()
+    states = CallbackStates([counts])
+    states.restore({"Counts 1": {key: value, "epochs": 7}})
+    assert vars(counts) == before | {"epochs": 7}
+    (line,) = states.left_out
+    assert key in line
+    assert why in line
+
+
+def test_a_checkpoint_callback_writes_where_it_was_told(tmp_path: Path) -> None:
+    wanted, elsewhere = str(tmp_path / "wanted.keras"), str(tmp_path / "elsewhere.keras")
+    saves = keras.callbacks.ModelCheckpoint(wanted)
+    state = {"filepath": elsewhere, "best": 0.5, "save_best_only": 1}
+    CallbackStates([saves]).restore({"ModelCheckpoint 1": state})
+    assert (saves.filepath, saves.best, saves.save_best_only) == (wanted, 0.5, False)
+
+
+def test_types_of_arrays_are_those_that_are_known(tmp_path: Path) -> None:
+    data = backup.to_bytes(backup.Record(1, {"a": np.zeros(2, np.uint8)}))
+    assert b'\\"types\\": [\\"\\"]' in data
+    with pytest.raises(backup.DamagedBackup):
+        backup.from_bytes(data.replace(b'\\"types\\": [\\"\\"]', b'\\"types\\": [\\"os\\"]'))
+
+
+def test_what_a_run_learned_still_comes_back(tmp_path: Path) -> None:
+    assert trained(tmp_path).batches == 8
+    counts = trained(tmp_path, epochs=3)
+    assert counts.batches == 12
+    assert os.path.basename(counts.filepath) == "mine.keras"
