@@ -337,7 +337,7 @@ def run(
     Raises:
         DataError: the workers do not read the same batches; on all workers alike.
     """
-    with teller().working(id(execute)):
+    with teller().working(execute):
         place = placement_of(model.distribute_strategy)
         steps_wanted = 0
         # Steps that gather rows run one by one (`Execution`): several a call would gain nothing.

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class Teller:
         with contextlib.suppress(OSError):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644) if path else None
         self._clock = clock
-        self._longest_s: dict[int, float] = {}
+        self._longest_s: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
         self._step = 0
         self._asked, self._saved, self._folder = False, -1, ""
         self._last = (BUSY, 0.0, 0.0)
@@ -69,19 +70,22 @@ class Teller:
         self._tell(BUSY, self._clock())
 
     @contextlib.contextmanager
-    def working(self, kind: int) -> Iterator[None]:
+    def working(self, kind: object) -> Iterator[None]:
         """Says that inside an execution is computed, in which workers may wait for each other.
 
-        The first of a `kind` is traced: nobody knows how long that takes. What follows
-        (callbacks, a backup) may take its time, too.
+        The first of a `kind` is traced, which takes as long as no other; so only the second tells
+        how long one takes. What follows (callbacks, a backup) may take its time, too, and so may
+        who goes on after an error.
         """
         began = self._clock()
-        known = self._longest_s.get(kind, 0.0)
+        is_new, known = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
         self._tell(TRAINING if known else FIRST, began, known)
-        yield
-        now = self._clock()
-        self._longest_s[kind] = max(known, now - began)
-        self._tell(BUSY, now, known)
+        try:
+            yield
+        finally:
+            now = self._clock()
+            self._longest_s[kind] = 0.0 if is_new else max(known, now - began)
+            self._tell(BUSY, now, known)
 
     def step(self, step: int) -> None:
         """Says that so many steps have ended."""

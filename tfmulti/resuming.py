@@ -205,7 +205,7 @@ class Keeper:
     def keep(self, progress: Progress, *, wait: bool = False) -> None:
         """Makes a backup of here; the chief writes it, in the background unless `wait`."""
         state = state_of(self._model)
-        with teller().working(id(self)):  # all workers take part
+        with teller().working(self):  # all workers take part
             moving = self._before or self._moving()
             trained = run_state.capture_trained(self._model)
             apart = local_steps.capture(self._model)
@@ -252,7 +252,7 @@ class Keeper:
     @contextlib.contextmanager
     def again_if_stopped(self) -> Iterator[None]:
         """Where training is stopped inside, the backup is of before: it is done again on resume."""
-        with teller().working(id(self)):
+        with teller().working(self):
             self._before = self._moving()
         yield
         if state_of(self._model).stopped_by is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import os
 import signal
 import socket
@@ -255,30 +256,62 @@ def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> Non
     assert output.last_line(3) == ""
 
 
+class Kind:
+    """What is executed: a kind lives as long as it does."""
+
+
 def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
-    times = iter([10.0, 11.0, 14.0, 15.0, 15.5, 16.0, 17.0])
+    times = iter([10.0, 11.0, 14.0, 15.0, 15.5, 16.0, 16.2, 17.0, 18.0])
     path = tmp_path / "progress"
     assert read_progress(path) is None
-    teller = Teller(str(path), lambda: next(times))
+    teller, one, other = Teller(str(path), lambda: next(times)), Kind(), Kind()
     teller.begin()
-    with teller.working(1):  # traces
+    with teller.working(one):  # traces, for three seconds
         assert read_progress(path) == Told(0, "first", 11.0, 0.0)
     teller.step(7)
     assert read_progress(path) == Told(7, "busy", 14.0, 0.0)
-    with teller.working(1):
-        assert read_progress(path) == Told(7, "training", 15.0, 3.0)
+    with teller.working(one):
+        assert read_progress(path) == Told(7, "first", 15.0, 0.0)
     teller.step(8)
-    assert read_progress(path) == Told(8, "busy", 15.5, 3.0)
-    with teller.working(2):  # another one, which traces, too
-        assert read_progress(path) == Told(8, "first", 16.0, 0.0)
+    assert read_progress(path) == Told(8, "busy", 15.5, 0.0)
+    with teller.working(one):
+        assert read_progress(path) == Told(8, "training", 16.0, 0.5)
+    with teller.working(other):  # which traces, too
+        assert read_progress(path) == Told(8, "first", 17.0, 0.0)
     teller.saved(8, "/runs/a long name/b")
     teller.asked()
-    told = Told(8, "busy", 17.0, 0.0, asked=True, saved=8, folder="/runs/a long name/b")
+    told = Told(8, "busy", 18.0, 0.0, asked=True, saved=8, folder="/runs/a long name/b")
     assert read_progress(path) == told
     teller.saved(9, "/b")
     assert read_progress(path) == dataclasses.replace(told, saved=9, folder="/b")
     assert saved_before("/b", {SAVED: '{"/b": 9}'}) == 9
     assert saved_before("/b", {}) == -1
+
+
+def test_who_goes_on_after_an_error_is_in_no_step(tmp_path: Path) -> None:
+    path, kind = tmp_path / "progress", Kind()
+    teller = Teller(str(path), lambda: 1.0)
+    with pytest.raises(ValueError, match="caught"), teller.working(kind):
+        raise ValueError("caught by the script")
+    told = read_progress(path)
+    assert told is not None
+    assert told.phase == "busy"
+
+
+def test_another_kind_at_the_same_place_is_not_the_same(tmp_path: Path) -> None:
+    path, times = tmp_path / "progress", itertools.count()
+    teller = Teller(str(path), lambda: float(next(times)))
+    places = set()
+    for _ in range(3):
+        kind = Kind()
+        places.add(id(kind))
+        for _ in range(2):
+            with teller.working(kind):
+                told = read_progress(path)
+                assert told is not None
+                assert told.phase == "first"
+        del kind
+    assert len(places) < 3  # Python gives a place anew
 
 
 def test_errors_are_written_whole(tmp_path: Path) -> None:
