@@ -285,8 +285,44 @@ class _Builder:
         """Returns a value of one device, the same on every replica."""
         made = self._made.globals
         if value.name not in made:
+            self._make_needed(value)
             made[value.name] = self._whole(value)
         return made[value.name]
+
+    def _make_needed(self, value: tf.Tensor) -> None:
+        """Makes all that `whole` or `rows` of a value will ask for: what is needed first, first.
+
+        So they do not call each other for each operation of a long chain: Python has an end there.
+        """
+        stack = self._needed(value)
+        while stack:
+            at = stack[-1]
+            if self._is_made(at):
+                stack.pop()
+            elif needed := self._needed(at):
+                stack += needed
+            elif label_of(at).kind is Kind.MIXED:
+                self.rows(at)
+            else:
+                self.whole(at)
+
+    def _needed(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Returns those inputs of a value's operation that are still to be made."""
+        op = value.op
+        inputs = list(op.inputs)
+        if label_of(value).kind is Kind.MIXED:
+            inputs = [t for i, t in enumerate(inputs) if not is_shape_input(op, i)]
+        elif row_labels.is_state_of_metric(value):
+            return []
+        elif row_labels.is_reduction_of_rows(value) and value.shape.is_fully_defined():
+            inputs = inputs[:1]
+        return [t for t in inputs if not self._is_made(t)]
+
+    def _is_made(self, value: tf.Tensor) -> bool:
+        kind = label_of(value).kind
+        if kind is Kind.MIXED:
+            return value.name in self._made.rows
+        return kind not in (Kind.GLOBAL, Kind.SUM) or value.name in self._made.globals
 
     def _whole(self, value: tf.Tensor) -> tf.Tensor:
         label, op = label_of(value), value.op
@@ -318,6 +354,7 @@ class _Builder:
         if label.kind is not Kind.MIXED:
             return self._leaf(value)
         if value.name not in made:
+            self._make_needed(value)
             self._made.mixes = self._made.mixes or not label.by_count
             inputs = []
             for i, tensor in enumerate(value.op.inputs):

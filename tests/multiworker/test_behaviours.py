@@ -28,6 +28,7 @@ SAME_EVERYWHERE = [
     "draws_without_a_seed_go_on",
     "saved_by_all_to_one_file",
     "dropout_after_a_layer_of_its_own",
+    "long_chain_after_a_mean_over_the_rows",
     "two_optimizers",
     "one_batch_at_a_time",
     "two_adams_of_its_own",

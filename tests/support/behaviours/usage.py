@@ -177,6 +177,20 @@ def draws_without_a_seed_go_on() -> Any:
 
 
 @behaviour
+def long_chain_after_a_mean_over_the_rows() -> Any:
+    """More operations than Python can call within each other."""
+
+    class Chain(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            x = inputs - tf.reduce_mean(inputs, 0)
+            for _ in range(400):
+                x = x * 1.001 + 0.001
+            return x
+
+    return fit(model(Chain()), shuffle=False, epochs=1)
+
+
+@behaviour
 def dropout_after_a_layer_of_its_own() -> Any:
     """In evaluation Dropout gives out the tensor that it is given."""
 
