@@ -79,11 +79,15 @@ def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: i
     def left_at(place: str) -> dict[str, np.ndarray]:
         return _run(file, place, out / name / place, limit_s)
 
-    plain = left_at("plain")
+    def alone(place: str) -> dict[str, np.ndarray]:
+        left = left_at(place)
+        left.pop("stopped", None)  # by an error of what comes after the calls of `fit`
+        return left
+
+    plain = alone("plain")
     if "error" in plain:
         return [f"cannot run here: {_line(plain['error'])}"] * len(places)
-    plain.pop("stopped", None)  # in what comes after the calls of `fit`
-    perturbed = [left_at("perturbed-0")]
+    perturbed = [alone("perturbed-0")]
     words = []
     for place in places:
         left = left_at(place)
@@ -99,7 +103,7 @@ def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: i
             continue
         ratio, what = excess(left, plain, perturbed, TOLERANCE)
         while ratio > 1 and len(perturbed) < PERTURBATIONS:
-            perturbed.append(left_at(f"perturbed-{len(perturbed)}"))
+            perturbed.append(alone(f"perturbed-{len(perturbed)}"))
             ratio, what = excess(left, plain, perturbed, TOLERANCE)
         words.append(f"equal ({what})" if ratio <= 1 else what)
     return words
