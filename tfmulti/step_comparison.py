@@ -42,6 +42,8 @@ from tfmulti.strategies import Placement, placement_of
 # A learning rate of 0, as a warm-up begins with, would hide what the gradients are.
 VISIBLE_RATE = 1e-3
 STEPS_OF_SCHEDULE = (1, 10, 100, 1000, 10_000)
+# By this part of themselves weights are moved for another attempt.
+ELSEWHERE = 2.0**-10
 # A quantity that a last digit of the weights changes by so much tells nothing.
 MOST_SENSITIVE = 0.1
 _NOTHING: Sequence[float] = [0.0] * len(VOTES)
@@ -89,6 +91,17 @@ class StepComparison:
                 set_attributes(attributes)
             if not self._trial.draws:
                 run_state.set_random_states(generators)
+
+    def begin_elsewhere(self, number: int) -> None:
+        """Has the next steps begin from other weights: those of the beginning, moved a little."""
+        of = keras_compat.tf_variable_of
+        trained = {id(of(v)) for v in self._model.trainable_variables}
+        rng = np.random.default_rng(number)  # on all workers alike
+        for name, variable in self._state.named().items():
+            if id(variable) in trained:
+                moved = comparison.moved_by_digits(self._begin[name][0], rng, ELSEWHERE)
+                self._begin[name] = [moved for _ in self._begin[name]]
+        relocation.set_values(self._state, self._begin)
 
     def on_replicas(self) -> tuple[Values, Any]:
         """Takes the steps on the replicas; returns all values after them, and the logs."""
@@ -166,7 +179,7 @@ class StepComparison:
             if kind is None:
                 continue
             alone, other, before = there.values[name], moved.values[name], self._begin[name][0]
-            here = [self._metrics[name]] if kind == "metric" else copies
+            here = [self._metrics[name]] if kind == "metric" else _distinct(copies)
             each = [
                 comparison.compare(kind, name, value, alone, other, before, self._unit)
                 for value in here
@@ -313,6 +326,12 @@ def _pairs(
         if count and part.shape[1:] == alone.shape[1:] and part.shape[0] == count * times:
             found.append((part, alone[start:stop], other[start:stop]))
     return found
+
+
+def _distinct(copies: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the values of a variable on each replica, those that are the same only once."""
+    first, *others = copies
+    return [first, *(each for each in others if not np.array_equal(first, each))]
 
 
 def _decided(found: Difference) -> Difference:

@@ -37,6 +37,10 @@ from tfmulti.stopping import is_prepared, state_of
 from tfmulti.strategies import placement_of
 from tfmulti.votes import gather, make_vote
 
+# So often a comparison is made, each time from other weights, before a difference is an error.
+# Where an input of a ReLU is next to 0, rounding decides whether a row counts: a large layer had
+# such an input in one of ten comparisons.
+ATTEMPTS = 4
 # Seconds of a comparison from which on it is told in a line.
 TOLD_FROM_S = 1.0
 
@@ -223,15 +227,19 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
         )
     comparer = StepComparison(model, trial)
     with comparer.state_kept():
-        after, logs = comparer.on_replicas()
-        begun = time.perf_counter()
-        found, problem = comparer.on_one_device(after, logs)
-        failure = comparison.first_of(found)
-        fails = failure is not None or bool(comparer.draws[0])
-        worst = _verdict_of_all(model, problem, fails)
-        if worst is None:
-            return _report(model, comparer, found, started, time.perf_counter() - begun)
-        rank, could_not = worst
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                comparer.begin_elsewhere(attempt)
+            after, logs = comparer.on_replicas()
+            begun = time.perf_counter()
+            found, problem = comparer.on_one_device(after, logs)
+            failure = comparison.first_of(found)
+            worst = _verdict_of_all(model, problem, failure is not None or bool(comparer.draws[0]))
+            if worst is None:
+                return _report(model, comparer, found, started, time.perf_counter() - begun)
+            rank, could_not = worst
+            if could_not or comparer.draws[0]:
+                break
         if not could_not:
             problem = comparer.difference_in_words(failure)
         message = broadcast(model.distribute_strategy, problem.encode(), rank)

@@ -104,6 +104,12 @@ def test_rounding_of_sums_that_cancel_out_is_no_difference(
 
 
 @KINDS
+def test_what_rounding_decides_once_is_no_difference(behaviours: Behaviours, kind: str) -> None:
+    for worker in behaviours(kind, 2):
+        assert worker["verified_again_from_other_weights"] == ["same", 2, True]
+
+
+@KINDS
 def test_nothing_is_trained_where_it_fails(behaviours: Behaviours, kind: str) -> None:
     for worker in behaviours(kind, 2):
         assert worker["verify_leaves_the_state_when_it_fails"] == ["VerificationError", True, 0]

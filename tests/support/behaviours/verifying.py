@@ -13,7 +13,16 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here
-from tfmulti import global_values, keras_compat, prepare, relocation, replicas, verify
+from tfmulti import (
+    comparison,
+    global_values,
+    keras_compat,
+    prepare,
+    relocation,
+    replicas,
+    verify,
+)
+from tfmulti.comparison import Difference
 from tfmulti.errors import VerificationError
 from tfmulti.lookup_gradients import Lookup
 from tfmulti.step_logs import StepLogs
@@ -395,6 +404,28 @@ def verified_biases_before_normalizations() -> Any:
     made.fit(images, Y[:48], batch_size=48, shuffle=False, verbose=0)
     found = state_of(made).verification
     return [found.verdict, found.quantities > 30]
+
+
+@behaviour_at(*SEVERAL)
+def verified_again_from_other_weights() -> Any:
+    """Returns how often it is compared where rounding decides once, and the state afterwards."""
+    calls = []
+
+    def first_of(found: Any) -> Any:
+        calls.append(len(found))
+        kink = Difference("weight", "a kernel", 1.0, 0.1, 1.0, 2.0)
+        return kink if len(calls) == 1 else comparison_first_of(found)
+
+    comparison_first_of = comparison.first_of
+    made = _own()
+    with here.strategy.scope():
+        made(X[:2])
+    before = [np.asarray(v) for v in made.variables]
+    with mock.patch.object(comparison, "first_of", first_of):
+        found = verify(made, X[:18], Y[:18], batch_size=15)
+    after = [np.asarray(v) for v in made.variables]
+    same = [np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
+    return [found.verdict, len(calls), all(same)]
 
 
 @behaviour_at(*SEVERAL)
