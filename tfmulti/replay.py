@@ -39,14 +39,13 @@ class Trial:
                 executions have.
             sure: whether steps take from an iterator, which is known to have enough.
         """
-        self.feed, self.draws = feed, False
+        self.feed, self._given, self.draws = feed, feed, False
+        self._iterator: Any = None
         self._close: Callable[[], None] = lambda: None
         self._optionals: Sequence[Any] = ()
         if isinstance(feed, SourceFeed):
             self.batches = _read_apart(feed, batches)
-            again = feed.again()
-            self._iterator: Any = again.iterate(0)
-            self._close = again.close
+            self.begin_again()
             return
         assert isinstance(feed, DatasetFeed)
         self.draws = not feed.is_dataset
@@ -59,10 +58,19 @@ class Trial:
             taken.append(found)
         self.batches = [each.get_value() for each in taken[:batches]]
         self.feed = ReplayedFeed(feed, taken)
-        if sure:
-            self._iterator = feed.iterator_of(self.batches)
-        else:
+        if not sure:
             self._optionals = taken[:batches]
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Has `source` give the batches from the first one on."""
+        self._close()
+        if isinstance(self._given, SourceFeed):
+            again = self._given.again()
+            self._iterator = again.iterate(0)
+            self._close = again.close
+        elif isinstance(self._given, DatasetFeed) and not self._optionals:
+            self._iterator = self._given.iterator_of(self.batches)
 
     def source(self, step: int) -> Any:
         """Returns what an execution takes from, of the same type as in the training."""

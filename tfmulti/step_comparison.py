@@ -94,6 +94,7 @@ class StepComparison:
 
     def begin_elsewhere(self, number: int) -> None:
         """Has the next steps begin from other weights: those of the beginning, moved a little."""
+        self._trial.begin_again()
         of = keras_compat.tf_variable_of
         trained = {id(of(v)) for v in self._model.trainable_variables}
         rng = np.random.default_rng(number)  # on all workers alike
