@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import operator
 import os
 import queue
+import re
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -37,6 +40,9 @@ WORD_S = 1.0  # between two words to the launcher, at most
 
 # What a worker's program may depend on, and which is the same on each machine of a job.
 FORWARDED = ("PYTHON", "TF_", "TFMULTI_", "KERAS_", "XLA_", "GRPC_", "NCCL_", "OMP_", "MKL_")
+
+
+_NUMBERS = ("rank", "local_rank", "local_world", "attempt", "gpus")  # of an order
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:
@@ -105,10 +111,26 @@ def _alone(name: str) -> Iterator[Path]:
 
     That one's guard holds the lock as long as one of them is there.
     """
-    path = Path(tempfile.gettempdir()) / f"tfmulti-{os.getuid()}-{name.replace('/', '_')}.lock"
-    with open(path, "w") as file:
+    path = _own_folder() / (re.sub(r"[^\w.-]", "_", name)[:200] + ".lock")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield path
+
+
+def _own_folder() -> Path:
+    """Returns a folder on this machine that is this user's alone.
+
+    Raises:
+        ConfigError: somebody else has made it.
+    """
+    path = Path(tempfile.gettempdir()) / f"tfmulti-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(f"{path} is not this user's own folder. Remove it, or set TMPDIR.")
+    return path
 
 
 def _sink(link: Link) -> Callable[[int, str, bytes], None]:
@@ -149,9 +171,10 @@ class Agent:
                 order = self._orders.get(timeout=LOOK_S)
                 if order is None:
                     return None
-                if order["do"] == "close":
+                if order.get("do") == "close":
                     self._here.close()
-                    return int(order["code"])
+                    code = order.get("code")
+                    return code if type(code) is int else 1
                 said = None  # what it brought about is told with the answer
                 if not self._obey(order):
                     return None
@@ -177,19 +200,39 @@ class Agent:
         os._exit(1)
 
     def _obey(self, order: dict[str, Any]) -> bool:
-        arguments = order.get("with", [])
-        if order["do"] in ("start", "prepare"):
-            arguments = [[self._order(values) for values in arguments[0]]]
+        verb = order.get("do")
         try:
-            answer = {"gives": getattr(self._here, order["do"])(*arguments)}
-        except OSError as error:
-            answer = {"fails": f"{order['do']}: {error}"}
-        return self._say({"id": order["id"], **answer})
+            answer = {"gives": self._done(verb, order.get("with") or [])}
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            answer = {"fails": f"{verb}: {error}"}
+        return self._say({"id": order.get("id"), **answer})
+
+    def _done(self, verb: Any, given: list[Any]) -> Any:
+        """Does what a launcher may ask for, and returns what that gives.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is something else, or of another form.
+        """
+        here = self._here
+        if verb in ("start", "prepare"):
+            orders = [self._order(values) for values in given[0]]
+            return here.start(orders) if verb == "start" else here.prepare(orders)
+        if verb == "reserve":
+            return here.reserve(operator.index(given[0]))
+        if verb == "silent":
+            return here.silent([str(address) for address in given[0]])
+        return {"stacks": here.stacks, "stop": here.stop, "kill": here.kill}[verb]()
 
     def _order(self, values: dict[str, Any]) -> Order:
-        folder = self._folder / f"attempt_{values['attempt']}" / f"worker_{values['rank']}"
-        known = {**values, "addresses": tuple(values["addresses"]), "folder": str(folder)}
-        return Order(**known)
+        numbers = {name: operator.index(values[name]) for name in _NUMBERS}
+        place = f"attempt_{numbers['attempt']}/worker_{numbers['rank']}"
+        return Order(
+            **numbers,
+            addresses=tuple(str(address) for address in values["addresses"]),
+            run_id=str(values["run_id"]),
+            saved={str(name): operator.index(step) for name, step in values["saved"].items()},
+            folder=str(self._folder / place),
+        )
 
     def _say(self, words: dict[str, Any]) -> bool:
         looks = [dataclasses.asdict(seen) for seen in self._here.look()]

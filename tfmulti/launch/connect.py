@@ -22,12 +22,17 @@ from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.hosts import Host
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import say
-from tfmulti.launch.remote import Link, There
+from tfmulti.launch.remote import MOST_BYTES, Link, There
 from tfmulti.launch.workers import Sink
 
 CONNECT_S = 10
 RETRY_S = 1.0
+# Of who comes to the door: the time and bytes of the first line, and how many at once.
 GREETING_S = 5.0
+GREETING_BYTES = 65_536
+GREETED_AT_ONCE = 64
+ACCEPT_AGAIN_S = 0.2
+LONGEST_NAME = 255  # of a host, as DNS has it
 _GONE, _NOT_BEGUN = 75, 76  # of the process that serves: the connection was lost, or unused
 # What SSH says of things that no waiting heals.
 _HOPELESS = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
@@ -56,7 +61,7 @@ def ssh_command(config: LaunchConfig, name: str) -> list[str]:
         f"cd {shlex.quote(os.getcwd())} && exec {env}{shlex.quote(sys.executable)} "
         "-m tfmulti.launch.agent"
     )
-    return [*shlex.split(config.ssh), *options, name.strip("[]"), there]
+    return [*shlex.split(config.ssh), *options, "--", name.strip("[]"), there]
 
 
 def over_ssh(
@@ -144,6 +149,8 @@ class Door:
                 f"--master-port {config.master_port}: {error.strerror}. Give another port, the "
                 "same on each machine."
             ) from None
+        self._closed = False
+        self._greeted = threading.BoundedSemaphore(GREETED_AT_ONCE)
         self._waiting: dict[str, Link] = {}
         self._refused: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -165,6 +172,9 @@ class Door:
 
     def close(self, code: int) -> None:
         """Lets nobody in any more; who waits is told that the job has ended, and how."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
         self._server.close()
         with self._lock:
             for link in self._waiting.values():
@@ -173,20 +183,32 @@ class Door:
                 link.close()
 
     def _listen(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            except OSError:  # too many files are open, or who knocked is gone
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
+            if self._greeted.acquire(blocking=False):
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
 
     def _greet(self, connection: socket.socket) -> None:
-        connection.settimeout(GREETING_S)
-        link = link_of(connection)
+        with contextlib.suppress(OSError):  # somebody else knocked, and is gone
+            self._let_in(connection)
+        self._greeted.release()
+
+    def _let_in(self, connection: socket.socket) -> None:
+        link = link_of(connection, most_bytes=GREETING_BYTES)
+        late = threading.Timer(GREETING_S, link.close)
+        late.daemon = True
+        late.start()
         first = link.receive() or {}
-        connection.settimeout(None)
+        late.cancel()
+        link.most_bytes = MOST_BYTES
         name = first.get("name")
-        if not isinstance(name, str):
+        if not isinstance(name, str) or len(name) > LONGEST_NAME:
             link.close()  # somebody else knocks
             return
         program = "\0".join(self._config.program).encode()
@@ -204,8 +226,8 @@ class Door:
             before.close()
 
 
-def link_of(connection: socket.socket) -> Link:
-    """Returns the lines of a connection."""
+def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> Link:
+    """Returns the lines of a connection, of so many bytes at most."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -214,7 +236,7 @@ def link_of(connection: socket.socket) -> Link:
             connection.shutdown(socket.SHUT_RDWR)
         connection.close()
 
-    return Link(connection.makefile("rb"), connection.makefile("wb"), close)
+    return Link(connection.makefile("rb"), connection.makefile("wb"), close, most_bytes)
 
 
 def join(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shlex
 import socket
@@ -123,6 +124,11 @@ def _host(text: str, place: str) -> Host:
     # A name that began with - would be a flag of ssh's.
     if not name or name.startswith("-") or any(c in name for c in " \t'\"=;&|$`@"):
         raise ConfigError(form)
+    if "[" in name or "]" in name:
+        try:
+            ipaddress.IPv6Address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            raise ConfigError(f"{place}: {text!r}: in brackets stands an IPv6 address.") from None
     if ":" in name and not (name.startswith("[") and name.endswith("]")):
         raise ConfigError(f"{place}: {text!r}: put an IPv6 address into brackets: [::1]:N.")
     if colon and not (slots.isdecimal() and int(slots) > 0):

@@ -26,15 +26,25 @@ PING_S = 1.0
 LOST_S = 8.0  # without a word, after which the other side is taken for gone
 ANSWER_S = 60.0  # for one thing that was asked, while words still come
 HELLO_S = 30.0
+STREAMS = ("stdout", "stderr")
+MOST_BYTES = 1 << 24  # of a line: a worker may write long ones
 
 
 class Link:
-    """Lines of JSON in both directions. Writing is safe from any thread."""
+    """Lines of JSON in both directions. Writing is safe from any thread.
+
+    A line of more than `most_bytes` ends what is received.
+    """
 
     def __init__(
-        self, reader: IO[bytes], writer: IO[bytes], close: Callable[[], None] = lambda: None
+        self,
+        reader: IO[bytes],
+        writer: IO[bytes],
+        close: Callable[[], None] = lambda: None,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         self._reader, self._writer, self._close = reader, writer, close
+        self.most_bytes = most_bytes
         self._lock = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -50,14 +60,14 @@ class Link:
     def receive(self) -> dict[str, Any] | None:
         """Returns the next message, or None at the end; empty where a line is none."""
         try:
-            line = self._reader.readline()
+            line = self._reader.readline(self.most_bytes + 1)
         except (OSError, ValueError):  # closed
             return None
-        if not line:
+        if not line or len(line) > self.most_bytes:
             return None
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}  # what a shell's start file prints
         return message if isinstance(message, dict) else {}
 
@@ -84,6 +94,7 @@ class There:
         self._link, self._sink, self._why = link, sink, why
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._looks: list[Seen] = []
+        self._ranks: set[int] = set()  # of the workers there
         self._unseen = self._is_showing = False
         self._ended = False
         self._number = 0
@@ -94,8 +105,15 @@ class There:
         if "fails" in hello:
             self.close()
             raise ConfigError(f"{name}: {hello['fails']}")
-        self.cores: int = hello["hello"]["cores"]
-        self.gpus: int = hello["hello"]["gpus"]
+        counts = hello.get("hello")
+        found: list[Any] = []
+        if type(counts) is dict:
+            found = [counts.get(name) for name in ("cores", "gpus")]
+        if len(found) != 2 or any(type(count) is not int or count < 0 for count in found):
+            self.close()
+            raise Unreachable("what answers there is no agent of tfmulti's")
+        self.cores: int = found[0]
+        self.gpus: int = found[1]
         threading.Thread(target=self._ping, daemon=True).start()
 
     def reserve(self, count: int) -> list[str]:
@@ -103,6 +121,7 @@ class There:
         return addresses
 
     def start(self, orders: Sequence[Order]) -> None:
+        self._ranks = {order.rank for order in orders}
         self._ask("start", [dataclasses.asdict(order) for order in orders])
 
     def look(self) -> list[Seen]:
@@ -177,24 +196,42 @@ class There:
     def _listen(self) -> None:
         while (message := self._link.receive()) is not None:
             self._heard_s = time.monotonic()
-            if "line" in message:
-                rank, stream, text = message["line"]
-                self._is_showing = True  # the terminal may be slow, or stopped
-                self._sink(rank, stream, text.encode("latin-1"))
-                self._is_showing = False
-                self._heard_s = time.monotonic()
-                continue
-            if "looks" in message:
-                shift_s = time.monotonic() - float(message["now_s"])
-                self._looks = [seen_of(look).shifted(shift_s) for look in message["looks"]]
-                self._unseen = True
-            if "id" in message or "hello" in message or "fails" in message:
-                self._answers.put(message)
+            try:
+                self._take(message)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                break  # it is no agent of tfmulti's any more
         self._ended = True
         self._answers.put(None)
 
+    def _take(self, message: dict[str, Any]) -> None:
+        if "line" in message:
+            rank, stream, text = message["line"]
+            if type(rank) is not int or rank not in self._ranks or stream not in STREAMS:
+                raise ValueError("a line of no worker there")
+            self._is_showing = True  # the terminal may be slow, or stopped
+            self._sink(rank, stream, text.encode("latin-1"))
+            self._is_showing = False
+            self._heard_s = time.monotonic()
+            return
+        if "looks" in message:
+            shift_s = time.monotonic() - float(message["now_s"])
+            looks = [seen_of(look).shifted(shift_s) for look in message["looks"]]
+            if not all(seen.rank in self._ranks for seen in looks):
+                raise ValueError("a look at no worker there")
+            self._looks = looks
+            self._unseen = True
+        if "id" in message or "hello" in message or "fails" in message:
+            self._answers.put(message)
+
 
 def seen_of(values: dict[str, Any]) -> Seen:
-    """Returns the `Seen` of its JSON."""
+    """Returns the `Seen` of its JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
     told = values.pop("told")
-    return Seen(**values, told=None if told is None else Told(**told))
+    seen = Seen(**values, told=None if told is None else Told(**told))
+    if type(seen.rank) is not int or type(seen.pid) is not int:
+        raise ValueError("no numbers of a worker")
+    return seen

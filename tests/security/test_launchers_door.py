@@ -1,0 +1,343 @@
+"""Strangers at the launcher's door and behind its connections cost the job no more than a line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfmulti.errors import ConfigError
+from tfmulti.launch import agent, connect, remote
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.connect import Door, ssh_command
+from tfmulti.launch.hosts import Host, parse_hosts
+from tfmulti.launch.machine import Unreachable
+from tfmulti.launch.remote import Link, There
+
+PROGRAM = ("train", "--epochs", "3")
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 10.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def door() -> Iterator[tuple[Door, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    made = Door(
+        LaunchConfig(
+            program=PROGRAM,
+            module=True,
+            master_port=port,
+            node_rank=0,
+            hosts=parse_hosts("a:1,b:1"),
+        )
+    )
+    yield made, port
+    made.close(0)
+
+
+def knock(port: int, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), 5)
+    connection.settimeout(10)
+    connection.sendall(data)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except OSError:
+        return True
+
+
+def comes_in(door: Door, port: int, name: str = "b") -> bool:
+    """Whether a machine of the job is still let in."""
+    greeting = json.dumps({"name": name, "program": "\0".join(PROGRAM)}).encode() + b"\n"
+    with knock(port, greeting):
+        wait_for(lambda: name in door._waiting)
+    return True
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x80\x04\x95cos\nsystem\n",
+        b"[]\n",
+        b'{"name": 3}\n',
+        b'{"name": {"a": "b"}, "program": "x"}\n',
+        b'{"name": "' + b"b" * 400 + b'"}\n',
+        b"[" * 60_000 + b"\n",
+        b'{"name": "b"' + b" " * connect.GREETING_BYTES + b"}\n",
+    ],
+)
+def test_who_is_no_machine_is_shown_out(door: tuple[Door, int], data: bytes) -> None:
+    with knock(door[1], data) as stranger:
+        assert is_closed(stranger)
+    assert comes_in(*door)
+
+
+def test_an_endless_line_is_not_kept(door: tuple[Door, int]) -> None:
+    """It ends after the bytes that a greeting may have, however many come."""
+    data = b"x" * connect.GREETING_BYTES
+    with knock(door[1]) as stranger:
+        assert sent_until_it_ends(stranger, data, most=2_000) < 2_000
+    assert comes_in(*door)
+
+
+def sent_until_it_ends(stranger: socket.socket, data: bytes, most: int, wait_s: float = 0) -> int:
+    """Returns how often data was sent before the other side ended the connection."""
+    for count in range(most):
+        try:
+            stranger.sendall(data)
+        except OSError:
+            return count
+        time.sleep(wait_s)
+    return most
+
+
+def test_a_greeting_byte_by_byte_has_an_end(
+    door: tuple[Door, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "GREETING_S", 0.5)
+    with knock(door[1]) as stranger:
+        assert sent_until_it_ends(stranger, b" ", most=200, wait_s=0.05) < 100
+    assert comes_in(*door)
+
+
+def test_many_at_once_do_not_fill_the_launcher(
+    door: tuple[Door, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "GREETING_S", 1.0)
+    before = threading.active_count()
+    strangers = [knock(door[1]) for _ in range(3 * connect.GREETED_AT_ONCE)]
+    wait_for(lambda: sum(map(_is_over, strangers)) >= connect.GREETED_AT_ONCE)
+    assert threading.active_count() <= before + 2 * connect.GREETED_AT_ONCE
+    for stranger in strangers:
+        stranger.close()
+    wait_for(lambda: threading.active_count() <= before + 1)
+    assert comes_in(*door)
+
+
+def _is_over(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_too_many_open_files_do_not_close_the_door(
+    door: tuple[Door, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, []
+
+    def failing(self: socket.socket) -> Any:
+        if len(failed) < 3:
+            failed.append(1)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with knock(door[1], b"\n"):  # the accept that waits now is the old one
+        pass
+    assert comes_in(*door)
+    assert len(failed) == 3
+
+
+def over_pair() -> tuple[Link, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Link(ours.makefile("rb"), ours.makefile("wb"), ours.close), theirs
+
+
+@pytest.mark.parametrize(
+    "hello", [{}, None, [], "x", {"cores": 1}, {"cores": "1", "gpus": 0}, {"cores": -1, "gpus": 0}]
+)
+def test_an_agent_that_says_no_proper_hello_is_not_reached(hello: Any) -> None:
+    """And so it is looked for again, as any machine that does not answer."""
+    link, theirs = over_pair()
+    theirs.sendall(json.dumps({"hello": hello}).encode() + b"\n")
+    with pytest.raises(Unreachable, match="no agent"):
+        There("b", link, {}, lambda *line: None, lambda: "")
+
+
+LOOK = {"pid": 1, "returncode": None, "ended_s": None, "told": None, "error": None}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"line": ["../../../escaped", "stdout", "x"]},
+        {"line": [7, "stdout", "x"]},
+        {"line": [0, "../stdout", "x"]},
+        {"line": [0, "stdout"]},
+        {"line": [0, "stdout", "\u0394"]},
+        {"line": 3},
+        {"looks": [{"rank": "../x", **LOOK}], "now_s": 1.0},
+        {"looks": [{"rank": 0, "more": 1, **LOOK}], "now_s": 1.0},
+        {"looks": [{"rank": 0}], "now_s": 1.0},
+        {"looks": 3, "now_s": 1.0},
+        {"looks": [], "now_s": "late"},
+    ],
+)
+def test_a_message_of_another_form_ends_the_connection(message: Any) -> None:
+    link, theirs = over_pair()
+    lines: list[Any] = []
+    theirs.sendall(b'{"hello": {"cores": 2, "gpus": 0}}\n')
+    there = There("b", link, {}, lambda *line: lines.append(line), lambda: "")
+    there._ranks = {0}
+    theirs.sendall(json.dumps(message).encode() + b"\n")
+    wait_for(lambda: there._ended)
+    with pytest.raises(Unreachable):
+        there.stop()
+    assert lines == []
+    there.close()
+
+
+def test_lines_of_workers_come_through() -> None:
+    link, theirs = over_pair()
+    lines: list[Any] = []
+    theirs.sendall(b'{"hello": {"cores": 2, "gpus": 0}}\n')
+    there = There("b", link, {}, lambda *line: lines.append(line), lambda: "")
+    there._ranks = {0}
+    theirs.sendall(b'{"line": [0, "stderr", "x"]}\n')
+    wait_for(lambda: lines == [(0, "stderr", b"x")])
+    there.close()
+
+
+class Here:
+    """What an agent has, of which only some may be asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.secret = "s"
+
+    def look(self) -> list[Any]:
+        return []
+
+    def reserve(self, count: int) -> list[str]:
+        self.asked.append(count)
+        return ["a:1"]
+
+    def start(self, orders: Any) -> None:
+        self.asked.append(orders)
+
+    def stacks(self) -> None:
+        self.asked.append("stacks")
+
+    stop = kill = stacks
+
+    def danger(self) -> None:
+        self.asked.append("danger")
+
+
+ORDER = {
+    "rank": 1,
+    "local_rank": 0,
+    "local_world": 1,
+    "addresses": ["a:1"],
+    "run_id": "r",
+    "attempt": 2,
+    "folder": "/etc",
+    "gpus": 0,
+    "saved": {},
+}
+
+
+def answer_to(order: dict[str, Any], here: Here, folder: Path) -> dict[str, Any]:
+    link, theirs = over_pair()
+    agent.Agent(link, here, folder)._obey(order)  # type: ignore[arg-type]
+    answer: dict[str, Any] = json.loads(theirs.makefile().readline())
+    return answer
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"do": "danger"},
+        {"do": "__class__"},
+        {"do": "secret"},
+        {"do": "look"},
+        {"do": None},
+        {},
+        {"do": ["start"]},
+        {"do": "reserve"},
+        {"do": "reserve", "with": ["2"]},
+        {"do": "reserve", "with": {"a": 1}},
+        {"do": "start", "with": [[{**ORDER, "rank": "../../x"}]]},
+        {"do": "start", "with": [[{}]]},
+        {"do": "start", "with": [3]},
+    ],
+)
+def test_an_agent_does_what_it_is_for_and_nothing_else(
+    tmp_path: Path, order: dict[str, Any]
+) -> None:
+    here = Here()
+    answer = answer_to({"id": 5, **order}, here, tmp_path)
+    assert (answer["id"], "fails" in answer) == (5, True)
+    assert here.asked == []
+
+
+def test_an_order_stays_in_the_agents_folder(tmp_path: Path) -> None:
+    here = Here()
+    assert answer_to({"do": "reserve", "id": 1, "with": [2]}, here, tmp_path)["gives"] == ["a:1"]
+    answer_to({"do": "start", "id": 2, "with": [[ORDER]]}, here, tmp_path)
+    count, [order] = here.asked
+    assert count == 2
+    assert order.folder == str(tmp_path / "attempt_2" / "worker_1")
+
+
+@pytest.mark.parametrize("name", ["[-F/tmp/x]", "[-oProxyCommand]", "[::1", "a]", "[a.b]:2"])
+def test_brackets_hold_an_address(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no host|in brackets stands an IPv6 address"):
+        parse_hosts(name)
+
+
+def test_a_host_is_no_flag_of_sshs() -> None:
+    assert parse_hosts("[fe80::1%eth0]:2") == (Host("[fe80::1%eth0]", 2),)
+    argv = ssh_command(LaunchConfig(program=PROGRAM, module=True), "[::1]")
+    assert argv[argv.index("--") + 1] == "::1"
+
+
+def test_an_agents_lock_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder, target = tmp_path / f"tfmulti-{os.getuid()}", tmp_path / "target"
+    target.write_text("precious")
+    with agent._alone("../run/1-host") as lock:
+        assert lock.parent == folder
+        assert (folder.stat().st_mode & 0o777, lock.stat().st_mode & 0o777) == (0o700, 0o600)
+    lock.unlink()
+    lock.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic"), agent._alone("../run/1-host"):
+        pass
+    assert target.read_text() == "precious"
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="not this user's own folder"), agent._alone("x"):
+        pass
+
+
+def test_long_lines_of_a_connection_have_an_end() -> None:
+    link, theirs = over_pair()
+    link.most_bytes = 10
+    theirs.sendall(b'{"a": 1}\n{"b": 123456789}\n')
+    assert link.receive() == {"a": 1}
+    assert link.receive() is None
+    assert remote.MOST_BYTES == 1 << 24
