@@ -44,6 +44,7 @@ import contextlib
 import functools
 import inspect
 import random
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -106,12 +107,35 @@ def by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+# What the private names here were tested with.
+TESTED = {"Keras": "3.15", "TensorFlow": "2.21"}
+
+
+@functools.cache
+def warn_of_untested() -> None:
+    """Says once where another version of Keras or TensorFlow is installed than was tested."""
+    installed = {"Keras": keras.__version__, "TensorFlow": tf.__version__}
+    others = [
+        f"{name} {installed[name]}"
+        for name, tested in TESTED.items()
+        if installed[name].split(".")[:2] != tested.split(".")
+    ]
+    if others:
+        tested_with = " and ".join(f"{name} {version}" for name, version in TESTED.items())
+        warnings.warn(
+            f"tfmulti is tested with {tested_with}, and here is {' and '.join(others)}. Compare "
+            "the first step with one device: prepare(model, verify=True).",
+            stacklevel=2,
+        )
+
+
 def install() -> None:
     """Puts what knows of shares in the place of Keras' functions that do not.
 
     Outside a prepared model's step they are Keras' own, and with one replica, but for the layers
     that take fewer operations.
     """
+    warn_of_untested()
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         _replace(loss_module, name, _only_outside)
     _replace(loss_module, "reduce_weighted_values", _part_of_global)

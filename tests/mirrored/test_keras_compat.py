@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,17 @@ def test_operations_metrics_and_traces_are_still_private() -> None:
     assert keras_compat.traces_of(function) == []
     function(tf.constant(1))
     assert len(keras_compat.traces_of(function)) == 1
+
+
+def test_a_version_that_was_not_tested_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keras_compat.warn_of_untested.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keras_compat.warn_of_untested()
+    monkeypatch.setattr(keras, "__version__", "3.16.2")
+    keras_compat.warn_of_untested.cache_clear()
+    with pytest.warns(UserWarning, match=r"tested with Keras 3\.15 .* here is Keras 3\.16\.2\."):
+        keras_compat.warn_of_untested()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keras_compat.warn_of_untested()

@@ -52,16 +52,17 @@ def test_a_program_is_the_same_or_refused(left: ProgramPlaces, name: str, place:
 
 def test_the_measure_tells_what_differs() -> None:
     plain = {"weight/0": np.array([1.0, 2.0]), "history/loss": np.array([0.5])}
-    assert excess(plain, plain, plain, 1e-6)[0] == 0
+    assert excess(plain, plain, [plain], 1e-6)[0] == 0
     wrong = {**plain, "history/loss": np.array([0.5005])}
-    ratio, words = excess(wrong, plain, plain, 1e-6)
+    ratio, words = excess(wrong, plain, [plain], 1e-6)
     assert ratio == pytest.approx(1000)
     assert words.startswith("history/loss differs by 1.00e-03")
     near = {**plain, "history/loss": np.array([0.5001])}
-    assert excess(wrong, plain, near, 1e-6)[0] == pytest.approx(0.5)
-    assert excess({**wrong, "more": np.zeros(1)}, plain, plain, 1e-6)[0] == np.inf
+    assert excess(wrong, plain, [near], 1e-6)[0] == pytest.approx(0.5)
+    assert excess(wrong, plain, [plain, near], 1e-6)[0] == pytest.approx(0.5)
+    assert excess({**wrong, "more": np.zeros(1)}, plain, [plain], 1e-6)[0] == np.inf
     with pytest.raises(AssertionError, match="something else"):
-        excess(plain, plain, wrong | {"more": np.zeros(1)}, 1e-6)
+        excess(plain, plain, [wrong | {"more": np.zeros(1)}], 1e-6)
 
 
 def test_there_is_a_program_of_each_kind() -> None:
