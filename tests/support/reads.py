@@ -38,11 +38,12 @@ class Logged(ArraySource):
         super().__init__((x, (np.arange(rows) % 3).astype(np.int32)))
         self.bad, self.pause_s = bad, pause_s
         self.reads: list[tuple[int, int]] = []
-        self.bytes = 0
+        self.bytes = self.pauses = 0
         self._lock = threading.Lock()
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
         time.sleep(self.pause_s)
+        self.pauses += epoch == EPOCHS - 1
         if set(self.bad) & set(indices.tolist()):
             raise OSError(5, "Input/output error")
         with self._lock:
@@ -82,8 +83,10 @@ def main(out: str) -> None:
     few = Logged(2)
     trained(few, reader_threads=0)
     found["few"] = few.reads
-    slow = trained(Logged(EXAMPLES, pause_s=0.1), reader_threads=0)
-    found["waited"] = state_of(slow).waited_s / state_of(slow).epoch_s
+    slow = Logged(EXAMPLES, pause_s=0.4)
+    state = state_of(trained(slow, reader_threads=0))
+    found["waited"], found["paused"] = state.waited_s, slow.pauses * slow.pause_s
+    found["epoch"] = state.epoch_s
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         skipping = Logged(EXAMPLES, BAD)
