@@ -19,7 +19,7 @@ from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
 hypothesis.settings.register_profile("without a clock", deadline=None)  # others use these cores
 hypothesis.settings.load_profile("without a clock")
 
-LIMIT_S = 720  # of one process that runs all behaviours
+LIMIT_S = 1200  # of one process that runs all behaviours
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

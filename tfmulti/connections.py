@@ -7,6 +7,7 @@ or freezes ends the step with TensorFlow's own error, within its own time.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,10 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti.cluster import host_of
+from tfmulti.job_secret import proof, secret_of
 from tfmulti.links import LinkError, Links
-from tfmulti.meeting import join, listen
+from tfmulti.listening import listen
+from tfmulti.meeting import join
 from tfmulti.strategies import Placement
 
 _GROUP_KEY = 0x7466_6D75  # TensorFlow counts its own from 1
@@ -56,14 +59,16 @@ def links_now(placement: Placement) -> Links:
 
 def _connect(placement: Placement) -> Links | None:
     """Returns connections to all other workers; None where one cannot reach another."""
-    listener = listen()
+    hosts = [host_of(address) for address in placement.addresses]
+    listener = listen(hosts[placement.rank], hosts)
     port, token = listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.int32)
     told = _tell(placement, "where", [placement.rank, port, *token])
     told = told[np.argsort(told[:, 0])]  # TensorFlow's order is that of words: 1, 10, 2
-    hosts = [host_of(address) for address in placement.addresses]
     where = list(zip(hosts, told[:, 1].tolist(), strict=True))
+    # TensorFlow's collectives can be listened to: without a secret this keeps out other jobs only.
+    key = proof(secret_of(os.environ).encode(), b"workers", told[0, 2:].tobytes())
     try:
-        found = join(listener, placement.rank, where, told[0, 2:].tobytes())
+        found = join(listener, placement.rank, where, key)
     except LinkError as error:
         logging.warning("gradients travel by gRPC, which is slower: %s", error)
         found = None

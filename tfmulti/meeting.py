@@ -1,38 +1,34 @@
 """Brings the workers of a job together: a TCP connection from each to each (`links`).
 
-Each worker listens, calls those of lower ranks, and answers those of higher ones. Both sides say
-the job's token and their ranks first.
+Each worker listens, calls those of lower ranks, and answers those of higher ones. Who calls and who
+answers say their ranks and prove to each other that they know the job's key, which is never sent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
+import queue
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 
+from tfmulti.job_secret import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from tfmulti.links import LinkError
 
-_HELLO = struct.Struct("<16sI")  # token, rank
+_HELLO = struct.Struct(f"<{NONCE_BYTES}sI")  # random bytes, rank
 _KEEPALIVE = (60, 15, 4)  # seconds to the first probe and between probes, and how many
-_STRANGER_S = 1.0  # for who calls to say who it is
-
-
-def listen() -> socket.socket:
-    """Returns a socket that listens on all interfaces, at a free port."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+_STRANGER_S = 3.0  # for who calls to say who it is
+_ANSWERED_AT_ONCE = 64
+_LOOK_S = 0.1
 
 
 def join(
     listener: socket.socket,
     rank: int,
     addresses: Sequence[tuple[str, int]],
-    token: bytes,
+    key: bytes,
     timeout_s: float = 10.0,
 ) -> dict[int, socket.socket]:
     """Returns a connection to each other worker, by its rank. All workers call it.
@@ -40,7 +36,7 @@ def join(
     Args:
         listener: this worker's own; it is closed.
         addresses: host and port of the workers' listeners, in order of their ranks.
-        token: 16 bytes that all workers of the job know, and nobody else.
+        key: bytes that all workers of the job know, and nobody else.
 
     Raises:
         LinkError: a worker could not be reached in time.
@@ -50,13 +46,9 @@ def join(
     try:
         with listener:
             for other in range(rank):
-                found[other] = _call(other, addresses[other], rank, token, deadline_s)
-            while len(found) < len(addresses) - 1:
-                listener.settimeout(_left(deadline_s))
-                link, _ = listener.accept()
-                who = _answer(link, rank, token, deadline_s)
-                if who is not None:
-                    found[who] = link
+                found[other] = _call(other, addresses[other], rank, key, deadline_s)
+            later = set(range(rank + 1, len(addresses)))
+            found |= _answer_all(listener, rank, later, key, deadline_s)
     except OSError as error:
         for link in found.values():
             link.close()
@@ -83,26 +75,68 @@ def _left(deadline_s: float) -> float:
 
 
 def _call(
-    other: int, address: tuple[str, int], rank: int, token: bytes, deadline_s: float
+    other: int, address: tuple[str, int], rank: int, key: bytes, deadline_s: float
 ) -> socket.socket:
     link = socket.create_connection(address, timeout=_left(deadline_s))
-    link.sendall(_HELLO.pack(token, rank))
-    theirs, who = _HELLO.unpack(_exactly(link, _HELLO.size, deadline_s))
-    if not hmac.compare_digest(theirs, token) or who != other:
+    ours = _HELLO.pack(nonce(), rank)
+    link.sendall(ours)
+    try:
+        theirs = _exactly(link, _HELLO.size, deadline_s)
+        its_proof = _exactly(link, PROOF_BYTES, deadline_s)
+    except ConnectionError:
+        theirs = its_proof = b""
+    if not is_proof(its_proof, key, b"answers", ours, theirs) or _HELLO.unpack(theirs)[1] != other:
         link.close()
-        raise LinkError(f"another program answers at {address[0]}:{address[1]}")
+        raise LinkError(
+            f"another program answers at {address[0]}:{address[1]}, or one of a job with another "
+            "secret"
+        )
+    link.sendall(proof(key, b"calls", ours, theirs))
     return link
 
 
-def _answer(link: socket.socket, rank: int, token: bytes, deadline_s: float) -> int | None:
+def _answer_all(
+    listener: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
+) -> dict[int, socket.socket]:
+    """Returns a connection from each of these ranks. Strangers are answered beside them."""
+    answered: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
+    places = threading.BoundedSemaphore(_ANSWERED_AT_ONCE)
+    found: dict[int, socket.socket] = {}
+
+    def answer(link: socket.socket) -> None:
+        who = _answer(link, rank, ranks, key, deadline_s)
+        if who is not None:
+            answered.put((who, link))
+        places.release()
+
+    while ranks - found.keys():
+        listener.settimeout(min(_LOOK_S, _left(deadline_s)))
+        with contextlib.suppress(TimeoutError):
+            link, _ = listener.accept()
+            if places.acquire(blocking=False):
+                threading.Thread(target=answer, args=(link,), daemon=True).start()
+            else:
+                link.close()
+        while not answered.empty():
+            who, link = answered.get()
+            found[who] = link
+    return found
+
+
+def _answer(
+    link: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
+) -> int | None:
     """Returns the rank of who calls; None, and the connection closed, where it is a stranger."""
+    deadline_s = min(deadline_s, time.monotonic() + _STRANGER_S)
     with contextlib.suppress(OSError):
-        theirs, who = _HELLO.unpack(
-            _exactly(link, _HELLO.size, min(deadline_s, time.monotonic() + _STRANGER_S))
-        )
-        if hmac.compare_digest(theirs, token) and who > rank:
-            link.sendall(_HELLO.pack(token, rank))
-            return int(who)
+        theirs = _exactly(link, _HELLO.size, deadline_s)
+        _, who = _HELLO.unpack(theirs)
+        if who in ranks:
+            ours = _HELLO.pack(nonce(), rank)
+            link.sendall(ours + proof(key, b"answers", theirs, ours))
+            its_proof = _exactly(link, PROOF_BYTES, deadline_s)
+            if is_proof(its_proof, key, b"calls", theirs, ours):
+                return int(who)
     link.close()
     return None
 

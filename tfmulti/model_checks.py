@@ -136,38 +136,40 @@ def _build_by_own_step(model: keras.Model, specs: Any) -> None:
 
     Keras alone builds them when it traces that step: `call` need not use all of them.
     """
-    if type(model).train_step is keras.Model.train_step or state_of(model).is_traced_to_build:
+    if type(model).train_step is keras.Model.train_step or state_of(model).taken is not None:
         return
     if any(not layer.built for layer in keras_compat.layers_of(model)):
-        state_of(model).is_traced_to_build = True
         _trace_without_effect(model, specs)
 
 
 def build_optimizers(model: keras.Model, specs: Any) -> None:
     """Builds the optimizers that a train_step of the user's own holds, in the scope.
 
-    It traces the step once without effect, to see which variables each one gets. On several
+    It takes a trace of the step without effect to see which variables each one gets. On several
     replicas they would build themselves too late, within the compiled step.
     """
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
-    if not unbuilt:
-        return
-    found = _trace_without_effect(model, specs)
+    taken = state_of(model).taken or {}
+    if any(optimizer not in taken for optimizer in unbuilt):
+        taken = _trace_without_effect(model, specs)
     with model.distribute_strategy.scope():
         for optimizer in unbuilt:
-            if found.get(id(optimizer)) is not None:
-                optimizer.build(list(found[id(optimizer)]))
+            if taken.get(optimizer) is not None:
+                optimizer.build(list(taken[optimizer]))
 
 
-def _trace_without_effect(model: keras.Model, specs: Any) -> dict[int, Any]:
-    """Traces the train_step, and returns the variables that each optimizer gets, by its id.
+def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
+    """Traces the train_step, and returns and keeps the variables that each optimizer gets.
 
-    The variables that layers make then are made in the scope. No optimizer builds itself.
+    They are None for an optimizer that the step does not use; where the step fails, those that it
+    would have used later are missing. The variables that layers make then are made in the scope.
+    No optimizer builds itself.
     """
-    found: dict[int, Any] = {}
+    found: dict[Any, Any] = {}
+    state_of(model).taken = found
 
     def note(optimizer: Any, gradients: Any, variables: Any) -> bool:
-        found[id(optimizer)] = variables
+        found[optimizer] = variables
         return True
 
     for optimizer in optimizers_of(model):
@@ -177,6 +179,7 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[int, Any]:
     outside = relocation.without_strategy(None)  # a tape takes no variables of all replicas
     with outside, contextlib.suppress(Exception):  # the step itself will tell
         tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
+        found |= {each: None for each in optimizers_of(model) if each not in found}
     with model.distribute_strategy.scope():
         without_effect.__exit__()  # makes variables
     return found

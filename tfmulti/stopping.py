@@ -33,8 +33,8 @@ class TrainerState:
     run could not be read. `gathers` says that a step gathers rows, which it can do once an
     execution only. Where workers take steps of their own, `synchronisation` says when they meet,
     and `outer` moves their weights then (`local_steps`). `traces` counts how often an execution of
-    training was traced; `is_traced_to_build` says that a step was traced to build its parts, and
-    `unknown` has the reasons why it is not known how values that the steps
+    training was traced; `taken` are the variables that each optimizer took when a step was traced
+    to build its parts, and `unknown` has the reasons why it is not known how values that the steps
     take depend on the rows. `specs` is the form of a global batch of the last `fit`.
 
     `seeds_drawn` counts the seeds of the data order that `fit` has drawn, where `seed` is None.
@@ -70,7 +70,7 @@ class TrainerState:
     lost: int = 0
     gathers: bool = False
     traces: int = 0
-    is_traced_to_build: bool = False
+    taken: dict[Any, Any] | None = None
     unknown: dict[str, None] = field(default_factory=dict)
     specs: Any = None
     seeds_drawn: int = 0

@@ -65,12 +65,13 @@ def test_started_by_hand_on_each_host(
     tmp_path: Path, two: Hosts, whole: dict[str, np.ndarray]
 ) -> None:
     """A worker of the second is killed; later the command there gets a notice, SIGTERM."""
+    env = {**SLOW_STEPS, "TFMULTI_SECRET": "known on both machines"}
     hosts = ["--hosts", f"{two.address(1)}:1,{two.address(2)}:1", "--nnodes", "1:2"]
     with processes(tmp_path / "launcher") as group:
         _, second = (
             group.start(
                 argv(tmp_path, "0.3.1.kill", "--node-rank", str(place), *hosts),
-                SLOW_STEPS,
+                env,
                 before=two.inside(place + 1),
             )
             for place in (0, 1)

@@ -54,6 +54,16 @@ def test_replicas_of_one_process_need_no_collective(behaviours: Behaviours) -> N
 
 
 @KINDS
+def test_a_step_of_the_users_own_is_traced_once_to_build_its_parts(
+    behaviours: Behaviours, kind: str
+) -> None:
+    """And on each replica of the process to train; never again, whatever optimizers are unused."""
+    replicas = 2 if kind == "mirrored" else 1
+    for worker in workers_of(behaviours, kind):
+        assert worker["traces_of_an_own_step"] == [1 + replicas, 0]
+
+
+@KINDS
 def test_workers_of_one_machine_share_its_cores(behaviours: Behaviours, kind: str) -> None:
     """TensorFlow's own number (0) is as many threads as cores, on each worker."""
     shared = kind == "multi_worker_mirrored" and len(os.sched_getaffinity(0)) == os.cpu_count()

@@ -120,7 +120,7 @@ def test_other_data_on_a_worker_is_noticed_by_all(found: Any, workers: int, what
 @WORKERS
 def test_waiting_for_slow_data_is_seen(found: Any, workers: int) -> None:
     for worker in found(workers):
-        assert 0 < worker["paused"]
+        assert worker["paused"] > 0
         # A batch is read while the step before it runs, and the first before the clock does.
         assert worker["paused"] / 4 < worker["waited"] <= 1.01 * worker["epoch"]
 

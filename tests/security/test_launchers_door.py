@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tfmulti.errors import ConfigError
+from tfmulti.job_secret import Seal, secret_of
 from tfmulti.launch import agent, connect, remote
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import Door, ssh_command
@@ -23,6 +24,8 @@ from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote import Link, There
 
 PROGRAM = ("train", "--epochs", "3")
+SECRET = "known to both sides"
+NONCE = "00" * 16
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float = 10.0) -> None:
@@ -43,7 +46,10 @@ def door() -> Iterator[tuple[Door, int]]:
             master_port=port,
             node_rank=0,
             hosts=parse_hosts("a:1,b:1"),
-        )
+            secret=SECRET,
+        ),
+        "127.0.0.1",
+        ["127.0.0.1", "127.0.0.1"],
     )
     yield made, port
     made.close(0)
@@ -63,11 +69,19 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
+def proven(port: int, secret: str = SECRET, name: str = "b") -> Link | None:
+    """Returns a connection on which both sides have proven themselves."""
+    link = connect.link_of(knock(port))
+    return link if connect._prove(link, secret.encode(), name) else None
+
+
 def comes_in(door: Door, port: int, name: str = "b") -> bool:
     """Whether a machine of the job is still let in."""
-    greeting = json.dumps({"name": name, "program": "\0".join(PROGRAM)}).encode() + b"\n"
-    with knock(port, greeting):
-        wait_for(lambda: name in door._waiting)
+    link = proven(port, name=name)
+    assert link is not None
+    link.send({"program": "\0".join(PROGRAM)})
+    wait_for(lambda: name in door._waiting)
+    link.close()
     return True
 
 
@@ -83,12 +97,169 @@ def comes_in(door: Door, port: int, name: str = "b") -> bool:
         b'{"name": "' + b"b" * 400 + b'"}\n',
         b"[" * 60_000 + b"\n",
         b'{"name": "b"' + b" " * connect.GREETING_BYTES + b"}\n",
+        b'{"name": "b", "nonce": ""}\n',
+        b'{"name": "b", "nonce": 7}\n',
+        b'{"name": "b", "nonce": "no hexadecimal"}\n',
+        b'{"name": "b", "nonce": "' + NONCE.encode() * 2 + b'"}\n',
     ],
 )
 def test_who_is_no_machine_is_shown_out(door: tuple[Door, int], data: bytes) -> None:
     with knock(door[1], data) as stranger:
         assert is_closed(stranger)
     assert comes_in(*door)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [b"", b"{}", b'{"proof": ""}', b'{"proof": "' + b"00" * 32 + b'"}', b'{"program": "train"}'],
+)
+def test_who_knows_all_but_the_secret_is_shown_out(door: tuple[Door, int], second: bytes) -> None:
+    """The machine's name and the program are no secrets: ps shows them to all users."""
+    link = connect.link_of(stranger := knock(door[1]))
+    link.send({"name": "b", "nonce": NONCE, "program": "\0".join(PROGRAM)})
+    assert len((link.receive() or {})["proof"]) == 64
+    stranger.sendall(second + b"\n")
+    assert is_closed(stranger)
+    with pytest.raises(Unreachable, match="has not been started there"):
+        come_in(door[0])  # who is asked for is known from here on
+    other = connect.link_of(knock(door[1]))
+    other.send({"name": "b", "nonce": NONCE})
+    other.receive()
+    other.send({"proof": "00" * 32})
+    assert other.receive() is None
+    with pytest.raises(Unreachable, match="does not know the job's secret"):
+        come_in(door[0])
+    assert comes_in(*door)
+
+
+def come_in(door: Door) -> There:
+    return door.come_in(Host("b"), {}, "r", lambda *line: None)
+
+
+def test_what_was_said_before_proves_nothing(door: tuple[Door, int]) -> None:
+    """Neither repeated, nor given back to who said it."""
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        caller = threading.Thread(target=proven, args=(between.getsockname()[1],))
+        caller.start()
+        near, _ = between.accept()
+        far, from_near = knock(door[1]), near.makefile("rb")
+        said.append(from_near.readline())
+        far.sendall(said[0])
+        near.sendall(far.makefile("rb").readline())
+        said.append(from_near.readline())
+        caller.join()
+    assert b'"proof"' in said[1]
+    far.close()
+    with knock(door[1], said[0]) as again:
+        answer = json.loads(again.makefile("rb").readline())
+        again.sendall(said[1])
+        assert is_closed(again)
+    with knock(door[1], said[0]) as again:
+        again.makefile("rb").readline()
+        again.sendall(json.dumps({"proof": answer["proof"]}).encode() + b"\n")
+        assert is_closed(again)
+    assert comes_in(*door)
+
+
+def test_who_answers_without_the_secret_gets_no_proof() -> None:
+    """A program that took the first machine's port learns the name, and nothing else."""
+    for answer in ({}, {"nonce": NONCE}, {"nonce": NONCE, "proof": "00" * 32}):
+        ours, theirs = over_pair()
+        theirs.sendall(json.dumps(answer).encode() + b"\n")
+        assert not connect._prove(ours, SECRET.encode(), "b")
+        heard = theirs.recv(10_000)
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)  # that was all
+        assert set(json.loads(heard)) == {"name", "nonce"}
+        assert SECRET.encode() not in heard
+
+
+def sealed_pair() -> tuple[Link, Link, socket.socket, socket.socket]:
+    """Returns two sealed ends, and the sockets of who stands between them."""
+    (one, from_one), (two, to_two) = over_pair(), over_pair()
+    one.seal, two.seal = Seal(b"1", b"2"), Seal(b"2", b"1")
+    return one, two, from_one, to_two
+
+
+@pytest.mark.parametrize("tampering", ["changed", "left out", "repeated", "swapped", "unsigned"])
+def test_what_somebody_between_has_changed_ends_the_connection(tampering: str) -> None:
+    one, two, from_one, to_two = sealed_pair()
+    lines = []
+    with from_one.makefile("rb") as heard:
+        for number in range(3):
+            one.send({"do": number})
+            lines.append(heard.readline())
+    good = {"changed": 1, "left out": 1, "repeated": 2, "swapped": 0, "unsigned": 0}[tampering]
+    passed = {
+        "changed": [lines[0], lines[1].replace(b"1}", b"7}")],
+        "left out": [lines[0], lines[2]],
+        "repeated": [lines[0], lines[1], lines[1]],
+        "swapped": [lines[1], lines[0]],
+        "unsigned": [b'{"do": 0}\n'],
+    }[tampering]
+    to_two.sendall(b"".join(passed))
+    assert [two.receive() for _ in range(good)] == [{"do": number} for number in range(good)]
+    assert two.receive() is None
+
+
+def test_sealed_messages_pass_in_both_directions() -> None:
+    one, two, from_one, to_two = sealed_pair()
+    one.send({"a": 1})
+    one.send({"a": 2})
+    to_two.sendall(from_one.recv(1000))
+    assert [two.receive(), two.receive()] == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        ("short", 0o600, "a secret has 16 to 4096 characters, but this has 5"),
+        ("", 0o600, "but this has 0"),
+        ("x" * 5000, 0o600, "a secret has 16 to 4096"),
+        (SECRET, 0o644, r"can be read or written by others \(mode 0644\)\. Run: chmod 600"),
+        (SECRET, 0o620, "can be read or written by others"),
+    ],
+)
+def test_a_secret_file_is_this_users_alone(
+    tmp_path: Path, content: str, mode: int, words: str
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text(content)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=words):
+        secret_of({}, path)
+
+
+def test_where_a_secret_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    path.chmod(0o600)
+    assert secret_of({}, path) == secret_of({"TFMULTI_SECRET": SECRET}) == SECRET
+    assert secret_of({}) == secret_of({"TFMULTI_SECRET": ""}) == ""
+    with pytest.raises(ConfigError, match="both given"):
+        secret_of({"TFMULTI_SECRET": SECRET}, path)
+    with pytest.raises(ConfigError, match="TFMULTI_SECRET: a secret has 16"):
+        secret_of({"TFMULTI_SECRET": "short"})
+    for other in (tmp_path, tmp_path / "none", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=r"is no file|Is a directory|No such file"):
+            secret_of({}, other)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="is no file"):
+        secret_of({}, tmp_path / "fifo")
+
+
+def test_the_secret_is_in_no_message_and_no_repr() -> None:
+    config = LaunchConfig(
+        program=PROGRAM, module=True, hosts=parse_hosts("a,b"), node_rank=0, secret=SECRET
+    )
+    begin = connect.begin_of(config, {"TFMULTI_SECRET": SECRET}, "b", "r")
+    assert SECRET not in json.dumps(begin) + repr(config)
+    over_ssh = connect.begin_of(
+        LaunchConfig(program=PROGRAM, module=True), {"TFMULTI_SECRET": SECRET}, "b", "r"
+    )
+    assert over_ssh["env"]["TFMULTI_SECRET"] == SECRET
 
 
 def test_an_endless_line_is_not_kept(door: tuple[Door, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import remote
 from tfmulti.launch.agent import forwarded, serve
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import begin_of, ssh_command
+from tfmulti.launch.connect import Door, begin_of, ssh_command
 from tfmulti.launch.flags import parse
 from tfmulti.launch.hosts import Host, discover, is_here, parse_hosts, read_hostfile, slots_of
 from tfmulti.launch.machine import Unreachable
@@ -33,6 +34,7 @@ from tfmulti.launch.remote import There
 from tfmulti.launch.workers import Order
 
 JOB = LaunchConfig(program=("x",), module=True)
+SECRET = "known to both machines"
 
 
 def test_hosts_of_a_flag() -> None:
@@ -326,7 +328,7 @@ def test_a_machine_that_waits_for_the_first_can_be_stopped(
     with socket.create_server(("127.0.0.1", 0)) as first:
         port = str(first.getsockname()[1])
         flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
-        argv = [sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"]
+        argv = [sys.executable, "-m", "tfmulti.launch", "--insecure", *flags, "-m", "x"]
         joining = ended_after(request, subprocess.Popen(argv))
         connection, _ = first.accept()
         with connection, connection.makefile("rb") as lines:
@@ -335,15 +337,30 @@ def test_a_machine_that_waits_for_the_first_can_be_stopped(
             assert joining.wait(5) == code
 
 
-def test_a_machine_that_the_first_does_not_want(request: pytest.FixtureRequest) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        port = str(first.getsockname()[1])
-        flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
-        argv = [sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"]
-        started = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-        joining = ended_after(request, started)
-        connection, _ = first.accept()
-        with connection:
-            connection.sendall(b'{"fails": "another program"}\n')
-            assert joining.communicate(timeout=5)[1].endswith("tfmulti: another program\n")
-            assert joining.returncode == 2
+@pytest.mark.parametrize(
+    ("secret", "says"),
+    [
+        (SECRET, "tfmulti: the first machine runs another program or other flags of it\n"),
+        (SECRET[::-1], "does not know this job's secret (TFMULTI_SECRET or --secret-file); it is "),
+        ("", "tfmulti: --node-rank over 2 machines needs a secret, else whoever reaches port "),
+    ],
+)
+def test_a_machine_that_the_first_does_not_want(
+    request: pytest.FixtureRequest, secret: str, says: str
+) -> None:
+    hosts = "127.0.0.1:1,b:1"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = parse(
+        ["--hosts", hosts, "--node-rank", "0", "--master-port", str(port), "-m", "y"], ""
+    )
+    door = Door(dataclasses.replace(config, secret=SECRET), "127.0.0.1", ["127.0.0.1", "b"])
+    request.addfinalizer(lambda: door.close(0))
+    flags = ["--hosts", hosts, "--node-rank", "1", "--master-port", str(port)]
+    flags += ["--start-timeout", "1"]
+    argv = [sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"]
+    env = {**os.environ, "TFMULTI_SECRET": secret}
+    started = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=env)
+    joining = ended_after(request, started)
+    assert says in joining.communicate(timeout=20)[1]
+    assert joining.returncode == (1 if secret == SECRET[::-1] else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tfmulti.job_secret import NONCE_BYTES, PROOF_BYTES
 from tfmulti.links import ENOUGH_BYTES, THREAD, LinkError, Links
-from tfmulti.meeting import join, listen
+from tfmulti.listening import listen
+from tfmulti.meeting import join
 
-TOKEN = b"0123456789abcdef"
+KEY = b"0123456789abcdef"
 LIMIT_S = 30
 
 
@@ -44,11 +47,11 @@ class Patience:
 def connected(
     workers: int, check: Callable[[], None] | None = None
 ) -> tuple[list[Links], list[dict[int, socket.socket]]]:
-    listeners = [listen() for _ in range(workers)]
+    listeners = [listen("localhost", ["localhost"]) for _ in range(workers)]
     where = addresses_of(listeners)
     made = at_once(
         *(
-            lambda rank=rank: join(listeners[rank], rank, where, TOKEN)  # type: ignore[misc]
+            lambda rank=rank: join(listeners[rank], rank, where, KEY)  # type: ignore[misc]
             for rank in range(workers)
         )
     )
@@ -174,26 +177,28 @@ def test_a_wait_asks_each_second_whether_the_others_live(monkeypatch: pytest.Mon
 
 
 def test_strangers_are_turned_away() -> None:
-    """Who has another token, says nothing or hangs up keeps nobody from meeting."""
-    listeners = [listen() for _ in range(2)]
+    """Who has another key, says nothing or hangs up keeps nobody from meeting."""
+    listeners = [listen("localhost", ["localhost"]) for _ in range(2)]
     where = addresses_of(listeners)
     silent = socket.create_connection(where[0])
     hung_up = socket.create_connection(where[0])
     hung_up.close()
     wrong = socket.create_connection(where[0])
-    wrong.sendall(b"another program!" + b"\1\0\0\0")
+    wrong.sendall(b"another program!" + b"\1\0\0\0" + bytes(32))
     same = socket.create_connection(where[0])
-    same.sendall(TOKEN + b"\0\0\0\0")  # says that it is who it calls
-    met = at_once(*(lambda r=r: join(listeners[r], r, where, TOKEN) for r in range(2)))  # type: ignore[misc]
+    same.sendall(bytes(16) + b"\0\0\0\0")  # says that it is who it calls
+    met = at_once(*(lambda r=r: join(listeners[r], r, where, KEY) for r in range(2)))  # type: ignore[misc]
     assert [list(each) for each in met] == [[1], [0]]
-    for stranger in (wrong, same):
+    assert met[0][1].getpeername() == met[1][0].getsockname()  # each other, and no stranger
+    for stranger, answered in ((wrong, NONCE_BYTES + 4 + PROOF_BYTES), (same, 0)):
         stranger.settimeout(LIMIT_S)
-        assert stranger.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError), stranger.makefile("rb") as answer:
+            assert len(answer.read()) == answered
     silent.close()
 
 
 def test_another_program_at_the_address_is_noticed() -> None:
-    listener, other = listen(), socket.create_server(("localhost", 0))
+    listener, other = listen("localhost", ["localhost"]), socket.create_server(("localhost", 0))
 
     def answer() -> None:
         link, _ = other.accept()
@@ -203,7 +208,7 @@ def test_another_program_at_the_address_is_noticed() -> None:
     def reach() -> str:
         where = [("localhost", other.getsockname()[1]), *addresses_of([listener])]
         with pytest.raises(LinkError) as error:
-            join(listener, 1, where, TOKEN)
+            join(listener, 1, where, KEY)
         return str(error.value)
 
     _, said = at_once(answer, reach)
@@ -211,21 +216,50 @@ def test_another_program_at_the_address_is_noticed() -> None:
     other.close()
 
 
+def test_workers_of_another_secret_do_not_meet() -> None:
+    """And no key goes over the network."""
+    listeners = [listen("localhost", ["localhost"]) for _ in range(2)]
+    where = addresses_of(listeners)
+
+    def meet(rank: int) -> str:
+        with pytest.raises(LinkError) as error:
+            join(listeners[rank], rank, where, KEY + bytes([rank]), timeout_s=1.0)
+        return str(error.value)
+
+    said = at_once(*(lambda r=r: meet(r) for r in range(2)))  # type: ignore[misc]
+    assert "another secret" in said[1]
+    assert "timed out" in said[0]
+
+
+def test_silent_strangers_keep_no_worker_waiting() -> None:
+    """More than could be listened to one after the other."""
+    listeners = [listen("localhost", ["localhost"]) for _ in range(2)]
+    where = addresses_of(listeners)
+    strangers = [socket.create_connection(where[0]) for _ in range(20)]
+    join_in = [
+        lambda r=r: join(listeners[r], r, where, KEY, timeout_s=10.0)  # type: ignore[misc]
+        for r in range(2)
+    ]
+    assert [list(each) for each in at_once(*join_in)] == [[1], [0]]
+    for stranger in strangers:
+        stranger.close()
+
+
 def test_who_never_comes_is_waited_for_so_long() -> None:
-    listener = listen()
+    listener = listen("localhost", ["localhost"])
     with pytest.raises(LinkError, match="worker 0 does not reach all others: timed out"):
-        join(listener, 0, [("localhost", 1), ("localhost", 2)], TOKEN, timeout_s=0.2)
+        join(listener, 0, [("localhost", 1), ("localhost", 2)], KEY, timeout_s=0.2)
 
 
 def test_who_is_told_wrong_addresses_takes_nobody_for_another() -> None:
-    """The last of three is told the others' the wrong way round; all of them know the token."""
-    listeners = [listen() for _ in range(3)]
+    """The last of three is told the others' the wrong way round; all of them know the key."""
+    listeners = [listen("localhost", ["localhost"]) for _ in range(3)]
     right = addresses_of(listeners)
     told = [right, right, [right[1], right[0], right[2]]]
 
     def meet(rank: int) -> str:
         try:
-            return f"met {list(join(listeners[rank], rank, told[rank], TOKEN, timeout_s=1.0))}"
+            return f"met {list(join(listeners[rank], rank, told[rank], KEY, timeout_s=1.0))}"
         except LinkError as error:
             return str(error)
 

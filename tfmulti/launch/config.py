@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfmulti.errors import ConfigError
@@ -25,6 +25,8 @@ class LaunchConfig:
         min_workers: the least workers; None: all, or one where `nodes` leaves a choice.
         node_rank: of this machine, where the command is started by hand on each; else None.
         master_port: of the first machine, to which the others connect when started by hand.
+        secret: what all machines know and prove to each other; empty: none. Over SSH one is made.
+        insecure: whether machines started by hand may do without.
         ssh: the command that runs another one on a machine whose name follows it.
         max_restarts: starts of the whole job without progress, after the first.
         monitor_interval_s: between two looks at the workers.
@@ -50,6 +52,8 @@ class LaunchConfig:
     min_workers: int | None = None
     node_rank: int | None = None
     master_port: int = 29500
+    secret: str = field(default="", repr=False)
+    insecure: bool = False
     ssh: str = "ssh"
     max_restarts: int = 3
     monitor_interval_s: float = 0.1

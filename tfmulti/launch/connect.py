@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from tfmulti.errors import EXIT_USER, ConfigError, TfmultiError
+from tfmulti.job_secret import NONCE_BYTES, SECRET, Seal, is_proof, nonce, proof
 from tfmulti.launch.agent import forwarded, sent_config, serve
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import STOPPING
@@ -24,6 +25,7 @@ from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import say
 from tfmulti.launch.remote import MOST_BYTES, Link, There
 from tfmulti.launch.workers import Sink
+from tfmulti.listening import listen
 
 CONNECT_S = 10
 RETRY_S = 1.0
@@ -33,7 +35,10 @@ GREETING_BYTES = 65_536
 GREETED_AT_ONCE = 64
 ACCEPT_AGAIN_S = 0.2
 LONGEST_NAME = 255  # of a host, as DNS has it
-_GONE, _NOT_BEGUN = 75, 76  # of the process that serves: the connection was lost, or unused
+_FIRST, _OTHER = b"the first machine", b"another machine"  # who proves
+_NO_PROOF = f"who answers there does not know this job's secret ({SECRET} or --secret-file)"
+# Of the process that serves: the connection was lost, unused, or goes to somebody else.
+_GONE, _NOT_BEGUN, _STRANGE = 75, 76, 77
 # What SSH says of things that no waiting heals.
 _HOPELESS = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
 
@@ -41,14 +46,15 @@ _HOPELESS = ("Permission denied", "Host key verification failed", "Could not res
 def begin_of(
     config: LaunchConfig, env: Mapping[str, str], name: str, run_id: str
 ) -> dict[str, Any]:
-    """Returns the first message to an agent: the job, and where it runs."""
-    return {
-        "name": name,
-        "run_id": run_id,
-        "folder": os.getcwd(),
-        "env": forwarded(env),
-        "config": sent_config(config),
-    }
+    """Returns the first message to an agent: the job, and where it runs.
+
+    Over SSH the job's secret is among what it forwards. One that was started by hand has it, and
+    its environment and configuration are its own.
+    """
+    begin: dict[str, Any] = {"name": name, "run_id": run_id}
+    if not config.by_hand:
+        begin |= {"folder": os.getcwd(), "env": forwarded(env), "config": sent_config(config)}
+    return begin
 
 
 def ssh_command(config: LaunchConfig, name: str) -> list[str]:
@@ -130,20 +136,22 @@ def _keep(source: IO[bytes], words: list[str]) -> None:
 class Door:
     """Where the machines on which the command was started by hand come in.
 
-    Whoever can reach the port and knows the job's program can take part in it, as in
-    TensorFlow's own protocol: both are for networks whose machines trust each other.
+    Both sides prove that they know the job's secret, and sign what they say from then on.
+
+    Args:
+        own: the name of this machine, under which the others reach it.
+        names: those of all machines.
 
     Raises:
         ConfigError: the port is not free.
     """
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: LaunchConfig, own: str, names: Sequence[str]) -> None:
         self._config = config
+        self._key = config.secret.encode()
         try:
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            address = ("", config.master_port)
-            self._server = socket.create_server(address, family=family, dualstack_ipv6=both)
+            hosts = [name.strip("[]") for name in names]
+            self._server = listen(own.strip("[]"), hosts, config.master_port)
         except OSError as error:
             raise ConfigError(
                 f"--master-port {config.master_port}: {error.strerror}. Give another port, the "
@@ -152,7 +160,7 @@ class Door:
         self._closed = False
         self._greeted = threading.BoundedSemaphore(GREETED_AT_ONCE)
         self._waiting: dict[str, Link] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # of those that were looked for
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -164,7 +172,7 @@ class Door:
         """
         with self._lock:
             link = self._waiting.pop(host.name, None)
-            refused = self._refused.get(host.name)
+            refused = self._refused.setdefault(host.name, "")
         if link is None:
             raise Unreachable(refused or "the command has not been started there")
         begin = begin_of(self._config, env, host.name, run_id)
@@ -204,19 +212,19 @@ class Door:
         late = threading.Timer(GREETING_S, link.close)
         late.daemon = True
         late.start()
-        first = link.receive() or {}
+        name = self._proven(link)
+        program = (link.receive() or {}).get("program") if name is not None else None
         late.cancel()
-        link.most_bytes = MOST_BYTES
-        name = first.get("name")
-        if not isinstance(name, str) or len(name) > LONGEST_NAME:
-            link.close()  # somebody else knocks
+        if name is None or program is None:
+            link.close()
             return
-        program = "\0".join(self._config.program).encode()
-        if not hmac.compare_digest(str(first.get("program", "")).encode(), program):
+        link.most_bytes = MOST_BYTES
+        expected = "\0".join(self._config.program).encode()
+        if not hmac.compare_digest(str(program).encode(), expected):
             with contextlib.suppress(OSError):
                 link.send({"fails": "the first machine runs another program or other flags of it"})
             link.close()
-            self._refused[name] = "it runs another program, or other flags of it"
+            self._refuse(name, "it runs another program, or other flags of it")
             return
         with self._lock:
             before = self._waiting.get(name)
@@ -224,6 +232,34 @@ class Door:
             self._refused.pop(name, None)
         if before is not None:
             before.close()
+
+    def _proven(self, link: Link) -> str | None:
+        """Returns the name of who comes, once it has proven that it knows the secret."""
+        greeting = link.receive() or {}
+        name, theirs = greeting.get("name"), _bytes_of(greeting, "nonce")
+        if not isinstance(name, str) or len(name) > LONGEST_NAME or len(theirs) != NONCE_BYTES:
+            return None  # somebody else knocks
+        ours = nonce()
+        said = (name.encode(), theirs, ours)
+        link.send({"nonce": ours.hex(), "proof": proof(self._key, _FIRST, *said).hex()})
+        if not is_proof(_bytes_of(link.receive() or {}, "proof"), self._key, _OTHER, *said):
+            self._refuse(name, f"who came in its name does not know the job's secret ({SECRET})")
+            return None
+        link.seal = Seal(*(proof(self._key, b"seal", side, *said) for side in (_FIRST, _OTHER)))
+        return name
+
+    def _refuse(self, name: str, why: str) -> None:
+        with self._lock:
+            if name in self._refused:  # it is one of the job's
+                self._refused[name] = why
+
+
+def _bytes_of(message: dict[str, Any], name: str) -> bytes:
+    """Returns bytes that a message has in hexadecimal; none, where they are something else."""
+    try:
+        return bytes.fromhex(message[name])
+    except (KeyError, TypeError, ValueError):
+        return b""
 
 
 def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> Link:
@@ -255,8 +291,11 @@ def join(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str]) -
         else:
             connection.settimeout(None)
             code = _served(connection, config, name, env)
-            if code is not None and code != _GONE:
+            if code not in (None, _GONE, _STRANGE):
                 return code
+            if code == _STRANGE and why != _NO_PROOF:
+                why = _NO_PROOF
+                say(f"{first.name}:{config.master_port}: {why}; it is tried again")
             if code == _GONE:
                 say(f"lost {first.name}: all workers here are ended, and it is tried again")
                 deadline = time.monotonic() + config.start_timeout_s
@@ -312,11 +351,26 @@ def _wait(child: int, asked: list[int]) -> int:
         time.sleep(0.05)
 
 
+def _prove(link: Link, key: bytes, name: str) -> bool:
+    """Proves to the first machine that this one knows the secret; returns whether it does, too."""
+    ours = nonce()
+    link.send({"name": name, "nonce": ours.hex()})
+    answer = link.receive() or {}
+    said = (name.encode(), ours, _bytes_of(answer, "nonce"))
+    if not is_proof(_bytes_of(answer, "proof"), key, _FIRST, *said):
+        return False
+    link.send({"proof": proof(key, _OTHER, *said).hex()})
+    link.seal = Seal(*(proof(key, b"seal", side, *said) for side in (_OTHER, _FIRST)))
+    return True
+
+
 def _serve_once(
     connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
 ) -> int:
     link = link_of(connection)
-    link.send({"name": name, "program": "\0".join(config.program)})
+    if not _prove(link, config.secret.encode(), name):
+        return _STRANGE
+    link.send({"program": "\0".join(config.program)})
     try:
         first = link.receive()
         if first is None:

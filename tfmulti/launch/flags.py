@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from tfmulti.errors import ConfigError, did_you_mean
 from tfmulti.gpus import visible_gpus
+from tfmulti.job_secret import secret_of
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.hosts import parse_hosts, slots_of
 
@@ -65,6 +66,14 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "Place of this machine among them, if you start this command on each by hand.",
     ),
     ("master-port", "29500", "PORT", "Where the others reach the first one, if started by hand."),
+    (
+        "secret-file",
+        None,
+        "FILE",
+        "A file of yours alone (chmod 600), the same on each machine that you start by hand: they "
+        "prove to each other that they know it. Or set TFMULTI_SECRET.",
+    ),
+    ("insecure", None, None, "Let machines that are started by hand do without a secret."),
     ("ssh", "ssh", "CMD", "How to run a command on another machine, as in 'ssh -p 2222'."),
     (
         "max-restarts",
@@ -161,6 +170,8 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         min_workers=_whole("min-workers", given.min_workers, 1) if given.min_workers else None,
         node_rank=_whole("node-rank", given.node_rank, 0) if given.node_rank else None,
         master_port=_whole("master-port", given.master_port, 1),
+        secret=secret_of(env, Path(given.secret_file) if given.secret_file else None),
+        insecure=given.insecure,
         ssh=given.ssh,
         max_restarts=_whole("max-restarts", given.max_restarts, 0),
         monitor_interval_s=_seconds("monitor-interval", given.monitor_interval),

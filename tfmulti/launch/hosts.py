@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tfmulti.errors import ConfigError
 from tfmulti.launch.addresses import LOOPBACK
+from tfmulti.listening import can_bind
 
 LOOPBACK_NAMES = ("localhost", LOOPBACK, "[::1]")  # each machine's for itself alone
 SCRIPT_LIMIT_S = 30.0
@@ -106,14 +107,7 @@ def is_here(name: str) -> bool:
         found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as trial:
-            try:
-                trial.bind((address[0], 0, *address[2:]))
-            except OSError:
-                continue
-            return True
-    return False
+    return any(can_bind(family, address) for family, _, _, _, address in found)
 
 
 def _host(text: str, place: str) -> Host:

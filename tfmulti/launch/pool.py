@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from tfmulti.errors import ConfigError, TfmultiError
+from tfmulti.job_secret import SECRET
 from tfmulti.launch.addresses import LOOPBACK
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import Door, over_ssh
@@ -53,7 +54,10 @@ class Pool:
         self.hosts = self._sources.now()
         self._here_name = name_here(config, self.hosts)
         self._here = Here(config, env, self._here_name or LOOPBACK, sink)
-        self._door = Door(config) if config.by_hand else None
+        self._door = None
+        if config.by_hand:
+            names = [host.name for host in self.hosts]
+            self._door = Door(config, self._here_name or LOOPBACK, names)
         self.machines: dict[str, Machine] = {}
         self.reasons: dict[str, str] = {}
         self._tried: set[str] = set()
@@ -228,6 +232,20 @@ def sources_of(config: LaunchConfig) -> Sources:
     if not (hosts or config.hostfile or config.discovery):
         hosts = (Host(LOOPBACK),)
     return Sources(hosts, config.hostfile, config.discovery)
+
+
+def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
+    """Checks that machines on which the command is started by hand can know each other.
+
+    Raises:
+        ConfigError: there is no secret.
+    """
+    if config.by_hand and len(hosts) > 1 and not config.secret and not config.insecure:
+        raise ConfigError(
+            f"--node-rank over {len(hosts)} machines needs a secret, else whoever reaches port "
+            f"{config.master_port} could take part. Give the same {SECRET} or --secret-file on "
+            "each machine, or --insecure in a network of your own."
+        )
 
 
 def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from tfmulti.errors import ConfigError
+from tfmulti.job_secret import Seal
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.workers import Order, Seen, Sink
 from tfmulti.launched import Told
@@ -33,7 +34,8 @@ MOST_BYTES = 1 << 24  # of a line: a worker may write long ones
 class Link:
     """Lines of JSON in both directions. Writing is safe from any thread.
 
-    A line of more than `most_bytes` ends what is received.
+    A line of more than `most_bytes` ends what is received, and so does one that does not pass the
+    `seal`, where there is one: then each line begins with its proof.
     """
 
     def __init__(
@@ -45,14 +47,17 @@ class Link:
     ) -> None:
         self._reader, self._writer, self._close = reader, writer, close
         self.most_bytes = most_bytes
+        self.seal: Seal | None = None
         self._lock = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends one message. Raises OSError where nobody reads any more."""
-        data = json.dumps(message).encode() + b"\n"
+        data = json.dumps(message).encode()
         try:
             with self._lock:
-                self._writer.write(data)
+                if self.seal is not None:
+                    data = self.seal.signed(data) + b" " + data
+                self._writer.write(data + b"\n")
                 self._writer.flush()
         except ValueError as error:  # the file was closed
             raise OSError(str(error)) from None
@@ -65,6 +70,10 @@ class Link:
             return None
         if not line or len(line) > self.most_bytes:
             return None
+        if self.seal is not None:
+            sign, _, line = line.removesuffix(b"\n").partition(b" ")
+            if not self.seal.passes(sign, line):
+                return None
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):

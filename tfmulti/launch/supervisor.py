@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from tfmulti import job_secret
 from tfmulti.errors import EXIT_FAILED, ConfigError
 from tfmulti.launch import members, policy
 from tfmulti.launch.config import LaunchConfig
@@ -23,7 +24,7 @@ from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.members import Placement, Standing
 from tfmulti.launch.output import Output, say
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
-from tfmulti.launch.pool import Pool, TooFew, name_here, sources_of
+from tfmulti.launch.pool import Pool, TooFew, check_secret, name_here, sources_of
 from tfmulti.launch.remote import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
 
@@ -42,8 +43,11 @@ class Stopped(Exception):
 
 def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of the job: 0, that of the worker that failed, or 128 + signal."""
+    hosts = sources_of(config).now()
+    check_secret(config, hosts)
+    secret = config.secret or ("" if config.by_hand else job_secret.made())
+    env = {**env, job_secret.SECRET: secret}
     if config.by_hand and config.node_rank:
-        hosts = sources_of(config).now()
         name = name_here(config, hosts)
         assert name is not None
         return join(config, hosts[0], name, env)

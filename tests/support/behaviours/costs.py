@@ -159,6 +159,36 @@ def read_by_autograph() -> Any:
     return found
 
 
+class TwoOptimizers(keras.Model):
+    """A step that counts its traces and never uses the optimizer that `compile` makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
+        self.own, self.traces = keras.optimizers.SGD(0.1), 0
+
+    def train_step(self, data: Any) -> Any:
+        self.traces += 1
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, self.inner(x)))
+        weights = self.trainable_weights
+        self.own.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@behaviour
+def traces_of_an_own_step() -> Any:
+    """Returns how often the step was traced in a first and in a second `fit`."""
+    with here.strategy.scope():
+        made = prepare(TwoOptimizers(), verify=False)
+        made.compile()
+    fit(made, epochs=1)
+    first, made.traces = made.traces, 0
+    fit(made, epochs=1)
+    return [first, made.traces]
+
+
 @behaviour
 def threads_that_compute() -> Any:
     """Returns how many threads TensorFlow was given for operations; for each, tests say it."""
