@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfmulti.cluster import Cluster
 from tfmulti.environments import check_trains, find_cluster
 from tfmulti.errors import ClusterError, DeviceError
+from tfmulti.proxies import go_past_proxies
 from tfmulti.selection import Selection, select
 
 # TensorFlow's own variables: threads of one operation, and operations at a time.
@@ -245,6 +246,7 @@ def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strate
         num_accelerators={"GPU": local_replicas} if gpus else {},
         rpc_layer="grpc",
     )
+    go_past_proxies(cluster.hosts, os.environ)
     try:
         if not gpus:
             _share_cores(cluster)

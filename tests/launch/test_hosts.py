@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def two(tmp_path: Path) -> Iterator[Hosts]:
     folder.mkdir()
     with networks.hosts(2, folder) as made:
         yield made
+
+
+def listening(hosts: Hosts, host: int, port: int) -> list[str]:
+    """Returns the addresses at which something listens on a host (proc_pid_net(5))."""
+    found = []
+    for name in ("tcp", "tcp6"):
+        argv = [*hosts.inside(host), "cat", f"/proc/net/{name}"]
+        text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        for line in text.splitlines()[1:]:
+            address, _, at = line.split()[1].partition(":")
+            if line.split()[3] == "0A" and int(at, 16) == port:
+                found.append(".".join(str(byte) for byte in reversed(bytes.fromhex(address))))
+    return found
 
 
 def says(group: Processes, words: str) -> None:
@@ -77,6 +91,7 @@ def test_started_by_hand_on_each_host(
             for place in (0, 1)
         )
         says(group, "worker 1 was killed by SIGKILL")
+        assert listening(two, 1, 29500) == [two.address(1)]  # on no other interface
         wait_for(lambda: (tmp_path / "backups" / "step-000000008.npz").exists())
         second.send_signal(signal.SIGTERM)
         says(group, f"going on with 1 worker: 1 on {two.address(1)}")

@@ -27,12 +27,14 @@ class LaunchConfig:
         master_port: of the first machine, to which the others connect when started by hand.
         secret: what all machines know and prove to each other; empty: none. Over SSH one is made.
         insecure: whether machines started by hand may do without.
+        isolate: whether the workers get a network of their own, on this machine alone.
         ssh: the command that runs another one on a machine whose name follows it.
         max_restarts: starts of the whole job without progress, after the first.
         monitor_interval_s: between two looks at the workers.
         log_dir: of all workers' output, a folder an attempt.
         terminal, files: the streams of a worker that go to the terminal and to files.
-        start_timeout_s: for all machines to answer, and for all workers to listen.
+        start_timeout_s: for all machines to answer, for all workers to listen, and without a sign
+            of life before they train.
         shutdown_grace_s: from SIGTERM to SIGKILL.
         stall_timeout_s: without the end of any step; at least five of the longest steps.
         standby: whether processes with TensorFlow imported wait for the next attempt.
@@ -54,6 +56,7 @@ class LaunchConfig:
     master_port: int = 29500
     secret: str = field(default="", repr=False)
     insecure: bool = False
+    isolate: bool = False
     ssh: str = "ssh"
     max_restarts: int = 3
     monitor_interval_s: float = 0.1
@@ -91,6 +94,11 @@ class LaunchConfig:
             )
             if value
         ]
+        if self.isolate and named:
+            raise ConfigError(
+                f"--isolate takes the network away, but {named[0]} names machines that need it. "
+                "Leave one of them out."
+            )
         if len(named) > 1:
             raise ConfigError(f"{named[0]} and {named[1]} both name machines. Give one of them.")
         if self.nodes and self.nodes[1] > 1 and not named:

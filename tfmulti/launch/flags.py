@@ -73,6 +73,13 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "A file of yours alone (chmod 600), the same on each machine that you start by hand: they "
         "prove to each other that they know it. Or set TFMULTI_SECRET.",
     ),
+    (
+        "isolate",
+        None,
+        None,
+        "Run the workers, all on this machine, in a network of their own: nobody else can reach "
+        "TensorFlow's ports, and they reach no other machine.",
+    ),
     ("insecure", None, None, "Let machines that are started by hand do without a secret."),
     ("ssh", "ssh", "CMD", "How to run a command on another machine, as in 'ssh -p 2222'."),
     (
@@ -101,7 +108,8 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "start-timeout",
         "300",
         "S",
-        "Seconds for all machines to answer, and from the first worker that listens until all do.",
+        "Seconds for all machines to answer, from the first worker that listens until all do, and "
+        "without a sign of life from any before they train.",
     ),
     ("shutdown-grace-s", "30", "S", "Seconds from SIGTERM to SIGKILL."),
     (
@@ -172,6 +180,7 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         master_port=_whole("master-port", given.master_port, 1),
         secret=secret_of(env, Path(given.secret_file) if given.secret_file else None),
         insecure=given.insecure,
+        isolate=given.isolate,
         ssh=given.ssh,
         max_restarts=_whole("max-restarts", given.max_restarts, 0),
         monitor_interval_s=_seconds("monitor-interval", given.monitor_interval),

@@ -21,6 +21,7 @@ from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import join
 from tfmulti.launch.crew import Crew
 from tfmulti.launch.guard import STOPPING
+from tfmulti.launch.isolation import isolate
 from tfmulti.launch.members import Placement, Standing
 from tfmulti.launch.output import Output, say
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
@@ -51,6 +52,8 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
         name = name_here(config, hosts)
         assert name is not None
         return join(config, hosts[0], name, env)
+    if config.isolate:
+        isolate()
     output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
     pool = Pool(config, env, run_id, output.line, say)

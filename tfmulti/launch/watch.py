@@ -55,7 +55,8 @@ class Watch:
         """
         while True:
             seen = self._crew.look()
-            failures = self.failed(seen) or self._silent(seen) or self._stalled(seen)
+            failures = self.failed(seen) or self._silent(seen) or self._idle_at_start(seen)
+            failures = failures or self._stalled(seen)
             if failures or not any(one.runs for one in seen):
                 return failures
             self._prepare(seen)
@@ -159,6 +160,31 @@ class Watch:
             if one.rank in missing
         ]
 
+    def _idle_at_start(self, seen: list[Seen]) -> list[Failure]:
+        """Returns the workers that have not begun to train, where none has done anything for long.
+
+        They wait for each other, as behind a proxy that takes what is sent, or for something else.
+        """
+        now, limit_s = time.monotonic(), self._config.start_timeout_s
+        running = [one for one in seen if one.runs]
+        idle = all(now - one.idle_since_s > limit_s for one in running)
+        if not idle or all(one.told is not None for one in running):
+            return []
+        self._show_stacks()
+        words = (
+            f"has done nothing for {limit_s:g} s (--start-timeout), and does not train yet: does "
+            "it wait for another worker, a file or a network?"
+        )
+        return [
+            self._failure(one.rank, one, words, 1, one.idle_since_s)
+            for one in running
+            if one.told is None
+        ]
+
+    def _show_stacks(self) -> None:
+        for rank, stacks in self._crew.stacks().items():
+            self._show(f"worker {rank} stands at:\n{stacks}")
+
     def _stalled(self, seen: list[Seen]) -> list[Failure]:
         """Returns all workers if the job stands still.
 
@@ -179,8 +205,7 @@ class Watch:
         alive = sum(one.runs for one in seen)
         if len(running) < alive or not stalled(paces, now, self._config.stall_timeout_s):
             return []
-        for rank, stacks in self._crew.stacks().items():
-            self._show(f"worker {rank} stands at:\n{stacks}")
+        self._show_stacks()
         all_in_step = all(pace.in_step for pace in paces)
         found = []
         for (one, told), pace in zip(running, paces, strict=True):

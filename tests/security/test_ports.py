@@ -1,0 +1,159 @@
+"""Which ports a job opens and to whom, and how its connections find their way past proxies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import wait_for
+from tests.support.processes import processes, run, run_workers
+from tfmulti.errors import ConfigError
+from tfmulti.launch import isolation
+from tfmulti.launch.addresses import answers
+from tfmulti.launch.flags import parse
+from tfmulti.listening import listen
+
+LIMIT_S = 120
+DEAD_PROXY = "http://127.0.0.1:9"  # nobody listens there
+
+
+@pytest.mark.parametrize(
+    ("own", "hosts", "bound"),
+    [
+        ("127.0.0.1", ["127.0.0.1", "127.0.0.1"], "127.0.0.1"),
+        ("127.0.0.2", ["127.0.0.2"], "127.0.0.2"),
+        ("127.0.0.2", ["127.0.0.1", "127.0.0.2"], "127.0.0.2"),
+        ("localhost", ["localhost", "127.0.0.1"], "127.0.0.1"),
+        # Debian names a machine 127.0.1.1 for itself, and no other one can call it there.
+        ("127.0.1.1", ["127.0.1.1", "192.0.2.1"], None),
+        ("192.0.2.1", ["192.0.2.1", "192.0.2.2"], None),  # behind an address translation
+        ("no.such.name.invalid", ["no.such.name.invalid"], None),
+    ],
+)
+def test_a_job_listens_where_its_workers_call(
+    own: str, hosts: list[str], bound: str | None
+) -> None:
+    with listen(own, hosts) as server:
+        assert server.getsockname()[0] == bound or (
+            bound is None and server.getsockname()[0] in ("::", "0.0.0.0")
+        )
+
+
+def test_a_port_in_use_is_told() -> None:
+    with listen("127.0.0.1", ["127.0.0.1"]) as first, pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", ["127.0.0.1"], first.getsockname()[1])
+
+
+# A worker that listens at its address of TF_CONFIG on all interfaces, as TensorFlow's server does.
+LISTENS = """
+import json, os, pathlib, socket, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+port = int(config["cluster"]["worker"][config["task"]["index"]].rpartition(":")[2])
+server = socket.create_server(("0.0.0.0", port))
+with socket.create_connection(("127.0.0.1", port), 5):
+    pathlib.Path(sys.argv[1]).write_text(str(port))
+while not os.path.exists(sys.argv[1] + ".seen"):
+    time.sleep(0.05)
+"""
+
+
+def why_not() -> str | None:
+    """Returns why a process may have no network of its own here, or None."""
+    words = "from tfmulti.launch.isolation import isolate; isolate()"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    return (done.stderr.strip().splitlines() or ["?"])[-1] if done.returncode else None
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_isolated_workers_reach_each_other_and_nobody_reaches_them(
+    tmp_path: Path, isolated: bool
+) -> None:
+    if isolated and (reason := why_not()):
+        pytest.skip(reason)
+    script, told = tmp_path / "listens.py", tmp_path / "port"
+    script.write_text(LISTENS)
+    flags = ["--isolate"] if isolated else []
+    flags += ["--log-dir", str(tmp_path / "logs"), str(script), str(told)]
+    with processes(tmp_path / "launcher") as group:
+        group.start(["-m", "tfmulti.launch", *flags])
+        wait_for(lambda: told.exists() and told.read_text() != "")
+        assert answers(f"127.0.0.1:{told.read_text()}") is not isolated
+        Path(f"{told}.seen").touch()
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_isolation_that_is_not_allowed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(flags: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(isolation, "_unshare", refused)
+    with pytest.raises(ConfigError, match=r"allow a network of its own \(Operation not"):
+        isolation.isolate()
+    with pytest.raises(ConfigError, match="--isolate takes the network away, but --hosts names"):
+        parse(["--isolate", "--hosts", "a:1,b:1", "-m", "x"], "", {})
+
+
+MEETS = """
+import json, sys
+from tfmulti import make_strategy
+import tensorflow as tf
+strategy = make_strategy()
+total = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.ones(())))
+print(json.dumps(float(strategy.experimental_local_results(total)[0])))
+"""
+
+
+@pytest.mark.parametrize(
+    "proxies",
+    [
+        {"http_proxy": DEAD_PROXY, "no_proxy": "example.org"},
+        {"grpc_proxy": DEAD_PROXY, "no_grpc_proxy": "example.org"},
+    ],
+)
+def test_workers_meet_past_a_proxy(tmp_path: Path, proxies: dict[str, str]) -> None:
+    """Each with TF_CONFIG, without the launcher; through the proxy they would wait for ever."""
+    script = tmp_path / "meets.py"
+    script.write_text(MEETS)
+    for done in run_workers([str(script)], 2, tmp_path / "logs", limit_s=LIMIT_S, env=proxies):
+        assert json.loads(done.stdout.splitlines()[-1]) == 2.0
+
+
+# It listens, as a worker does that waits in TensorFlow for one that its proxy keeps from it.
+WAITS = """
+import json, os, socket, time
+config = json.loads(os.environ["TF_CONFIG"])
+port = int(config["cluster"]["worker"][config["task"]["index"]].rpartition(":")[2])
+server = socket.create_server(("127.0.0.1", port))
+time.sleep(1e6)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_waits_for_ever_before_the_first_step_is_named(tmp_path: Path, workers: int) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    flags = ["--nproc-per-node", str(workers), "--start-timeout", "3", "--max-restarts", "0"]
+    flags += ["--log-dir", str(tmp_path / "logs"), str(script)]
+    done = run(["-m", "tfmulti.launch", *flags], tmp_path / "launcher", limit_s=LIMIT_S)
+    assert done.returncode == 1
+    assert re.search(r"worker \d has done nothing for 3 s \(--start-timeout\)", done.stderr)
+    assert done.stderr.count("stands at:\n") == workers
+    assert 'waits.py", line 6 in <module>' in done.stderr
+
+
+def test_the_environment_is_left_alone_without_a_proxy(tmp_path: Path) -> None:
+    words = (
+        "import os; from tfmulti.proxies import go_past_proxies as g; g(['a'], os.environ); "
+        "print(os.environ.get('no_grpc_proxy'))"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_proxy")}
+    argv = [sys.executable, "-c", words]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout == "None\n"
