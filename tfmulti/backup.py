@@ -14,6 +14,7 @@ import json
 import operator
 import re
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from tfmulti import plain
 from tfmulti.errors import TfmultiError
-from tfmulti.rundir import remove_partial, replacing
+from tfmulti.rundir import replacing
 
 FORMAT = 3
 _TREE = "record.json"
@@ -106,10 +107,14 @@ class Backups:
 
     Args:
         keep: how many stay. An older one goes when a newer one was written and read again.
+        check: called before anything is written or removed; it raises where that must not be.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self._keep = folder, keep
+    def __init__(
+        self, folder: Path, keep: int = 2, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder, self._keep, self._check = folder, keep, check
+        self._damaged: set[Path] = set()  # that were read
 
     def files(self) -> list[Path]:
         """Returns the files of all backups, the newest first."""
@@ -119,23 +124,32 @@ class Backups:
         return sorted(found, key=_step_of, reverse=True)
 
     def write(self, record: Record) -> Path:
-        """Writes a record, reads it again, and removes the oldest beyond `keep`.
+        """Writes a record, reads it again, and removes older ones beyond `keep`.
+
+        Of those that are newer only what was read and found damaged is removed: the run went on
+        from before it. Any other is another's.
 
         Raises:
+            Exception: what `check` raises; nothing more was written or removed.
             OSError: the disk is full, or the folder cannot be written; what was there stays.
             DamagedBackup: what is read is not what was written; what was there stays.
         """
         data = to_bytes(record)
+        self._check()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{record.step:09d}.npz"
         with replacing(path) as partial:
             partial.write_bytes(data)
             if partial.read_bytes() != data:
                 raise DamagedBackup(f"{path} does not hold what was written to it")
-        newer = [old for old in self.files() if _step_of(old) > record.step]
-        for old in [*newer, *self.files()[len(newer) + self._keep :]]:
-            old.unlink()  # newer ones were damaged, so that the run went on from before them
-        remove_partial(self.folder)
+            self._check()
+        self._damaged.discard(path)
+        others = [old for old in self.files() if old not in self._damaged]
+        older = [old for old in others if _step_of(old) <= record.step]
+        for old in [*older[self._keep :], *self._damaged]:
+            self._check()
+            old.unlink(missing_ok=True)
+        self._damaged.clear()
         return path
 
     def newest(self) -> tuple[Record | None, list[str]]:
@@ -144,7 +158,10 @@ class Backups:
         for path in self.files():
             try:
                 return from_bytes(path.read_bytes()), wrong
-            except (DamagedBackup, OSError) as error:
+            except DamagedBackup as error:
+                self._damaged.add(path)
+                wrong.append(f"{path}: {error}")
+            except OSError as error:
                 wrong.append(f"{path}: {error}")
         return None, wrong
 

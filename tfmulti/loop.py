@@ -29,6 +29,7 @@ from tfmulti.cluster import Cluster
 from tfmulti.config import FitConfig
 from tfmulti.console import number
 from tfmulti.errors import VerificationError
+from tfmulti.owner import ownership_of
 from tfmulti.report import FitReport
 from tfmulti.rundir import RunDir, default_run_dir, remove_partial, write_text
 from tfmulti.signals import SignalWatch
@@ -59,7 +60,7 @@ def fit(
 def run(job: preflight.Job) -> FitReport:
     """Returns the report of a checked job. A signal ends it early: see `stopped_by`."""
     setup = set_up(job)
-    with SignalWatch() as watch:
+    with SignalWatch() as watch, contextlib.ExitStack() as at_end:
         with setup.strategy.scope():
             model = make_model(setup)
         compiled_here = compile_model(setup, model)
@@ -67,7 +68,7 @@ def run(job: preflight.Job) -> FitReport:
         watch.stop = lambda reason: interrupt(model, reason)
         if setup.config.dry_run:
             return dry_run(setup, model)
-        run_dir = make_run_dir(setup)
+        run_dir = make_run_dir(setup, at_end)
         throughput = Throughput(
             run_dir.tensorboard / "train" if run_dir else None,
             in_logs=setup.config.log_throughput,
@@ -86,6 +87,7 @@ def run(job: preflight.Job) -> FitReport:
             history = train(setup, model, [waiting, *files, backup(setup, run_dir), throughput])
         except VerificationError:
             if run_dir is not None:
+                at_end.close()
                 remove_start(run_dir)  # nothing was trained
             raise
         seconds = time.perf_counter() - started
@@ -99,8 +101,14 @@ def run(job: preflight.Job) -> FitReport:
         return report
 
 
-def make_run_dir(setup: Setup) -> RunDir | None:
-    """Makes the run directory and writes what the run begins with, on the chief; else None."""
+def make_run_dir(setup: Setup, at_end: contextlib.ExitStack) -> RunDir | None:
+    """Makes the run directory and writes what the run begins with, on the chief; else None.
+
+    It is this process' until `at_end` is closed.
+
+    Raises:
+        ResumeError: it is another's, that goes on.
+    """
     if not setup.place.is_chief:
         return None
     config = setup.config
@@ -109,6 +117,9 @@ def make_run_dir(setup: Setup) -> RunDir | None:
     else:
         run_dir = RunDir(config.run_dir)
     run_dir.create()
+    ownership = ownership_of(run_dir.backups)
+    ownership.take()
+    at_end.callback(ownership.release)
     remove_partial(run_dir.path)
     data = setup.data
     for path, words in ((run_dir.features, data.features), (run_dir.vocabulary, data.vocabulary)):
@@ -123,6 +134,7 @@ def remove_start(run_dir: RunDir) -> None:
     for path in (run_dir.features, run_dir.vocabulary, run_dir.config):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the user's files are in it
+        run_dir.backups.rmdir()
         run_dir.path.rmdir()
 
 

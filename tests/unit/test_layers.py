@@ -36,7 +36,7 @@ LAYERS = [
         "step_times",
         "synchronisation",
     ],
-    ["environments", "registry", "signals", "stopping"],
+    ["environments", "owner", "registry", "signals", "stopping"],
     ["config"],
     ["selection"],
     [

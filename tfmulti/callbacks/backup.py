@@ -23,6 +23,7 @@ import keras
 from tfmulti.backup import Backups, Record
 from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launched import saved_before, teller
+from tfmulti.owner import NotOwner, ownership_of
 
 RESUME = ("auto", "never", "must")
 
@@ -71,7 +72,9 @@ class Backup(keras.callbacks.Callback):
             raise ConfigError(f"Backup(resume={resume!r}) must be one of {', '.join(RESUME)}.")
         self.resume = resume
         self.settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
-        self._backups = Backups(Path(folder), keep)
+        self._ownership = ownership_of(Path(folder))
+        self._backups = Backups(Path(folder), keep, self._ownership.check)
+        self._owns = False
         self.every_steps, self._every_s, self._clock = every_steps, every_s, clock
         self._last = clock()
         self._writer: threading.Thread | None = None
@@ -82,6 +85,13 @@ class Backup(keras.callbacks.Callback):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Does nothing; see `get_state`."""
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Gives the folder back."""
+        self.finish()
+        if self._owns:
+            self._ownership.release()
+            self._owns = False
 
     def wants(self, step: int, count: int) -> bool:
         """Whether a backup is due after the next `count` steps, `step` being those so far."""
@@ -96,10 +106,15 @@ class Backup(keras.callbacks.Callback):
     def newest(self) -> Record | None:
         """Returns the record to resume from, or None to begin anew. Runs on the chief.
 
+        The folder is this process' from here to the end of training.
+
         Raises:
-            ResumeError: the folder and `resume` contradict each other.
+            ResumeError: the folder and `resume` contradict each other, or it is another's.
         """
         folder = self._backups.folder
+        if not self._owns:
+            self._ownership.take()
+            self._owns = True
         if self.resume == "never":
             if self._backups.files():
                 raise ResumeError(
@@ -156,6 +171,8 @@ class Backup(keras.callbacks.Callback):
         try:
             path = self._backups.write(record)
             teller().saved(record.step, str(path.parent.absolute()))
+        except NotOwner as error:
+            self._ownership.end(error)
         except Exception as error:  # no fault of a backup ends the run
             say(f"no backup at step {record.step}: {error}. Training goes on; the older ones stay.")
 

@@ -1,0 +1,300 @@
+"""One process at a time owns a run's folder, and who has lost it harms nothing there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.launching import wait_for
+from tests.support.processes import processes
+from tfmulti import owner
+from tfmulti.backup import Backups, Record
+from tfmulti.errors import ResumeError
+from tfmulti.owner import FILE, NotOwner, Owner, Ownership, ownership_of
+
+LIMIT_S = 120
+
+
+def job(attempt: int, run_id: str = "r") -> dict[str, str]:
+    return {"TFMULTI_RUN_ID": run_id, "TFMULTI_ATTEMPT": str(attempt)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, and an owner that is taken for gone after a second without a touch."""
+    monkeypatch.setattr(owner, "SILENT_S", 1.0)
+    monkeypatch.setattr(owner, "BEAT_S", 0.1)
+    return tmp_path / "backups"
+
+
+@pytest.fixture
+def living() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def left_by(folder: Path, process: subprocess.Popen[bytes], **values: Any) -> None:
+    """Leaves the record of a process as owner."""
+    mine = Ownership(folder, job(5))._mine
+    record = replace(mine, pid=process.pid, began=owner._began(process.pid), token="other")
+    folder.mkdir(exist_ok=True)
+    (folder / FILE).write_text(json.dumps({**vars(record), **values}))
+
+
+def test_a_second_start_is_told_who_owns_the_folder(
+    folder: Path, living: subprocess.Popen[bytes]
+) -> None:
+    left_by(folder, living, run_id="")
+    before = (folder / FILE).read_text()
+    with pytest.raises(ResumeError) as error:
+        Ownership(folder, {}).take()
+    assert f"goes on: process {living.pid} on '" in str(error.value)
+    assert "since '20" in str(error.value)
+    assert (folder / FILE).read_text() == before
+    living.kill()
+    living.wait()
+    begun = time.monotonic()
+    last = Ownership(folder, {})
+    last.take()
+    assert time.monotonic() - begun < owner.SILENT_S / 2  # it is known at once, on one machine
+    last.release()
+    assert not (folder / FILE).exists()
+
+
+def test_a_process_of_the_same_number_is_not_taken_for_the_owner(
+    folder: Path, living: subprocess.Popen[bytes]
+) -> None:
+    left_by(folder, living, run_id="", began=1)
+    ownership = Ownership(folder, {})
+    ownership.take()
+    ownership.release()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_owner_on_another_machine_is_known_by_its_touches(
+    folder: Path, living: subprocess.Popen[bytes], lives: bool
+) -> None:
+    """Whatever its clock says: only that the time of the file changes counts."""
+    left_by(folder, living, run_id="", machine="another kernel")
+    os.utime(folder / FILE, (1e9, 1e9))
+    over = threading.Event()
+
+    def touch() -> None:
+        while lives and not over.wait(0.2):
+            os.utime(folder / FILE, (1e9, time.monotonic()))
+
+    toucher = threading.Thread(target=touch)
+    toucher.start()
+    ownership = Ownership(folder, {})
+    try:
+        if lives:
+            with pytest.raises(ResumeError, match="belongs to a run that goes on"):
+                ownership.take()
+        else:
+            ownership.take()
+            ownership.release()
+    finally:
+        over.set()
+        toucher.join()
+
+
+def test_a_stale_owner_blocks_for_less_than_half_a_minute() -> None:
+    assert owner.SILENT_S + owner._LOOK_S <= 30
+    assert owner.BEAT_S * 5 <= owner.SILENT_S
+
+
+def test_a_later_attempt_takes_over_from_one_that_lives(folder: Path) -> None:
+    ended: list[int] = []
+    first = Ownership(folder, job(1), ended.append)
+    first.take()
+    second = Ownership(folder, job(2), ended.append)
+    second.take()
+    with pytest.raises(NotOwner, match=r"attempt 2\) by now: this process \(attempt 1\) ends with"):
+        first.check()
+    wait_for(lambda: ended == [1], 10)
+    first.release()
+    second.check()  # what the first leaves behind is not the second's record
+    assert (folder / FILE).exists()
+    with pytest.raises(ResumeError, match="goes on"):
+        Ownership(folder, job(1)).take()
+    with pytest.raises(ResumeError, match="goes on"):
+        Ownership(folder, job(3, "another job")).take()
+    second.release()
+    assert ended == [1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0\xff",
+        b"[]",
+        b"3",
+        b'{"token": "x"}',
+        b"[" * 5000,
+        b'{"run_id": "' + b"x" * 10_000 + b'"}',
+    ],
+)
+def test_a_record_of_another_form_is_nobodys(folder: Path, content: bytes) -> None:
+    folder.mkdir()
+    (folder / FILE).write_bytes(content)
+    ownership = Ownership(folder, {})
+    ownership.take()
+    ownership.check()
+    ownership.release()
+
+
+def test_words_of_a_record_stay_in_one_line(folder: Path, living: subprocess.Popen[bytes]) -> None:
+    left_by(folder, living, run_id="\n\x1b[2J" * 30, host="h\n" * 300, since="\n")
+    with pytest.raises(ResumeError) as error:
+        Ownership(folder, {}).take()
+    assert "\x1b" not in str(error.value)
+    assert len(str(error.value)) < 1500
+
+
+def test_the_record_comes_back_where_somebody_cleaned_up(folder: Path) -> None:
+    ownership = Ownership(folder, {})
+    ownership.take()
+    (folder / FILE).unlink()
+    wait_for((folder / FILE).exists, 10)
+    ownership.release()
+    assert not (folder / FILE).exists()
+
+
+def test_parts_of_a_program_own_a_folder_together(folder: Path) -> None:
+    assert ownership_of(folder) is ownership_of(folder)
+    ownership = ownership_of(folder)
+    ownership.take()
+    ownership.take()
+    ownership.release()
+    assert (folder / FILE).exists()
+    ownership.release()
+    assert not (folder / FILE).exists()
+
+
+def record(step: int) -> Record:
+    return Record(step, {"x": np.zeros(3)})
+
+
+def test_newer_backups_are_removed_only_where_they_were_found_damaged(tmp_path: Path) -> None:
+    """A chief that was cut off once removed those of the job that had moved on."""
+    live, stale = Backups(tmp_path), Backups(tmp_path)
+    for step in (10, 20):
+        live.write(record(step))
+    stale.write(record(15))
+    assert {path.stem for path in live.files()} == {"step-000000010", "step-000000015"} | {
+        "step-000000020"
+    }
+    newest = live.files()[0]
+    newest.write_bytes(b"damaged")
+    after = Backups(tmp_path)
+    found, wrong = after.newest()
+    assert (found and found.step, len(wrong)) == (15, 1)
+    after.write(record(16))
+    assert [path.stem for path in after.files()] == ["step-000000016", "step-000000015"]
+
+
+def test_who_has_lost_the_folder_writes_and_removes_nothing(tmp_path: Path) -> None:
+    first = Ownership(tmp_path, job(1), lambda code: None)
+    first.take()
+    backups = Backups(tmp_path, 1, first.check)
+    backups.write(record(1))
+    second = Ownership(tmp_path, job(2))
+    second.take()
+    with pytest.raises(NotOwner):
+        backups.write(record(2))
+    assert [path.stem for path in backups.files()] == ["step-000000001"]
+    assert not list(tmp_path.glob(".partial-*"))
+    second.release()
+
+
+PROGRAM = """
+import sys, time
+import keras, numpy as np
+from tfmulti import Backup, make_strategy, prepare
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.05)
+
+keras.utils.set_random_seed(1)
+with make_strategy().scope():
+    model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=1)
+    model.compile("sgd", "mse")
+x = np.arange(64, dtype="float32").reshape(16, 4) / 64
+model.fit(x, x[:, :1], batch_size=4, epochs=int(sys.argv[2]), verbose=0,
+          callbacks=[Backup(sys.argv[1], every_steps=4), Slow()])
+print("done", model.optimizer.iterations.numpy())
+"""
+
+
+def test_a_chief_that_was_cut_off_ends_without_saving(tmp_path: Path) -> None:
+    """It stands still, as behind a broken network, while the job moves on without it."""
+    script, backups = tmp_path / "train.py", tmp_path / "backups"
+    script.write_text(PROGRAM)
+    with processes(tmp_path / "logs") as group:
+        stale = group.start([str(script), str(backups), "1000"], job(0))
+        wait_for(lambda: len(list(backups.glob("step-*"))) == 2, 60)
+        stale.send_signal(signal.SIGSTOP)
+        live = group.start([str(script), str(backups), "1000"], job(1))
+        wait_for(lambda: Owner(**json.loads((backups / FILE).read_text())).attempt == 1, 60)
+        first = max(backups.glob("step-*"))
+        wait_for(lambda: max(backups.glob("step-*")) > first, 60)
+        stale.send_signal(signal.SIGCONT)
+        stale.wait(30)
+        at_its_end = max(backups.glob("step-*"))
+        wait_for(lambda: max(backups.glob("step-*")) > at_its_end, 60)  # the job goes on
+        live.send_signal(signal.SIGTERM)
+        ended, done = group.wait(LIMIT_S)
+    assert ended.returncode == 1
+    assert "this process (attempt 0) ends without saving." in ended.stderr
+    assert done.returncode == 143, done.stderr
+    assert not (backups / FILE).exists()
+
+
+def test_two_starts_in_one_directory(tmp_path: Path) -> None:
+    """The second of the launcher's jobs answers in a line; the first one does not notice."""
+    script, backups = tmp_path / "train.py", tmp_path / "backups"
+    script.write_text(PROGRAM)
+    argv = ["-m", "tfmulti.launch", "--log-dir", str(tmp_path / "out")]
+    with processes(tmp_path / "logs") as group:
+        group.start([*argv, str(script), str(backups), "30"])
+        wait_for(lambda: any(backups.glob("step-*")), 60)
+        second = group.start([*argv, str(script), str(backups), "30"])
+        assert second.wait(60) == 2
+        first, refused = group.wait(LIMIT_S)
+    assert first.returncode == 0, first.stderr
+    assert "done 120" in first.stdout
+    assert "belongs to a run that goes on: process " in refused.stderr
+    assert "starting all workers again" not in refused.stderr
+
+
+def test_the_record_of_a_run_that_was_killed_blocks_nobody(tmp_path: Path) -> None:
+    script, backups = tmp_path / "train.py", tmp_path / "backups"
+    script.write_text(PROGRAM)
+    with processes(tmp_path / "logs") as group:
+        killed = group.start([str(script), str(backups), "1000"])
+        wait_for(lambda: any(backups.glob("step-*")), 60)
+        killed.kill()
+        killed.wait()
+        assert (backups / FILE).exists()
+        shutil.copytree(backups, tmp_path / "kept")
+        group.start([str(script), str(backups), "10"])
+        _, done = group.wait(LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout

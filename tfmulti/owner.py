@@ -1,0 +1,241 @@
+"""Who may write to a run's folder: one process at a time, and the newest attempt of a job.
+
+The owner leaves `owner.json` there: its run, attempt, host and process. While it lives it touches
+that file every two seconds, on which others see that it does, on NFS too and whatever their clocks
+say. Who comes later is refused while the owner lives, unless it is a later attempt of the same
+job: that takes over at once, since the launcher has given the earlier one up. Who has lost the
+folder finds that out before it writes or removes anything, and at its next touch, and ends.
+
+Fencing by the attempt's number is that of Kleppmann, "How to do distributed locking" (2016).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+
+from tfmulti.errors import EXIT_FAILED, ResumeError, TfmultiError
+from tfmulti.rundir import remove_partial
+
+FILE = "owner.json"
+BEAT_S = 2.0
+SILENT_S = 20.0  # without a touch, after which an owner on another machine has ended
+_LOOK_S = 0.5
+_MOST_BYTES = 4096
+
+
+class NotOwner(TfmultiError):
+    """Another process owns the folder by now: nothing may be written there any more."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that owns a folder.
+
+    `machine` is its kernel's boot and its namespace of processes, in which `pid` and `began`, in
+    ticks since the boot, are its own alone.
+    """
+
+    run_id: str
+    attempt: int
+    host: str
+    since: str
+    machine: str
+    pid: int
+    began: int
+    token: str
+
+    def in_words(self) -> str:
+        """Returns who it is, in a line."""
+        run = f" (run {self.run_id[:64]!r}, attempt {self.attempt})" if self.run_id else ""
+        return f"process {self.pid} on {self.host[:255]!r} since {self.since[:32]!r}{run}"
+
+
+class Ownership:
+    """This process' right to write to a folder.
+
+    Args:
+        env: says the job and the attempt, where the launcher or a scheduler has set them.
+        end: ends the process, with an exit code.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        env: Mapping[str, str] = os.environ,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._folder, self._end = folder, end
+        self._path = folder / FILE
+        attempt = env.get("TFMULTI_ATTEMPT", "0")
+        self._mine = Owner(
+            run_id=env.get("TFMULTI_RUN_ID", ""),
+            attempt=int(attempt) if attempt.isdecimal() else 0,
+            host=socket.gethostname(),
+            since=datetime.now().astimezone().isoformat(timespec="seconds"),
+            machine=_machine(),
+            pid=os.getpid(),
+            began=_began(os.getpid()),
+            token=secrets.token_hex(8),
+        )
+        self._count = 0
+        self._released = threading.Event()
+
+    def take(self) -> None:
+        """Takes the folder; every `take` needs a `release`.
+
+        It returns at once where the last owner's process ran on this machine, or is an earlier
+        attempt of this job; else it may watch for `SILENT_S` seconds whether that one lives.
+
+        Raises:
+            ResumeError: another process owns it, and lives.
+            OSError: the folder cannot be made or written.
+        """
+        self._count += 1
+        if self._count > 1:
+            return
+        try:
+            other = self._owner_that_lives()
+            if other is not None:
+                raise ResumeError(
+                    f"{self._folder} belongs to a run that goes on: {other.in_words()}. Wait for "
+                    "its end, or give another folder."
+                )
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write()
+        except BaseException:
+            self._count = 0
+            raise
+        remove_partial(self._folder)  # those that wrote them have ended
+        atexit.register(self._leave)
+        self._released.clear()
+        threading.Thread(target=self._beat, name="tfmulti-owner", daemon=True).start()
+
+    def release(self) -> None:
+        """Gives the folder back, at the last of as many releases as takes."""
+        self._count = max(0, self._count - 1)
+        if self._count == 0 and not self._released.is_set():
+            self._leave()
+
+    def check(self) -> None:
+        """Checks that the folder is still this process'.
+
+        Raises:
+            NotOwner: it is another's.
+        """
+        found = _read(self._path)
+        if found is not None and found != self._mine:
+            raise NotOwner(
+                f"{self._folder} belongs to {found.in_words()} by now: this process (attempt "
+                f"{self._mine.attempt}) ends without saving."
+            )
+
+    def end(self, error: NotOwner) -> None:
+        """Says who owns the folder now, and ends this process."""
+        print(f"tfmulti: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        self._end(EXIT_FAILED)
+
+    def _owner_that_lives(self) -> Owner | None:
+        other = _read(self._path)
+        if other is None:
+            return None
+        if self._is_earlier(other):
+            return None
+        if other.machine == self._mine.machine:
+            return other if _began(other.pid) == other.began else None
+        first, until = _touched(self._path), time.monotonic() + SILENT_S
+        while time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            if _touched(self._path) != first:
+                return _read(self._path)
+        return None
+
+    def _is_earlier(self, other: Owner) -> bool:
+        mine = self._mine
+        return mine.run_id != "" and other.run_id == mine.run_id and other.attempt < mine.attempt
+
+    def _write(self) -> None:
+        partial = self._path.with_name(f".partial-{self._mine.token}-{FILE}")
+        partial.write_text(json.dumps(asdict(self._mine), indent=2))
+        os.replace(partial, self._path)
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_S):
+            try:
+                self.check()
+                os.utime(self._path)
+            except FileNotFoundError:
+                with contextlib.suppress(OSError):  # somebody has cleaned up
+                    self._write()
+            except NotOwner as error:
+                self.end(error)
+                return
+            except OSError:
+                continue  # the storage is away for a while
+
+    def _leave(self) -> None:
+        self._released.set()
+        with contextlib.suppress(OSError, NotOwner):
+            self.check()
+            self._path.unlink()
+        atexit.unregister(self._leave)
+
+
+_known: dict[Path, Ownership] = {}
+
+
+def ownership_of(folder: Path) -> Ownership:
+    """Returns this process' ownership of a folder, the same for each part of the program."""
+    return _known.setdefault(folder.absolute(), Ownership(folder))
+
+
+def _read(path: Path) -> Owner | None:
+    """Returns the owner that a file names, or None where there is none, or none of that form."""
+    kinds = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(Owner)}
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(_MOST_BYTES))
+        if {name: type(value) for name, value in found.items()} == kinds:
+            return Owner(**found)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        pass
+    return None
+
+
+def _touched(path: Path) -> int | None:
+    """Returns when a file was last touched; opened anew, which asks an NFS server again."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(8)  # unknown: nobody takes it for theirs
+
+
+def _began(pid: int) -> int:
+    """Returns when a process began, in ticks since the boot; -1 where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return -1
+    state, *rest = text.rpartition(")")[2].split()
+    return -1 if state in ("Z", "X") else int(rest[18])
