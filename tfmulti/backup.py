@@ -76,6 +76,9 @@ def from_bytes(data: bytes) -> Record:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for entry in archive.infolist():  # none takes more memory than the file has bytes
+                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
+                    raise DamagedBackup("a part of it is compressed, or larger than the file")
             sealed = json.loads(archive.read(_TREE))
             text = sealed["text"]
             if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
@@ -120,7 +123,8 @@ class Backups:
         """Returns the files of all backups, the newest first."""
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        named = (path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
+        found = [path for path in named if path.is_file()]  # no named pipe, nor a device
         return sorted(found, key=_step_of, reverse=True)
 
     def write(self, record: Record) -> Path:

@@ -76,9 +76,9 @@ class FitConfig:
     dataset: str = _flag(
         "digits",
         "Data: digits, regression, mnist, fashion_mnist, cifar10, cifar100, "
-        "synthetic[:shape=28x28x1,classes=10,examples=1024], npz:PATH, "
-        "csv:PATTERN,target=COLUMN, parquet:PATTERN,target=COLUMN, text:FOLDER, or your own "
-        "package.module:function.",
+        "synthetic[:shape=28x28x1,classes=10,examples=1024], npz:PATH, npy:FOLDER, "
+        "csv:PATTERN,target=COLUMN, parquet:PATTERN,target=COLUMN, images:FOLDER, text:FOLDER, "
+        "tfrecord:PATTERN, tfds:NAME, or your own package.module:function.",
     )
     model: str | None = _flag(
         None,
@@ -135,6 +135,12 @@ class FitConfig:
         "Examples that each worker reads at a time; 0: in the thread that feeds the steps. "
         "Default: as many as it has cores, where reading is slow.",
         low=0,
+        free=True,
+    )
+    max_image_megapixels: int = _flag(
+        128,
+        "Images of more millions of pixels are not read: a small file may stand for any number.",
+        low=1,
         free=True,
     )
     skip_bad_records: int = _flag(
@@ -350,20 +356,19 @@ def check_same_run(saved: dict[str, Any], config: FitConfig, path: str) -> None:
         ResumeError: a value differs that the run's numbers depend on.
         RunDirError: the folder holds something else.
     """
+    if "dataset" not in saved:
+        raise RunDirError(
+            f"--run_dir {path} holds another program's config.json. Give a new --run_dir."
+        )
     for item in dataclasses.fields(FitConfig):
         now = getattr(config, item.name)
         if item.metadata["free"]:
             continue
-        if item.name not in saved:
-            raise RunDirError(
-                f"--run_dir {path} holds another run: its config.json has no {item.name!r}. Give a "
-                "new --run_dir."
-            )
-        if saved[item.name] != now:
+        before = saved.get(item.name, item.default)  # an older version had no such flag
+        if before != now:
             raise ResumeError(
-                f"--run_dir {path} holds a run with {item.name}={saved[item.name]!r}, and this one "
-                f"has {item.name}={now!r}. Give --{item.name}={saved[item.name]}, or a new "
-                "--run_dir."
+                f"--run_dir {path} holds a run with {item.name}={before!r}, and this one has "
+                f"{item.name}={now!r}. Give --{item.name}={before}, or a new --run_dir."
             )
 
 

@@ -9,6 +9,7 @@ come back as something else.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,9 +121,21 @@ def to_npy(array: np.ndarray) -> tuple[str, bytes]:
     return name, file.getvalue()
 
 
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
 def from_npy(name: str, data: bytes) -> np.ndarray:
     """Returns the array of which `to_npy` made this."""
-    array: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    shape, _, dtype = _HEADERS[version](file)
+    if math.prod(shape) * dtype.itemsize > len(data):
+        raise ValueError("an array declares more bytes than it has")
+    file.seek(0)
+    array: np.ndarray = np.load(file, allow_pickle=False)
     return array.view(_BITS[name]) if name else array
 
 

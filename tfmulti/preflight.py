@@ -18,6 +18,7 @@ from tfmulti.report import FitReport
 from tfmulti.rundir import RunDir, check_writable
 from tfmulti.selection import batch_sizes, select
 from tfmulti.sources.data import Data, size_of
+from tfmulti.sources.pixels import limit_pixels
 from tfmulti.sources.stages import prepared
 from tfmulti.synchronisation import Synchronisation
 
@@ -120,6 +121,7 @@ def load_data(config: FitConfig) -> Data | None:
     place, options = registry.dataset_place(config.dataset)
     if options is None:
         return None
+    limit_pixels(config.max_image_megapixels)
     own: dict[str, Any] = {}
     if registry.recipe_of(config.dataset).skips_damage:
         own["skip_bad_records"] = config.skip_bad_records

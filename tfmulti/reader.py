@@ -10,6 +10,7 @@ At most `AHEAD` batches are in the making, and what the caller holds comes on to
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -27,6 +28,7 @@ from tfmulti.reading import Reading
 from tfmulti.sources.source import Source, leaves_of, map_nest
 
 AHEAD = 2  # one is completed while the threads that are done with it begin the next
+RECORD_FAULTS = (OSError, DataError)  # by these a source says that a record cannot be read
 QUICK_S = 0.001  # a batch that is read in this time is read without threads
 ALIGNMENT = 64  # TensorFlow takes such memory as it is, and copies any other
 
@@ -93,7 +95,8 @@ class Reader:
         reading: Reading,
     ) -> None:
         self._source, self._plan, self._place = source, plan, place
-        self._threads, self._skips_bad = reading.threads, reading.skip_bad_records > 0
+        self._threads, self._most_lost = reading.threads, reading.skip_bad_records
+        self._skips_bad = self._most_lost > 0
         self.next_step = reading.next_step
         here = place.local_replicas == place.replicas
         self._raises = not self._skips_bad and here
@@ -182,19 +185,48 @@ class Reader:
         """Reads a piece in place, and notes what could not be read."""
         try:
             self._source.read_into(share.examples[piece], epoch, _rows_of(share.data, piece))
-        except Exception:
+        except RECORD_FAULTS:
             for row in range(piece.start, piece.stop):
                 self._read_one(share, epoch, row)
+        except Exception as error:
+            self._fail(share, piece.start, error)
 
     def _read_one(self, share: _Share, epoch: int, row: int) -> None:
         one = slice(row, row + 1)
         try:
             self._source.read_into(share.examples[one], epoch, _rows_of(share.data, one))
-        except Exception as error:
-            words = f"{self._source.where(int(share.examples[row]))}: {reason_of(error)}"
+        except RECORD_FAULTS as error:
+            if is_of_storage(error):
+                self._fail(share, row, error)
+                return
+            words = self._words(share, row, error)
             if self._raises:
                 raise DataError(f"{words} {self.next_step}") from error
             share.lost[row] = words
+        except Exception as error:
+            self._fail(share, row, error)
+
+    def _words(self, share: _Share, row: int, error: Exception) -> str:
+        return f"{self._source.where(int(share.examples[row]))}: {reason_of(error)}"
+
+    def _fail(self, share: _Share, row: int, error: Exception) -> None:
+        """Ends the reading by an error that is no record's: the storage's, or of the source's code.
+
+        Other workers hear of it where none may be left out; else they notice that this one ends.
+        """
+        words = self._words(share, row, error)
+        if isinstance(error, OSError):
+            words += " The storage fails, not one record: make it readable again."
+        else:
+            kind, source = type(error).__name__, type(self._source).__name__
+            words += f" It is a fault of {source}.read() ({kind}), and of no record."
+        if not (self._raises or self._skips_bad):
+            share.lost[row] = words
+        elif isinstance(error, OSError):
+            raise DataError(words) from error
+        else:
+            error.add_note(words)
+            raise error
 
     def _finished(self, begun: _Begun) -> Batch:
         for piece in begun.waiting:
@@ -226,7 +258,7 @@ class Reader:
         """Returns the rows of a share, each of those that were lost replaced by another example."""
         try:
             one = self._one_readable()
-        except DataError:  # not here: the step runs on nothing, and tells all workers
+        except Exception:  # not here: the step runs on nothing, and tells all workers
             one = map_nest(
                 lambda a: np.full(1, "" if a.dtype == object else 0, a.dtype), share.data
             )
@@ -236,14 +268,15 @@ class Reader:
 
     def _one_readable(self) -> Any:
         """Returns one example that can be read, for a replica that lost all of its own."""
-        for index in range(self._plan.examples):
+        tried = min(self._plan.examples, 1 + self._most_lost)
+        for index in range(tried):
             if self._stand_in is None:
                 try:
                     self._stand_in = self._source.read(np.array([index]))
-                except Exception:
+                except RECORD_FAULTS:
                     continue
             return self._stand_in
-        raise DataError(f"none of the {self._plan.examples} examples can be read. Check the files.")
+        raise DataError(f"none of the first {tried} examples can be read. Check the files.")
 
 
 def cores(env: Mapping[str, str] = os.environ) -> int:
@@ -255,6 +288,26 @@ def workers_here(env: Mapping[str, str] = os.environ) -> int:
     """Returns how many workers the launcher has started on this machine; 1 without it."""
     given = env.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(given)) if given.isdecimal() else 1
+
+
+# By these the system says that a disk or a server is away, or that this process has too much open.
+_OF_STORAGE = {
+    getattr(errno, name)
+    for name in (
+        *("ESTALE", "ENOTCONN", "ENODEV", "ENXIO", "EMFILE", "ENFILE", "ENOMEM", "ETIMEDOUT"),
+        *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ECONNREFUSED", "ECONNRESET"),
+    )
+}
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether an error is the storage's and not a record's: the next one will fail, too."""
+    if not isinstance(error, OSError):
+        return False
+    name = error.filename
+    if error.errno == errno.ENOENT and isinstance(name, str) and "://" not in name:
+        return not os.path.isdir(os.path.dirname(name) or ".")  # its folder is gone
+    return error.errno in _OF_STORAGE
 
 
 def reason_of(error: Exception) -> str:

@@ -60,7 +60,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--model", "nowhere:build"], {}, "no module 'nowhere'"),
     (["--model", "transformer"], {}, "takes tokens data"),
     (["--dataset", "regression", "--model", "cnn"], {}, "Use --model linear or mlp"),
-    (["--run_dir", "used"], {}, "holds another run: its config.json has no 'dataset'"),
+    (["--run_dir", "used"], {}, "used holds another program's config.json. Give a new"),
     (["--run_dir", "begun", "--resume", "never"], {}, "holds another run (config.json is there)"),
     (["--run_dir", "begun", "--seed", "4"], {}, "a run with seed=0, and this one has seed=4"),
     (["--run_dir", "begun", "--optimizer", "sgd"], {}, "Give --optimizer=adam, or a new"),

@@ -28,7 +28,7 @@ def parse(records: Sequence[bytes], out: Mapping[str, np.ndarray]) -> None:
     """A record is its label; one of 9 cannot be read."""
     assert set(out) == {"y"}, "more than the label was read"
     if b"9" in records:
-        raise ValueError("it is a 9")
+        raise DataError("it is a 9")
     out["y"][:, 0] = [int(record) for record in records]
 
 

@@ -271,7 +271,7 @@ def test_what_a_replica_without_rows_cannot_read_is_not_counted() -> None:
 
 def test_nothing_that_can_be_read() -> None:
     source = Counting(4, bad=(0, 1, 2, 3))
-    with pytest.raises(DataError, match="none of the 4 examples can be read"):
+    with pytest.raises(DataError, match="none of the first 4 examples can be read"):
         batches(source, Plan(4, 2), Place(), 1, Reading(0, 9))
 
 

@@ -655,7 +655,7 @@ def test_no_path() -> None:
 def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = csv(tmp_path)
 
-    def refuse(*args: Any) -> Any:
+    def refuse(*args: Any, **options: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(builtins, "open", refuse)  # root may read any file

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tfmulti.errors import DataError
 from tfmulti.reader import empty
 from tfmulti.sources.records import ByteStrings
 from tfmulti.sources.source import Leaf, Source, map_nest
@@ -110,10 +111,10 @@ def check_labels(labels: np.ndarray, classes: int, name: str) -> None:
     """Checks that labels are numbers of classes.
 
     Raises:
-        ValueError: one is not; it says which.
+        DataError: one is not; it says which.
     """
     outside = (labels < 0) | (labels >= classes)
     if outside.any():
-        raise ValueError(
+        raise DataError(
             f"{name!r} is {labels[outside].reshape(-1)[0]}, out of range 0..{classes - 1}"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tfmulti.errors import DataError
 from tfmulti.sources.features import Feature
 from tfmulti.sources.files import tensorflow
 from tfmulti.sources.pixels import decode_into
@@ -18,7 +19,7 @@ def parse_into(
     """Writes the features that `out` names into its arrays, a row a record.
 
     Raises:
-        ValueError: a record lacks a feature, or has it in another form; it says which.
+        DataError: a record lacks a feature, or has it in another form; it says which.
     """
     import tensorflow as tf
 
@@ -27,7 +28,7 @@ def parse_into(
         with tf.device("CPU:0"):
             columns = tf.io.parse_example(list(records), form)
     except (tf.errors.InvalidArgumentError, UnicodeDecodeError):  # its message quotes the bytes
-        raise ValueError(_first_reason(tf, records, {n: features[n] for n in out})) from None
+        raise DataError(_first_reason(tf, records, {n: features[n] for n in out})) from None
     for name, rows in out.items():
         values = columns[name].numpy()
         kind = features[name].type
@@ -38,7 +39,7 @@ def parse_into(
             try:
                 _decode_into(data, kind, rows[i : i + 1])
             except ValueError as error:
-                raise ValueError(f"feature {name!r}: {error}") from None
+                raise DataError(f"feature {name!r}: {error}") from None
 
 
 def parse_numbers_into(
@@ -47,7 +48,7 @@ def parse_numbers_into(
     """Does what `parse_into` does, for numbers alone, without setting up TensorFlow's devices.
 
     Raises:
-        ValueError: a record lacks a feature, or has it in another form; it says which.
+        DataError: a record lacks a feature, or has it in another form; it says which.
     """
     tf = tensorflow()
     for row, record in enumerate(records):
@@ -55,7 +56,7 @@ def parse_numbers_into(
         for name, rows in out.items():
             reason = _reason(found, name, features[name])
             if reason:
-                raise ValueError(reason)
+                raise DataError(reason)
             if features[name].type == "raw":
                 _decode_into(found[name].bytes_list.value[0], "raw", rows[row : row + 1])
             else:
@@ -77,7 +78,7 @@ def _decode_into(data: bytes, kind: str, row: np.ndarray) -> None:
         decode_into(data, row[0])
         return
     if len(data) != row.nbytes:
-        raise ValueError(
+        raise DataError(
             f"there are {len(data):,} bytes, but {row.dtype} of shape {row.shape[1:]} has "
             f"{row.nbytes:,}"
         )
@@ -102,7 +103,7 @@ def _features_in(tf: Any, record: bytes) -> Any:
     try:
         return tf.train.Example.FromString(record).features.feature
     except Exception:
-        raise ValueError("the record is no tf.train.Example") from None
+        raise DataError("the record is no tf.train.Example") from None
 
 
 def _reason(found: Any, name: str, feature: Feature) -> str | None:

@@ -10,6 +10,7 @@ import errno
 import glob
 import importlib
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 from tfmulti.console import quiet_stderr
 from tfmulti.errors import DataError
+
+MOST_BYTES = 1 << 30  # of a file that is one example
 
 
 class Stamp(NamedTuple):
@@ -41,18 +44,30 @@ def expanded(path: str) -> str:
     return path if is_remote(path) else os.path.expanduser(path)
 
 
-def read_bytes(path: str) -> bytes:
+def read_bytes(path: str, most: int | None = None) -> bytes:
     """Returns what a file holds.
 
+    Args:
+        most: bytes that it may have; None: any number.
+
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, has more bytes, or is a named pipe or a device.
     """
     if not is_remote(path):
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_opened_at_once) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file", path)
+            if most is not None and about.st_size > most:
+                raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
             return file.read()
     with as_os_error(), gfile().GFile(path, "rb") as file:
         content: bytes = file.read()
         return content
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # who opens a named pipe would wait
 
 
 def stamp_of(path: str) -> Stamp:
@@ -125,6 +140,9 @@ def matching(place: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> l
             found = _with_extensions(place, pattern, extensions)
         else:
             found = [pattern] if _exists(pattern) else _glob(pattern)
+        for name in found:
+            if not is_remote(name) and os.path.exists(name) and not os.path.isfile(name):
+                raise DataError(f"{place}: {name} is no regular file. Remove it from there.")
     except DataError:
         raise
     except Exception as error:  # TensorFlow's file systems have many

@@ -78,7 +78,8 @@ class ImageFolder(Source):
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
         images, labels = out
         for row, index in enumerate(indices.tolist()):
-            pixels.decode_into(files.read_bytes(self._classes.paths[index]), images[row])
+            data = files.read_bytes(self._classes.paths[index], files.MOST_BYTES)
+            pixels.decode_into(data, images[row])
         labels[...] = self._classes.labels[indices]
 
     def where(self, index: int) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tfmulti.errors import DataError
-from tfmulti.reader import cores, reason_of
+from tfmulti.reader import RECORD_FAULTS, cores, is_of_storage, reason_of
 from tfmulti.reading import NEXT_STEP
 from tfmulti.sources.source import Source
 
@@ -65,15 +65,15 @@ def read_labels(
 def _read(source: Source, skip_bad: bool, examples: np.ndarray) -> np.ndarray:
     try:
         return _labels(source, examples)
-    except Exception:
+    except RECORD_FAULTS:
         return np.concatenate([_read_one(source, skip_bad, int(i)) for i in examples])
 
 
 def _read_one(source: Source, skip_bad: bool, example: int) -> np.ndarray:
     try:
         return _labels(source, np.array([example]))
-    except Exception as error:
-        if not skip_bad:
+    except RECORD_FAULTS as error:
+        if not skip_bad or is_of_storage(error):
             words = f"{source.where(example)}: {reason_of(error)}"
             raise DataError(f"{words} {NEXT_STEP}") from error
         return np.empty(0, np.int64)

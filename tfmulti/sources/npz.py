@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import os
 import zipfile
 import zlib
 from typing import IO
@@ -48,6 +50,8 @@ def _read(path: str) -> dict[str, np.ndarray]:
                     "np.savez(path, x=…, y=…)."
                 )
             file.seek(0)
+            _check_declared(place, file)
+            file.seek(0)
             with np.load(file, allow_pickle=False) as archive:
                 return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
@@ -69,6 +73,43 @@ def _read(path: str) -> dict[str, np.ndarray]:
         raise DataError(
             f"{place} is damaged or truncated ({error}), {_NOT_SKIPPED} Write it anew."
         ) from None
+
+
+def _check_declared(place: str, file: IO[bytes]) -> None:
+    """Checks what arrays declare to be before memory is taken for them.
+
+    Raises:
+        DataError: one has not the bytes that it declares, or all are more than this machine has.
+    """
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = 0
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            total += entry.file_size
+            if not entry.filename.endswith(".npy"):
+                continue
+            with archive.open(entry) as array:
+                declared = _declared_bytes(array)
+            if declared is not None and declared > entry.file_size:
+                raise DataError(
+                    f"{place}: the array {entry.filename[:100]!r} declares {declared:,} bytes, but "
+                    f"has {entry.file_size:,}. Write it anew with np.savez(path, x=…, y=…)."
+                )
+    if total > most:
+        raise DataError(
+            f"{place} holds {total:,} bytes, but this machine has {most:,} of memory. Save each "
+            "array by np.save, and use --dataset npy:FOLDER, which reads what it needs."
+        )
+
+
+def _declared_bytes(array: IO[bytes]) -> int | None:
+    """Returns the bytes that the header of an .npy file declares; None where it holds objects."""
+    version = np.lib.format.read_magic(array)
+    read = np.lib.format.read_array_header_2_0
+    if version == (1, 0):
+        read = np.lib.format.read_array_header_1_0
+    shape, _, dtype = read(array)
+    return None if dtype.hasobject else math.prod(shape) * dtype.itemsize
 
 
 def _opened(path: str) -> IO[bytes]:

@@ -102,7 +102,7 @@ def check_data(data: bytes, footer: bytes) -> None:
         ValueError: the checksum is another one.
     """
     if struct.unpack("<I", footer)[0] != checksum(data):
-        raise ValueError("the checksum is wrong (the file is damaged)")
+        raise DataError("the checksum is wrong (the file is damaged)")
 
 
 def is_header(data: bytes) -> bool:

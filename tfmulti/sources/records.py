@@ -72,7 +72,7 @@ class Records:
         """Returns the data of these records, in that order.
 
         Raises:
-            ValueError: a checksum is wrong, or the file is cut off.
+            DataError: a checksum is wrong, or the file is cut off.
             OSError: a file cannot be read.
         """
         return [self._read_one(*self._place(int(number))) for number in numbers]
@@ -93,11 +93,11 @@ class Records:
     def _read_one(self, file: int, row: int) -> bytes:
         offset, length = self._indices[file][row].tolist()
         if length < 0:
-            raise ValueError(_damage_words(self._indices[file], row, self._is_packed))
+            raise DataError(_damage_words(self._indices[file], row, self._is_packed))
         found = self._open.get(self.paths[file]).read_at(offset, length + FOOTER)
         data = found[:length]
         if len(found) != length + FOOTER:
-            raise ValueError("the file has become shorter since it was opened")
+            raise DataError("the file has become shorter since it was opened")
         check_data(data, found[length:])
         return data
 

@@ -57,8 +57,9 @@ class Source(ABC):
 
         A nest as in `specs`, each leaf with one row an example: arrays, or TensorFlow's
         tensors. `epoch` changes what is random (augmentation), nothing else. May be called by
-        several threads at once. Any exception says that one of the examples cannot be read;
-        the reader then asks for them one by one.
+        several threads at once. `OSError` and `DataError` say that one of the examples cannot be
+        read; the reader then asks for them one by one. Anything else is a fault of this code, and
+        ends the run.
         """
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:

@@ -104,11 +104,11 @@ class TextFiles(Source):
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: it is not UTF-8 text.
+            DataError: it is not UTF-8 text.
         """
         texts = np.empty(len(indices), object)
         for row, index in enumerate(indices):
-            texts[row] = _decoded(files.read_bytes(self.paths[index]))
+            texts[row] = _decoded(files.read_bytes(self.paths[index], files.MOST_BYTES))
         return texts, self._labels[indices]
 
     def where(self, index: int) -> str:
@@ -235,7 +235,7 @@ def _decoded(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 text (byte {error.start})") from None
+        raise DataError(f"it is not UTF-8 text (byte {error.start})") from None
 
 
 def _of_folders(

@@ -55,7 +55,10 @@ class DataSourceRecords:
         return len(self._data_source)
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        return list(self._data_source.__getitems__(numbers.tolist()))
+        try:
+            return list(self._data_source.__getitems__(numbers.tolist()))
+        except (RuntimeError, ValueError) as error:  # array_record's, of a file that is damaged
+            raise DataError(" ".join(str(error).split())) from None
 
     def where(self, number: int) -> str:
         file = int(np.searchsorted(self._ends, number, side="right"))
@@ -82,7 +85,10 @@ class Parse:
         features = self._tfds.features.FeaturesDict({name: self._chosen[name] for name in out})
         decoders = {name: skip for name, skip in self._decoders.items() if name in out}
         for row, record in enumerate(records):
-            found = features.deserialize_example_np(record, decoders=decoders)
+            try:
+                found = features.deserialize_example_np(record, decoders=decoders)
+            except Exception as error:  # protobuf and NumPy have many
+                raise DataError(f"the record does not have its form ({error})") from None
             for name, rows in out.items():
                 if name in decoders:
                     decode_into(found[name], rows[row])

@@ -1,0 +1,277 @@
+"""Files that ask for more than they are: of memory, of time, or of the reader's patience."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfmulti import backup
+from tfmulti.backup import Backups, DamagedBackup, Record
+from tfmulti.config import FitConfig, check_same_run
+from tfmulti.errors import DataError, ResumeError, RunDirError
+from tfmulti.plan import Plan
+from tfmulti.reader import Reader, is_of_storage
+from tfmulti.reading import Reading
+from tfmulti.sources import files, images, npz, pixels
+from tfmulti.sources.arrays import ArraySource
+from tfmulti.strategies import Placement
+
+
+def png(width: int, height: int) -> bytes:
+    """Returns a black image of one bit a pixel: some KB for any size."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress((b"\0" + bytes((width + 7) // 8)) * height, 1)
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head)
+    return start + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_an_image_of_too_many_pixels_is_not_decoded() -> None:
+    data = png(16_000, 8_001)
+    assert len(data) < 200_000
+    with pytest.raises(DataError, match=r"has more than 128,000,000 pixels.*max_image_megapixels"):
+        pixels.decode(data)
+    assert pixels.decode(png(16, 8)).shape == (8, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("ending", "options"),
+    [
+        (".png", []),
+        (".bmp", []),
+        (".jpg", []),
+        (".jpg", [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
+        (".webp", [cv2.IMWRITE_WEBP_QUALITY, 80]),
+        (".webp", [cv2.IMWRITE_WEBP_QUALITY, 101]),  # without loss
+    ],
+)
+def test_the_size_of_each_format_is_known_before_it_is_decoded(
+    ending: str, options: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = np.random.default_rng(0).integers(0, 255, (301, 517, 3)).astype(np.uint8)
+    data = cv2.imencode(ending, image, options)[1].tobytes()
+    assert pixels._declared_pixels(data) == 301 * 517
+    assert pixels._declared_pixels(data[:12]) == 0
+    monkeypatch.setattr(pixels, "_most_pixels", 301 * 517 - 1)
+    with pytest.raises(DataError, match="has more than"):
+        pixels.decode(data)
+
+
+def test_the_flag_allows_more() -> None:
+    try:
+        pixels.limit_pixels(129)
+        assert pixels.decode(png(16_000, 8_001), 1).shape == (8_001, 16_000, 1)
+    finally:
+        pixels.limit_pixels(pixels.MEGAPIXELS)
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=200), st.sampled_from([b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8", b"BM"]))
+def test_any_bytes_are_an_image_or_a_bad_record(data: bytes, start: bytes) -> None:
+    with contextlib.suppress(DataError):
+        assert pixels.decode(start + data).dtype == np.uint8
+
+
+def folder_of_images(tmp_path: Path) -> Path:
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "good.png").write_bytes(png(8, 8))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_regular_file_is_a_bad_record(tmp_path: Path, kind: str) -> None:
+    """Who opened a named pipe would wait for ever, and /dev/zero never ends."""
+    folder = folder_of_images(tmp_path)
+    odd = folder / "a" / "odd.png"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        odd.symlink_to("/dev/zero")
+    source = images.load(f"{folder},size=8x8", 0).train
+    assert len(source) == 3
+    lost = [index for index in range(3) if source.where(index) == str(odd)]
+    with pytest.raises(OSError, match="no regular file"):
+        source.read(np.array(lost))
+    whole = Reader(source, Plan(3, 3), Placement(0, 1, 1), Reading(0, 1))
+    batch = next(whole.batches())
+    assert batch.own_rows == (2,)
+    assert "odd.png: it is no regular file." in batch.lost[0]
+
+
+def test_a_pattern_means_regular_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.csv")
+    for pattern in (tmp_path, tmp_path / "x.csv"):
+        with pytest.raises(DataError, match=r"x\.csv is no regular file"):
+            files.matching("--dataset csv", str(pattern), (".csv",))
+
+
+def test_a_file_that_is_one_example_has_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "large.png"
+    with path.open("wb") as file:
+        file.truncate(files.MOST_BYTES + 1)  # it takes no place on the disk
+    with pytest.raises(OSError, match="more than 1,073,741,824 bytes"):
+        files.read_bytes(str(path), files.MOST_BYTES)
+
+
+def npy(shape: tuple[int, ...], data: bytes = b"") -> bytes:
+    """Returns an .npy file that declares a shape, and has other data."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": "<f4", "fortran_order": False, "shape": shape}
+    )
+    return file.getvalue() + data
+
+
+def test_an_npz_that_declares_terabytes_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", npy((1 << 43,), b"few"))
+    words = r"the array 'x.npy' declares 35,184,372,088,832 bytes, but has "
+    with pytest.raises(DataError, match=words):
+        npz.load(str(path), 0)
+
+
+def test_an_npz_of_more_than_the_memory_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, x=np.zeros((1000, 100), np.float32), y=np.zeros(1000, np.int32))
+    assert path.stat().st_size < 4_000
+    assert len(npz.load(str(path), 0).train) > 0
+    monkeypatch.setattr(npz.os, "sysconf", lambda name: 300)
+    with pytest.raises(DataError, match=r"holds 40\d,\d+ bytes, but this machine has 90,000 of"):
+        npz.load(str(path), 0)
+
+
+def rewritten(data: bytes, change: Any, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """Returns a backup whose parts were changed."""
+    out = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(data)) as before,
+        zipfile.ZipFile(out, "w", compression) as after,
+    ):
+        for name in before.namelist():
+            after.writestr(name, change(name, before.read(name)))
+    return out.getvalue()
+
+
+def test_a_small_backup_takes_little_memory() -> None:
+    """As a zip bomb 1 MB took 2 GB: tfmulti writes no compressed parts, and reads none."""
+    data = backup.to_bytes(Record(1, {"x": np.zeros(1000)}))
+    same = rewritten(data, lambda name, part: part)
+    assert backup.from_bytes(same).step == 1
+    packed = rewritten(data, lambda name, part: part, zipfile.ZIP_DEFLATED)
+    with pytest.raises(DamagedBackup, match="compressed, or larger than the file"):
+        backup.from_bytes(packed)
+
+
+def test_an_array_of_a_backup_is_no_larger_than_its_part() -> None:
+    with pytest.raises(ValueError, match="declares more bytes than it has"):
+        backup.plain.from_npy("", npy((1 << 43,), b"few"))
+    with pytest.raises(ValueError, match="declares more bytes than it has"):
+        backup.plain.from_npy("", npy((1 << 40, 1 << 40), b"few"))
+
+
+def test_a_named_pipe_is_no_backup(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step-000000009.npz")
+    (tmp_path / "step-000000008.npz").symlink_to("/dev/zero")
+    backups = Backups(tmp_path)
+    assert backups.newest() == (None, [])
+    backups.write(Record(1, {}))
+    assert [path.stem for path in backups.files()] == ["step-000000001"]
+
+
+class Failing(ArraySource):
+    """Counts what is read, which fails in some way from an example on."""
+
+    def __init__(self, rows: int, error: Exception, first: int = 0) -> None:
+        super().__init__((np.arange(rows, dtype=np.float32)[:, None],))
+        self.error, self.first, self.tried = error, first, 0
+
+    def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
+        self.tried += 1
+        if (indices >= self.first).any():
+            raise self.error
+        return super().read(indices, epoch)
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        out[0][...] = self.read(indices, epoch)[0]
+
+
+def first_batch(source: Any, reading: Reading, workers: int = 1) -> Any:
+    reader = Reader(source, Plan(len(source), 100), Placement(0, workers, 1), reading)
+    return next(reader.batches())
+
+
+GONE = OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize("skip", [0, 10_000])
+def test_a_storage_that_is_gone_ends_the_reading_at_once(skip: int) -> None:
+    """Else each of the examples would be tried, and each failure may take minutes."""
+    source = Failing(10_000, GONE)
+    with pytest.raises(DataError, match=r"Stale file handle\. The storage fails, not one record"):
+        first_batch(source, Reading(0, skip))
+    assert source.tried == 2
+
+
+def test_a_folder_that_is_gone_is_of_the_storage_and_a_file_is_not(tmp_path: Path) -> None:
+    for path, gone in ((tmp_path / "no" / "x", True), (tmp_path / "x", False)):
+        with pytest.raises(OSError, match="No such file") as error:
+            path.open("rb")
+        assert is_of_storage(OSError(error.value.errno, "", str(path))) is gone
+    assert not is_of_storage(OSError(errno.EIO, "Input/output error"))
+    assert not is_of_storage(DataError("damaged"))
+
+
+@pytest.mark.parametrize("error", [TypeError, NameError, ValueError])
+@pytest.mark.parametrize("skip", [0, 10_000])
+def test_a_fault_of_the_sources_code_is_no_bad_record(error: type[Exception], skip: int) -> None:
+    source = Failing(100, error("no"), 50)
+    with pytest.raises(error) as found:
+        first_batch(source, Reading(0, skip))
+    assert source.tried == 1
+    [note] = found.value.__notes__
+    assert f"It is a fault of Failing.read() ({error.__name__}), and of no" in note
+
+
+def test_other_workers_hear_of_a_fault_of_the_sources_code() -> None:
+    batch = first_batch(Failing(100, TypeError("no")), Reading(0), workers=2)
+    assert "a fault of Failing.read() (TypeError)" in batch.lost[0]
+
+
+def test_no_more_examples_are_tried_than_may_be_lost() -> None:
+    source = Failing(10_000, OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(DataError, match="none of the first 8 examples can be read"):
+        first_batch(source, Reading(0, 7))
+    assert source.tried == 1 + 100 + 8
+
+
+def test_a_run_of_an_older_version_goes_on() -> None:
+    """It has no value of a flag that came later, and so has that flag's default."""
+    config = FitConfig(dataset="digits")
+    saved = {name: value for name, value in vars(config).items() if name != "sync_batch_norm"}
+    check_same_run(saved, config, "r")
+    with pytest.raises(ResumeError, match="a run with sync_batch_norm=True, and this one has"):
+        check_same_run(saved, FitConfig(dataset="digits", sync_batch_norm=False), "r")
+    with pytest.raises(RunDirError, match=r"another program's config\.json"):
+        check_same_run({"lr": 3}, config, "r")
