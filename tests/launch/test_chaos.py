@@ -5,6 +5,7 @@ Each run has several faults, each of which costs a start. `whole` is the run wit
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -23,7 +24,9 @@ from tests.support.launching import (
     wait_for,
 )
 from tests.support.mounts import mounted, needs_root
-from tests.support.processes import Processes, is_alive, run
+from tests.support.processes import Processes, is_alive, processes, run
+
+SLOW = {"CHAOS_STEP_S": "0.3"}
 
 
 def test_kills_of_any_worker_at_any_time(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
@@ -118,9 +121,9 @@ def test_the_launcher_itself_is_ended(
     tmp_path: Path, whole: dict[str, np.ndarray], number: signal.Signals
 ) -> None:
     """Nothing is left running; the same command goes on."""
-    processes = Processes(tmp_path / "launcher")
+    group = Processes(tmp_path / "launcher")
     try:
-        launcher = processes.start(argv(tmp_path, ""))
+        launcher = group.start(argv(tmp_path, ""))
         wait_for(lambda: has_backup(tmp_path))
         children = workers_of(launcher.pid)
         assert len(children) in (2, 3, 4)  # two workers, and those in readiness for them
@@ -129,16 +132,73 @@ def test_the_launcher_itself_is_ended(
         assert code == (-9 if number == signal.SIGKILL else 143)
         wait_for(lambda: not any(map(is_alive, children)), 15)
     finally:
-        processes.end()
+        group.end()
     done = launched(tmp_path)
     assert done.returncode == 0, done.stderr
     assert_as_if_nothing_had_happened(tmp_path, whole)
 
 
+def test_a_guard_that_is_killed_is_replaced(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    """The job does not notice; and a worker that fails later is started again."""
+    with processes(tmp_path / "launcher") as group:
+        launcher = group.start(argv(tmp_path, "0.3.1.kill"), SLOW)
+        wait_for(lambda: has_backup(tmp_path))
+        [guard] = guards_of(launcher.pid)
+        os.kill(guard, signal.SIGKILL)
+        wait_for(lambda: guards_of(launcher.pid) not in ([], [guard]), 15)
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("starting all workers again") == 1
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_launcher_and_guard_are_killed_at_once(tmp_path: Path, replaced: bool) -> None:
+    with processes(tmp_path / "launcher") as group:
+        launcher = group.start(argv(tmp_path, ""), SLOW)
+        wait_for(lambda: has_backup(tmp_path))
+        [guard] = guards_of(launcher.pid)
+        if replaced:
+            os.kill(guard, signal.SIGKILL)
+            wait_for(lambda: guards_of(launcher.pid) not in ([], [guard]), 15)
+            [guard] = guards_of(launcher.pid)
+        children = workers_of(launcher.pid)
+        assert len(children) >= 2
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (guard, launcher.pid):
+                os.kill(pid, number)
+        launcher.wait(LIMIT_S)
+        wait_for(lambda: not any(map(is_alive, children)), 25)
+
+
+def test_a_command_that_is_not_pythons_ends_with_its_launcher(tmp_path: Path) -> None:
+    flags = ["-m", "tfmulti.launch", "--no-python", "--log-dir", str(tmp_path / "logs")]
+    with processes(tmp_path / "launcher") as group:
+        launcher = group.start([*flags, "sleep", "1000"])
+        wait_for(lambda: children_of(launcher.pid, "sleep 1000") != [])
+        [child] = children_of(launcher.pid, "sleep 1000")
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (*guards_of(launcher.pid), launcher.pid):
+                os.kill(pid, number)
+        launcher.wait(LIMIT_S)
+        wait_for(lambda: not is_alive(child), 15)
+
+
+def guards_of(launcher: int) -> list[int]:
+    """Returns the guard of a launcher: a copy of it, or a program of its own."""
+    return children_of(launcher, "tfmulti.launch --", "tfmulti.launch.guard")
+
+
 def workers_of(launcher: int) -> list[int]:
     """Returns the processes that the launcher has started, its guard left out."""
+    return children_of(launcher, "tfmulti.launch.shim")
+
+
+def children_of(launcher: int, *words: str) -> list[int]:
+    """Returns the living processes that a launcher has started with one of the words."""
     done = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(launcher)], capture_output=True, text=True
     )
     lines = [line.split(None, 1) for line in done.stdout.splitlines()]
-    return [int(pid) for pid, words in lines if "tfmulti.launch.shim" in words]
+    found = [int(pid) for pid, args in lines if any(word in args for word in words)]
+    return [pid for pid in found if is_alive(pid)]

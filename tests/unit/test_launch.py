@@ -224,7 +224,8 @@ def test_commands() -> None:
     shim = [sys.executable, "-m", "tfmulti.launch.shim"]
     assert command(LaunchConfig(program=(__file__, "-x"))) == [*shim, __file__, "-x"]
     assert command(LaunchConfig(program=("m", "-x"), module=True)) == [*shim, "-m", "m", "-x"]
-    assert command(LaunchConfig(program=("echo", "-x"), python=False)) == ["echo", "-x"]
+    others = [*shim, "--command", "echo", "-x"]
+    assert command(LaunchConfig(program=("echo", "-x"), python=False)) == others
 
 
 def test_addresses_are_nobody_elses_until_a_server_listens() -> None:

@@ -2,7 +2,12 @@
 
 The guard is a process of its own that reads a pipe whose other end the launcher alone holds.
 The launcher writes each worker's process group there; when it ends, SIGKILL included, the
-pipe closes: the guard sends SIGTERM, waits, and sends SIGKILL to what is left.
+pipe closes: the guard sends SIGTERM, waits, and sends SIGKILL to what is left. Where the guard
+itself is killed the launcher starts another one:
+
+    python -m tfmulti.launch.guard GRACE_S
+
+Who kills both at once leaves the workers to themselves: see `shim.tie_to_launcher`.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 
@@ -20,6 +27,9 @@ class Guard:
     """The launcher's side. Make it before any thread or worker is started."""
 
     def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._groups: set[int] = set()
+        self._another: subprocess.Popen[bytes] | None = None
         reader, self._writer = os.pipe()
         os.set_inheritable(self._writer, False)
         self._pid = os.fork()
@@ -33,15 +43,47 @@ class Guard:
 
     def add(self, group: int) -> None:
         """Puts a process group under guard."""
-        os.write(self._writer, f"+{group}\n".encode())
+        self._groups.add(group)
+        self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
         """Takes one out that has ended: its number may be another's by now."""
-        os.write(self._writer, f"-{group}\n".encode())
+        self._groups.discard(group)
+        self._tell(f"-{group}\n")
+
+    def check(self) -> None:
+        """Starts another guard where this one was killed. To be called often."""
+        if self._another is not None:
+            is_gone = self._another.poll() is not None
+        else:
+            is_gone = os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        if is_gone:
+            self._start_another()
+
+    def _tell(self, line: str) -> None:
+        try:
+            os.write(self._writer, line.encode())
+        except BrokenPipeError:
+            self._start_another()
+
+    def _start_another(self) -> None:
+        """By a new program, since this process has threads by now and must not fork."""
+        reader, writer = os.pipe()
+        os.set_inheritable(writer, False)
+        argv = [sys.executable, "-m", "tfmulti.launch.guard", str(self._grace_s)]
+        self._another = subprocess.Popen(argv, stdin=reader, start_new_session=True)
+        os.close(reader)
+        os.close(self._writer)
+        self._writer = writer
+        for group in self._groups:
+            os.write(writer, f"+{group}\n".encode())
 
     def close(self) -> None:
         """Ends the guard; what is still under it is ended too."""
         os.close(self._writer)
+        if self._another is not None:
+            self._another.wait()
+            return
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
@@ -82,3 +124,7 @@ def send(group: int, number: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+if __name__ == "__main__":
+    _watch(os.dup(0), float(sys.argv[1]))

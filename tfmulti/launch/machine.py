@@ -105,6 +105,7 @@ class Here:
         return order
 
     def look(self) -> list[Seen]:
+        self._guard.check()
         seen = []
         for worker in self._workers:
             ended_before = worker.ended_s is not None

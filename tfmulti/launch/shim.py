@@ -8,10 +8,15 @@ with `-m` first for a module. SIGUSR1 makes it write the stack of each of its th
 
 imports TensorFlow and waits for a line of JSON on its standard input: the environment and the
 arguments of a worker. It becomes that worker at once, where a new process takes four seconds.
+
+    python -m tfmulti.launch.shim --command PROGRAM [ARGUMENTS…]
+
+runs a program that is not Python's in its place.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -20,14 +25,48 @@ import os
 import runpy
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 from tfmulti import memory
 from tfmulti.errors import ConfigError, TfmultiError
 from tfmulti.launched import ERROR_FILE, write_error
 
-STACKS_FILE, STANDBY = "TFMULTI_STACKS_FILE", "--standby"
-PARENT = "TFMULTI_LAUNCHER_PID"
+STACKS_FILE, STANDBY, COMMAND = "TFMULTI_STACKS_FILE", "--standby", "--command"
+PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LOOK_S = 0.5
+
+
+def tie_to_launcher() -> None:
+    """Has this worker end when its launcher and the guard are gone, both killed.
+
+    It gets SIGTERM at the launcher's death (PR_SET_PDEATHSIG), and its group SIGKILL after the
+    grace. The guard does the same, if it is there: what ends sooner is ended once.
+    """
+    parent = os.getppid()
+    if os.environ.get(PARENT) not in (None, str(parent)):
+        sys.exit(1)  # the launcher was killed before its guard knew of this process
+    if PARENT not in os.environ:
+        return
+    _end_with_parent()
+    grace_s = float(os.environ.get(GRACE, "30"))
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        time.sleep(grace_s)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="tfmulti-launcher", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """See prctl(2); where it fails there is still the guard."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.environ.get(PARENT) != str(os.getppid()):
+        sys.exit(1)  # it has ended just before
 
 
 def stand_by() -> list[str]:
@@ -60,8 +99,10 @@ def _check_module(name: str) -> None:
 
 def main() -> None:
     """Runs the program that the command line names, as Python would."""
-    if os.environ.get(PARENT) not in (None, str(os.getppid())):
-        sys.exit(1)  # the launcher was killed before its guard knew of this process
+    if sys.argv[1:2] == [COMMAND]:
+        _end_with_parent()  # what is run in its place keeps that
+        os.execvp(sys.argv[2], sys.argv[2:])
+    tie_to_launcher()
     if sys.argv[1:] == [STANDBY]:
         sys.argv[1:] = stand_by()
     stacks = os.environ.get(STACKS_FILE)

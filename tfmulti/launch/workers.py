@@ -20,7 +20,7 @@ from tfmulti.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
 from tfmulti.launch.idle import Idle
-from tfmulti.launch.shim import PARENT, STACKS_FILE, STANDBY
+from tfmulti.launch.shim import COMMAND, PARENT, STACKS_FILE, STANDBY
 from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, SAVED, Told, read_error, read_progress
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -83,7 +83,7 @@ def arguments(config: LaunchConfig) -> list[str]:
 
 def command(config: LaunchConfig) -> list[str]:
     """Returns the command line of a worker."""
-    return [*SHIM, *arguments(config)] if config.python else list(config.program)
+    return [*SHIM, *(arguments(config) if config.python else [COMMAND, *config.program])]
 
 
 def worker_env(
