@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -152,53 +153,56 @@ def test_a_guard_that_is_killed_is_replaced(tmp_path: Path, whole: dict[str, np.
     assert_as_if_nothing_had_happened(tmp_path, whole)
 
 
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"
+
+
 @pytest.mark.parametrize("replaced", [False, True])
-def test_launcher_and_guard_are_killed_at_once(tmp_path: Path, replaced: bool) -> None:
+@pytest.mark.parametrize("program", ["sleeps", "deaf", "command"])
+def test_nothing_outlives_launcher_and_guard_killed_at_once(
+    tmp_path: Path, program: str, replaced: bool
+) -> None:
+    """Who writes would end by itself, since nobody reads; these write nothing."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    (tmp_path / "sleeps.py").write_text("import time; time.sleep(1e6)")
+    words = [str(tmp_path / f"{program}.py")]
+    words = ["--no-python", "sleep", "98765"] if program == "command" else words
+    flags = ["-m", "tfmulti.launch", "--shutdown-grace-s", "2", "--log-dir", str(tmp_path / "logs")]
     with processes(tmp_path / "launcher") as group:
-        launcher = group.start(argv(tmp_path, ""), SLOW)
-        wait_for(lambda: has_backup(tmp_path))
-        [guard] = guards_of(launcher.pid)
+        launcher = group.start([*flags, *words])
+        wait_for(lambda: workers_of(launcher.pid) != [])
+        time.sleep(1.0)  # for the program itself to begin
+        [worker] = workers_of(launcher.pid)
+        guards = guards_of(launcher.pid)
         if replaced:
-            os.kill(guard, signal.SIGKILL)
-            wait_for(lambda: guards_of(launcher.pid) not in ([], [guard]), 15)
-            [guard] = guards_of(launcher.pid)
-        children = workers_of(launcher.pid)
-        assert len(children) >= 2
+            os.kill(guards[0], signal.SIGKILL)
+            wait_for(lambda: guards_of(launcher.pid) not in ([], guards), 15)
+            guards = guards_of(launcher.pid)
+        assert is_alive(worker)
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (guard, launcher.pid):
+            for pid in (*guards, launcher.pid):
                 os.kill(pid, number)
         launcher.wait(LIMIT_S)
-        wait_for(lambda: not any(map(is_alive, children)), 25)
-
-
-def test_a_command_that_is_not_pythons_ends_with_its_launcher(tmp_path: Path) -> None:
-    flags = ["-m", "tfmulti.launch", "--no-python", "--log-dir", str(tmp_path / "logs")]
-    with processes(tmp_path / "launcher") as group:
-        launcher = group.start([*flags, "sleep", "1000"])
-        wait_for(lambda: children_of(launcher.pid, "sleep 1000") != [])
-        [child] = children_of(launcher.pid, "sleep 1000")
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (*guards_of(launcher.pid), launcher.pid):
-                os.kill(pid, number)
-        launcher.wait(LIMIT_S)
-        wait_for(lambda: not is_alive(child), 15)
+        wait_for(lambda: not is_alive(worker), 15)
 
 
 def guards_of(launcher: int) -> list[int]:
     """Returns the guard of a launcher: a copy of it, or a program of its own."""
-    return children_of(launcher, "tfmulti.launch --", "tfmulti.launch.guard")
+    return [pid for pid, args in children_of(launcher) if _is_guard(args)]
 
 
 def workers_of(launcher: int) -> list[int]:
     """Returns the processes that the launcher has started, its guard left out."""
-    return children_of(launcher, "tfmulti.launch.shim")
+    return [pid for pid, args in children_of(launcher) if not _is_guard(args)]
 
 
-def children_of(launcher: int, *words: str) -> list[int]:
-    """Returns the living processes that a launcher has started with one of the words."""
+def _is_guard(args: str) -> bool:
+    return "tfmulti.launch --" in args or "tfmulti.launch.guard" in args
+
+
+def children_of(launcher: int) -> list[tuple[int, str]]:
+    """Returns the living children of a process, and their command lines."""
     done = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(launcher)], capture_output=True, text=True
     )
     lines = [line.split(None, 1) for line in done.stdout.splitlines()]
-    found = [int(pid) for pid, args in lines if any(word in args for word in words)]
-    return [pid for pid in found if is_alive(pid)]
+    return [(int(pid), args) for pid, args in lines if is_alive(int(pid))]
