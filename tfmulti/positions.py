@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ State = dict[str, Any]  # what a backup holds of a feed
 _FILE = re.compile(r"position\.(index|data-\d{5}-of-\d{5})")
 
 _RANDOM_STATE = b"num_random_samples"  # in the names of what is saved of all that draws: twice
+_PART = re.compile(rb"\n\x14tensorflow::Iterator\x12([\x80-\xff]{0,4}[\x00-\x7f])")
 _DRAWING = ("_ShuffleDataset", "_RandomDataset")
 _KEEPING, _REPEATING, _LATE = "CacheDataset", "_RepeatDataset", "_ShuffleDataset"
 _AT_ONCE = "_ZipDataset"
@@ -118,7 +120,20 @@ def random_states_of(dataset: tf.data.Dataset) -> int:
 
 def random_states_in(position: Position) -> int:
     """Returns a number that is lower where the state of something that draws is missing."""
-    return sum(content.tobytes().count(_RANDOM_STATE) for content in position.values())
+    contents = [content.tobytes() for content in position.values()]
+    return sum(names.count(_RANDOM_STATE) for content in contents for names in _names_in(content))
+
+
+def _names_in(content: bytes) -> Iterator[bytes]:
+    """Yields the names of what a file holds of each part of a dataset, without its values.
+
+    They are the metadata of tensorflow/core/framework/tensor.proto's VariantTensorDataProto.
+    """
+    for begin in _PART.finditer(content):
+        length, at = 0, begin.end()
+        for place, byte in enumerate(begin[1]):  # a number in base 128, its lowest digit first
+            length |= (byte & 0x7F) << 7 * place
+        yield content[at : at + length]
 
 
 def position_of(iterator: Any) -> Position | None:

@@ -32,7 +32,7 @@ from tfmulti import (
 )
 from tfmulti import epochs as epochs_loop
 from tfmulti.callbacks.backup import Backup
-from tfmulti.callbacks.worker_safe import worker_safe
+from tfmulti.callbacks.worker_safe import saving_elsewhere, worker_safe
 from tfmulti.config import COMPRESSIONS
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.execution import Execution
@@ -333,7 +333,11 @@ class DistributedModel(keras.Model):
             keeper,
             self._pace(backup),
         )
-        with resuming.saving_at_signals(self, backup), closing(feed, validation):
+        with (
+            saving_elsewhere(all_callbacks.callbacks, place),
+            resuming.saving_at_signals(self, backup),
+            closing(feed, validation),
+        ):
             logs = epochs_loop.train(self, training)
             if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                 self.optimizer.finalize_variable_values(self.trainable_weights)

@@ -294,6 +294,18 @@ def test_each_part_that_draws_is_counted(name: str) -> None:
     assert positions.random_states_in(position) == positions.random_states_of(dataset) > 0
 
 
+def test_words_of_the_data_are_not_counted() -> None:
+    """What a shuffle holds stands in the same files as what it is drawn by."""
+    words = tf.constant(["a@@num_random_samples@@seed " * 9] * 8)
+    dataset = tf.data.Dataset.from_tensor_slices(words).shuffle(8, seed=1)
+    iterator = iter(dataset)
+    next(iterator)
+    position = positions.position_of(iterator)
+    assert position is not None
+    everywhere = sum(c.tobytes().count(b"num_random_samples") for c in position.values())
+    assert everywhere > positions.random_states_in(position) == positions.random_states_of(dataset)
+
+
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("name", list(ENDING))
 @pytest.mark.parametrize("known", [True, False])

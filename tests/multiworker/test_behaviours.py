@@ -72,6 +72,8 @@ def test_files_are_written_once(behaviours: Behaviours) -> None:
     found = behaviours("multi_worker_mirrored", 2)
     assert found[0]["file_callbacks_share_a_folder"] == [4, 1, names]
     assert found[1]["file_callbacks_share_a_folder"] == "chief's"
+    for worker in found:
+        assert worker["checkpoints_keep_their_paths"] == [True, True]
 
 
 @KINDS

@@ -6,11 +6,10 @@ HDF5's lock, CSVLogger writes each row once a worker and TensorBoard makes a fil
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import os
-import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -28,9 +27,8 @@ _CHIEF_ONLY = (
 def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Callback]:
     """Returns the callbacks that this worker runs. Every worker calls it.
 
-    On the chief: all as given. On the others: without those that only write, and with
-    ModelCheckpoint writing to a folder of its own that is thrown away, since saving may need
-    every worker.
+    On the chief: all as given. On the others: without those that only write. ModelCheckpoint
+    saves there, too, since saving may need every worker: see `saving_elsewhere`.
 
     Raises:
         ModelError: BackupAndRestore with several workers, which cannot be made safe.
@@ -48,14 +46,29 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
             )
     if placement.is_chief:
         return given
-    kept = [callback for callback in given if not isinstance(callback, _CHIEF_ONLY)]
-    for callback in kept:
-        if isinstance(callback, keras.callbacks.ModelCheckpoint):
-            _redirect(callback)
-    return kept
+    return [callback for callback in given if not isinstance(callback, _CHIEF_ONLY)]
 
 
-def _redirect(checkpoint: keras.callbacks.ModelCheckpoint) -> None:
-    folder = tempfile.mkdtemp(prefix="tfmulti-not-chief-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    checkpoint.filepath = os.path.join(folder, os.path.basename(checkpoint.filepath))
+@contextlib.contextmanager
+def saving_elsewhere(
+    callbacks: Iterable[keras.callbacks.Callback], placement: Placement
+) -> Iterator[None]:
+    """Inside, ModelCheckpoint saves to a folder that is thrown away, on all workers but the chief.
+
+    Afterwards the user's callbacks have the paths that they were given.
+    """
+    if placement.is_chief:
+        yield
+        return
+    found = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
+    paths = [checkpoint.filepath for checkpoint in found]
+    with tempfile.TemporaryDirectory(prefix="tfmulti-not-chief-") as folder:
+        for number, (checkpoint, path) in enumerate(zip(found, paths, strict=True)):
+            own = os.path.join(folder, str(number))
+            os.mkdir(own)
+            checkpoint.filepath = os.path.join(own, os.path.basename(path))
+        try:
+            yield
+        finally:
+            for checkpoint, path in zip(found, paths, strict=True):
+                checkpoint.filepath = path

@@ -44,6 +44,23 @@ def file_callbacks_share_a_folder() -> Any:
 
 
 @behaviour
+def checkpoints_keep_their_paths() -> Any:
+    """Returns whether they have them after training, also after one that fails."""
+    path = here.shared / "kept.keras"
+    checkpoint = keras.callbacks.ModelCheckpoint(path)
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise RuntimeError("in a callback")
+
+    fit(model(), epochs=1, callbacks=[checkpoint])
+    kept = [checkpoint.filepath == str(path)]
+    with contextlib.suppress(RuntimeError):
+        fit(model(), epochs=1, callbacks=[checkpoint, Fails()])
+    return [*kept, checkpoint.filepath == str(path)]
+
+
+@behaviour
 def deciding_callbacks_decide_alike() -> Any:
     c = keras.callbacks
     made = model()
