@@ -42,8 +42,9 @@ class FitReport:
     `steps_before` of them are from before the run was resumed. `seconds` is the time of the
     training loop since then, tracing and validation included, without start-up;
     `examples_per_second` counts the steps alone, without those that were traced, so it is more than
-    the examples by these seconds, and 0 where nothing was left to train. `waiting_share` of the steps' time went by without data, and
-    `examples_lost` examples could not be read, counted in each pass; rows of tables, which are
+    the examples by these seconds, and 0 where nothing was left to train. `waiting_share` of the
+    steps' time went by without data, and `examples_lost` examples could not be read, counted in
+    each pass; rows of tables, which are
     read once, count once. `inexact` are the flags by which the numbers are not those of one device.
     `epochs_asked` is what the run was to train, of which a callback may have spared some.
     `throughput` has what `--log_throughput` measured, by the names of `callbacks.throughput`. On
