@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -26,11 +27,12 @@ from datetime import datetime
 from pathlib import Path
 
 from tfmulti.errors import EXIT_FAILED, ResumeError, TfmultiError
-from tfmulti.rundir import remove_partial
+from tfmulti.rundir import remove_partial, write_text
 
 FILE = "owner.json"
 BEAT_S = 2.0
 SILENT_S = 20.0  # without a touch, after which an owner on another machine has ended
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOOK_S = 0.5
 _MOST_BYTES = 4096
 
@@ -100,7 +102,7 @@ class Ownership:
 
         Raises:
             ResumeError: another process owns it, and lives.
-            OSError: the folder cannot be made or written.
+            OSError: the folder cannot be made or written. A full disk is none: that is said.
         """
         self._count += 1
         if self._count > 1:
@@ -113,7 +115,18 @@ class Ownership:
                     "its end, or give another folder."
                 )
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._write()
+            try:
+                self._write()
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._path.unlink(missing_ok=True)  # of one that has ended
+                print(
+                    f"tfmulti: no {FILE} in {self._folder}: {error.strerror}. Until there is room "
+                    "for it, a second start there is not noticed.",
+                    file=sys.stderr,
+                    flush=True,
+                )
         except BaseException:
             self._count = 0
             raise
@@ -135,7 +148,7 @@ class Ownership:
             NotOwner: it is another's.
         """
         found = _read(self._path)
-        if found is not None and found != self._mine:
+        if found is not None and found != self._mine and not self._is_earlier(found):
             raise NotOwner(
                 f"{self._folder} belongs to {found.in_words()} by now: this process (attempt "
                 f"{self._mine.attempt}) ends without saving."
@@ -167,17 +180,15 @@ class Ownership:
         return mine.run_id != "" and other.run_id == mine.run_id and other.attempt < mine.attempt
 
     def _write(self) -> None:
-        partial = self._path.with_name(f".partial-{self._mine.token}-{FILE}")
-        partial.write_text(json.dumps(asdict(self._mine), indent=2))
-        os.replace(partial, self._path)
+        write_text(self._path, json.dumps(asdict(self._mine), indent=2))
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_S):
             try:
                 self.check()
-                os.utime(self._path)
-            except FileNotFoundError:
-                with contextlib.suppress(OSError):  # somebody has cleaned up
+                if _read(self._path) == self._mine:
+                    os.utime(self._path)
+                else:  # removed, or it could not be written before
                     self._write()
             except NotOwner as error:
                 self.end(error)

@@ -48,8 +48,9 @@ class Progress:
     is_over: bool = False
 
 
-def backup_in(callbacks: Any) -> Backup | None:
-    """Returns the Backup among the callbacks that `fit` was given.
+@contextlib.contextmanager
+def backup_in(callbacks: Any) -> Iterator[Backup | None]:
+    """Inside, the Backup among the callbacks that `fit` was given may own its folder.
 
     Raises:
         ConfigError: there are two.
@@ -60,7 +61,13 @@ def backup_in(callbacks: Any) -> Backup | None:
     found = [callback for callback in given if isinstance(callback, Backup)]
     if len(found) > 1:
         raise ConfigError(f"fit was given {len(found)} Backup callbacks. Give one.")
-    return found[0] if found else None
+    if not found:
+        yield None
+        return
+    try:
+        yield found[0]
+    finally:
+        found[0].release()
 
 
 @contextlib.contextmanager

@@ -269,79 +269,79 @@ class DistributedModel(keras.Model):
         if validation_split and validation_data is None:
             parts, validation_data = split_off_validation((x, y, sample_weight), validation_split)
             x, y, sample_weight = parts
-        backup = resuming.backup_in(callbacks)
-        record = resuming.find_record(self, backup)
-        drawn = epochs_loop.draw_seed(self) if shuffle else None
-        seed = resuming.seed_of(record, drawn, state_of(self).seed is not None)
-        feed = make_feed(
-            x,
-            y,
-            sample_weight,
-            placement=place,
-            batch_size=batch_size,
-            class_weight=class_weight,
-            seed=seed,
-            steps_per_epoch=steps_per_epoch,
-            reading=state_of(self).reading,
-            is_training=True,
-        )
-        validation = None
-        if validation_data is not None:
-            xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
-            validation = make_feed(
-                xv,
-                yv,
-                wv,
+        with resuming.backup_in(callbacks) as backup:
+            record = resuming.find_record(self, backup)
+            drawn = epochs_loop.draw_seed(self) if shuffle else None
+            seed = resuming.seed_of(record, drawn, state_of(self).seed is not None)
+            feed = make_feed(
+                x,
+                y,
+                sample_weight,
                 placement=place,
-                batch_size=validation_batch_size or batch_size,
-                steps_per_epoch=validation_steps,
+                batch_size=batch_size,
+                class_weight=class_weight,
+                seed=seed,
+                steps_per_epoch=steps_per_epoch,
                 reading=state_of(self).reading,
+                is_training=True,
             )
-        epochs_loop.check_same_data(self, feed, validation)
-        feed.begin_call()
-        # A comparison with one device begins with all slots, as a backup does.
-        needs_slots = backup is not None or bool(state_of(self).verify)
-        model_checks.build(self, feed.specs, optimizers=needs_slots)
-        count = steps_per_epoch or feed.steps
-        self.stop_training = False
-        state = state_of(self)
-        state.specs = feed.specs
-        state.steps = state.steps_before = state.examples = state.examples_before = 0
-        state.lost = 0
-        state.stopped_by, state.saved_variables = None, {}
-        self.make_train_function()
-        if record is None and epochs > initial_epoch:
-            keeps = backup is not None
-            feed = verification.before_training(
-                self, feed, count, keeps_position=keeps, tells=verbose not in (0, "0")
+            validation = None
+            if validation_data is not None:
+                xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
+                validation = make_feed(
+                    xv,
+                    yv,
+                    wv,
+                    placement=place,
+                    batch_size=validation_batch_size or batch_size,
+                    steps_per_epoch=validation_steps,
+                    reading=state_of(self).reading,
+                )
+            epochs_loop.check_same_data(self, feed, validation)
+            feed.begin_call()
+            # A comparison with one device begins with all slots, as a backup does.
+            needs_slots = backup is not None or bool(state_of(self).verify)
+            model_checks.build(self, feed.specs, optimizers=needs_slots)
+            count = steps_per_epoch or feed.steps
+            self.stop_training = False
+            state = state_of(self)
+            state.specs = feed.specs
+            state.steps = state.steps_before = state.examples = state.examples_before = 0
+            state.lost = 0
+            state.stopped_by, state.saved_variables = None, {}
+            self.make_train_function()
+            if record is None and epochs > initial_epoch:
+                keeps = backup is not None
+                feed = verification.before_training(
+                    self, feed, count, keeps_position=keeps, tells=verbose not in (0, "0")
+                )
+            all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
+            all_callbacks.on_train_begin()
+            keeper = None
+            if backup is not None:
+                feeds = {"training": feed} | ({"validation": validation} if validation else {})
+                keeper = resuming.Keeper(self, backup, record, all_callbacks, feeds, seed)
+            training = epochs_loop.Training(
+                feed,
+                all_callbacks,
+                initial_epoch,
+                epochs,
+                steps_per_epoch,
+                validation,
+                validation_steps,
+                validation_freq,
+                keeper,
+                self._pace(backup),
             )
-        all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
-        all_callbacks.on_train_begin()
-        keeper = None
-        if backup is not None:
-            feeds = {"training": feed} | ({"validation": validation} if validation else {})
-            keeper = resuming.Keeper(self, backup, record, all_callbacks, feeds, seed)
-        training = epochs_loop.Training(
-            feed,
-            all_callbacks,
-            initial_epoch,
-            epochs,
-            steps_per_epoch,
-            validation,
-            validation_steps,
-            validation_freq,
-            keeper,
-            self._pace(backup),
-        )
-        with (
-            saving_elsewhere(all_callbacks.callbacks, place),
-            resuming.saving_at_signals(self, backup),
-            closing(feed, validation),
-        ):
-            logs = epochs_loop.train(self, training)
-            if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
-                self.optimizer.finalize_variable_values(self.trainable_weights)
-            training.callbacks.on_train_end(logs)
+            with (
+                saving_elsewhere(all_callbacks.callbacks, place),
+                resuming.saving_at_signals(self, backup),
+                closing(feed, validation),
+            ):
+                logs = epochs_loop.train(self, training)
+                if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+                    self.optimizer.finalize_variable_values(self.trainable_weights)
+                training.callbacks.on_train_end(logs)
         return self.history
 
     @_on_all_workers

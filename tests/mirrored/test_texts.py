@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ def test_the_run_directory_has_what_the_inputs_mean(root: str, tmp_path: Path) -
             global_batch_size=3,
             validation_fraction=0.0,
         )
-        loop.make_run_dir(set_up(preflight.check(config, env={})))
+        with contextlib.ExitStack() as at_end:
+            loop.make_run_dir(set_up(preflight.check(config, env={})), at_end)
         assert file.read_text(encoding="utf-8").split("\n")[:3] == words
         assert len(list(file.parent.glob("*.txt"))) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -174,6 +176,25 @@ def test_the_record_comes_back_where_somebody_cleaned_up(folder: Path) -> None:
     wait_for((folder / FILE).exists, 10)
     ownership.release()
     assert not (folder / FILE).exists()
+
+
+def test_a_full_disk_stops_no_run(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of the attempt before goes, and this one's follows when there is room."""
+    ended: list[int] = []
+    first = Ownership(folder, job(0), ended.append)
+    first.take()
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    second = Ownership(folder, job(1))
+    second.take()
+    second.check()
+    assert capfd.readouterr().err.count("a second start there is not noticed") == 1
+    monkeypatch.undo()
+    wait_for(lambda: ended == [1], 10)
+    assert json.loads((folder / FILE).read_text())["attempt"] == 1
+    second.release()
+    first.release()
 
 
 def test_parts_of_a_program_own_a_folder_together(folder: Path) -> None:

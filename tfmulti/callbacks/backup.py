@@ -86,8 +86,8 @@ class Backup(keras.callbacks.Callback):
     def set_state(self, state: dict[str, Any]) -> None:
         """Does nothing; see `get_state`."""
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """Gives the folder back."""
+    def release(self) -> None:
+        """Gives the folder back, once what is being written is there."""
         self.finish()
         if self._owns:
             self._ownership.release()
