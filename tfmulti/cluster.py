@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tfmulti import json_values
 from tfmulti.errors import ClusterError, did_you_mean
 
 TASK_TYPES = ("chief", "worker", "evaluator")
@@ -158,7 +159,7 @@ class Cluster:
         if len(chiefs) > 1:
             raise ClusterError(
                 f"TF_CONFIG['cluster']['chief'] has {len(chiefs)} addresses "
-                f"({', '.join(chiefs)}), but a cluster has one chief. "
+                f"({', '.join(map(str, chiefs))}), but a cluster has one chief. "
                 "Move the others to 'worker'."
             )
         return cls(
@@ -170,7 +171,7 @@ class Cluster:
 
     def _jobs(self) -> dict[str, tuple[str, ...]]:
         return {
-            "chief": (self.chief,) if self.chief else (),
+            "chief": () if self.chief is None else (self.chief,),
             "worker": self.workers,
             "evaluator": self.evaluators,
         }
@@ -178,7 +179,7 @@ class Cluster:
 
 def _as_object(text: str) -> Mapping[str, Any]:
     try:
-        config = json.loads(text)
+        config = json_values.parse(text)
     except json.JSONDecodeError as error:
         raise ClusterError(
             f"TF_CONFIG is no JSON ({error.msg} at character {error.pos}): {text[:60]!r}. "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfmulti import registry
+from tfmulti import json_values, registry
 from tfmulti.errors import ConfigError, ResumeError, RunDirError, did_you_mean
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
@@ -384,7 +384,7 @@ def read_config_file(path: str) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--config {path}: {reason}. Give a readable JSON file.") from None
     try:
-        values = json.loads(text)
+        values = json_values.parse(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"--config {path} is no JSON: {error.msg} in line {error.lineno}. Fix the file."

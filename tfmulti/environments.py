@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
+from tfmulti import json_values
 from tfmulti.cluster import Cluster
 from tfmulti.errors import ClusterError
 
@@ -28,7 +29,7 @@ def is_empty(text: str) -> bool:
     (True, True, False)
     """
     try:
-        config = json.loads(text) if text else {}
+        config = json_values.parse(text) if text else {}
     except json.JSONDecodeError:
         return False  # `Cluster.from_tf_config` says what is wrong
     return isinstance(config, dict) and not config.get("cluster") and not config.get("task")

@@ -13,9 +13,10 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from tfmulti import json_values
 
 PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
 SAVED = "TFMULTI_SAVED"  # JSON: of each folder of backups, the step of the newest
@@ -44,6 +45,17 @@ class Told:
     asked: bool = False
     saved: int = -1
     folder: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a worker failed, as its error.json has it; `time_s` is of `time.monotonic` there."""
+
+    message: str
+    type: str
+    traceback: str
+    rank: int
+    time_s: float
 
 
 class Teller:
@@ -157,23 +169,22 @@ def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
 
 def write_error(path: Path, error: BaseException, rank: int) -> None:
     """Writes error.json: what went wrong in this worker, when, and where."""
-    content = {
-        "message": str(error) or type(error).__name__,
-        "type": type(error).__name__,
-        "traceback": "".join(traceback.format_exception(error)),
-        "rank": rank,
-        "time_s": time.monotonic(),
-    }
+    failed = Failed(
+        message=str(error) or type(error).__name__,
+        type=type(error).__name__,
+        traceback="".join(traceback.format_exception(error)),
+        rank=rank,
+        time_s=time.monotonic(),
+    )
     partial = path.with_suffix(".partial")
     with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(content, indent=2))
+        partial.write_text(json.dumps(asdict(failed), indent=2))
         os.replace(partial, path)
 
 
-def read_error(path: Path) -> dict[str, Any] | None:
+def read_error(path: Path) -> Failed | None:
     """Returns the content of error.json, or None where there is none that is whole."""
     try:
-        content = json.loads(path.read_text())
+        return json_values.build(Failed, json_values.parse(path.read_bytes()))
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) and "time_s" in content else None

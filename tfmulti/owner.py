@@ -22,10 +22,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tfmulti import json_values
 from tfmulti.errors import EXIT_FAILED, ResumeError, TfmultiError
 from tfmulti.rundir import remove_partial, write_text
 
@@ -214,15 +215,11 @@ def ownership_of(folder: Path) -> Ownership:
 
 def _read(path: Path) -> Owner | None:
     """Returns the owner that a file names, or None where there is none, or none of that form."""
-    kinds = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(Owner)}
     try:
         with open(path, "rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
-        if {name: type(value) for name, value in found.items()} == kinds:
-            return Owner(**found)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        pass
-    return None
+            return json_values.build(Owner, json_values.parse(file.read(_MOST_BYTES)))
+    except (OSError, ValueError):
+        return None
 
 
 def _touched(path: Path) -> int | None:

@@ -9,7 +9,6 @@ come back as something else.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from tfmulti.errors import TfmultiError
+from tfmulti.npy_format import array_of
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
@@ -121,21 +121,9 @@ def to_npy(array: np.ndarray) -> tuple[str, bytes]:
     return name, file.getvalue()
 
 
-_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
-
-
 def from_npy(name: str, data: bytes) -> np.ndarray:
     """Returns the array of which `to_npy` made this."""
-    file = io.BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    shape, _, dtype = _HEADERS[version](file)
-    if math.prod(shape) * dtype.itemsize > len(data):
-        raise ValueError("an array declares more bytes than it has")
-    file.seek(0)
-    array: np.ndarray = np.load(file, allow_pickle=False)
+    array = array_of(data)
     return array.view(_BITS[name]) if name else array
 
 

@@ -324,8 +324,8 @@ def test_errors_are_written_whole(tmp_path: Path) -> None:
         write_error(path, error, rank=2)
     found = read_error(path)
     assert found is not None
-    assert (found["type"], found["message"], found["rank"]) == ("KeyError", "'weights'", 2)
-    assert 'raise KeyError("weights")' in found["traceback"]
+    assert (found.type, found.message, found.rank) == ("KeyError", "'weights'", 2)
+    assert 'raise KeyError("weights")' in found.traceback
     path.write_text('{"message"')
     assert read_error(path) is None
 

@@ -17,6 +17,7 @@ PACKAGE = Path(tfmulti.__file__).parent
 # The order of BUILD.md's layer map: a module imports only from lines above its own.
 LAYERS = [
     ["errors"],
+    ["json_values"],
     [
         "advice",
         "cluster",
@@ -57,6 +58,7 @@ LAYERS = [
     ["launch.pool"],
     ["launch.supervisor"],
     ["launch.__main__"],
+    ["npy_format"],
     [
         "comparison",
         "hashing",
@@ -152,7 +154,7 @@ LAYERS = [
 ]
 NUMPY_FROM, TENSORFLOW_FROM = (
     next(depth for depth, layer in enumerate(LAYERS) if name in layer)
-    for name in ("hashing", "share")
+    for name in ("npy_format", "share")
 )
 STANDARD_LIBRARY_ALONE = [name for layer in LAYERS[:NUMPY_FROM] for name in layer]
 WITHOUT_TENSORFLOW = [name for layer in LAYERS[:TENSORFLOW_FROM] for name in layer]

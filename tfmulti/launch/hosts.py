@@ -125,7 +125,7 @@ def _host(text: str, place: str) -> Host:
             raise ConfigError(f"{place}: {text!r}: in brackets stands an IPv6 address.") from None
     if ":" in name and not (name.startswith("[") and name.endswith("]")):
         raise ConfigError(f"{place}: {text!r}: put an IPv6 address into brackets: [::1]:N.")
-    if colon and not (slots.isdecimal() and int(slots) > 0):
+    if colon and not (slots.isdecimal() and 0 < len(slots) < 6 and int(slots) > 0):
         raise ConfigError(form)
     return Host(name, int(slots) if colon else None)
 

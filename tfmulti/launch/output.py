@@ -8,10 +8,12 @@ import re
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from tfmulti.launch.config import LaunchConfig
+from tfmulti.launched import Failed
 
 _CHATTER = re.compile(
     rb"[IW]\d{4,} |WARNING: All log messages before|To enable the following instr"
@@ -79,13 +81,13 @@ class Output:
                     return line.decode(errors="replace").strip()
         return ""
 
-    def keep_error(self, rank: int, error: Mapping[str, Any]) -> None:
+    def keep_error(self, rank: int, error: Failed) -> None:
         """Writes a worker's error.json, if it stands on another machine."""
         path = self.folder_of(rank) / "error.json"
         with contextlib.suppress(OSError):
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(dict(error), indent=2))
+                path.write_text(json.dumps(asdict(error), indent=2))
 
     def _file(self, rank: int, stream: str) -> IO[bytes]:
         if (rank, stream) not in self._files:

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+from tfmulti import json_values
 from tfmulti.errors import ConfigError
 from tfmulti.job_secret import Seal
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.workers import Order, Seen, Sink
-from tfmulti.launched import Told
 
 PING_S = 1.0
 LOST_S = 8.0  # without a word, after which the other side is taken for gone
@@ -75,8 +75,8 @@ class Link:
             if not self.seal.passes(sign, line):
                 return None
         try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
+            message = json_values.parse(line)
+        except ValueError:
             return {}  # what a shell's start file prints
         return message if isinstance(message, dict) else {}
 
@@ -184,10 +184,11 @@ class There:
     def _answer(self, limit_s: float, lost_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            self._check(lost_s)
+            # What it said before its connection ended is still an answer.
             with contextlib.suppress(queue.Empty):
-                if (found := self._answers.get(timeout=0.2)) is not None:
+                if (found := self._answers.get(timeout=0 if self._ended else 0.2)) is not None:
                     return found
+            self._check(lost_s)
         raise Unreachable(f"it has not answered for {limit_s:g} s")
 
     def _check(self, lost_s: float) -> None:
@@ -207,7 +208,7 @@ class There:
             self._heard_s = time.monotonic()
             try:
                 self._take(message)
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
                 break  # it is no agent of tfmulti's any more
         self._ended = True
         self._answers.put(None)
@@ -224,23 +225,10 @@ class There:
             return
         if "looks" in message:
             shift_s = time.monotonic() - float(message["now_s"])
-            looks = [seen_of(look).shifted(shift_s) for look in message["looks"]]
+            looks = [json_values.build(Seen, look).shifted(shift_s) for look in message["looks"]]
             if not all(seen.rank in self._ranks for seen in looks):
                 raise ValueError("a look at no worker there")
             self._looks = looks
             self._unseen = True
         if "id" in message or "hello" in message or "fails" in message:
             self._answers.put(message)
-
-
-def seen_of(values: dict[str, Any]) -> Seen:
-    """Returns the `Seen` of its JSON.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
-    told = values.pop("told")
-    seen = Seen(**values, told=None if told is None else Told(**told))
-    if type(seen.rank) is not int or type(seen.pid) is not int:
-        raise ValueError("no numbers of a worker")
-    return seen

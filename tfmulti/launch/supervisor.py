@@ -202,8 +202,7 @@ class Job:
                 wait_s = self._config.shutdown_grace_s
             else:
                 failing = any(
-                    seen.error and seen.error["type"] not in policy.LOST_A_WORKER
-                    for seen in running
+                    seen.error and seen.error.type not in policy.LOST_A_WORKER for seen in running
                 )
                 wait_s = FAILING_S if failing else SETTLE_S
                 if all(f.follows for f in failures):

@@ -229,16 +229,16 @@ class Watch:
                 one.rank, one, what, code, found_s, notice=notice, follows=told_by_others
             )
         self._output.keep_error(one.rank, one.error)
-        follows = one.error["type"] in policy.LOST_A_WORKER
-        lines = str(one.error["message"]).strip().splitlines() or [""]
+        follows = one.error.type in policy.LOST_A_WORKER
+        lines = one.error.message.strip().splitlines() or [""]
         message = lines[-1 if lines[0].startswith("in user code") else 0].strip()[:300]
         return self._failure(
             one.rank,
             one,
-            f"{what} ({one.error['type']}: {'another worker was lost' if follows else message})",
+            f"{what} ({one.error.type}: {'another worker was lost' if follows else message})",
             code,
-            min(found_s, float(one.error["time_s"])),
-            traceback=str(one.error["traceback"]),
+            min(found_s, one.error.time_s),
+            traceback=one.error.traceback,
             follows=follows,
         )
 

@@ -14,14 +14,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from tfmulti.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
 from tfmulti.launch.idle import Idle
 from tfmulti.launch.shim import COMMAND, PARENT, STACKS_FILE, STANDBY
-from tfmulti.launched import ERROR_FILE, PROGRESS_FILE, SAVED, Told, read_error, read_progress
+from tfmulti.launched import (
+    ERROR_FILE,
+    PROGRESS_FILE,
+    SAVED,
+    Failed,
+    Told,
+    read_error,
+    read_progress,
+)
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")
@@ -53,7 +61,7 @@ class Seen:
     returncode: int | None = None
     ended_s: float | None = None
     told: Told | None = None
-    error: Mapping[str, Any] | None = None
+    error: Failed | None = None
     frozen: bool = False
     idle_since_s: float = float("inf")  # since when it and its children use no core
 
@@ -66,7 +74,7 @@ class Seen:
         """Returns the same in the time of another clock, which shows `by_s` more."""
         told = self.told and dataclasses.replace(self.told, since_s=self.told.since_s + by_s)
         ended_s = None if self.ended_s is None else self.ended_s + by_s
-        error = self.error and {**self.error, "time_s": float(self.error["time_s"]) + by_s}
+        error = self.error and dataclasses.replace(self.error, time_s=self.error.time_s + by_s)
         return dataclasses.replace(
             self,
             told=told,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.sources.arrow import BadRows, arrow
+from tfmulti.sources.files import memory_bytes
 
 _MOST_BAD = 100_000  # rows of a file; one that has more is no table
 _SHOWN = 40  # characters of a row
@@ -71,18 +72,25 @@ def _unpacked(data: bytes) -> tuple[bytes, bool]:
 
     Raises:
         ValueError: it is damaged otherwise. What is wrong in it then is seen nowhere but at some
-            place behind it, since rows have no checksums of their own.
+            place behind it, since rows have no checksums of their own. Or it holds more bytes
+            than this machine has of memory.
     """
-    found = []
+    found, left = [], memory_bytes()
     while data:
         packed = zlib.decompressobj(wbits=31)  # of GZIP data
         try:
-            found.append(packed.decompress(data))
+            found.append(packed.decompress(data, left))
+            left -= len(found[-1])
         except zlib.error as error:
             raise ValueError(
                 f"its GZIP data is damaged ({error}); nobody knows which of its rows are, so "
                 "--skip_bad_records cannot count them and leave them out"
             ) from None
+        if left <= 0:
+            raise ValueError(
+                f"it unpacks to more than {memory_bytes():,} bytes, the memory of this machine; "
+                "split it, or write it as TFRecord or .npy files, which are read piece by piece"
+            )
         if not packed.eof:
             return b"".join(found), True
         data = packed.unused_data.lstrip(b"\0")  # zeros may fill up its last block

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from tfmulti import json_values
 from tfmulti.errors import DataError, did_you_mean
 from tfmulti.sources.data import CLASSIFICATION, REGRESSION, DataSpec
 from tfmulti.sources.source import Leaf
@@ -85,7 +86,7 @@ def read_features(place: str, text: bytes) -> Features:
         DataError: it is no JSON, or says something else than the format.
     """
     try:
-        content = json.loads(text)
+        content = json_values.parse(text)
     except ValueError as error:
         raise DataError(f"{place} is no JSON: {error}. Fix that line.") from None
     if not isinstance(content, dict):
@@ -164,7 +165,7 @@ def _names(
 def _weight(place: str, features: Mapping[str, Feature], name: Any) -> str | None:
     if name is None:
         return None
-    if name not in features:
+    if not isinstance(name, str) or name not in features:
         raise DataError(f"{place}: weight is {name!r}, no feature; {_near(name, features)}")
     if features[name].leaf != Leaf((), "float32"):
         raise DataError(f'{place}: the weight {name!r} must be {{"type": "float32", "shape": []}}.')

@@ -44,6 +44,11 @@ def expanded(path: str) -> str:
     return path if is_remote(path) else os.path.expanduser(path)
 
 
+def memory_bytes() -> int:
+    """Returns the memory of this machine, in bytes: what one file may take of it at most."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def read_bytes(path: str, most: int | None = None) -> bytes:
     """Returns what a file holds.
 

@@ -6,12 +6,13 @@ Those on `gs://` and the like cannot be mapped: they are read whole into memory.
 from __future__ import annotations
 
 import dataclasses
-import io
+import math
 import os
 
 import numpy as np
 
 from tfmulti.errors import DataError, did_you_mean
+from tfmulti.npy_format import array_of, read_head
 from tfmulti.sources import files
 from tfmulti.sources.data import Data
 from tfmulti.sources.lost import Lost
@@ -81,12 +82,10 @@ def _array(place: str, folder: str, name: str) -> tuple[np.ndarray, int]:
     path = files.join(folder, name)
     try:
         if not files.is_remote(path):
-            found = _rows_left(path)
-            if found is not None:
-                return found
-        array = _read(path)
+            return _mapped(path)
+        array = array_of(files.read_bytes(path))
         return array, len(array) if array.ndim else 0
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError) as error:
         pickled = any(words in str(error) for words in ("allow_pickle", "Python objects"))
         words = "holds Python objects" if pickled else "is damaged or cut off"
         raise DataError(
@@ -95,38 +94,22 @@ def _array(place: str, folder: str, name: str) -> tuple[np.ndarray, int]:
         ) from None
 
 
-def _read(path: str) -> np.ndarray:
-    """Returns the array of a file: mapped where it is one of this machine."""
-    if files.is_remote(path):
-        array = np.load(io.BytesIO(files.read_bytes(path)), allow_pickle=False)
-    else:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        raise ValueError("it is an .npz file")
-    return array
+def _mapped(path: str) -> tuple[np.ndarray, int]:
+    """Returns the whole rows of a file, mapped into memory, and how many rows it should have.
 
-
-def _rows_left(path: str) -> tuple[np.ndarray, int] | None:
-    """Returns the whole rows of a file that is cut off, mapped, and how many there should be.
-
-    None where it is whole, or damaged otherwise. The format:
-    https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+    Raises:
+        ValueError, OSError: it is damaged, or cut off before the end of its first row.
     """
     with open(path, "rb") as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_2_0
-            if version == (1, 0):
-                read = np.lib.format.read_array_header_1_0
-            shape, by_columns, dtype = read(file)
-        except ValueError:
-            return None
-        start = file.tell()
-    row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-    one_after_the_other = shape and not dtype.hasobject and (not by_columns or len(shape) == 1)
-    if not (one_after_the_other and row_bytes):
-        return None
-    left = (os.path.getsize(path) - start) // row_bytes
-    if not 0 < left < shape[0]:
-        return None
-    return np.memmap(path, dtype, "r", start, (left, *shape[1:])), shape[0]
+        head = read_head(file)
+    if head.dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    rows = head.shape[0] if head.shape else 0
+    row_bytes = head.dtype.itemsize * math.prod(head.shape[1:])
+    # Rows stand one after the other, so that those before the cut are whole.
+    if rows and row_bytes and (not head.by_columns or len(head.shape) == 1):
+        left = (os.path.getsize(path) - head.start) // row_bytes
+        if 0 < left < rows:
+            return np.memmap(path, head.dtype, "r", head.start, (left, *head.shape[1:])), rows
+    array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array, rows

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
-import os
 import zipfile
 import zlib
 from typing import IO
@@ -12,6 +10,7 @@ from typing import IO
 import numpy as np
 
 from tfmulti.errors import DataError
+from tfmulti.npy_format import read_head
 from tfmulti.sources import files
 from tfmulti.sources.data import Data
 from tfmulti.sources.named_arrays import data_of
@@ -81,7 +80,7 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
     Raises:
         DataError: one has not the bytes that it declares, or all are more than this machine has.
     """
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = files.memory_bytes()
     total = 0
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
@@ -89,8 +88,8 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
             if not entry.filename.endswith(".npy"):
                 continue
             with archive.open(entry) as array:
-                declared = _declared_bytes(array)
-            if declared is not None and declared > entry.file_size:
+                declared = read_head(array).declared_bytes
+            if declared > entry.file_size:
                 raise DataError(
                     f"{place}: the array {entry.filename[:100]!r} declares {declared:,} bytes, but "
                     f"has {entry.file_size:,}. Write it anew with np.savez(path, x=…, y=…)."
@@ -100,16 +99,6 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
             f"{place} holds {total:,} bytes, but this machine has {most:,} of memory. Save each "
             "array by np.save, and use --dataset npy:FOLDER, which reads what it needs."
         )
-
-
-def _declared_bytes(array: IO[bytes]) -> int | None:
-    """Returns the bytes that the header of an .npy file declares; None where it holds objects."""
-    version = np.lib.format.read_magic(array)
-    read = np.lib.format.read_array_header_2_0
-    if version == (1, 0):
-        read = np.lib.format.read_array_header_1_0
-    shape, _, dtype = read(array)
-    return None if dtype.hasobject else math.prod(shape) * dtype.itemsize
 
 
 def _opened(path: str) -> IO[bytes]:

@@ -27,6 +27,7 @@ import google_crc32c
 import numpy as np
 
 from tfmulti.errors import DataError
+from tfmulti.npy_format import array_of
 from tfmulti.sources.files import Stamp, cache_folder, is_remote, read_bytes, stamp_of
 from tfmulti.sources.open_files import File, open_file, write_whole
 
@@ -218,8 +219,8 @@ def _damage_words(name: str, record: int, damage: int) -> str:
 
 def _kept(place: str, stamp: Stamp) -> np.ndarray | None:
     try:
-        table = np.load(io.BytesIO(read_bytes(place)), allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        table = array_of(read_bytes(place))
+    except (OSError, ValueError):
         return None
     if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2 or len(table) < 3:
         return None

@@ -1,0 +1,73 @@
+"""JSON of files and sockets: one error for text that is none, and values of the right types."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def parse(text: str | bytes) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises:
+        json.JSONDecodeError: it is none, has more brackets in each other than Python can follow,
+            or a number of more digits than Python takes.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        why = "brackets are nested too deeply"
+    except UnicodeDecodeError:
+        why = "it is not UTF-8 text"
+    except ValueError as error:
+        why = str(error).partition(";")[0]
+    raise json.JSONDecodeError(why, "", 0)
+
+
+def build(kind: type[T], values: Any) -> T:
+    """Returns the object of a dataclass whose fields a JSON object gives, all of its types.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Place:
+    ...     host: str
+    ...     port: int | None = None
+    >>> build(Place, {"host": "h"})
+    Place(host='h', port=None)
+
+    Raises:
+        ValueError: a field is missing, unknown or of another type.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{kind.__name__} is no JSON object")
+    hints = typing.get_type_hints(kind)
+    required = {
+        field.name
+        for field in dataclasses.fields(typing.cast(Any, kind))
+        if field.default is dataclasses.MISSING
+    }
+    if not required <= values.keys() <= hints.keys():
+        raise ValueError(f"{kind.__name__} has the fields {', '.join(map(repr, values))[:200]}")
+    return kind(**{name: _as(hints[name], name, value) for name, value in values.items()})
+
+
+def _as(hint: Any, name: str, value: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        if value is None and types.NoneType in hint.__args__:
+            return None
+        (hint,) = (each for each in hint.__args__ if each is not types.NoneType)
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value)
+    if hint is float and type(value) is int and abs(value) < 1 << 53:
+        return float(value)
+    if type(value) is not (typing.get_origin(hint) or hint):
+        raise ValueError(f"{name} is of type {type(value).__name__}")
+    return value
