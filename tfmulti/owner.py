@@ -157,8 +157,10 @@ class Ownership:
 
     def end(self, error: NotOwner) -> None:
         """Says who owns the folder now, and ends this process."""
-        print(f"tfmulti: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        # Whoever read what this process says may be gone, too.
+        with contextlib.suppress(OSError, ValueError):
+            print(f"tfmulti: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
         self._end(EXIT_FAILED)
 
     def _owner_that_lives(self) -> Owner | None:

@@ -27,7 +27,7 @@ from tests.support.launching import (
 from tests.support.mounts import mounted, needs_root
 from tests.support.processes import Processes, is_alive, processes, run
 
-SLOW = {"CHAOS_STEP_S": "0.3"}
+SLOW = {"TFMULTI_TEST_STEP_S": "0.3"}
 
 
 def test_kills_of_any_worker_at_any_time(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:

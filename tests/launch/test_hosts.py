@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from tests.support.processes import Processes, processes
 
 WHY_NOT = networks.why_not()
 needs_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-SLOW_STEPS = {"CHAOS_STEP_S": "0.7"}
+SLOW_STEPS = {"TFMULTI_TEST_STEP_S": "0.7"}
 
 
 @pytest.fixture
@@ -72,6 +74,45 @@ def test_a_host_is_cut_off_and_comes_back(
     assert grown.replace("going on with", "from the next backup on there are") in done.stderr
     assert grown in done.stderr
     assert_the_same_within_rounding(tmp_path, whole)
+
+
+@needs_hosts
+def test_a_chief_that_was_cut_off_leaves_the_backups_alone(
+    tmp_path: Path, two: Hosts, whole: dict[str, np.ndarray]
+) -> None:
+    """It is slow to stop, on storage that it still reaches, while the job moves to another host.
+
+    Before folders had an owner, its last backup removed those of the job that had moved on.
+    """
+    file, backups = tmp_path / "hosts", tmp_path / "backups"
+    file.write_text(f"{two.address(2)} slots=1\n")
+    with processes(tmp_path / "launcher") as group:
+        flags = ["--hostfile", str(file), "--nnodes", "1:2", "--ssh", two.ssh()]
+        flags += ["--shutdown-grace-s", "60"]
+        group.start(argv(tmp_path, "0.4.0.lag", *flags), SLOW_STEPS, before=two.inside(1))
+        wait_for((tmp_path / "done-0-0").exists)
+        stale = owner_of(backups)
+        two.cut_off(2)
+        file.write_text(f"{two.address(1)} slots=1\n")
+        says(group, f"going on with 1 worker: 1 on {two.address(1)}")
+        wait_for(lambda: owner_of(backups)["attempt"] == 1)
+        assert owner_of(backups)["run_id"] == stale["run_id"]
+        wait_for(lambda: not Path(f"/proc/{stale['pid']}").exists(), 5)
+        left = newest_step(backups)
+        wait_for(lambda: newest_step(backups) > left)
+        assert owner_of(backups)["attempt"] == 1
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert_the_same_within_rounding(tmp_path, whole)
+
+
+def owner_of(backups: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((backups / "owner.json").read_text())
+    return found
+
+
+def newest_step(backups: Path) -> int:
+    return max(int(path.stem.partition("-")[2]) for path in backups.glob("step-*"))
 
 
 @needs_hosts

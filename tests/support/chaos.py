@@ -7,12 +7,13 @@ its end, or `v` the first validation batch of the epoch; WORKER `*` is each of t
 
 - kill, exit, raise, term, stop: of this process (SIGKILL, exit code 3, an exception, SIGTERM to
   itself, SIGSTOP);
-- hang, deadlock: a callback that never returns; a collective in which this worker is alone;
+- lag, hang, deadlock: a callback that takes half a minute, or never returns; a collective in
+  which this worker is alone;
 - half: SIGKILL in the midst of writing the next backup;
 - damage: some bytes of the newest backup are changed, then SIGKILL;
 - fill, free: the file system of the backups is filled to the last byte, and emptied again.
 
-CHAOS_STEP_S in the environment makes each step last longer.
+TFMULTI_TEST_STEP_S in the environment makes each step last longer; over SSH it goes along.
 
 The chief leaves weights, optimizer, history and the validation's results in OUT.npz.
 """
@@ -59,7 +60,7 @@ class Chaos(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        time.sleep(float(os.environ.get("CHAOS_STEP_S", "0")))
+        time.sleep(float(os.environ.get("TFMULTI_TEST_STEP_S", "0")))
         self._at(str(batch))
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -89,6 +90,9 @@ class Chaos(keras.callbacks.Callback):
 
     def _stop(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _lag(self) -> None:
+        time.sleep(30)
 
     def _hang(self) -> None:
         time.sleep(1e6)

@@ -68,7 +68,8 @@ def _read(path: str) -> dict[str, np.ndarray]:
         raise DataError(
             f"{place} is damaged or truncated ({error}), {_NOT_SKIPPED} Write it anew."
         ) from None
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        # RuntimeError: a part says that it is encrypted, or packed in an unknown way.
         raise DataError(
             f"{place} is damaged or truncated ({error}), {_NOT_SKIPPED} Write it anew."
         ) from None
