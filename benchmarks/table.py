@@ -88,11 +88,11 @@ def table() -> str:
     )
 
 
-def write(begin: str, end: str, text: str) -> None:
-    """Puts a text between two marks of README."""
-    head, rest = README.read_text().split(begin)
+def write(begin: str, end: str, text: str, page: Path = README) -> None:
+    """Puts a text between two marks of a page."""
+    head, rest = page.read_text().split(begin)
     _, after = rest.split(end)
-    README.write_text(f"{head}{begin}\n{text}\n{end}{after}")
+    page.write_text(f"{head}{begin}\n{text}\n{end}{after}")
 
 
 def main() -> None:

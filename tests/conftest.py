@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.launching import launched, left_in
 from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
 
 hypothesis.settings.register_profile("without a clock", deadline=None)  # others use these cores
@@ -93,3 +95,12 @@ def _start(module: str, out: Path, kind: str, count: int) -> None:
         replicas = [str(count)] if kind == "mirrored" else []
         done = run([*argv, *replicas], logs, limit_s=LIMIT_S, env=ONE_THREAD)
         assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """Returns what a run of two workers without any fault leaves."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = launched(folder)
+    assert done.returncode == 0, done.stderr
+    return left_in(folder)

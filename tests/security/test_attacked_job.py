@@ -1,0 +1,177 @@
+"""Strangers at every port of a real job, all the time: it ends with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tests.support.launching import (
+    LIMIT_S,
+    argv,
+    assert_the_same_within_rounding,
+    has_backup,
+    wait_for,
+)
+from tests.support.processes import processes
+from tfmulti.launch import connect
+
+SECRET = "known on both machines"
+FIRST, SECOND = "127.0.0.1", "127.0.0.2"  # both are this machine's
+AT_ONCE = 100
+
+
+def test_strangers_at_all_ports_change_nothing(
+    tmp_path: Path, whole: dict[str, np.ndarray]
+) -> None:
+    """At first one sits where the second machine looks for the first one."""
+    env = {"TFMULTI_SECRET": SECRET, "TFMULTI_TEST_STEP_S": "0.3"}
+    imposter = socket.create_server((FIRST, 0))
+    port = imposter.getsockname()[1]
+    flags = ["--hosts", f"{FIRST}:1,{SECOND}:1", "--master-port", str(port), "--node-rank"]
+    with processes(tmp_path / "launchers") as group, contextlib.ExitStack() as at_end:
+        second = group.start(argv(tmp_path, "", *flags, "1"), env)
+        give_orders(imposter, tmp_path / "escaped")
+        wait_for(lambda: "does not know this job's secret" in group.errors(0))
+        first = group.start(argv(tmp_path, "", *flags, "0"), env)
+        wait_for(lambda: has_backup(tmp_path))
+        ports = listening(first.pid) | listening(second.pid)
+        assert (FIRST, port) in ports
+        assert len(ports) >= 3  # and TensorFlow's server of each worker
+        attacked = [
+            at_end.enter_context(without_end(attack, place))
+            for place in sorted(ports)
+            for attack in ATTACKS
+        ]
+        later, earlier = group.wait(LIMIT_S)
+    assert [earlier.returncode, later.returncode] == [0, 0], earlier.stderr + later.stderr
+    assert min(len(tries) for tries in attacked) >= 2
+    assert not (tmp_path / "escaped").exists()
+    assert "starting all workers again" not in earlier.stderr
+    assert_the_same_within_rounding(tmp_path, whole)
+
+
+def give_orders(imposter: socket.socket, path: Path) -> None:
+    """Answers the second machine as a launcher would, without the secret."""
+    orders = [
+        {"begin": {"name": SECOND, "run_id": "../../x", "folder": "/", "env": {"PATH": "/"}}},
+        {"do": "start", "id": 1, "with": [[{"rank": 0, "folder": str(path)}]]},
+        {"do": "_here.kill", "id": 2},
+        {"fails": "the job has ended"},
+        {"ended": 0},
+    ]
+    with imposter:
+        for order in orders:
+            with contextlib.suppress(OSError):
+                caller, _ = imposter.accept()
+                with caller:
+                    caller.recv(1000)
+                    caller.sendall(json.dumps(order).encode() + b"\n")
+
+
+def listening(ancestor: int) -> set[tuple[str, int]]:
+    """Returns the addresses at which a process and those that it started listen."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (entry / "stat").read_text()
+            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    family = {ancestor}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    inodes = set()
+    for pid in family:
+        for number in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(number)))
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                address, _, at = words[1].partition(":")
+                host = ".".join(str(byte) for byte in reversed(bytes.fromhex(address[-8:])))
+                found.add((FIRST if name == "tcp6" or host == "0.0.0.0" else host, int(at, 16)))
+    return found
+
+
+Place = tuple[str, int]
+
+
+def call(place: Place) -> socket.socket:
+    caller = socket.create_connection(place, 2)
+    caller.settimeout(2)
+    return caller
+
+
+def nonsense(place: Place) -> None:
+    for data in (
+        os.urandom(4000),
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x80\x04\x95cos\nsystem\n",
+        b'{"hello": {}}\n',
+        b'{"line": ["../../x", "stdout", "x"]}\n',
+        b"[" * 60_000 + b"\n",
+        bytes(100),
+    ):
+        with call(place) as caller:
+            caller.sendall(data)
+
+
+def an_endless_line(place: Place) -> None:
+    with call(place) as caller:
+        for _ in range(100):
+            caller.sendall(b"x" * 100_000)
+
+
+def many_at_once(place: Place) -> None:
+    with contextlib.ExitStack() as callers:
+        for _ in range(AT_ONCE):
+            callers.enter_context(call(place))
+        time.sleep(0.5)
+
+
+def without_the_secret(place: Place) -> None:
+    with call(place) as caller:
+        link = connect.link_of(caller)
+        assert not connect._prove(link, b"another secret, a guess", SECOND)
+        link.close()
+
+
+def as_another_worker(place: Place) -> None:
+    for rank in range(3):
+        with call(place) as caller:
+            caller.sendall(os.urandom(16) + rank.to_bytes(4, "little") + bytes(32))
+            caller.recv(100)
+
+
+ATTACKS = (nonsense, an_endless_line, many_at_once, without_the_secret, as_another_worker)
+
+
+@contextlib.contextmanager
+def without_end(attack: Callable[[Place], None], place: Place) -> Iterator[list[float]]:
+    """Attacks again and again in a thread; gives when each attempt ended."""
+    over, tries = threading.Event(), list[float]()
+
+    def go_on() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError):  # shown out
+                attack(place)
+            tries.append(time.monotonic())
+            over.wait(0.1)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield tries
+    finally:
+        over.set()
+        thread.join()
