@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -21,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -109,25 +110,9 @@ class Ownership:
         if self._count > 1:
             return
         try:
-            other = self._owner_that_lives()
-            if other is not None:
-                raise ResumeError(
-                    f"{self._folder} belongs to a run that goes on: {other.in_words()}. Wait for "
-                    "its end, or give another folder."
-                )
             self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self._write()
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                self._path.unlink(missing_ok=True)  # of one that has ended
-                print(
-                    f"tfmulti: no {FILE} in {self._folder}: {error.strerror}. Until there is room "
-                    "for it, a second start there is not noticed.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            with _one_at_a_time(self._folder):
+                self._take()
         except BaseException:
             self._count = 0
             raise
@@ -135,6 +120,26 @@ class Ownership:
         atexit.register(self._leave)
         self._released.clear()
         threading.Thread(target=self._beat, name="tfmulti-owner", daemon=True).start()
+
+    def _take(self) -> None:
+        other = self._owner_that_lives()
+        if other is not None:
+            raise ResumeError(
+                f"{self._folder} belongs to a run that goes on: {other.in_words()}. Wait for "
+                "its end, or give another folder."
+            )
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._path.unlink(missing_ok=True)  # of one that has ended
+            print(
+                f"tfmulti: no {FILE} in {self._folder}: {error.strerror}. Until there is room "
+                "for it, a second start there is not noticed.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def release(self) -> None:
         """Gives the folder back, at the last of as many releases as takes."""
@@ -213,6 +218,22 @@ _known: dict[Path, Ownership] = {}
 def ownership_of(folder: Path) -> Ownership:
     """Returns this process' ownership of a folder, the same for each part of the program."""
     return _known.setdefault(folder.absolute(), Ownership(folder))
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Inside, no other process of this machine looks for an owner there.
+
+    Two on different machines that start in the same moment both write: the one whose record is
+    replaced finds that out before it writes anything else.
+    """
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # NFS locks no folder
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
 
 
 def _read(path: Path) -> Owner | None:

@@ -78,6 +78,39 @@ def test_a_second_start_is_told_who_owns_the_folder(
     assert not (folder / FILE).exists()
 
 
+STARTS = """
+import sys, time
+from pathlib import Path
+from tfmulti.errors import ResumeError
+from tfmulti.owner import ownership_of
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    ownership_of(Path(sys.argv[1])).take()
+except ResumeError as error:
+    sys.exit(str(error))
+time.sleep(2)
+"""
+
+
+def test_of_those_that_start_at_once_one_takes_the_folder(tmp_path: Path) -> None:
+    pipe = subprocess.PIPE
+    argv = [sys.executable, "-c", STARTS, str(tmp_path / "backups")]
+    starts = [
+        subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(6)
+    ]
+    for start in starts:
+        assert start.stdout is not None
+        start.stdout.readline()
+    for start in starts:
+        assert start.stdin is not None
+        start.stdin.write("go\n")
+        start.stdin.flush()
+    said = [start.communicate(timeout=30)[1] for start in starts]
+    assert sorted(start.returncode for start in starts) == [0, 1, 1, 1, 1, 1]
+    assert sum("belongs to a run that goes on: process " in words for words in said) == 5
+
+
 def test_a_process_of_the_same_number_is_not_taken_for_the_owner(
     folder: Path, living: subprocess.Popen[bytes]
 ) -> None:
@@ -294,13 +327,15 @@ def test_two_starts_in_one_directory(tmp_path: Path) -> None:
     script.write_text(PROGRAM)
     argv = ["-m", "tfmulti.launch", "--log-dir", str(tmp_path / "out")]
     with processes(tmp_path / "logs") as group:
-        group.start([*argv, str(script), str(backups), "30"])
+        running = group.start([*argv, str(script), str(backups), "1000"])
         wait_for(lambda: any(backups.glob("step-*")), 60)
-        second = group.start([*argv, str(script), str(backups), "30"])
+        second = group.start([*argv, str(script), str(backups), "1000"])
         assert second.wait(60) == 2
+        newest = max(backups.glob("step-*"))
+        wait_for(lambda: max(backups.glob("step-*")) > newest, 60)  # the first goes on
+        running.send_signal(signal.SIGTERM)
         first, refused = group.wait(LIMIT_S)
-    assert first.returncode == 0, first.stderr
-    assert "done 120" in first.stdout
+    assert first.returncode == 143, first.stderr
     assert "belongs to a run that goes on: process " in refused.stderr
     assert "starting all workers again" not in refused.stderr
 
