@@ -39,6 +39,7 @@ class Execution:
 
     def __init__(self, model: keras.Model, placement: Placement, *, training: bool) -> None:
         self.is_verified = False
+        self._traced: tuple[Any, Any] | None = None  # a source, and the execution that takes it
         self._training = training
         keras_compat.install()
         seeds = keras_compat.step_generator(model)
@@ -76,12 +77,16 @@ class Execution:
             if self._goes_ahead:
                 return self._ahead(source, vote)
             source = source.outlet
+        found: Outcome
+        traced = self._traced_for(source)
+        if traced is not None:
+            found = traced(source, vote) if steps == 1 else traced(source, tf.constant(steps), vote)
+            return found
         if self._state.saved_variables and not self._model.run_eagerly:
             if steps == 1:
                 self._build_by(self.one, source, vote)
             else:
                 self._build_by(self.several, source, tf.constant(steps), vote)
-        found: Outcome
         if steps == 1:
             found = self.one(source, vote)
             return found
@@ -96,20 +101,30 @@ class Execution:
         return found
 
     def trace(self, source: Any, steps: int, votes: Sequence[float]) -> None:
-        """Traces an execution, which builds what its steps call first. It runs no step."""
+        """Traces an execution, which builds what its steps call first. It runs no step.
+
+        The next execution from that source is the one that was traced, on whatever thread and in
+        whatever scope: it is not traced again there.
+        """
         if self._model.run_eagerly:
             return
         vote = tf.constant(votes, tf.float32)
         if isinstance(source, Ahead) and self._goes_ahead:
             source.held = self._first(source.outlet) if source.held is None else source.held
             held = with_any_rows(source.held)
-            self.one_and_next.get_concrete_function(source.outlet, held, vote)
+            concrete = self.one_and_next.get_concrete_function(source.outlet, held, vote)
+            self._traced = source.outlet, concrete
             return
         source = source.outlet if isinstance(source, Ahead) else source
         if steps == 1:
-            self.one.get_concrete_function(source, vote)
+            self._traced = source, self.one.get_concrete_function(source, vote)
         else:
-            self.several.get_concrete_function(source, tf.constant(steps), vote)
+            count = tf.constant(steps)
+            self._traced = source, self.several.get_concrete_function(source, count, vote)
+
+    def _traced_for(self, source: Any) -> Any:
+        traced, self._traced = self._traced, None
+        return traced[1] if traced is not None and traced[0] is source else None
 
     def _taken(self, source: Any) -> Shards:
         return taken(source, self._placement)
@@ -163,7 +178,8 @@ class Execution:
             self.one_and_next.get_concrete_function(ahead.outlet, with_any_rows(held), vote)
             run_state.restore_late(self._model)
         found: Outcome
-        found, ahead.held = self.one_and_next(ahead.outlet, held, vote)
+        run = self._traced_for(ahead.outlet) or self.one_and_next
+        found, ahead.held = run(ahead.outlet, held, vote)
         return found
 
     def _build_by(self, function: Any, *inputs: Any) -> None:

@@ -52,11 +52,11 @@ class PlainRun:
         model: keras.Model,
         variables: Mapping[str, tf.Variable],
         begin: Values,
-        generator: keras.random.SeedGenerator | None,
+        drawn_by: np.ndarray | None,
         unit: float,
     ) -> None:
         self._model, self._variables, self._begin = model, variables, begin
-        self._generator, self._unit = generator, unit
+        self._drawn_by, self._unit = drawn_by, unit
         # Keras' weights keep the objects: those that are trained are moved by some digits.
         of = keras_compat.tf_variable_of
         self._trained = {id(of(v)) for v in model.trainable_variables}
@@ -133,9 +133,8 @@ class PlainRun:
                 value = comparison.moved_by_digits(value, rng, self._unit)
             variable.assign(value)
         # The replicas draw by it what one device draws by Keras' own.
-        own = keras_compat.made_global_generator()
-        if self._generator is not None and self._generator is not own:
-            own.state.assign(self._generator.state)
+        if self._drawn_by is not None:
+            keras_compat.made_global_generator().state.assign(self._drawn_by)
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:

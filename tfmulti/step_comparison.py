@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +56,7 @@ class StepComparison:
 
     Attributes:
         steps: how many steps are taken.
+        seconds_apart: how long the comparisons took that training does not need itself.
         draws: the operations of the step that draw by TensorFlow's own generators, and the line
             of the first of them.
     """
@@ -63,8 +66,10 @@ class StepComparison:
         self.place: Placement = placement_of(model.distribute_strategy)
         self.steps = len(trial.batches)
         self.draws: tuple[tuple[str, ...], str | None] = ((), None)
+        self.seconds_apart = 0.0
         self._all_was_noted = False
         self._at_once = self.steps if local_steps.steps_at_once(model) > 1 else 1
+        self._is_one_execution = not model.run_eagerly and self._at_once == self.steps
         self._device = self.place.gpus[0] if self.place.gpus else "CPU:0"
         self._unit = _unit_of(model, self.place)
 
@@ -73,10 +78,12 @@ class StepComparison:
         """Inside, steps may be taken; at the end all numbers are what they were, to the bit."""
         model = self._model
         self._python = random.getstate()
-        model.train_function.trace(self._trial.source(0), self._at_once, _NOTHING)
+        self._trace()
         generators = run_state.random_states()  # what a trace draws, it draws once, as in Keras
         generator = keras_compat.step_generator(model) or keras_compat.global_generator()
         self._roots = [model, *([generator] if generator else [])]
+        own = keras_compat.step_generator(model)
+        self._drawn_by = None if own is None else keras.ops.convert_to_numpy(own.state)
         self._state = relocation.find(*self._roots)
         originals = relocation.values_of(self._state)
         attributes = attributes_of(self._state)
@@ -92,6 +99,9 @@ class StepComparison:
             if not self._trial.draws:
                 run_state.set_random_states(generators)
 
+    def _trace(self) -> None:
+        self._model.train_function.trace(self._trial.source(0), self._at_once, _NOTHING)
+
     def begin_elsewhere(self, number: int) -> None:
         """Has the next steps begin from other weights: those of the beginning, moved a little."""
         self._trial.begin_again()
@@ -104,17 +114,42 @@ class StepComparison:
                 self._begin[name] = [moved for _ in self._begin[name]]
         relocation.set_values(self._state, self._begin)
 
-    def on_replicas(self) -> tuple[Values, Any]:
-        """Takes the steps on the replicas; returns all values after them, and the logs."""
-        model = self._model
+    def compare(self) -> tuple[list[Difference], str]:
+        """Takes the steps on the replicas and on one device, from the same state.
+
+        Returns all differences, or why one device cannot take the steps. While the replicas
+        compute, in a thread, the step of one device is traced: the first needs no Python, and the
+        second nothing else.
+        """
+        begun = time.perf_counter()
+        self._trace()
+        with ThreadPoolExecutor(1, "tfmulti-verify") as thread:
+            on_replicas = thread.submit(self._take_on_replicas)
+            if not self._is_one_execution:  # the next one may be traced, as the model is now
+                wait([on_replicas])
+            runs, problem = self._on_one_device(on_replicas)
+            logs, replicas_s = on_replicas.result()
+        after = self._after_replicas()
+        self.seconds_apart += time.perf_counter() - begun - replicas_s
+        if problem or self.draws[0]:  # with other draws, rounding cannot be measured
+            return [], problem
+        return self._differences(after, logs, *runs), ""
+
+    def _take_on_replicas(self) -> tuple[dict[str, np.ndarray], float]:
+        """Takes the steps on the replicas; returns their logs, and the seconds that they took."""
+        model, begun = self._model, time.perf_counter()
         for step in range(0, self.steps, self._at_once):
             source = self._trial.source(step)
             outcome = epochs.run(model, model.train_function, source, self._at_once, False)
         logs = {name: np.asarray(value) for name, value in flat(outcome.logs)}
+        return logs, time.perf_counter() - begun
+
+    def _after_replicas(self) -> Values:
+        """Returns all values after the replicas' steps, and puts back those of the beginning."""
         after = relocation.values_of(self._state)
         self._metrics = self._metric_sums(after)
         relocation.set_values(self._state, self._begin)
-        return after, logs
+        return after
 
     def _metric_sums(self, after: Values) -> dict[str, np.ndarray]:
         """Returns the metrics' variables over all replicas, as results are computed from them."""
@@ -138,18 +173,22 @@ class StepComparison:
                 found[name] = part.sum(0, dtype=part.dtype)
         return found
 
-    def on_one_device(self, after: Values, logs: Any) -> tuple[list[Difference], str]:
-        """Takes the steps on one device, and returns all differences, or why it cannot."""
+    def _on_one_device(self, on_replicas: Future[Any]) -> tuple[list[After], str]:
+        """Takes the steps on one device, once the replicas have; or returns why it cannot.
+
+        Twice: as they are, and from weights that are moved by some digits.
+        """
         attributes = attributes_of(self._state)
+        batches = self._trial.batches
         try:
             with self._alone() as alone:
                 step = alone.compiled(steps.step_of(self._model, "train_step"))
-                there = alone.run(step, self._trial.batches)
-                moved = alone.run(step, self._trial.batches, by_digits=True)
+                if not self._model.run_eagerly:
+                    step.get_concrete_function(batches[0])  # traces, and runs nothing
+                wait([on_replicas])  # all memory is for one of them
+                runs = [alone.run(step, batches, by_digits=moved) for moved in (False, True)]
                 self.draws = random_operations(step)
-            if self.draws[0]:  # two runs draw other numbers, so rounding cannot be measured
-                return [], ""
-            return self._differences(after, logs, there, moved), ""
+            return runs, ""
         except Exception as error:
             words = " ".join(str(error).split())
             return [], f"{type(error).__name__}: {words[:400]}"
@@ -158,7 +197,6 @@ class StepComparison:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[PlainRun]:
-        generator = keras_compat.step_generator(self._model)
         named = self._state.named()
         with (
             relocation.on_one_device(self._state, self._device) as plain,
@@ -168,7 +206,7 @@ class StepComparison:
             if not self._trial.draws:
                 random.setstate(self._python)  # a trace may draw by it, as AugMix does
             variables = {name: plain[id(v)] for name, v in named.items()}
-            yield PlainRun(self._model, variables, self._begin, generator, self._unit)
+            yield PlainRun(self._model, variables, self._begin, self._drawn_by, self._unit)
 
     def _differences(
         self, after: Values, logs: Mapping[str, np.ndarray], there: After, moved: After

@@ -230,13 +230,11 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
         for attempt in range(ATTEMPTS):
             if attempt:
                 comparer.begin_elsewhere(attempt)
-            after, logs = comparer.on_replicas()
-            begun = time.perf_counter()
-            found, problem = comparer.on_one_device(after, logs)
+            found, problem = comparer.compare()
             failure = comparison.first_of(found)
             worst = _verdict_of_all(model, problem, failure is not None or bool(comparer.draws[0]))
             if worst is None:
-                return _report(model, comparer, found, started, time.perf_counter() - begun)
+                return _report(comparer, found, started)
             rank, could_not = worst
             if could_not or comparer.draws[0]:
                 break
@@ -265,13 +263,7 @@ def _verdict_of_all(model: keras.Model, problem: str, fails: bool) -> tuple[int,
     return None
 
 
-def _report(
-    model: keras.Model,
-    comparer: StepComparison,
-    found: Sequence[Difference],
-    started: float,
-    apart_s: float,
-) -> Verification:
+def _report(comparer: StepComparison, found: Sequence[Difference], started: float) -> Verification:
     decided = [d for d in found if d.kind != "undecided"]
     closest = max(decided, key=lambda d: d.excess, default=None)
     return Verification(
@@ -284,5 +276,5 @@ def _report(
         difference=closest.difference if closest else 0.0,
         limit=closest.limit if closest else 0.0,
         seconds=round(time.perf_counter() - started, 3),
-        seconds_apart=round(apart_s, 3),
+        seconds_apart=round(comparer.seconds_apart, 3),
     )
