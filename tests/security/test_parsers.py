@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -36,6 +37,7 @@ from tfmulti.config import FitConfig, read_config_file
 from tfmulti.errors import ClusterError, ConfigError, DataError
 from tfmulti.launch import agent
 from tfmulti.launch.agent import Agent
+from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.hosts import parse_hosts, read_hostfile
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote import Link, There
@@ -280,6 +282,25 @@ def test_orders_of_a_launcher(order: dict[str, Any]) -> None:
     assert obeyed._obey(order)
     answer = json.loads(said.getvalue())
     assert ("gives" in answer) != ("fails" in answer)
+
+
+CONFIG = agent.sent_config(LaunchConfig(program=("x",), module=True))
+BEGIN = {"name": "h", "run_id": "r", "folder": "/nowhere", "env": {"A": "b"}, "config": CONFIG}
+
+
+@fuzzed
+@given(first=like({"begin": BEGIN}, {"ended": 3}, {"fails": "words"}))
+def test_the_first_message_to_an_agent(first: Any) -> None:
+    """The folder is none, so that what is right begins nothing."""
+    hypothesis.assume(
+        not isinstance(first, dict) or "/nowhere" in str(first) or "begin" not in first
+    )
+    first = first if isinstance(first, dict) else {}
+    said = io.BytesIO()
+    with only(ConfigError):
+        code = agent.serve(Link(io.BytesIO(), said), None, {}, first)
+        assert code is None or type(code) is int
+    assert said.getvalue() == b"" or "fails" in json.loads(said.getvalue())
 
 
 @settings(fuzzed, max_examples=60)

@@ -68,15 +68,16 @@ def serve(
     first = first or link.receive()
     if first is not None and "fails" in first:
         raise ConfigError(first["fails"])
-    if first is not None and "ended" in first:
+    if first is not None and type(first.get("ended")) is int:
         return int(first["ended"])
     if first is None or "begin" not in first:
         return None
     begin = first["begin"]
     try:
+        place = f"{begin['run_id']}-{begin['name']}"
         if config is None:
             os.chdir(begin["folder"])
-            env = {**env, **begin["env"]}
+            env = {**env, **{str(name): str(value) for name, value in begin["env"].items()}}
             config = _config(begin["config"])
     except OSError:
         link.send({"fails": f"no folder {begin['folder']}. Jobs need it on each machine."})
@@ -84,8 +85,11 @@ def serve(
     except ConfigError as error:
         link.send({"fails": str(error)})
         return None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        link.send({"fails": "the launcher there has another version of tfmulti."})
+        return None
     with (
-        _alone(f"{begin['run_id']}-{begin['name']}") as lock,
+        _alone(place) as lock,
         tempfile.TemporaryDirectory(prefix="tfmulti-") as folder,
     ):
         here = Here(config, env, begin["name"], _sink(link))
