@@ -8,6 +8,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+_KEEPALIVE = (60, 15, 4)  # seconds to the first probe and between probes, and how many
+
 
 def listen(own: str, hosts: Sequence[str], port: int = 0) -> socket.socket:
     """Returns a socket that listens for the machines of a job.
@@ -36,6 +38,17 @@ def listen(own: str, hosts: Sequence[str], port: int = 0) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Has the kernel probe a connection on which nothing is said, and end it after two minutes.
+
+    A machine may lose its power without a word, and a firewall may forget a connection that is
+    silent while the chief evaluates, say.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in zip(("IDLE", "INTVL", "CNT"), _KEEPALIVE, strict=True):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"), value)
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from tfmulti.job_secret import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from tfmulti.links import LinkError
+from tfmulti.listening import keep_alive
 
 _HELLO = struct.Struct(f"<{NONCE_BYTES}sI")  # random bytes, rank
-_KEEPALIVE = (60, 15, 4)  # seconds to the first probe and between probes, and how many
 _STRANGER_S = 3.0  # for who calls to say who it is
 _ANSWERED_AT_ONCE = 64
 _LOOK_S = 0.1
@@ -60,10 +60,7 @@ def join(
 
 def _set_up(link: socket.socket) -> None:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A firewall may forget a connection that is silent while the chief evaluates, say.
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in zip(("IDLE", "INTVL", "CNT"), _KEEPALIVE, strict=True):
-        link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"), value)
+    keep_alive(link)
     link.setblocking(False)
 
 

@@ -6,11 +6,14 @@ import errno
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -160,6 +163,59 @@ def test_what_was_said_before_proves_nothing(door: tuple[Door, int]) -> None:
         again.sendall(json.dumps({"proof": answer["proof"]}).encode() + b"\n")
         assert is_closed(again)
     assert comes_in(*door)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "b\n", "\0", "b" * 300, 3, None, {}, "\x1b[2J"])
+def test_no_greeting_takes_a_place_for_good(door: tuple[Door, int], name: Any) -> None:
+    """64 names that cannot be encoded once closed the door."""
+    made, port = door
+    for _ in range(3):
+        line = json.dumps({"name": name, "nonce": NONCE}).encode() + b"\n"
+        assert is_closed(knock(port, line))
+    wait_for(lambda: made._greeted._value == connect.GREETED_AT_ONCE)
+    assert comes_in(made, port)
+
+
+def test_threads_that_cannot_be_started_do_not_close_the_door(
+    door: tuple[Door, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, port = door
+    monkeypatch.setattr(connect.threading, "Thread", Mock(side_effect=RuntimeError("no more")))
+    for _ in range(3):
+        assert is_closed(knock(port))
+    monkeypatch.undo()
+    assert made._greeted._value == connect.GREETED_AT_ONCE
+    assert comes_in(made, port)
+
+
+def test_a_first_machine_that_says_nothing_is_told(tmp_path: Path) -> None:
+    """A launcher that is stopped still takes connections; once a joiner waited without end."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = str(silent.getsockname()[1])
+        flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
+        argv = [sys.executable, "-m", "tfmulti.launch", *flags, "--start-timeout", "1", "-m", "x"]
+        env = {**os.environ, "TFMULTI_SECRET": SECRET}
+        done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 1
+    assert "has not answered for 1 s (it does not begin)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"gives": None}, {"gives": 3}, {"gives": ["h:1"]}, {"gives": [0, "x", 9]}]
+)
+@pytest.mark.parametrize("ask", ["reserve", "silent", "stacks"])
+def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], ask: str) -> None:
+    ours, theirs = over_pair()
+    with theirs.makefile("rwb") as agents:
+        agents.write(b'{"hello": {"cores": 1, "gpus": 0}}\n')
+        agents.flush()
+        machine = There("h", ours, {}, lambda *a: None, lambda: "")
+        agents.write(json.dumps({"id": 1, **answer}).encode() + b"\n")
+        agents.flush()
+        arguments: list[Any] = {"reserve": [3], "silent": [["h:1", "h:2"]], "stacks": []}[ask]
+        with pytest.raises(Unreachable, match="no agent of tfmulti's, or one of another version"):
+            getattr(machine, ask)(*arguments)
+        machine.close()
 
 
 def test_who_answers_without_the_secret_gets_no_proof() -> None:

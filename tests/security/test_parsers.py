@@ -92,7 +92,7 @@ JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
-    | st.sampled_from([10**400, -1, 2**63, "9" * 5000, "../../x", "\0", [[]] * 100])
+    | st.sampled_from([10**400, -1, 2**63, "9" * 5000, "../../x", "\0", "\ud800", [[]] * 100])
     | st.floats()
     | st.text(max_size=20),
     lambda inner: (

@@ -207,7 +207,7 @@ class Agent:
         verb = order.get("do")
         try:
             answer = {"gives": self._done(verb, order.get("with") or [])}
-        except (OSError, LookupError, TypeError, ValueError) as error:
+        except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             answer = {"fails": f"{verb}: {error}"}
         return self._say({"id": order.get("id"), **answer})
 

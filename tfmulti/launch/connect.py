@@ -25,7 +25,7 @@ from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import say
 from tfmulti.launch.remote import MOST_BYTES, Link, There
 from tfmulti.launch.workers import Sink
-from tfmulti.listening import listen
+from tfmulti.listening import keep_alive, listen
 
 CONNECT_S = 10
 RETRY_S = 1.0
@@ -197,15 +197,23 @@ class Door:
             except OSError:  # too many files are open, or who knocked is gone
                 time.sleep(ACCEPT_AGAIN_S)
                 continue
-            if self._greeted.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-            else:
+            if not self._greeted.acquire(blocking=False):
                 connection.close()
+                continue
+            try:
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            except RuntimeError:  # the system has no more threads
+                self._greeted.release()
+                connection.close()
+                time.sleep(ACCEPT_AGAIN_S)
 
     def _greet(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # somebody else knocked, and is gone
+        try:
             self._let_in(connection)
-        self._greeted.release()
+        except Exception:  # whatever was said, it costs the job nothing
+            connection.close()
+        finally:
+            self._greeted.release()
 
     def _let_in(self, connection: socket.socket) -> None:
         link = link_of(connection, most_bytes=GREETING_BYTES)
@@ -237,8 +245,10 @@ class Door:
         """Returns the name of who comes, once it has proven that it knows the secret."""
         greeting = link.receive() or {}
         name, theirs = greeting.get("name"), _bytes_of(greeting, "nonce")
-        if not isinstance(name, str) or len(name) > LONGEST_NAME or len(theirs) != NONCE_BYTES:
+        if not isinstance(name, str) or len(theirs) != NONCE_BYTES:
             return None  # somebody else knocks
+        if len(name) > LONGEST_NAME or not name.isprintable():
+            return None  # no host has such a name
         ours = nonce()
         said = (name.encode(), theirs, ours)
         link.send({"nonce": ours.hex(), "proof": proof(self._key, _FIRST, *said).hex()})
@@ -265,7 +275,7 @@ def _bytes_of(message: dict[str, Any], name: str) -> bytes:
 def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> Link:
     """Returns the lines of a connection, of so many bytes at most."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keep_alive(connection)
 
     def close() -> None:
         with contextlib.suppress(OSError):
@@ -352,10 +362,16 @@ def _wait(child: int, asked: list[int]) -> int:
 
 
 def _prove(link: Link, key: bytes, name: str) -> bool:
-    """Proves to the first machine that this one knows the secret; returns whether it does, too."""
+    """Proves to the first machine that this one knows the secret; returns whether it does, too.
+
+    Raises:
+        OSError: it has ended the connection.
+    """
     ours = nonce()
     link.send({"name": name, "nonce": ours.hex()})
-    answer = link.receive() or {}
+    answer = link.receive()
+    if answer is None:
+        raise ConnectionResetError("it says nothing")
     said = (name.encode(), ours, _bytes_of(answer, "nonce"))
     if not is_proof(_bytes_of(answer, "proof"), key, _FIRST, *said):
         return False
@@ -368,8 +384,13 @@ def _serve_once(
     connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
 ) -> int:
     link = link_of(connection)
-    if not _prove(link, config.secret.encode(), name):
-        return _STRANGE
+    connection.settimeout(GREETING_S)  # somebody may answer there who says nothing
+    try:
+        if not _prove(link, config.secret.encode(), name):
+            return _STRANGE
+    except OSError:
+        return _NOT_BEGUN
+    connection.settimeout(None)
     link.send({"program": "\0".join(config.program)})
     try:
         first = link.receive()

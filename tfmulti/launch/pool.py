@@ -211,6 +211,8 @@ class Pool:
             self._found.put((host.name, there))
         except (ConfigError, Unreachable) as error:
             self._found.put((host.name, error))
+        except Exception as error:  # it is looked for again, whatever it was
+            self._found.put((host.name, Unreachable(f"{type(error).__name__}: {error}")))
 
     def _take(self, name: str, found: Machine | Exception) -> None:
         first = name not in self._tried

@@ -28,6 +28,7 @@ LOST_S = 8.0  # without a word, after which the other side is taken for gone
 ANSWER_S = 60.0  # for one thing that was asked, while words still come
 HELLO_S = 30.0
 STREAMS = ("stdout", "stderr")
+_NO_AGENT = "what answers there is no agent of tfmulti's, or one of another version"
 MOST_BYTES = 1 << 24  # of a line: a worker may write long ones
 
 
@@ -120,14 +121,16 @@ class There:
             found = [counts.get(name) for name in ("cores", "gpus")]
         if len(found) != 2 or any(type(count) is not int or count < 0 for count in found):
             self.close()
-            raise Unreachable("what answers there is no agent of tfmulti's")
+            raise Unreachable(_NO_AGENT)
         self.cores: int = found[0]
         self.gpus: int = found[1]
         threading.Thread(target=self._ping, daemon=True).start()
 
     def reserve(self, count: int) -> list[str]:
-        addresses: list[str] = self._ask("reserve", count)
-        return addresses
+        found = self._ask("reserve", count)
+        if not _is_list(found, str) or len(found) != count:
+            raise Unreachable(_NO_AGENT)
+        return list(found)
 
     def start(self, orders: Sequence[Order]) -> None:
         self._ranks = {order.rank for order in orders}
@@ -141,11 +144,17 @@ class There:
         return self._looks
 
     def silent(self, addresses: Sequence[str]) -> list[int]:
-        places: list[int] = self._ask("silent", list(addresses))
-        return places
+        found = self._ask("silent", list(addresses))
+        if not _is_list(found, int) or not all(0 <= place < len(addresses) for place in found):
+            raise Unreachable(_NO_AGENT)
+        return list(found)
 
     def stacks(self) -> dict[int, str]:
-        return {int(rank): text for rank, text in self._ask("stacks").items()}
+        found = self._ask("stacks")
+        try:
+            return {int(rank): str(text) for rank, text in found.items()}
+        except (AttributeError, ValueError):
+            raise Unreachable(_NO_AGENT) from None
 
     def prepare(self, orders: Sequence[Order]) -> None:
         self._ask("prepare", [dataclasses.asdict(order) for order in orders])
@@ -179,7 +188,7 @@ class There:
                 break
         if "fails" in found:
             raise Unreachable(str(found["fails"]))
-        return found["gives"]
+        return found.get("gives")
 
     def _answer(self, limit_s: float, lost_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
@@ -232,3 +241,7 @@ class There:
             self._unseen = True
         if "id" in message or "hello" in message or "fails" in message:
             self._answers.put(message)
+
+
+def _is_list(values: Any, kind: type) -> bool:
+    return type(values) is list and all(type(value) is kind for value in values)
