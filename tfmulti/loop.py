@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from tfmulti import artifacts, local_steps, preflight
+from tfmulti import artifacts, local_steps, owner, preflight
 from tfmulti.assembly import Setup, compile_model, make_model, set_up
 from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.history_file import HistoryFile
@@ -31,7 +31,7 @@ from tfmulti.console import number
 from tfmulti.errors import VerificationError
 from tfmulti.owner import ownership_of
 from tfmulti.report import FitReport
-from tfmulti.rundir import RunDir, default_run_dir, remove_partial, write_text
+from tfmulti.rundir import RunDir, default_run_dir, guarded, remove_partial, write_text
 from tfmulti.signals import SignalWatch
 from tfmulti.sources.data import size_of
 from tfmulti.stopping import interrupt, state_of
@@ -120,6 +120,7 @@ def make_run_dir(setup: Setup, at_end: contextlib.ExitStack) -> RunDir | None:
     ownership = ownership_of(run_dir.backups)
     ownership.take()
     at_end.callback(ownership.release)
+    at_end.enter_context(guarded(run_dir.path, ownership.check))
     remove_partial(run_dir.path)
     data = setup.data
     for path, words in ((run_dir.features, data.features), (run_dir.vocabulary, data.vocabulary)):
@@ -133,6 +134,7 @@ def remove_start(run_dir: RunDir) -> None:
     """Removes what `make_run_dir` wrote, and the folder if nothing else is in it."""
     for path in (run_dir.features, run_dir.vocabulary, run_dir.config):
         path.unlink(missing_ok=True)
+    (run_dir.backups / owner.FILE).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the user's files are in it
         run_dir.backups.rmdir()
         run_dir.path.rmdir()

@@ -2,9 +2,11 @@
 
 The owner leaves `owner.json` there: its run, attempt, host and process. While it lives it touches
 that file every two seconds, on which others see that it does, on NFS too and whatever their clocks
-say. Who comes later is refused while the owner lives, unless it is a later attempt of the same
-job: that takes over at once, since the launcher has given the earlier one up. Who has lost the
-folder finds that out before it writes or removes anything, and at its next touch, and ends.
+say. A process that comes later is refused while the owner lives, unless it is a later attempt of
+the same job: that takes over at once, since the launcher has given the earlier one up. A process
+that has lost the folder finds that out before it writes or removes anything, and at its next touch,
+and ends. The record stays when its owner has ended, so that an earlier attempt that was stopped
+for a while finds it even then.
 
 Fencing by the attempt's number is that of Kleppmann, "How to do distributed locking" (2016).
 """
@@ -23,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from tfmulti.rundir import remove_partial, write_text
 
 FILE = "owner.json"
 BEAT_S = 2.0
+ROUND_S = 1.0  # until another machine sees a file by NFS
 SILENT_S = 20.0  # without a touch, after which an owner on another machine has ended
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOOK_S = 0.5
@@ -59,6 +62,7 @@ class Owner:
     pid: int
     began: int
     token: str
+    ended: bool = False
 
     def in_words(self) -> str:
         """Returns who it is, in a line."""
@@ -80,8 +84,8 @@ class Ownership:
         env: Mapping[str, str] = os.environ,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._folder, self._end = folder, end
-        self._path = folder / FILE
+        self._folder, self._end = Path(os.path.realpath(folder)), end
+        self._path = self._folder / FILE
         attempt = env.get("TFMULTI_ATTEMPT", "0")
         self._mine = Owner(
             run_id=env.get("TFMULTI_RUN_ID", ""),
@@ -94,6 +98,7 @@ class Ownership:
             token=secrets.token_hex(8),
         )
         self._count = 0
+        self._lock = threading.Lock()  # the beat and who releases write the same file
         self._released = threading.Event()
 
     def take(self) -> None:
@@ -111,23 +116,38 @@ class Ownership:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(self._folder):
+            with _one_at_a_time(self._folder) as is_locked:
                 self._take()
+                if not is_locked:
+                    time.sleep(ROUND_S)
+                    self._check_first()
         except BaseException:
             self._count = 0
             raise
         remove_partial(self._folder)  # those that wrote them have ended
         atexit.register(self._leave)
-        self._released.clear()
-        threading.Thread(target=self._beat, name="tfmulti-owner", daemon=True).start()
+        self._released = threading.Event()  # a thread of an earlier take has its own
+        threading.Thread(
+            target=self._beat, args=(self._released,), name="tfmulti-owner", daemon=True
+        ).start()
+
+    def _check_first(self) -> None:
+        """Checks that no other machine took the folder in the same moment."""
+        other = _read(self._path)
+        if other is not None and other != self._mine:
+            raise self._refused(other)
+
+    def _refused(self, other: Owner) -> ResumeError:
+        error: ResumeError = ResumeError(
+            f"{self._folder} belongs to a run that goes on: {other.in_words()}. Wait for its "
+            "end, or give another folder."
+        )
+        return error
 
     def _take(self) -> None:
         other = self._owner_that_lives()
         if other is not None:
-            raise ResumeError(
-                f"{self._folder} belongs to a run that goes on: {other.in_words()}. Wait for "
-                "its end, or give another folder."
-            )
+            raise self._refused(other)
         try:
             self._write()
         except OSError as error:
@@ -162,20 +182,32 @@ class Ownership:
 
     def end(self, error: NotOwner) -> None:
         """Says who owns the folder now, and ends this process."""
-        # Whoever read what this process says may be gone, too.
+        # Whoever read what this process says may be gone, or read no more.
+        late = threading.Timer(BEAT_S, self._end, [EXIT_FAILED])
+        late.daemon = True
+        late.start()
         with contextlib.suppress(OSError, ValueError):
             print(f"tfmulti: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
+        late.cancel()
         self._end(EXIT_FAILED)
 
     def _owner_that_lives(self) -> Owner | None:
         other = _read(self._path)
-        if other is None:
-            return None
-        if self._is_earlier(other):
+        if other is None or other.ended or self._is_earlier(other):
             return None
         if other.machine == self._mine.machine:
-            return other if _began(other.pid) == other.began else None
+            began = _began(other.pid)
+            if began == other.began:
+                return other
+            if began >= 0 or not _is_hidden(other.pid):
+                return None
+        print(
+            f"tfmulti: {self._folder} belonged to {other.in_words()}: looking for up to "
+            f"{SILENT_S:g} s whether it lives.",
+            file=sys.stderr,
+            flush=True,
+        )
         first, until = _touched(self._path), time.monotonic() + SILENT_S
         while time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -187,17 +219,20 @@ class Ownership:
         mine = self._mine
         return mine.run_id != "" and other.run_id == mine.run_id and other.attempt < mine.attempt
 
-    def _write(self) -> None:
-        write_text(self._path, json.dumps(asdict(self._mine), indent=2))
+    def _write(self, *, ended: bool = False) -> None:
+        write_text(self._path, json.dumps(asdict(replace(self._mine, ended=ended)), indent=2))
 
-    def _beat(self) -> None:
-        while not self._released.wait(BEAT_S):
+    def _beat(self, released: threading.Event) -> None:
+        while not released.wait(BEAT_S):
             try:
-                self.check()
-                if _read(self._path) == self._mine:
-                    os.utime(self._path)
-                else:  # removed, or it could not be written before
-                    self._write()
+                with self._lock:
+                    if released.is_set():
+                        return
+                    self.check()
+                    if _read(self._path) == self._mine:
+                        os.utime(self._path)
+                    else:  # removed, or it could not be written before
+                        self._write()
             except NotOwner as error:
                 self.end(error)
                 return
@@ -205,10 +240,14 @@ class Ownership:
                 continue  # the storage is away for a while
 
     def _leave(self) -> None:
-        self._released.set()
-        with contextlib.suppress(OSError, NotOwner):
-            self.check()
-            self._path.unlink()
+        if os.getpid() != self._mine.pid:
+            return  # a child that was forked
+        with self._lock:
+            self._released.set()
+            with contextlib.suppress(OSError, NotOwner):
+                self.check()
+                if self._folder.is_dir():
+                    self._write(ended=True)
         atexit.unregister(self._leave)
 
 
@@ -217,31 +256,54 @@ _known: dict[Path, Ownership] = {}
 
 def ownership_of(folder: Path) -> Ownership:
     """Returns this process' ownership of a folder, the same for each part of the program."""
-    return _known.setdefault(folder.absolute(), Ownership(folder))
+    place = Path(os.path.realpath(folder))
+    return _known.setdefault(place, Ownership(place))
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Inside, no other process of this machine looks for an owner there.
+def _one_at_a_time(folder: Path) -> Iterator[bool]:
+    """Inside, no other process of this machine looks for an owner there; gives whether that holds.
 
-    Two on different machines that start in the same moment both write: the one whose record is
-    replaced finds that out before it writes anything else.
+    Raises:
+        ResumeError: another process keeps the folder locked.
     """
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # NFS locks no folder
-            fcntl.flock(number, fcntl.LOCK_EX)
-        yield
+        yield _is_locked(number, folder)
     finally:
         os.close(number)
 
 
+def _is_locked(number: int, folder: Path) -> bool:
+    """Locks a folder; returns False where its file system locks none, as NFS."""
+    until = time.monotonic() + SILENT_S + 5.0
+    while True:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise ResumeError(
+                    f"{folder} is locked by another process (flock). End it; 'fuser {folder}' "
+                    "names it."
+                ) from None
+            time.sleep(_LOOK_S / 5)
+        except OSError:
+            return False
+
+
 def _read(path: Path) -> Owner | None:
-    """Returns the owner that a file names, or None where there is none, or none of that form."""
+    """Returns the owner that a file names, or None where there is none, or none of that form.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
         with open(path, "rb") as file:
-            return json_values.build(Owner, json_values.parse(file.read(_MOST_BYTES)))
-    except (OSError, ValueError):
+            content = file.read(_MOST_BYTES)
+        found: Owner = json_values.build(Owner, json_values.parse(content))
+        return found
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -270,3 +332,14 @@ def _began(pid: int) -> int:
         return -1
     state, *rest = text.rpartition(")")[2].split()
     return -1 if state in ("Z", "X") else int(rest[18])
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is such a process of another user, whose /proc this one may not see."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -133,7 +133,8 @@ def replacing(path: Path) -> Iterator[Path]:
         if partial.is_file():
             with open(partial, "rb") as file:
                 os.fsync(file.fileno())
-        elif path.is_dir():
+        _check_guards(path)
+        if partial.is_dir() and path.is_dir():
             shutil.rmtree(path)
         os.replace(partial, path)
         _sync_folder(path.parent)
@@ -152,6 +153,34 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(number)
         finally:
             os.close(number)
+
+
+_guards: dict[Path, Callable[[], None]] = {}
+
+
+@contextlib.contextmanager
+def guarded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
+    """Inside, `check` is called before a file in a folder is replaced or removed.
+
+    It raises where that must not be.
+    """
+    _guards[folder.absolute()] = check
+    try:
+        yield
+    finally:
+        del _guards[folder.absolute()]
+
+
+def _check_guards(path: Path) -> None:
+    for folder, check in list(_guards.items()):
+        if path.absolute().is_relative_to(folder):
+            check()
+
+
+def remove(path: Path) -> None:
+    """Removes a file, if it is there."""
+    _check_guards(path)
+    path.unlink(missing_ok=True)
 
 
 def remove_partial(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ import pytest
 
 from tests.support.launching import wait_for
 from tests.support.processes import processes
-from tfmulti import owner
+from tfmulti import owner, rundir
 from tfmulti.backup import Backups, Record
 from tfmulti.errors import ResumeError
 from tfmulti.owner import FILE, NotOwner, Owner, Ownership, ownership_of
@@ -58,6 +59,11 @@ def left_by(folder: Path, process: subprocess.Popen[bytes], **values: Any) -> No
     (folder / FILE).write_text(json.dumps({**vars(record), **values}))
 
 
+def has_ended(folder: Path) -> bool:
+    """Whether the last owner has given the folder back."""
+    return bool(json.loads((folder / FILE).read_text())["ended"])
+
+
 def test_a_second_start_is_told_who_owns_the_folder(
     folder: Path, living: subprocess.Popen[bytes]
 ) -> None:
@@ -75,7 +81,7 @@ def test_a_second_start_is_told_who_owns_the_folder(
     last.take()
     assert time.monotonic() - begun < owner.SILENT_S / 2  # it is known at once, on one machine
     last.release()
-    assert not (folder / FILE).exists()
+    assert has_ended(folder)
 
 
 STARTS = """
@@ -208,7 +214,7 @@ def test_the_record_comes_back_where_somebody_cleaned_up(folder: Path) -> None:
     (folder / FILE).unlink()
     wait_for((folder / FILE).exists, 10)
     ownership.release()
-    assert not (folder / FILE).exists()
+    assert has_ended(folder)
 
 
 def test_a_full_disk_stops_no_run(
@@ -230,6 +236,89 @@ def test_a_full_disk_stops_no_run(
     first.release()
 
 
+def test_an_earlier_attempt_finds_a_later_one_that_has_ended(folder: Path) -> None:
+    """It was suspended all the while: the later one has come and gone."""
+    ended: list[int] = []
+    stale, live = Ownership(folder, job(0), ended.append), Ownership(folder, job(1))
+    stale.take()
+    with stale._lock:  # it stands still
+        live.take()
+        live.release()
+    with pytest.raises(NotOwner, match=r"attempt 1\) by now: this process \(attempt 0\) ends"):
+        stale.check()
+    wait_for(lambda: ended == [1], 10)
+    assert json.loads((folder / FILE).read_text())["attempt"] == 1
+    last = Ownership(folder, {})
+    last.take()  # a new run takes it at once
+    last.release()
+
+
+def test_no_file_of_a_runs_folder_is_replaced_or_removed_by_who_has_lost_it(
+    tmp_path: Path,
+) -> None:
+    stale = Ownership(tmp_path / "backups", job(0), lambda code: None)
+    live = Ownership(tmp_path / "backups", job(1))
+    stale.take()
+    inside, outside = tmp_path / "report.json", tmp_path.parent / "other.json"
+    with rundir.guarded(tmp_path, stale.check):
+        rundir.write_text(inside, "mine")
+        live.take()
+        for change in (lambda: rundir.write_text(inside, "stale"), lambda: rundir.remove(inside)):
+            with pytest.raises(NotOwner):
+                change()
+        rundir.write_text(outside, "elsewhere")
+    assert inside.read_text() == "mine"
+    assert not list(tmp_path.glob(".partial-*"))
+    live.release()
+
+
+def test_a_record_that_cannot_be_read_is_not_none(folder: Path) -> None:
+    (folder / FILE).mkdir(parents=True)  # root may read any file
+    with pytest.raises(IsADirectoryError):
+        Ownership(folder, {}).take()
+
+
+def test_a_folder_that_stays_locked_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "SILENT_S", -4.0)
+    folder.mkdir()
+    number = os.open(folder, os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    with pytest.raises(ResumeError, match="is locked by another process"):
+        Ownership(folder, {}).take()
+    os.close(number)
+
+
+def test_where_nothing_can_be_locked_the_record_decides(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines write in the same moment: whose record stays has the folder."""
+    monkeypatch.setattr(owner, "ROUND_S", 0.3)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EBADF, "NFS")))
+    left = {**vars(Ownership(folder, {})._mine), "token": "the other machine's"}
+    first = Ownership(folder, {}, lambda code: None)
+    threading.Timer(0.1, lambda: (folder / FILE).write_text(json.dumps(left))).start()
+    with pytest.raises(ResumeError, match="belongs to a run that goes on"):
+        first.take()
+
+
+def test_who_cannot_say_why_it_ends_does_end(folder: Path) -> None:
+    """Its output is a pipe that is full, and nobody reads."""
+    reader, writer = os.pipe()
+    words = "import sys; from tfmulti.owner import *; from pathlib import Path; "
+    words += "sys.stderr.write('x' * 65530); sys.stderr.flush(); "
+    words += "Ownership(Path(sys.argv[1]), {}).end(NotOwner('words' * 50))"
+    argv = [sys.executable, "-c", words, str(folder)]
+    process = subprocess.Popen(argv, stderr=writer)
+    try:
+        assert process.wait(30) == 1
+    finally:
+        process.kill()
+        os.close(reader)
+        os.close(writer)
+
+
 def test_parts_of_a_program_own_a_folder_together(folder: Path) -> None:
     assert ownership_of(folder) is ownership_of(folder)
     ownership = ownership_of(folder)
@@ -238,7 +327,7 @@ def test_parts_of_a_program_own_a_folder_together(folder: Path) -> None:
     ownership.release()
     assert (folder / FILE).exists()
     ownership.release()
-    assert not (folder / FILE).exists()
+    assert has_ended(folder)
 
 
 def record(step: int) -> Record:
@@ -318,7 +407,7 @@ def test_a_chief_that_was_cut_off_ends_without_saving(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "this process (attempt 0) ends without saving." in ended.stderr
     assert done.returncode == 143, done.stderr
-    assert not (backups / FILE).exists()
+    assert has_ended(backups)
 
 
 def test_two_starts_in_one_directory(tmp_path: Path) -> None:

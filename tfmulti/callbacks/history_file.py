@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfmulti.rundir import write_text
+from tfmulti.rundir import remove, write_text
 
 
 class HistoryFile(keras.callbacks.Callback):
@@ -36,7 +36,7 @@ class HistoryFile(keras.callbacks.Callback):
         if self._rows:
             self._write()
         else:
-            self._path.unlink(missing_ok=True)
+            remove(self._path)
 
     def _write(self) -> None:
         names = list(dict.fromkeys(name for r in self._rows for name in r))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import tensorflow as tf
 from tensorboard.compat.proto import event_pb2
 
 from tfmulti import keras_compat
+from tfmulti.rundir import remove, replacing
 
 
 class TensorBoard(keras.callbacks.TensorBoard):
@@ -25,7 +25,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         found = sorted(folder.rglob("*tfevents*")) if folder.is_dir() else []
         for path in found:
             if path.name.startswith(".partial-"):
-                path.unlink()  # a process was killed while it rewrote one
+                remove(path)  # a process was killed while it rewrote one
         self._earlier = [path for path in found if not path.name.startswith(".partial-")]
         self._begun_epoch = 0
 
@@ -69,8 +69,7 @@ def keep_before(path: Path, epoch: int, step: int) -> None:
     Keras writes evaluations by the optimizer's step, all else by epoch. A last record that is
     cut off, as a killed process leaves it, goes too.
     """
-    partial = path.with_name(f".partial-{path.name}")
-    with tf.io.TFRecordWriter(str(partial)) as writer:
+    with replacing(path) as partial, tf.io.TFRecordWriter(str(partial)) as writer:
         try:
             for record in tf.data.TFRecordDataset(str(path)):
                 event = event_pb2.Event.FromString(record.numpy())
@@ -80,7 +79,6 @@ def keep_before(path: Path, epoch: int, step: int) -> None:
                     writer.write(record.numpy())
         except tf.errors.DataLossError:
             pass  # the end of what was whole
-    os.replace(partial, path)
 
 
 def _scalars(logs: dict[str, Any] | None) -> dict[str, Any]:
