@@ -76,9 +76,11 @@ def from_bytes(data: bytes) -> Record:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            for entry in archive.infolist():  # none takes more memory than the file has bytes
-                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
-                    raise DamagedBackup("a part of it is compressed, or larger than the file")
+            # All together take no more memory than the file has bytes.
+            entries = archive.infolist()
+            is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+            if is_packed or sum(entry.file_size for entry in entries) > len(data):
+                raise DamagedBackup("a part of it is compressed, or larger than the file")
             sealed = json.loads(archive.read(_TREE))
             text = sealed["text"]
             if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:

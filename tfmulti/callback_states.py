@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -106,12 +106,24 @@ def _reason_to_refuse(before: Tree, key: str, value: Any) -> str | None:
         return "it was not there when training began"
     if isinstance(before[key], _Other):
         return str(before[key].error)
-    texts = [each for each in (before[key], value) if isinstance(each, (str, bytes))]
+    texts = [*_texts_in(before[key]), *_texts_in(value)]
     if texts and (_PATHS.search(key) or any(_looks_like_a_path(text) for text in texts)):
-        return "it is a path"
+        return "it is a path, or holds one"
     if value is None or before[key] is None or _kind(before[key]) is _kind(value):
         return None
     return f"it is a {_kind(value).__name__}, and was a {_kind(before[key]).__name__}"
+
+
+def _texts_in(value: Any) -> Iterator[str | bytes]:
+    """Yields the texts of a plain value, but those by which a dict names its values."""
+    if isinstance(value, (str, bytes)):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts_in(each)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for each in value:
+            yield from _texts_in(each)
 
 
 def _looks_like_a_path(text: str | bytes) -> bool:

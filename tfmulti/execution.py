@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import connections, keras_compat, local_steps, run_state
+from tfmulti.launched import teller
 from tfmulti.outcomes import Outcome, Summary, Taken, time_of
 from tfmulti.shards import Ahead, Replay, Shards, on_devices, with_any_rows
 from tfmulti.step_logs import StepLogs
@@ -130,6 +131,7 @@ class Execution:
         return taken(source, self._placement)
 
     def _one(self, source: Any, votes: tf.Tensor) -> Outcome:
+        _tell_of_trace()
         before = self._summary.before()
         taken = Taken.nothing(self._placement)  # it waits from here on
         shards = self._agreed(source)
@@ -140,6 +142,7 @@ class Execution:
         self, source: Any, shards: Shards, votes: tf.Tensor
     ) -> tuple[Outcome, Shards]:
         """Runs a step on a batch that is on the GPUs, and brings the next one there meanwhile."""
+        _tell_of_trace()
         before = self._summary.before()
         taken = Taken.nothing(self._placement).counted(shards)
         following = on_devices(self._taken(source), self._placement.gpus)
@@ -148,6 +151,7 @@ class Execution:
         return self._summary.after(shards, found, votes, before, taken), following
 
     def _several(self, iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> Outcome:
+        _tell_of_trace()
         before = self._summary.before()
         taken = Taken.nothing(self._placement)
 
@@ -187,3 +191,9 @@ class Execution:
         if function.experimental_get_tracing_count() == 0:
             function.get_concrete_function(*inputs)  # traces, and runs nothing
             run_state.restore_late(self._model)
+
+
+def _tell_of_trace() -> None:
+    """Tells the launcher that an execution is traced: the code of a function runs only then."""
+    if not tf.executing_eagerly():
+        teller().tracing()

@@ -75,6 +75,7 @@ class Teller:
         self._step = 0
         self._asked, self._saved, self._folder = False, -1, ""
         self._last = (BUSY, 0.0, 0.0)
+        self._is_traced = False  # what is computed now
         self._lock = threading.Lock()  # signals and backups have threads of their own
 
     def begin(self) -> None:
@@ -91,13 +92,22 @@ class Teller:
         """
         began = self._clock()
         is_new, known = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
+        self._is_traced = False
         self._tell(TRAINING if known else FIRST, began, known)
         try:
             yield
         finally:
             now = self._clock()
-            self._longest_s[kind] = 0.0 if is_new else max(known, now - began)
+            longest_s = known if self._is_traced else max(known, now - began)
+            self._longest_s[kind] = 0.0 if is_new else longest_s
             self._tell(BUSY, now, known)
+
+    def tracing(self) -> None:
+        """Says that what is computed now is traced first, as for a batch of another shape."""
+        phase, since_s, longest_s = self._last
+        if phase == TRAINING:
+            self._is_traced = True
+            self._tell(FIRST, since_s, longest_s)
 
     def step(self, step: int) -> None:
         """Says that so many steps have ended."""

@@ -89,16 +89,21 @@ def to_json(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def from_json(node: Any, arrays: list[np.ndarray]) -> Any:
-    """Returns the values of which `to_json` made this."""
+    """Returns the values of which `to_json` made this. It takes the arrays out of their list.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is of another form, or an array stands in it twice:
+            written again, a small file would be one of any size.
+    """
     if isinstance(node, list):
         return [from_json(item, arrays) for item in node]
     if not isinstance(node, dict):
         return node
     ((kind, inner),) = node.items()
     if kind == "array":
-        return arrays[inner]
+        return _taken(arrays, inner)
     if kind == "scalar":
-        return arrays[inner][()]
+        return _taken(arrays, inner)[()]
     if kind == "bytes":
         return bytes.fromhex(inner)
     if kind == "dict":
@@ -106,6 +111,14 @@ def from_json(node: Any, arrays: list[np.ndarray]) -> Any:
     if kind == "items":
         return {from_json(key, arrays): from_json(item, arrays) for key, item in inner}
     return _TYPES[kind](from_json(inner, arrays))
+
+
+def _taken(arrays: list[Any], number: Any) -> np.ndarray:
+    if type(number) is not int or number < 0 or arrays[number] is None:
+        raise ValueError("an array has another number, or stands in it twice")
+    array: np.ndarray = arrays[number]
+    arrays[number] = None
+    return array
 
 
 def to_npy(array: np.ndarray) -> tuple[str, bytes]:

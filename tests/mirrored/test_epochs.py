@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import prepare
+from tfmulti import launched, prepare
 from tfmulti.feed import make_feed
 from tfmulti.strategies import Placement
 
@@ -140,3 +140,22 @@ def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
         assert data.ends - 1 == ends
         passes = data.read[-(12 // count) * count :]
         assert {i: passes.count(i) for i in passes} == dict.fromkeys(range(count), 12 // count)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_each_trace_of_an_execution_is_told(
+    monkeypatch: pytest.MonkeyPatch, steps_per_execution: int
+) -> None:
+    """Else a trace of a minute, among steps of a millisecond, would count as a step that hangs."""
+    traces: list[int] = []
+    monkeypatch.setattr(launched.Teller, "tracing", lambda self: traces.append(1))
+    made = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=1)
+    made.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+    x = np.zeros((24, 4), np.float32)
+    made.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+    first = len(traces)
+    assert first >= 1
+    made.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+    assert len(traces) == first
+    made.evaluate(x, x[:, :1], batch_size=4, verbose=0)
+    assert len(traces) > first

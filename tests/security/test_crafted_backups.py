@@ -115,6 +115,36 @@ def test_attributes_that_are_not_set(tmp_path: Path, key: str, value: Any, why: 
     assert why in line
 
 
+class Keeps(keras.callbacks.Callback):
+    """Removes what it has written but for the last few, as many people's callbacks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[str] = []
+        self.best: dict[str, Any] = {"epoch": 0, "where": [None]}
+        self.by_name = {"train/loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kept", ["/home/somebody/.ssh/id"]),
+        ("kept", ["ok", ("../x",)]),
+        ("best", {"epoch": 1, "where": [{"file": "a/b"}]}),
+        ("best", {"epoch": 1, "where": [b"/etc/passwd"]}),
+    ],
+)
+def test_paths_inside_of_lists_and_dicts_are_not_set(key: str, value: Any) -> None:
+    callback = Keeps()
+    before = getattr(callback, key)
+    states = CallbackStates([callback])
+    states.restore({"Keeps 1": {key: value, "by_name": {"train/loss": 2.0}}})
+    assert getattr(callback, key) == before
+    assert callback.by_name == {"train/loss": 2.0}  # names of values are no paths
+    (line,) = states.left_out
+    assert "it is a path, or holds one" in line
+
+
 def test_a_checkpoint_callback_writes_where_it_was_told(tmp_path: Path) -> None:
     wanted, elsewhere = str(tmp_path / "wanted.keras"), str(tmp_path / "elsewhere.keras")
     saves = keras.callbacks.ModelCheckpoint(wanted)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
+import hashlib
 import io
+import json
 import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +32,7 @@ from tfmulti.errors import DataError, ResumeError, RunDirError
 from tfmulti.plan import Plan
 from tfmulti.reader import Reader, is_of_storage
 from tfmulti.reading import Reading
-from tfmulti.sources import csv_tables, files, images, npz, pixels
+from tfmulti.sources import csv_tables, files, images, npz, open_files, parquet_tables, pixels
 from tfmulti.sources.arrays import ArraySource
 from tfmulti.strategies import Placement
 
@@ -76,6 +82,36 @@ def test_the_size_of_each_format_is_known_before_it_is_decoded(
         pixels.decode(data)
 
 
+@pytest.mark.parametrize("ending", [".jp2", ".tiff", ".ppm", ".ras", ".hdr", ".gif", ".avif"])
+def test_formats_whose_size_is_not_known_are_not_read(ending: str) -> None:
+    """OpenCV reads them whatever a file is called, of any size."""
+    image = np.zeros((64, 64, 3), np.uint8)
+    if not cv2.haveImageWriter(f"x{ending}"):
+        pytest.skip(f"this OpenCV writes no {ending}")
+    given = image.astype(np.float32) if ending == ".hdr" else image
+    data = cv2.imencode(ending, given)[1].tobytes()
+    assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR) is not None
+    with pytest.raises(DataError, match=r"jpeg, png, bmp and webp are read"):
+        pixels.decode(data)
+
+
+@pytest.mark.parametrize("marks", [b"\xff\x01", b"\xff\xd0\xff\xd7", b"\xff\xff\xff\x01"])
+def test_marks_without_a_length_do_not_hide_the_size_of_a_jpeg(
+    marks: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = cv2.imencode(".jpg", np.zeros((40, 30, 3), np.uint8))[1].tobytes()
+    data = data[:2] + marks + data[2:]
+    assert pixels._declared_pixels(data) == 1200
+    monkeypatch.setattr(pixels, "_most_pixels", 1199)
+    with pytest.raises(DataError, match="has more than 1,199 pixels"):
+        pixels.decode(data)
+
+
+def test_an_old_bitmap_has_a_size_too() -> None:
+    head = struct.pack("<2sIHHI", b"BM", 26 + 32, 0, 0, 26) + struct.pack("<IHHHH", 12, 4, 2, 1, 24)
+    assert pixels.decode(head + bytes(32)).shape == (2, 4, 3)
+
+
 def test_the_flag_allows_more() -> None:
     try:
         pixels.limit_pixels(129)
@@ -116,6 +152,20 @@ def test_what_is_no_regular_file_is_a_bad_record(tmp_path: Path, kind: str) -> N
     batch = next(whole.batches())
     assert batch.own_rows == (2,)
     assert "odd.png: it is no regular file." in batch.lost[0]
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy", "tfrecord"])
+def test_a_named_pipe_is_no_data_set(tmp_path: Path, kind: str) -> None:
+    """Whoever opened one waited for somebody to write to it."""
+    os.mkfifo(tmp_path / "x.npy")
+    pipe = str(tmp_path / "x.npy")
+    load: dict[str, Callable[[], object]] = {
+        "npz": lambda: npz.load(pipe, 0),
+        "npy": lambda: import_module("tfmulti.sources.npy").load(str(tmp_path), 0),
+        "tfrecord": lambda: open_files.LocalFile(pipe),
+    }
+    with pytest.raises((DataError, OSError), match="no regular file"):
+        load[kind]()
 
 
 def test_a_pattern_means_regular_files(tmp_path: Path) -> None:
@@ -186,6 +236,18 @@ def test_a_packed_table_of_more_than_the_memory_is_one_line(
         csv_tables.read_csv(data, packed=True)
 
 
+def test_a_parquet_file_of_more_than_the_memory_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"a": np.zeros(1_000_000, np.int64)}), out)
+    assert len(out.getvalue()) < 10_000
+    assert parquet_tables.read_parquet(out.getvalue())[0].num_rows == 1_000_000
+    monkeypatch.setattr(parquet_tables, "memory_bytes", lambda: 3_000_000)
+    with pytest.raises(ValueError, match="1,000,000 rows of 1 columns, 4,000,000 bytes or more"):
+        parquet_tables.read_parquet(out.getvalue())
+
+
 def test_a_small_backup_takes_little_memory() -> None:
     """As a zip bomb 1 MB took 2 GB: tfmulti writes no compressed parts, and reads none."""
     data = backup.to_bytes(Record(1, {"x": np.zeros(1000)}))
@@ -194,6 +256,35 @@ def test_a_small_backup_takes_little_memory() -> None:
     packed = rewritten(data, lambda name, part: part, zipfile.ZIP_DEFLATED)
     with pytest.raises(DamagedBackup, match="compressed, or larger than the file"):
         backup.from_bytes(packed)
+
+
+def test_an_array_stands_in_a_backup_once() -> None:
+    """Written again for other workers, each mention of it would be a copy."""
+
+    def twice(name: str, part: bytes) -> bytes:
+        if name != "record.json":
+            return part
+        head = json.loads(json.loads(part)["text"])
+        head["tree"] = {"dict": {"x": {"array": 0}, "y": {"array": 0}}}
+        text = json.dumps(head)
+        seal = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
+        return json.dumps(seal).encode()
+
+    data = backup.to_bytes(Record(1, {"x": np.zeros(1000)}))
+    with pytest.raises(DamagedBackup, match="stands in it twice"):
+        backup.from_bytes(rewritten(data, twice))
+
+
+def test_parts_of_a_backup_are_not_more_than_the_file() -> None:
+    """Entries of a zip file may lie over each other."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("record.json", b"x" * 10_000)
+        for number in range(9):
+            archive.filelist.append(archive.filelist[0])
+            archive.NameToInfo[str(number)] = archive.filelist[0]
+    with pytest.raises(DamagedBackup, match="larger than the file"):
+        backup.from_bytes(out.getvalue())
 
 
 def test_an_array_of_a_backup_is_no_larger_than_its_part() -> None:

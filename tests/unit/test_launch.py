@@ -315,6 +315,34 @@ def test_another_kind_at_the_same_place_is_not_the_same(tmp_path: Path) -> None:
     assert len(places) < 3  # Python gives a place anew
 
 
+def test_a_later_trace_is_no_stalled_step(tmp_path: Path) -> None:
+    """Steps were short, and then one is traced for another shape: for minutes, perhaps."""
+    now = [0.0]
+    path = tmp_path / "progress"
+    teller = Teller(str(path), lambda: now[0])
+
+    class Kind:
+        pass
+
+    kind, phases = Kind(), []
+    for seconds in (60.0, 0.01, 0.01, 90.0, 0.01):
+        with teller.working(kind):
+            if seconds > 1:
+                teller.tracing()
+            told = read_progress(path)
+            assert told is not None
+            phases.append(told.phase)
+            now[0] += seconds
+    assert phases == ["first", "first", "training", "first", "training"]
+    told = read_progress(path)
+    assert told is not None
+    assert told.longest_s == pytest.approx(0.01)
+    teller.tracing()  # as for a comparison, outside of any step
+    told = read_progress(path)
+    assert told is not None
+    assert told.phase == "busy"
+
+
 def test_errors_are_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     assert read_error(path) is None

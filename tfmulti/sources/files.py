@@ -14,7 +14,7 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tfmulti.console import quiet_stderr
 from tfmulti.errors import DataError
@@ -59,16 +59,26 @@ def read_bytes(path: str, most: int | None = None) -> bytes:
         OSError: it cannot be read, has more bytes, or is a named pipe or a device.
     """
     if not is_remote(path):
-        with open(path, "rb", opener=_opened_at_once) as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file", path)
-            if most is not None and about.st_size > most:
+        with open_regular(path) as file:
+            if most is not None and os.fstat(file.fileno()).st_size > most:
                 raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
             return file.read()
     with as_os_error(), gfile().GFile(path, "rb") as file:
         content: bytes = file.read()
         return content
+
+
+def open_regular(path: str) -> IO[bytes]:
+    """Returns a file of this machine, open for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is a named pipe or a device, which may have no end.
+    """
+    file = open(path, "rb", opener=_opened_at_once)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return file
 
 
 def _opened_at_once(path: str, flags: int) -> int:

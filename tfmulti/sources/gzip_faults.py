@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from tfmulti.sources.encoded import Decoder
-from tfmulti.sources.files import as_os_error, gfile, is_remote
+from tfmulti.sources.files import MOST_BYTES, as_os_error, gfile, is_remote, open_regular
 from tfmulti.sources.record_index import FOOTER, HEADER, check_data, is_header
 
 # Of each stream: what finds its fault. A Dataset of TensorFlow's tells of none but by its bytes.
@@ -51,7 +51,7 @@ def _records(path: str) -> Iterator[bytes]:
         OSError: it is no GZIP file, or cannot be read.
         ValueError: a checksum is wrong.
     """
-    source: Any = gfile().GFile(path, "rb") if is_remote(path) else open(path, "rb")  # noqa: SIM115
+    source: Any = gfile().GFile(path, "rb") if is_remote(path) else open_regular(path)
     with as_os_error(), source, gzip.GzipFile(fileobj=source) as file:
         while header := file.read(HEADER):
             if len(header) < HEADER:
@@ -62,6 +62,8 @@ def _records(path: str) -> Iterator[bytes]:
 
 
 def _record(file: BinaryIO | gzip.GzipFile, length: int) -> bytes:
+    if length > MOST_BYTES:
+        raise ValueError(f"it has {length:,} bytes, more than {MOST_BYTES:,}")
     data, footer = file.read(length), file.read(FOOTER)
     if len(data) < length or len(footer) < FOOTER:
         raise EOFError

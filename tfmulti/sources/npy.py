@@ -100,7 +100,7 @@ def _mapped(path: str) -> tuple[np.ndarray, int]:
     Raises:
         ValueError, OSError: it is damaged, or cut off before the end of its first row.
     """
-    with open(path, "rb") as file:
+    with files.open_regular(path) as file:
         head = read_head(file)
     if head.dtype.hasobject:
         raise ValueError("it holds Python objects")

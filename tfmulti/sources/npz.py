@@ -105,4 +105,4 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
 def _opened(path: str) -> IO[bytes]:
     if files.is_remote(path):
         return io.BytesIO(files.read_bytes(path))
-    return open(files.expanded(path), "rb")
+    return files.open_regular(files.expanded(path))

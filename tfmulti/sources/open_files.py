@@ -16,7 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Protocol
 
-from tfmulti.sources.files import as_os_error, gfile, is_remote
+from tfmulti.sources.files import as_os_error, gfile, is_remote, open_regular
 
 MOST_OPEN = 64  # files that one source keeps open
 
@@ -32,8 +32,9 @@ class LocalFile:
     """A file of this machine. It is closed when nobody holds it any more."""
 
     def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
+        file = open_regular(path)
+        self._descriptor = file.fileno()
+        weakref.finalize(self, file.close)
 
     def read_at(self, offset: int, length: int) -> bytes:
         data = os.pread(self._descriptor, length, offset)

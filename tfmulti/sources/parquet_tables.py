@@ -10,6 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from tfmulti.sources.arrow import BadRows, arrow, reason_of
+from tfmulti.sources.files import memory_bytes
+
+_BYTES_OF_A_VALUE = 4  # as a float32, as which it is trained on
 
 
 def read_parquet(data: bytes) -> tuple[Any, list[BadRows]]:
@@ -22,11 +25,31 @@ def read_parquet(data: bytes) -> tuple[Any, list[BadRows]]:
     """
     pyarrow = arrow()
     file = _opened(pyarrow, data)
+    _check_fits(file.metadata)
     try:
         table = _checked(pyarrow, file.read(), file.metadata.num_rows)
     except (OSError, ValueError, pyarrow.ArrowException, MemoryError):
         return _by_groups(pyarrow, file)
     return table, []
+
+
+def _check_fits(metadata: Any) -> None:
+    """Checks what a file declares to hold before memory is taken for it.
+
+    A few bytes may stand for any number of equal values.
+
+    Raises:
+        ValueError: it is more than this machine has of memory.
+    """
+    groups = range(metadata.num_row_groups)
+    unpacked = sum(metadata.row_group(group).total_byte_size for group in groups)
+    declared = max(unpacked, _BYTES_OF_A_VALUE * metadata.num_rows * metadata.num_columns)
+    if declared > memory_bytes():
+        raise ValueError(
+            f"it holds {metadata.num_rows:,} rows of {metadata.num_columns:,} columns, "
+            f"{declared:,} bytes or more, but this machine has {memory_bytes():,} of memory; write "
+            "larger data as TFRecord or .npy files, which are read piece by piece"
+        )
 
 
 def _opened(pyarrow: Any, data: bytes) -> Any:

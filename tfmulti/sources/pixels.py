@@ -17,6 +17,7 @@ from tfmulti.errors import DataError
 _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
 MEGAPIXELS = 128  # of one image: 384 MB in colours
 _most_pixels = MEGAPIXELS * 1_000_000
+_NO_IMAGE = "it is no image, or a damaged one (jpeg, png, bmp and webp are read)"
 _START_OF_SCAN, _END_OF_JPEG, _END_OF_PNG = b"\xff\xda", b"\xff\xd9", b"IEND"
 
 
@@ -57,7 +58,10 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
     if _is_cut_off(data):
         raise DataError(f"the image is cut off after {len(data):,} bytes")
     flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
-    if _declared_pixels(data) > _most_pixels:
+    declared = _declared_pixels(data)
+    if not declared:  # OpenCV would read other formats, too, whose size is not known before
+        raise DataError(_NO_IMAGE)
+    if declared > _most_pixels:
         raise DataError(
             f"the image has more than {_most_pixels:,} pixels. If it is to be trusted, allow more "
             "by --max_image_megapixels"
@@ -67,7 +71,7 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
     except cv2.error as error:
         raise DataError(f"OpenCV cannot read the image ({error.err})") from None
     if image is None:
-        raise DataError("it is no image, or a damaged one (jpeg, png, bmp and webp are read)")
+        raise DataError(_NO_IMAGE)
     return image[..., np.newaxis] if channels == 1 else image
 
 
@@ -107,22 +111,25 @@ def _is_cut_off(data: bytes) -> bool:
 def _declared_pixels(data: bytes) -> int:
     """Returns how many pixels an image's head declares; 0 where it has none that is known.
 
-    Sources: PNG (ISO/IEC 15948), JPEG (ITU-T T.81, B.2.2), WebP (RFC 9649), BITMAPINFOHEADER.
+    Sources: PNG (ISO/IEC 15948), JPEG (ITU-T T.81, B.2.2), WebP (RFC 9649), BITMAPCOREHEADER and
+    BITMAPINFOHEADER.
     """
+    is_webp = data.startswith(b"RIFF")
     try:
-        if data.startswith(_PNG):
+        if data.startswith(_PNG) and data[12:16] == b"IHDR":
             width, height = struct.unpack_from(">II", data, 16)
         elif data.startswith(_JPEG):
             height, width = struct.unpack_from(">HH", data, _start_of_frame(data) + 5)
         elif data.startswith(b"BM"):
-            width, height = struct.unpack_from("<ii", data, 18)
-        elif data[8:16] == b"WEBPVP8X":
+            (head_bytes,) = struct.unpack_from("<I", data, 14)
+            width, height = struct.unpack_from("<HH" if head_bytes == 12 else "<ii", data, 18)
+        elif is_webp and data[8:16] == b"WEBPVP8X":
             low, high, low_height, high_height = struct.unpack_from("<HBHB", data, 24)
             width, height = (high << 16 | low) + 1, (high_height << 16 | low_height) + 1
-        elif data[8:16] == b"WEBPVP8L":
+        elif is_webp and data[8:16] == b"WEBPVP8L":
             (bits,) = struct.unpack_from("<I", data, 21)
             width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-        elif data[8:16] == b"WEBPVP8 ":
+        elif is_webp and data[8:16] == b"WEBPVP8 ":
             width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
         else:
             return 0
@@ -138,6 +145,10 @@ def _start_of_frame(data: bytes) -> int:
         mark, kind, length = struct.unpack_from(">BBH", data, at)
         if mark == 0xFF and 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             return at
-        # A byte FF may fill the place before a mark.
-        at += 1 if mark != 0xFF or kind == 0xFF else 2 + length
+        if mark != 0xFF or kind == 0xFF:
+            at += 1  # a byte FF may fill the place before a mark
+        elif kind == 0x01 or 0xD0 <= kind <= 0xD8:
+            at += 2  # these marks have no length
+        else:
+            at += 2 + length
     return len(data)
