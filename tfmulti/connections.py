@@ -20,7 +20,7 @@ from absl import logging
 from tfmulti.cluster import host_of
 from tfmulti.job_secret import proof, secret_of
 from tfmulti.links import LinkError, Links
-from tfmulti.listening import listen
+from tfmulti.listening import LOOPBACK, is_here, listen
 from tfmulti.meeting import join
 from tfmulti.strategies import Placement
 
@@ -60,6 +60,8 @@ def links_now(placement: Placement) -> Links:
 def _connect(placement: Placement) -> Links | None:
     """Returns connections to all other workers; None where one cannot reach another."""
     hosts = [host_of(address) for address in placement.addresses]
+    if len(set(hosts)) == 1 and is_here(hosts[0]):
+        hosts = [LOOPBACK] * len(hosts)  # no other machine has a part in the job
     listener = listen(hosts[placement.rank], hosts)
     port, token = listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.int32)
     told = _tell(placement, "where", [placement.rank, port, *token])

@@ -36,6 +36,8 @@ def secret_of(env: Mapping[str, str], path: Path | None = None) -> str:
         if found:
             raise ConfigError(f"{SECRET} and --secret-file are both given. Give one of them.")
         found, place = _content(path), f"--secret-file {path}"
+    if not found.isprintable():
+        raise ConfigError(f"{place}: a secret has letters, digits and signs alone. {_HOW}")
     if (found or path is not None) and not LEAST <= len(found) <= MOST:
         raise ConfigError(
             f"{place}: a secret has {LEAST} to {MOST} characters, but this has {len(found)}. {_HOW}"

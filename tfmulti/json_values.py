@@ -70,4 +70,6 @@ def _as(hint: Any, name: str, value: Any) -> Any:
         return float(value)
     if type(value) is not (typing.get_origin(hint) or hint):
         raise ValueError(f"{name} is of type {type(value).__name__}")
+    if value != value:
+        raise ValueError(f"{name} is no number")
     return value

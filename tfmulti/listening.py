@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+LOOPBACK = "127.0.0.1"
 _KEEPALIVE = (60, 15, 4)  # seconds to the first probe and between probes, and how many
 
 
@@ -38,6 +39,11 @@ def listen(own: str, hosts: Sequence[str], port: int = 0) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or an address, without brackets, is one of this machine's."""
+    return any(can_bind(family, address) for family, address in _addresses(host))
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tfmulti.job_secret import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from tfmulti.links import LinkError
@@ -108,16 +108,32 @@ def _answer_all(
 
     while ranks - found.keys():
         listener.settimeout(min(_LOOK_S, _left(deadline_s)))
-        with contextlib.suppress(TimeoutError):
+        try:
             link, _ = listener.accept()
+        except TimeoutError:
+            pass
+        except OSError:  # too many files are open, or who called is gone
+            time.sleep(_LOOK_S)
+        else:
             if places.acquire(blocking=False):
-                threading.Thread(target=answer, args=(link,), daemon=True).start()
+                _start(answer, link, places)
             else:
                 link.close()
         while not answered.empty():
             who, link = answered.get()
             found[who] = link
     return found
+
+
+def _start(
+    answer: Callable[[socket.socket], None], link: socket.socket, places: threading.Semaphore
+) -> None:
+    try:
+        threading.Thread(target=answer, args=(link,), daemon=True).start()
+    except RuntimeError:  # the system has no more threads
+        places.release()
+        link.close()
+        time.sleep(_LOOK_S)
 
 
 def _answer(

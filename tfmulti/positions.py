@@ -121,19 +121,27 @@ def random_states_of(dataset: tf.data.Dataset) -> int:
 def random_states_in(position: Position) -> int:
     """Returns a number that is lower where the state of something that draws is missing."""
     contents = [content.tobytes() for content in position.values()]
-    return sum(names.count(_RANDOM_STATE) for content in contents for names in _names_in(content))
+    return sum(
+        content.count(_RANDOM_STATE, begin, end)
+        for content in contents
+        for begin, end in _names_in(content)
+    )
 
 
-def _names_in(content: bytes) -> Iterator[bytes]:
-    """Yields the names of what a file holds of each part of a dataset, without its values.
+def _names_in(content: bytes) -> Iterator[tuple[int, int]]:
+    """Yields where a file has the names of each part of a dataset, without its values.
 
     They are the metadata of tensorflow/core/framework/tensor.proto's VariantTensorDataProto.
     """
+    end = 0
     for begin in _PART.finditer(content):
         length, at = 0, begin.end()
+        if at < end:
+            continue  # within other names
         for place, byte in enumerate(begin[1]):  # a number in base 128, its lowest digit first
             length |= (byte & 0x7F) << 7 * place
-        yield content[at : at + length]
+        end = min(at + length, len(content))
+        yield at, end
 
 
 def position_of(iterator: Any) -> Position | None:

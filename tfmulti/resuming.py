@@ -124,7 +124,10 @@ def seed_of(record: Record | None, drawn: int | None, fixed: bool) -> int | None
     """
     if record is None:
         return drawn
-    saved: int | None = record.tree["seed"]
+    with _of_known_form():
+        saved: int | None = record.tree["seed"]
+        if saved is not None:
+            saved = index(saved)
     if (fixed and saved != drawn) or (saved is None) != (drawn is None):
         raise ResumeError(
             f"saved seed={saved}, this run seed={drawn}. Use the saved one, or begin a new run in "
@@ -142,7 +145,9 @@ def _of_known_form() -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except ResumeError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ResumeError(
             f"the newest backup is not as this version writes it ({type(error).__name__}: {error})."
             " Begin a new run in a new folder, or remove that backup."
@@ -170,7 +175,8 @@ class Keeper:
         for feed in feeds.values():
             feed.keep_position()
         if record is not None:
-            _check_data(record.tree["data"], self._data)
+            with _of_known_form():
+                _check_data(record.tree["data"], self._data)
 
     def start(self) -> Progress | None:
         """Returns where to begin, or None at the beginning."""
@@ -199,6 +205,7 @@ class Keeper:
         state.examples = state.examples_before = index(tree["examples"])
         state.lost = index(tree.get("lost", 0))
 
+    @_of_known_form()
     def restore_random_states(self) -> None:
         """Gives Python's and NumPy's generators the states of the record."""
         assert self._record is not None

@@ -139,7 +139,13 @@ class Backup(keras.callbacks.Callback):
                 "such as on NFS."
             )
         if record is not None:
-            self._check_settings(record.tree["settings"])
+            settings = record.tree.get("settings")
+            if not isinstance(settings, Mapping):
+                raise ResumeError(
+                    f"the newest backup in {folder} is not as this version writes it (settings). "
+                    "Begin a new run in a new folder, or remove that backup."
+                )
+            self._check_settings(settings)
         return record
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ class Guard:
         self._grace_s = grace_s
         self._groups: set[int] = set()
         self._another: subprocess.Popen[bytes] | None = None
+        self._is_gone = False
         reader, self._writer = os.pipe()
         os.set_inheritable(self._writer, False)
         self._pid = os.fork()
@@ -53,11 +54,12 @@ class Guard:
 
     def check(self) -> None:
         """Starts another guard where this one was killed. To be called often."""
-        if self._another is not None:
-            is_gone = self._another.poll() is not None
-        else:
-            is_gone = os.waitpid(self._pid, os.WNOHANG)[0] != 0
-        if is_gone:
+        if not self._is_gone:
+            if self._another is not None:
+                self._is_gone = self._another.poll() is not None
+            else:
+                self._is_gone = os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        if self._is_gone:
             self._start_another()
 
     def _tell(self, line: str) -> None:
@@ -71,10 +73,15 @@ class Guard:
         reader, writer = os.pipe()
         os.set_inheritable(writer, False)
         argv = [sys.executable, "-m", "tfmulti.launch.guard", str(self._grace_s)]
-        self._another = subprocess.Popen(argv, stdin=reader, start_new_session=True)
-        os.close(reader)
+        try:
+            self._another = subprocess.Popen(argv, stdin=reader, start_new_session=True)
+        except OSError:  # for want of memory, perhaps; it is tried again
+            os.close(writer)
+            return
+        finally:
+            os.close(reader)
         os.close(self._writer)
-        self._writer = writer
+        self._writer, self._is_gone = writer, False
         for group in self._groups:
             os.write(writer, f"+{group}\n".encode())
 

@@ -242,9 +242,13 @@ def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
     Raises:
         ConfigError: there is no secret.
     """
-    if config.by_hand and len(hosts) > 1 and not config.secret and not config.insecure:
+    may_grow = bool(config.hostfile or config.discovery)
+    if not config.by_hand or config.secret or config.insecure:
+        return
+    if len(hosts) > 1 or may_grow:
+        machines = f"{len(hosts)} machines or more" if may_grow else f"{len(hosts)} machines"
         raise ConfigError(
-            f"--node-rank over {len(hosts)} machines needs a secret, else whoever reaches port "
+            f"--node-rank over {machines} needs a secret, else whoever reaches port "
             f"{config.master_port} could take part. Give the same {SECRET} or --secret-file on "
             "each machine, or --insecure in a network of your own."
         )
