@@ -5,25 +5,30 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from tfmulti import meeting
 from tfmulti.errors import ConfigError
 from tfmulti.job_secret import Seal, secret_of
-from tfmulti.launch import agent, connect, remote
+from tfmulti.launch import agent, connect, guard, remote
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import Door, ssh_command
 from tfmulti.launch.hosts import Host, parse_hosts
 from tfmulti.launch.machine import Unreachable
+from tfmulti.launch.pool import check_secret
 from tfmulti.launch.remote import Link, There
 
 PROGRAM = ("train", "--epochs", "3")
@@ -186,6 +191,62 @@ def test_threads_that_cannot_be_started_do_not_close_the_door(
     monkeypatch.undo()
     assert made._greeted._value == connect.GREETED_AT_ONCE
     assert comes_in(made, port)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "x"), OSError(errno.ECONNABORTED, "x")])
+def test_workers_meet_although_a_connection_cannot_be_taken(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    places = [each.getsockname() for each in listeners]
+    original, failures = socket.socket.accept, [error, error]
+
+    def accept(self: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return original(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with ThreadPoolExecutor(2) as threads:
+        found = [
+            threads.submit(meeting.join, listener, rank, places, b"key")
+            for rank, listener in enumerate(listeners)
+        ]
+        links = [link for each in found for link in each.result(20).values()]
+    assert len(links) == 2
+    for link in links:
+        link.close()
+
+
+def test_a_guard_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = guard.Guard(1.0)
+    os.kill(made._pid, signal.SIGKILL)
+    tried: list[Any] = []
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        tried.append(args)
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(guard.subprocess, "Popen", fails)
+    wait_for(lambda: made.check() or len(tried) >= 2)
+    monkeypatch.undo()
+    made.check()
+    assert made._another is not None
+    assert made._another.poll() is None
+    made.close()
+
+
+def test_a_host_file_that_may_grow_needs_a_secret(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
+    one = LaunchConfig(program=("x",), module=True, node_rank=0, hostfile=tmp_path / "hosts")
+    with pytest.raises(ConfigError, match="--node-rank over 1 machines or more needs a secret"):
+        check_secret(one, parse_hosts("127.0.0.1:1"))
+    check_secret(replace(one, secret=SECRET), parse_hosts("127.0.0.1:1"))
+
+
+def test_a_secret_is_text() -> None:
+    with pytest.raises(ConfigError, match="a secret has letters, digits and signs alone"):
+        secret_of({"TFMULTI_SECRET": "sixteen or more \udcff"})
 
 
 def test_a_first_machine_that_says_nothing_is_told(tmp_path: Path) -> None:

@@ -188,6 +188,12 @@ def test_a_look_as_an_agent_says_it() -> None:
     assert json_values.build(Seen, json.loads(json.dumps(asdict(Seen(1, 2))))) == Seen(1, 2)
 
 
+def test_what_is_no_number_is_refused() -> None:
+    text = json.dumps({**LOOK, "ended_s": float("nan")})
+    with pytest.raises(ValueError, match="ended_s is no number"):
+        json_values.build(Seen, json_values.parse(text))
+
+
 @fuzzed
 @given(like(LOOK))
 def test_looks_of_an_agent(values: Any) -> None:

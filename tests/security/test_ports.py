@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 
 from tests.support.launching import wait_for
 from tests.support.processes import processes, run, run_workers
+from tfmulti import connections
 from tfmulti.errors import ConfigError
 from tfmulti.launch import isolation
 from tfmulti.launch.addresses import answers
 from tfmulti.launch.flags import parse
 from tfmulti.listening import listen
+from tfmulti.strategies import Placement
 
 LIMIT_S = 120
 DEAD_PROXY = "http://127.0.0.1:9"  # nobody listens there
@@ -43,6 +46,19 @@ def test_a_job_listens_where_its_workers_call(
         assert server.getsockname()[0] == bound or (
             bound is None and server.getsockname()[0] in ("::", "0.0.0.0")
         )
+
+
+def test_workers_of_one_name_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TF_CONFIG with this machine's name twice; not where the name is another machine's."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(connections, "listen", lambda own, hosts: asked.append([own, *hosts]))
+    here, there = socket.gethostname(), "192.0.2.1"
+    for hosts in ([here, here], [there, there], [here, there]):
+        addresses = tuple(f"{host}:{port}" for port, host in enumerate(hosts, 1))
+        placement = Placement(0, 2, 1, addresses=addresses)
+        with pytest.raises(AttributeError):  # the listener is none
+            connections._connect(placement)
+    assert asked == [["127.0.0.1"] * 3, [there] * 3, [here, here, there]]
 
 
 def test_a_port_in_use_is_told() -> None:
