@@ -305,9 +305,18 @@ def is_of_storage(error: Exception) -> bool:
     if not isinstance(error, OSError):
         return False
     name = error.filename
-    if error.errno == errno.ENOENT and isinstance(name, str) and "://" not in name:
-        return not os.path.isdir(os.path.dirname(name) or ".")  # its folder is gone
+    if error.errno in (errno.ENOENT, errno.EIO) and isinstance(name, str) and "://" not in name:
+        return not _can_be_listed(os.path.dirname(name) or ".")
     return error.errno in _OF_STORAGE
+
+
+def _can_be_listed(folder: str) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            next(entries, None)
+        return True
+    except OSError:
+        return False
 
 
 def reason_of(error: Exception) -> str:

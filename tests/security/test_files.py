@@ -346,6 +346,19 @@ def test_a_folder_that_is_gone_is_of_the_storage_and_a_file_is_not(tmp_path: Pat
     assert not is_of_storage(DataError("damaged"))
 
 
+def test_a_disk_that_cannot_be_read_is_of_the_storage_and_a_bad_sector_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.EIO, "Input/output error", str(tmp_path / "x.png"))
+    assert not is_of_storage(error)
+
+    def scandir(path: str) -> None:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert is_of_storage(error)
+
+
 @pytest.mark.parametrize("error", [TypeError, NameError, ValueError])
 @pytest.mark.parametrize("skip", [0, 10_000])
 def test_a_fault_of_the_sources_code_is_no_bad_record(error: type[Exception], skip: int) -> None:
