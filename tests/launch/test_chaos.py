@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import time
@@ -157,7 +158,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("program", ["sleeps", "deaf", "command"])
+@pytest.mark.parametrize("program", ["sleeps", "deaf", "command", "wrapped", "deaf command"])
 def test_nothing_outlives_launcher_and_guard_killed_at_once(
     tmp_path: Path, program: str, replaced: bool
 ) -> None:
@@ -165,7 +166,13 @@ def test_nothing_outlives_launcher_and_guard_killed_at_once(
     (tmp_path / "deaf.py").write_text(DEAF)
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(1e6)")
     words = [str(tmp_path / f"{program}.py")]
-    words = ["--no-python", "sleep", "98765"] if program == "command" else words
+    inner = ["sleep", str(secrets.randbelow(10**9) + 10**9)]
+    commands = {
+        "command": inner,
+        "wrapped": ["bash", "-c", f"{' '.join(inner)}; true"],
+        "deaf command": ["bash", "-c", f"trap '' TERM; {' '.join(inner)}; true"],
+    }
+    words = ["--no-python", *commands[program]] if program in commands else words
     flags = ["-m", "tfmulti.launch", "--shutdown-grace-s", "2", "--log-dir", str(tmp_path / "logs")]
     with processes(tmp_path / "launcher") as group:
         launcher = group.start([*flags, *words])
@@ -183,6 +190,21 @@ def test_nothing_outlives_launcher_and_guard_killed_at_once(
                 os.kill(pid, number)
         launcher.wait(LIMIT_S)
         wait_for(lambda: not is_alive(worker), 15)
+        wait_for(lambda: not running(" ".join(inner)), 15)
+
+
+def test_a_command_that_ends_leaves_no_process(tmp_path: Path) -> None:
+    mark = f"{secrets.randbelow(10**9) + 10**9}"
+    flags = ["-m", "tfmulti.launch", "--log-dir", str(tmp_path / "logs"), "--no-python"]
+    done = run([*flags, "bash", "-c", f": {mark}; exit 3"], tmp_path / "launcher", limit_s=LIMIT_S)
+    assert done.returncode == 3, done.stderr
+    wait_for(lambda: not running(mark), 10)
+
+
+def running(words: str) -> bool:
+    """Whether a process has these words in its command line."""
+    done = subprocess.run(["pgrep", "-f", words], capture_output=True, text=True)
+    return done.returncode == 0
 
 
 def guards_of(launcher: int) -> list[int]:

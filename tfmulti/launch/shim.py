@@ -23,6 +23,7 @@ import importlib.util
 import json
 import os
 import runpy
+import select
 import signal
 import sys
 import threading
@@ -69,6 +70,29 @@ def _end_with_parent() -> None:
         sys.exit(1)  # it has ended just before
 
 
+def _leave_a_watch() -> None:
+    """Leaves a process that ends this one's group where the launcher is gone, as a worker does.
+
+    A program that is run in this one's place may ignore SIGTERM, or have started others.
+    """
+    if PARENT not in os.environ:
+        return
+    launcher, program = os.pidfd_open(os.getppid()), os.pidfd_open(os.getpid())
+    if os.fork():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)  # else who waits for the program's output waits for this process
+    select.select([launcher, program], [], [])
+    if not select.select([launcher], [], [], _LOOK_S)[0]:
+        os._exit(0)  # the program has ended by itself
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(float(os.environ.get(GRACE, "30")))
+    os.killpg(0, signal.SIGKILL)
+
+
 def stand_by() -> list[str]:
     """Returns the arguments of the worker that this process is to become, when it is told."""
     with memory.importing():
@@ -101,6 +125,7 @@ def main() -> None:
     """Runs the program that the command line names, as Python would."""
     if sys.argv[1:2] == [COMMAND]:
         _end_with_parent()  # what is run in its place keeps that
+        _leave_a_watch()
         os.execvp(sys.argv[2], sys.argv[2:])
     tie_to_launcher()
     if sys.argv[1:] == [STANDBY]:
