@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import remote
 from tfmulti.launch.agent import forwarded, serve
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import Door, begin_of, ssh_command
+from tfmulti.launch.connect import Door, begin_of, over_ssh, ssh_command
 from tfmulti.launch.flags import parse
 from tfmulti.launch.hosts import Host, discover, is_here, parse_hosts, read_hostfile, slots_of
 from tfmulti.launch.machine import Unreachable
@@ -300,6 +301,26 @@ def test_workers_of_a_machine_that_is_cut_off_end(
     machine._link.close()
     os.kill(agent, signal.SIGCONT)
     wait_for(lambda: not is_alive(seen.pid))
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (errno.ENOENT, ConfigError, "--ssh ssh: No such file or directory. Install OpenSSH."),
+        (errno.EMFILE, Unreachable, "ssh does not start: Too many open files"),
+    ],
+)
+def test_an_ssh_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], words: str
+) -> None:
+    """Another try may find descriptors; it finds no other program."""
+
+    def popen(*args: Any, **kwargs: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(error, match=words):
+        over_ssh(JOB, {}, Host("there", 1), "run", lambda *_: None)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import addresses, policy
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.flags import parse
-from tfmulti.launch.idle import Idle
+from tfmulti.launch.idle import Idle, Use
 from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Attempt, Budget, Failure, Pace, Restart, Stop, next_action
 from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
@@ -118,16 +118,24 @@ def test_groups_that_use_no_core_are_seen() -> None:
     times = iter([0.0, 1.0, 2.0, 3.0, 4.0])
     used = iter(
         [
-            {7: (1.0, False)},
-            {7: (1.01, False), 8: (0.0, False)},  # one per cent of a core
-            {7: (1.02, False), 8: (0.5, False)},
-            {7: (1.02, True), 8: (0.5, False)},  # waits for a disk
-            {7: (1.02, False), 8: (0.5, False)},
+            {7: Use(1.0)},
+            {7: Use(1.01), 8: Use()},  # one per cent of a core
+            {7: Use(1.02), 8: Use(0.5)},
+            {7: Use(1.02, waits_for_disk=True), 8: Use(0.5)},
+            {7: Use(1.02), 8: Use(0.5)},
         ]
     )
     idle = Idle(lambda: next(used), lambda: next(times))
     assert [idle.since(7) for _ in range(5)] == [0.0, 0.0, 0.0, 3.0, 3.0]
     assert idle._since[8] == 2.0
+
+
+def test_a_group_that_waits_for_a_disk_without_a_byte_is_idle_in_the_end() -> None:
+    """A file server that is gone lets its readers wait for ever; a slow one sends something."""
+    used = [{7: Use(disk_bytes=number, waits_for_disk=True)} for number in (1, 2, 2, 2, 2, 3)]
+    times = iter([0.0, 10.0, 100.0, 140.0, 200.0, 210.0])
+    idle = Idle(lambda: used.pop(0), lambda: next(times))
+    assert [idle.since(7) for _ in range(6)] == [0.0, 10.0, 100.0, 100.0, 100.0, 210.0]
 
 
 PROGRAM = ["-m", "tfmulti.fit", "--epochs", "3"]

@@ -87,8 +87,10 @@ def over_ssh(
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the launcher, which ends it
         )
-    except OSError as error:
+    except (FileNotFoundError, PermissionError) as error:
         raise ConfigError(f"--ssh {config.ssh}: {error.strerror}. Install OpenSSH.") from None
+    except OSError as error:  # no memory, processes or descriptors now
+        raise Unreachable(f"{config.ssh} does not start: {error.strerror}") from None
     assert ssh.stdin is not None
     assert ssh.stdout is not None
     assert ssh.stderr is not None

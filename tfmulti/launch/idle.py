@@ -1,4 +1,4 @@
-"""Since when process groups use no core: what tells a worker that waits from one that works."""
+"""Since when process groups do nothing: what tells a worker that waits from one that works."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 SAMPLE_S = 1.0
 BUSY_SHARE = 0.02  # of one core; a TensorFlow process that waits in a collective uses 0.002
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
-Use = dict[int, tuple[float, bool]]  # process group -> seconds of cores so far, waits for a disk
+# A process may wait this long for a disk without a byte: it writes back what it has written. One
+# that waits longer, for a file server that is gone, does nothing.
+DISK_S = 120.0
 
 
-def cores_used() -> Use:
+class Use(NamedTuple):
+    """What a process group has used since its start."""
+
+    core_s: float = 0.0
+    disk_bytes: int = 0  # read and written
+    waits_for_disk: bool = False
+
+
+def used_by_groups() -> dict[int, Use]:
     """Returns what each process group of this machine has used, from /proc."""
-    used: Use = {}
+    groups: dict[int, Use] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
@@ -25,10 +36,22 @@ def cores_used() -> Use:
         except OSError:
             continue  # it has ended
         group = int(fields[2])
-        seconds, waits = used.get(group, (0.0, False))
-        seconds += (int(fields[11]) + int(fields[12])) / _TICKS_A_S
-        used[group] = (seconds, waits or fields[0] == "D")
-    return used
+        before = groups.get(group, Use())
+        groups[group] = Use(
+            before.core_s + (int(fields[11]) + int(fields[12])) / _TICKS_A_S,
+            before.disk_bytes + _disk_bytes(entry),
+            before.waits_for_disk or fields[0] == "D",
+        )
+    return groups
+
+
+def _disk_bytes(entry: Path) -> int:
+    try:
+        lines = (entry / "io").read_text().splitlines()
+    except OSError:  # of another user
+        return 0
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["read_bytes"]) + int(counts["write_bytes"])
 
 
 class Idle:
@@ -36,16 +59,17 @@ class Idle:
 
     def __init__(
         self,
-        look: Callable[[], Use] = cores_used,
+        look: Callable[[], dict[int, Use]] = used_by_groups,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._look, self._clock = look, clock
         self._sampled_s = float("-inf")
-        self._used: Use = {}
+        self._used: dict[int, Use] = {}
+        self._moved: dict[int, float] = {}  # when bytes last went to or from a disk
         self._since: dict[int, float] = {}
 
     def since(self, group: int) -> float:
-        """Returns since when a process group uses no core; now, if it does or is new."""
+        """Returns since when a process group does nothing; now, if it works or is new."""
         now = self._clock()
         if now - self._sampled_s >= SAMPLE_S:
             self._sample(now)
@@ -53,10 +77,15 @@ class Idle:
 
     def _sample(self, now: float) -> None:
         used = self._look()
-        since = {}
-        for group, (seconds, waits) in used.items():
-            before = self._used.get(group, (0.0, False))[0]
-            works = seconds - before > BUSY_SHARE * (now - self._sampled_s)
-            known = group in self._used and not works and not waits
-            since[group] = self._since.get(group, now) if known else now
-        self._used, self._since, self._sampled_s = used, since, now
+        moved, since = {}, {}
+        for group, use in used.items():
+            before = self._used.get(group)
+            same = before is not None and use.disk_bytes == before.disk_bytes
+            moved[group] = self._moved.get(group, now) if same else now
+            works = (
+                before is None
+                or use.core_s - before.core_s > BUSY_SHARE * (now - self._sampled_s)
+                or (use.waits_for_disk and now - moved[group] < DISK_S)
+            )
+            since[group] = now if works else self._since.get(group, now)
+        self._used, self._moved, self._since, self._sampled_s = used, moved, since, now

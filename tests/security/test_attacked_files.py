@@ -1,0 +1,145 @@
+"""Crafted backups and data files given to real jobs of two workers: right numbers, or one line."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.launching import assert_as_if_nothing_had_happened, launched
+from tests.support.processes import Finished, run
+from tfmulti import backup
+
+CASES: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "paths": lambda tree, outside: _name_paths(tree, outside),
+    "attributes": lambda tree, outside: tree["callbacks"].update(
+        {name: {**state, "filepath": outside} for name, state in tree["callbacks"].items()}
+    ),
+}
+
+
+def _name_paths(tree: dict[str, Any], outside: str) -> None:
+    upwards = "../" * 12 + outside[1:]
+    files = {outside: np.zeros(3, np.uint8), upwards: np.zeros(3, np.uint8)}
+    tree["positions"] = {"training": {"passes": 1, "steps": 2, "iterator": files}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_crafted_backup_writes_nothing_elsewhere(
+    tmp_path: Path, whole: dict[str, np.ndarray], case: str
+) -> None:
+    """The newest backup was changed, with all its checksums: the job ends with its numbers."""
+    outside = str(tmp_path / "outside")
+    stopped = interrupted(tmp_path)
+    change_newest(tmp_path, lambda tree: CASES[case](tree, outside))
+    done = launched(tmp_path)
+    assert done.returncode == 0, stopped.stderr + done.stderr
+    assert not Path(outside).exists()
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+
+
+def test_a_packed_backup_is_passed_over(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    """What unpacks to more than the file is not unpacked: the backup before it is taken."""
+    interrupted(tmp_path)
+    newest = backup.Backups(tmp_path / "backups").files()[0]
+    with zipfile.ZipFile(newest, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.npy", bytes(100 << 20))
+    done = launched(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{newest.name}" in done.stderr + done.stdout
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+
+
+def test_a_record_of_another_form_is_one_line(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    change_newest(tmp_path, lambda tree: tree.update(progress="../x"))
+    before = sorted((tmp_path / "backups").iterdir())
+    done = launched(tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "the newest backup is not as this version writes it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted((tmp_path / "backups").iterdir()) == before
+
+
+def interrupted(folder: Path) -> Finished:
+    """Runs a job that ends in the midst of its second epoch, with some backups."""
+    done = launched(folder, "1.4.1.exit", "--max-restarts", "0")
+    assert done.returncode == 3, done.stderr
+    return done
+
+
+def change_newest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the newest backup, with all its checksums."""
+    path = backup.Backups(folder / "backups").files()[0]
+    record = backup.from_bytes(path.read_bytes())
+    change(record.tree)
+    path.write_bytes(backup.to_bytes(record))
+
+
+def npz_of_terabytes(folder: Path) -> list[str]:
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        head, {"descr": "<f4", "fortran_order": False, "shape": (1 << 43,)}
+    )
+    with zipfile.ZipFile(folder / "x.npz", "w") as archive:
+        archive.writestr("x.npy", head.getvalue() + b"few")
+    return [f"--dataset=npz:{folder}/x.npz"]
+
+
+def code_in_an_npz(folder: Path) -> list[str]:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (os.mkdir, (str(folder / "outside"),))
+
+    np.savez(folder / "x.npz", x=np.array([Evil()], object), y=np.zeros(1, np.int64))
+    return [f"--dataset=npz:{folder}/x.npz"]
+
+
+def pipes_and_devices(folder: Path) -> list[str]:
+    picture(folder, (8, 8))
+    os.mkfifo(folder / "images" / "a" / "pipe.png")
+    (folder / "images" / "b" / "zero.png").symlink_to("/dev/zero")
+    return [f"--dataset=images:{folder}/images,size=8x8"]
+
+
+def large_pictures(folder: Path) -> list[str]:
+    picture(folder, (8, 8))
+    Image.new("1", (30_000, 30_000)).save(folder / "images" / "a" / "large.png")
+    return [f"--dataset=images:{folder}/images,size=8x8"]
+
+
+def picture(folder: Path, size: tuple[int, int]) -> None:
+    for label in ("a", "b"):
+        (folder / "images" / label).mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", size).save(folder / "images" / label / f"{number}.png")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (npz_of_terabytes, "declares 35,184,372,088,832 bytes"),
+        (code_in_an_npz, "x.npz"),
+        (pipes_and_devices, "no regular file"),
+        (large_pictures, "megapixels"),
+    ],
+)
+def test_a_crafted_data_file_is_one_line(
+    tmp_path: Path, make: Callable[[Path], list[str]], words: str
+) -> None:
+    data = make(tmp_path)
+    flags = ["--model=mlp", "--global_batch_size=4", "--epochs=1", f"--run_dir={tmp_path}/run"]
+    launcher = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0"]
+    argv = [*launcher, "--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit", *data, *flags]
+    done = run(argv, tmp_path / "launcher", limit_s=120)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outside").exists()
