@@ -10,12 +10,13 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, pipeline
-from tfmulti.errors import DataError
+from tfmulti.errors import DataError, ResumeError
 from tfmulti.positions import (
     Position,
     State,
     draws_when_read,
     form_of,
+    has_known_names,
     holds_all,
     in_passes,
     must_be_read,
@@ -244,7 +245,8 @@ class DatasetFeed:
         unread = min(unread, passes)
         state = position or {}
         self._has_ended = state.get("has_ended", False)
-        if state.get("iterator") is not None and state.get("form") == form_of(self._source):
+        fits = state.get("iterator") is not None and state.get("form") == form_of(self._source)
+        if fits and has_known_names(state["iterator"]):
             self._iterator = self._restored(state, passes + unread)
         self.unread = unread
         if self._iterator is not None:
@@ -259,12 +261,14 @@ class DatasetFeed:
                 iter(self._batches)
 
     def _restored(self, state: State, made: int) -> Any:
-        """Returns an iterator at a saved position; None: it cannot be put there.
-
-        `made` iterators were made before it.
+        """Returns an iterator at a saved position. `made` iterators were made before it.
 
         A shuffle that has given its last row is not in a position. How many orders it has drawn
         is in that of an iterator that was made as the pass's was.
+
+        Raises:
+            ResumeError: TensorFlow does not take the position. The pass cannot be read again
+                instead: the iterator that was tried has drawn a seed of each shuffle.
         """
         of_pass = None
         for _ in range(made + 1 if state["lacks_seeds"] else 0):
@@ -272,7 +276,10 @@ class DatasetFeed:
         seeds = position_of(of_pass) if of_pass is not None else None
         iterator = self._new_iterator()
         if not set_position(iterator, state["iterator"]):
-            return None
+            raise ResumeError(
+                "TensorFlow does not take the position in the data of the newest backup. Remove "
+                "that file: the run goes on from the backup before it."
+            )
         if seeds is not None:
             set_position(of_pass, seeds)  # last: all iterators share what the next pass draws by
         return iterator

@@ -161,12 +161,14 @@ def position_of(iterator: Any) -> Position | None:
         return {file.name: np.frombuffer(file.read_bytes(), np.uint8) for file in files}
 
 
-def set_position(iterator: Any, position: Position) -> bool:
-    """Puts a new iterator where another one was; returns whether it could be.
+def has_known_names(position: Position) -> bool:
+    """Whether a position, which comes from a file, has TensorFlow's names alone."""
+    return all(_FILE.fullmatch(name) for name in position)
 
-    A position comes from a file: one with other names than TensorFlow's is not taken.
-    """
-    if not all(_FILE.fullmatch(name) for name in position):
+
+def set_position(iterator: Any, position: Position) -> bool:
+    """Puts a new iterator where another one was; returns whether it could be."""
+    if not has_known_names(position):
         return False
     with tempfile.TemporaryDirectory() as folder:
         for name, content in position.items():

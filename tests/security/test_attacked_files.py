@@ -13,66 +13,79 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.launching import assert_as_if_nothing_had_happened, launched
 from tests.support.processes import Finished, run
 from tfmulti import backup
 
-CASES: dict[str, Callable[[dict[str, Any], str], None]] = {
-    "paths": lambda tree, outside: _name_paths(tree, outside),
-    "attributes": lambda tree, outside: tree["callbacks"].update(
-        {name: {**state, "filepath": outside} for name, state in tree["callbacks"].items()}
-    ),
-}
+LIMIT_S = 120
+LAUNCH = ("-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0")
 
 
-def _name_paths(tree: dict[str, Any], outside: str) -> None:
-    upwards = "../" * 12 + outside[1:]
-    files = {outside: np.zeros(3, np.uint8), upwards: np.zeros(3, np.uint8)}
-    tree["positions"] = {"training": {"passes": 1, "steps": 2, "iterator": files}}
+def paths_of_a_position(tree: dict[str, Any], outside: str) -> None:
+    position = tree["positions"]["training"]["iterator"]
+    position[outside] = position["../" * 12 + outside[1:]] = np.zeros(3, np.uint8)
 
 
-@pytest.mark.parametrize("case", CASES)
+def attributes_of_a_callback(tree: dict[str, Any], outside: str) -> None:
+    (state,) = (found for name, found in tree["callbacks"].items() if "ModelCheckpoint" in name)
+    state.update(filepath=outside, _filepath=outside)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
+    """Returns the weights of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert saving(folder).returncode == 0
+    return left_in(folder)
+
+
+@pytest.mark.parametrize("change", [paths_of_a_position, attributes_of_a_callback])
 def test_a_crafted_backup_writes_nothing_elsewhere(
-    tmp_path: Path, whole: dict[str, np.ndarray], case: str
+    tmp_path: Path, weights: list[np.ndarray], change: Callable[[dict[str, Any], str], None]
 ) -> None:
     """The newest backup was changed, with all its checksums: the job ends with its numbers."""
-    outside = str(tmp_path / "outside")
-    stopped = interrupted(tmp_path)
-    change_newest(tmp_path, lambda tree: CASES[case](tree, outside))
-    done = launched(tmp_path)
-    assert done.returncode == 0, stopped.stderr + done.stderr
+    outside = str(tmp_path / "outside.weights.h5")
+    interrupted(tmp_path)
+    change_newest(tmp_path, lambda tree: change(tree, outside))
+    done = saving(tmp_path)
+    assert done.returncode == 0, done.stderr
     assert not Path(outside).exists()
-    assert_as_if_nothing_had_happened(tmp_path, whole)
+    assert (tmp_path / "model.keras").exists()
+    np.testing.assert_equal(left_in(tmp_path), weights)
 
 
-def test_a_packed_backup_is_passed_over(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+def test_a_packed_backup_is_passed_over(tmp_path: Path, weights: list[np.ndarray]) -> None:
     """What unpacks to more than the file is not unpacked: the backup before it is taken."""
     interrupted(tmp_path)
     newest = backup.Backups(tmp_path / "backups").files()[0]
     with zipfile.ZipFile(newest, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.npy", bytes(100 << 20))
-    done = launched(tmp_path)
+    done = saving(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"{newest.name}" in done.stderr + done.stdout
-    assert_as_if_nothing_had_happened(tmp_path, whole)
+    assert newest.name in done.stderr + done.stdout
+    np.testing.assert_equal(left_in(tmp_path), weights)
 
 
 def test_a_record_of_another_form_is_one_line(tmp_path: Path) -> None:
     interrupted(tmp_path)
     change_newest(tmp_path, lambda tree: tree.update(progress="../x"))
     before = sorted((tmp_path / "backups").iterdir())
-    done = launched(tmp_path)
+    done = saving(tmp_path)
     assert done.returncode == 2, done.stderr
     assert "the newest backup is not as this version writes it" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted((tmp_path / "backups").iterdir()) == before
 
 
-def interrupted(folder: Path) -> Finished:
-    """Runs a job that ends in the midst of its second epoch, with some backups."""
-    done = launched(folder, "1.4.1.exit", "--max-restarts", "0")
+def saving(folder: Path, *stop: str) -> Finished:
+    program = ["-m", "tests.support.saving", str(folder), *stop]
+    argv = [*LAUNCH, "--log-dir", str(folder / "logs"), *program]
+    return run(argv, folder / "launcher", limit_s=LIMIT_S)
+
+
+def interrupted(folder: Path) -> None:
+    """Runs a job that ends in the midst of its second epoch, and leaves some backups."""
+    done = saving(folder, "10")
     assert done.returncode == 3, done.stderr
-    return done
 
 
 def change_newest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -81,6 +94,11 @@ def change_newest(folder: Path, change: Callable[[dict[str, Any]], None]) -> Non
     record = backup.from_bytes(path.read_bytes())
     change(record.tree)
     path.write_bytes(backup.to_bytes(record))
+
+
+def left_in(folder: Path) -> list[np.ndarray]:
+    with np.load(folder / "out.npz") as archive:
+        return [archive[name] for name in archive.files]
 
 
 def npz_of_terabytes(folder: Path) -> list[str]:
@@ -136,9 +154,8 @@ def test_a_crafted_data_file_is_one_line(
 ) -> None:
     data = make(tmp_path)
     flags = ["--model=mlp", "--global_batch_size=4", "--epochs=1", f"--run_dir={tmp_path}/run"]
-    launcher = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0"]
-    argv = [*launcher, "--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit", *data, *flags]
-    done = run(argv, tmp_path / "launcher", limit_s=120)
+    argv = [*LAUNCH, "--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit", *data, *flags]
+    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr

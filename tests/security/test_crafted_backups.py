@@ -83,6 +83,19 @@ def test_a_run_from_a_crafted_position_writes_nothing_elsewhere(tmp_path: Path) 
     assert not outside.exists()
 
 
+def test_a_position_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
+    """The iterator that was tried has drawn a seed: the next ones would give other orders."""
+    trained(tmp_path)
+
+    def change(tree: dict[str, Any]) -> None:
+        position = tree["positions"]["training"]["iterator"]
+        position.update({name: content[:-9] for name, content in position.items()})
+
+    crafted(tmp_path, change)
+    with pytest.raises(ResumeError, match="does not take the position in the data of the newest"):
+        trained(tmp_path, epochs=3)
+
+
 @pytest.mark.parametrize("key", ["progress", "passes", "model", "examples"])
 @pytest.mark.parametrize("value", [None, [], {}, {"x": 1}, "text"])
 def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: Any) -> None:

@@ -1,0 +1,64 @@
+"""A training program that saves its model each epoch, from a Dataset whose position is kept.
+
+    python -m tests.support.saving FOLDER [STOP]
+
+With STOP worker 1 ends with exit code 3 after so many steps. The chief leaves the weights in
+FOLDER/out.npz.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import Backup, make_strategy, prepare
+from tfmulti.strategies import placement_of
+
+ROWS, BATCH, EPOCHS = 48, 8, 3
+
+
+class Stops(keras.callbacks.Callback):
+    """Ends the process after a number of steps; 0 is never."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps -= 1
+        if self._steps == 0:
+            os._exit(3)
+
+
+def main(folder: str, stop: str = "0") -> None:
+    strategy = make_strategy()
+    placement = placement_of(strategy)
+    x = np.random.default_rng(0).standard_normal((ROWS, 4)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(ROWS, seed=3).batch(BATCH)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=3)
+        model.compile("adam", "mse")
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(f"{folder}/model.keras"),
+        Backup(f"{folder}/backups", every_steps=2, every_s=None),
+        Stops(int(stop) if placement.rank == 1 else 0),
+    ]
+    model.fit(data, epochs=EPOCHS, callbacks=callbacks, verbose=0)
+    if placement.is_chief:
+        np.savez(f"{folder}/out.npz", *model.get_weights())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
