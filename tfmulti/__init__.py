@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from tfmulti.config import FitConfig
     from tfmulti.errors import TfmultiError, UserError, VerificationError
     from tfmulti.loop import fit
-    from tfmulti.report import FitReport, Verification
+    from tfmulti.report import FitReport
     from tfmulti.sources.source import Source
     from tfmulti.strategies import make_strategy
     from tfmulti.trainer import prepare
     from tfmulti.verification import verify
+    from tfmulti.verification_result import Verification
 
 __version__ = "0.1.0"
 
@@ -34,7 +35,7 @@ _PLACES = {
     "make_strategy": "tfmulti.strategies",
     "prepare": "tfmulti.trainer",
     "verify": "tfmulti.verification",
-    "Verification": "tfmulti.report",
+    "Verification": "tfmulti.verification_result",
     "VerificationError": "tfmulti.errors",
 }
 

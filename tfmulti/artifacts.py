@@ -22,12 +22,6 @@ def weights_sha256(model: keras.Model) -> str:
     return digest.hexdigest()
 
 
-def save_model(model: keras.Model, path: Path) -> None:
-    """Writes a .keras file that plain Keras loads on one device."""
-    with replacing(path) as partial:
-        model.save(partial)
-
-
 def export_model(model: keras.Model, saved: Path, folder: Path) -> None:
     """Writes a SavedModel for serving from a model's saved .keras file.
 

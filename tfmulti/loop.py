@@ -21,7 +21,7 @@ from tfmulti import artifacts, local_steps, owner, preflight
 from tfmulti.assembly import Setup, compile_model, make_model, set_up
 from tfmulti.callbacks.backup import Backup
 from tfmulti.callbacks.history_file import HistoryFile
-from tfmulti.callbacks.model_file import ModelFile
+from tfmulti.callbacks.model_file import ModelFile, save_model
 from tfmulti.callbacks.tensorboard import TensorBoard
 from tfmulti.callbacks.throughput import LOGS, Throughput
 from tfmulti.callbacks.waiting import Waiting
@@ -234,7 +234,7 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
 
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:
     """Writes model, report and curves. Runs on the chief, so nothing here is a collective."""
-    artifacts.save_model(model, run_dir.model)
+    save_model(model, run_dir.model)
     if setup.config.export_dir is not None and report.stopped_by is None:
         artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
     artifacts.write_report(run_dir, report)  # says that the run is done: after the export

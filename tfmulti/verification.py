@@ -31,10 +31,10 @@ from tfmulti.errors import ConfigError, DataError, ModelError, VerificationError
 from tfmulti.feed import Feed, SourceFeed, make_feed
 from tfmulti.ownership import own_parts
 from tfmulti.replay import Trial
-from tfmulti.report import Verification
 from tfmulti.step_comparison import StepComparison
 from tfmulti.stopping import is_prepared, state_of
 from tfmulti.strategies import placement_of
+from tfmulti.verification_result import Verification
 from tfmulti.votes import gather, make_vote
 
 # So often a comparison is made, each time from other weights, before a difference is an error.

@@ -9,10 +9,16 @@ from typing import Any
 
 import keras
 
-from tfmulti.artifacts import save_model
+from tfmulti.rundir import replacing
 
 EVERY_S = 5.0  # as long as a Ctrl-C may take
 MOST_OF_TIME = 1 / 20  # of the run spent saving
+
+
+def save_model(model: keras.Model, path: Path) -> None:
+    """Writes a .keras file that plain Keras loads on one device."""
+    with replacing(path) as partial:
+        model.save(partial)
 
 
 class ModelFile(keras.callbacks.Callback):
