@@ -37,7 +37,7 @@ def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], A
     from keras import layers
 
     from tfmulti import prepare
-    from tfmulti.strategies import placement_of
+    from tfmulti.distribution.strategies import placement_of
 
     def build(*middle: Callable[[], Any], prepared: Any = None, **compiled: Any) -> Any:
         keras.utils.set_random_seed(0)

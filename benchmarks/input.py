@@ -108,7 +108,7 @@ def _go_on(process: subprocess.Popen[str]) -> None:
 
 def plan_us() -> float:
     """Returns the microseconds to plan a step of 256 out of 10^9 examples."""
-    from tfmulti.plan import Plan
+    from tfmulti.data.batch_plan import Plan
 
     plan = Plan(10**9, 256, seed=1)
     for step in range(20):

@@ -6,36 +6,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfmulti.callbacks.backup import Backup
-    from tfmulti.callbacks.throughput import Throughput
-    from tfmulti.cluster import Cluster, Task
-    from tfmulti.config import FitConfig
+    from tfmulti.cluster.cluster import Cluster, Task
+    from tfmulti.config.fit_config import FitConfig
+    from tfmulti.data.source import Source
+    from tfmulti.distribution.strategies import make_strategy
     from tfmulti.errors import TfmultiError, UserError, VerificationError
-    from tfmulti.loop import fit
-    from tfmulti.report import FitReport
-    from tfmulti.sources.source import Source
-    from tfmulti.strategies import make_strategy
-    from tfmulti.trainer import prepare
-    from tfmulti.verification import verify
-    from tfmulti.verification_result import Verification
+    from tfmulti.run.callbacks.throughput import Throughput
+    from tfmulti.run.report import FitReport
+    from tfmulti.run.train import fit
+    from tfmulti.training.checkpoint.callback import Backup
+    from tfmulti.training.distributed_model import prepare
+    from tfmulti.training.verification.result import Verification
+    from tfmulti.training.verification.verification import verify
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "Backup": "tfmulti.callbacks.backup",
-    "Cluster": "tfmulti.cluster",
-    "Task": "tfmulti.cluster",
-    "FitConfig": "tfmulti.config",
-    "FitReport": "tfmulti.report",
+    "Backup": "tfmulti.training.checkpoint.callback",
+    "Cluster": "tfmulti.cluster.cluster",
+    "Task": "tfmulti.cluster.cluster",
+    "FitConfig": "tfmulti.config.fit_config",
+    "FitReport": "tfmulti.run.report",
     "TfmultiError": "tfmulti.errors",
     "UserError": "tfmulti.errors",
-    "Throughput": "tfmulti.callbacks.throughput",
-    "Source": "tfmulti.sources.source",
-    "fit": "tfmulti.loop",
-    "make_strategy": "tfmulti.strategies",
-    "prepare": "tfmulti.trainer",
-    "verify": "tfmulti.verification",
-    "Verification": "tfmulti.verification_result",
+    "Throughput": "tfmulti.run.callbacks.throughput",
+    "Source": "tfmulti.data.source",
+    "fit": "tfmulti.run.train",
+    "make_strategy": "tfmulti.distribution.strategies",
+    "prepare": "tfmulti.training.distributed_model",
+    "verify": "tfmulti.training.verification.verification",
+    "Verification": "tfmulti.training.verification.result",
     "VerificationError": "tfmulti.errors",
 }
 

@@ -16,11 +16,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tfmulti import errors, memory, preflight
-from tfmulti.command_line import help_text, make_flags, parse
-from tfmulti.console import quiet_stderr
-from tfmulti.environments import find_cluster
+from tfmulti import errors
+from tfmulti.cluster.environments import find_cluster
+from tfmulti.config.console import quiet_stderr
+from tfmulti.config.flags import help_text, make_flags, parse
 from tfmulti.errors import TfmultiError
+from tfmulti.launch import garbage_collection
+from tfmulti.run import validation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,16 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             return errors.EXIT_DONE
         # Before any import of TensorFlow: data at gs://… is looked for with it in `check`.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        job = preflight.check(config, cluster)
+        job = validation.check(config, cluster)
         if job.done is not None:
             print(
                 f"{'done':<10} {config.run_dir} has all {job.done.epochs} epochs; nothing is left "
                 "to do. Give more --epochs, or a new --run_dir."
             )
             return errors.EXIT_DONE
-        with quiet_stderr(), memory.importing():
-            from tfmulti import loop  # 4 s for TensorFlow: only when all that can be is checked
-        stopped_by = loop.run(job).stopped_by
+        with quiet_stderr(), garbage_collection.importing():
+            from tfmulti.run import (
+                train,
+            )  # 4 s for TensorFlow: only when all that can be is checked
+        stopped_by = train.run(job).stopped_by
     except TfmultiError as error:
         print(f"tfmulti: {error}", file=sys.stderr)
         return int(error.exit_code)

@@ -9,12 +9,12 @@ from typing import Any
 from benchmarks.input_data import BATCHES, TARGET
 from benchmarks.peers.input_measure import measure
 from benchmarks.peers.input_step import rows_of_next
-from tfmulti.config import FitConfig
-from tfmulti.plan import Plan
-from tfmulti.preflight import load_data
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.strategies import Placement
-from tfmulti.streams import AnyStream, stream_of
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.batch_plan import Plan
+from tfmulti.distribution.strategies import Placement
+from tfmulti.run.validation import load_data
+from tfmulti.training.input.prefetcher import AnyStream, stream_of
 
 
 def source_of(task: str, folder: str) -> Any:

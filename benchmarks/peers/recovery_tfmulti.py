@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from tfmulti import Backup, make_strategy, prepare
-from tfmulti.stopping import state_of
+from tfmulti.training.state.trainer_state import state_of
 
 BATCH = 128  # 64 each
 

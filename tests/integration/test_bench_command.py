@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import Finished, run
-from tfmulti.collectives import SEND
+from tfmulti.distribution.collectives import SEND
 
 LIMIT_S = 180
 SIZES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)

@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.made_data import EXAMPLES, KINDS
 from tests.support.processes import Finished, clean_env, run
-from tfmulti.data import main
-from tfmulti.inspection import class_words
-from tfmulti.sources.data import CLASSIFICATION, DataSpec
-from tfmulti.sources.labels import Labels
+from tfmulti.data.data_set import CLASSIFICATION, DataSpec
+from tfmulti.data.transforms.labels import Labels
+from tfmulti.run.data_command import main
+from tfmulti.run.inspection import class_words
 
 
 def command(folder: Path, *arguments: str) -> Finished:

@@ -31,8 +31,8 @@ from tests.support.processes import (
     run_workers,
     tf_config,
 )
-from tfmulti.launched import read_progress
-from tfmulti.sources.record_index import index_of
+from tfmulti.data.formats.record_index import index_of
+from tfmulti.launch.heartbeat import read_progress
 
 FIT = ["-m", "tfmulti.fit"]
 LIMIT_S = 120

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import pytest
 
-from tfmulti import registry
-from tfmulti.config import FitConfig
-from tfmulti.models.transformer import patch_size
-from tfmulti.optimizers import make_learning_rate, make_optimizer, peak_learning_rate
-from tfmulti.sources.data import DataSpec
+from tfmulti.config import registry
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.data_set import DataSpec
+from tfmulti.run.models.transformer import patch_size
+from tfmulti.run.optimizers import make_learning_rate, make_optimizer, peak_learning_rate
 
 IMAGE = DataSpec((12, 12, 3), "uint8", "classification", 7, input_scale=1 / 255)
 VECTOR = DataSpec((10,), "float32", "regression", 2)

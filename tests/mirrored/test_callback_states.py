@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import pytest
 
-from tfmulti import Backup, backup, prepare
-from tfmulti.callback_states import CallbackStates
+from tfmulti import Backup, prepare
+from tfmulti.training.checkpoint import file_format
+from tfmulti.training.checkpoint.callback_states import CallbackStates
 
 
 class Mode(enum.IntEnum):
@@ -60,8 +61,8 @@ class Holds(keras.callbacks.Callback):
 
 
 def through_a_file(states: Any) -> Any:
-    record = backup.Record(1, {"callbacks": states})
-    return backup.from_bytes(backup.to_bytes(record)).tree["callbacks"]
+    record = file_format.Record(1, {"callbacks": states})
+    return file_format.from_bytes(file_format.to_bytes(record)).tree["callbacks"]
 
 
 def test_attributes_come_back_with_their_keys_and_classes() -> None:

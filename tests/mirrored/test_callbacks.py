@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tfmulti.callbacks.model_file import ModelFile
-from tfmulti.callbacks.tensorboard import TensorBoard
+from tfmulti.run.callbacks.model_file import ModelFile
+from tfmulti.run.callbacks.tensorboard import TensorBoard
 
 
 class Clock:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import launched, prepare
-from tfmulti.feed import make_feed
-from tfmulti.strategies import Placement
+from tfmulti import prepare
+from tfmulti.distribution.strategies import Placement
+from tfmulti.launch import heartbeat
+from tfmulti.training.input.feed import make_feed
 
 X = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
 Y = X.sum(1, keepdims=True)
@@ -148,7 +149,7 @@ def test_each_trace_of_an_execution_is_told(
 ) -> None:
     """Else a trace of a minute, among steps of a millisecond, would count as a step that hangs."""
     traces: list[int] = []
-    monkeypatch.setattr(launched.Teller, "tracing", lambda self: traces.append(1))
+    monkeypatch.setattr(heartbeat.Teller, "tracing", lambda self: traces.append(1))
     made = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=1)
     made.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     x = np.zeros((24, 4), np.float32)

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tfmulti.flops import training_flops
+from tfmulti.run.callbacks.flops import training_flops
 
 CONVOLUTION = {"padding": "same", "use_bias": False}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.mirrored.test_tfrecord import compressed
-from tfmulti import inspection, preflight
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
 from tfmulti.errors import DataError
+from tfmulti.run import inspection, validation
 
 MINE = """
 import keras
@@ -41,7 +41,7 @@ def build():
 
 
 def said_of(config: FitConfig, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    inspection.show(preflight.check(config, env={}), 1, "", measure=False)
+    inspection.show(validation.check(config, env={}), 1, "", measure=False)
     return capsys.readouterr().out.splitlines()
 
 
@@ -68,7 +68,7 @@ def test_a_bad_record_behind_the_first_batch(tmp_path: Path) -> None:
         strategy="one_device",
     )
     with pytest.raises(DataError, match=r"3\.txt: it is not UTF-8 text \(byte 0\)\. Mend"):
-        inspection.show(preflight.check(config, env={}), 1, "", measure=True)
+        inspection.show(validation.check(config, env={}), 1, "", measure=True)
 
 
 @pytest.mark.parametrize(

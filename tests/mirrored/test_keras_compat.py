@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import keras_compat, relocation
+from tfmulti.keras_patches import keras_compat
+from tfmulti.training.state import relocation
 
 Behaviours = Callable[..., list[dict[str, Any]]]
 

@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras import layers
 
 from tests.mirrored.test_normalization import part, whole
-from tfmulti import keras_compat
-from tfmulti.share import Share, computing
+from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.keras_patches import keras_compat
 
 Make = Callable[[str], Any]  # of a type
 

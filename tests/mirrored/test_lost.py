@@ -10,13 +10,14 @@ import keras
 import pytest
 
 from tests.support.reads import BAD, BATCH, EXAMPLES, Logged
-from tfmulti import Backup, preflight, prepare
-from tfmulti.assembly import compile_model, make_model, set_up
-from tfmulti.config import FitConfig
+from tfmulti import Backup, prepare
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.lost import Lost
 from tfmulti.errors import DataError
-from tfmulti.plan import Plan
-from tfmulti.sources.lost import Lost
-from tfmulti.stopping import interrupt, state_of
+from tfmulti.run import validation
+from tfmulti.run.setup import compile_model, make_model, set_up
+from tfmulti.training.state.trainer_state import interrupt, state_of
 
 STEPS = -(-EXAMPLES // BATCH)
 SEED = 9
@@ -131,7 +132,7 @@ def test_what_loading_left_out_counts_in_each_pass(loaded: int) -> None:
         reader_threads=0,
         strategy="one_device",
     )
-    setup = set_up(preflight.check(config, env={}))
+    setup = set_up(validation.check(config, env={}))
     lost = (Lost("row group 1 of a.parquet: it is damaged.", loaded),)
     setup = replace(setup, data=replace(setup.data, train=Logged(EXAMPLES, BAD), lost=lost))
     with setup.strategy.scope():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfmulti.data.sources import npy, npz
 from tfmulti.errors import DataError
-from tfmulti.sources import npy, npz
 
 X, Y = np.arange(60, dtype=np.float64).reshape(20, 3), np.arange(20) % 4
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import keras_compat, normalization
-from tfmulti.share import Share, computing
+from tfmulti.distribution import normalization
+from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.keras_patches import keras_compat
 
 KERNEL = "FusedBatchNormGradV3"
 ROWS = 6

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import registry, updates
-from tfmulti.config import FitConfig
-from tfmulti.optimizers import make_optimizer
+from tfmulti.config import registry
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.keras_patches.cpu_speed import updates
+from tfmulti.run.optimizers import make_optimizer
 
 CLASSES = {
     "sgd": keras.optimizers.SGD,

@@ -14,14 +14,14 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.test_plan import epoch_of
+from tfmulti.config.reading import Reading
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.loader import empty
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.feed import make_feed
-from tfmulti.plan import Plan
-from tfmulti.reader import empty
-from tfmulti.reading import Reading
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.strategies import Placement
-from tfmulti.streams import as_tensor, stream_of
+from tfmulti.training.input.feed import make_feed
+from tfmulti.training.input.prefetcher import as_tensor, stream_of
 
 ALONE = Placement(0, 1, 1)
 

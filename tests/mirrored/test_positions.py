@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import dataset_feed as feeds
-from tfmulti import positions
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.feed import make_feed
-from tfmulti.strategies import Placement
+from tfmulti.training.input import dataset_feed as feeds
+from tfmulti.training.input import positions
+from tfmulti.training.input.feed import make_feed
 
 ALONE = Placement(0, 1, 1)
 Make = Callable[[], tf.data.Dataset]

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import ownership, prepare, relocation, strategies
+from tfmulti import prepare
+from tfmulti.distribution import strategies
 from tfmulti.errors import ClusterError
+from tfmulti.training.state import relocation
+from tfmulti.training.verification import ownership
 
 TWO = '{"cluster": {"worker": ["h1:1", "h2:1"]}, "task": {"type": "worker", "index": 0}}'
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import row_labels, row_rules
-from tfmulti.row_rules import Kind
+from tfmulti.distribution import row_labels, row_rules
+from tfmulti.distribution.row_rules import Kind
 
 X = np.random.default_rng(0).uniform(0.1, 1.0, (6, 4)).astype(np.float32)
 TABLE = tf.constant(np.arange(20, dtype=np.float32).reshape(5, 4))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import run
-from tfmulti.cluster import Cluster, Task
-from tfmulti.strategies import threads_of
+from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.distribution.strategies import threads_of
 
 HEAD = """
 import tensorflow as tf

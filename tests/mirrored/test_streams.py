@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.processes import run
 from tests.unit.test_reader import Gated
-from tfmulti.plan import Plan
-from tfmulti.reader import Reader
-from tfmulti.reading import Reading
-from tfmulti.strategies import Placement
-from tfmulti.streams import stream_of
+from tfmulti.config.reading import Reading
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.loader import Reader
+from tfmulti.distribution.strategies import Placement
+from tfmulti.training.input.prefetcher import stream_of
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti.models.building import model_input
-from tfmulti.models.dense import mlp
-from tfmulti.sources import files, tables
-from tfmulti.sources.data import DataSpec, fitted
+from tfmulti.data.data_set import DataSpec, fitted
+from tfmulti.data.io import files
+from tfmulti.data.sources import tables
+from tfmulti.run.models.building import model_input
+from tfmulti.run.models.dense import mlp
 
 ROWS = np.array([[1e6, 3e-9, 5, 1], [1e6 + 8, 1e-9, 5, 0]], np.float32)
 MEAN, STD = (1e6 + 4, 2e-9, 5.0, 0.0), (4.0, 1e-9, 1.0, 1.0)

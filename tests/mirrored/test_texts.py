@@ -12,17 +12,18 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.test_folders import made
-from tfmulti import loop, make_strategy, preflight
-from tfmulti.assembly import set_up, shared
-from tfmulti.config import FitConfig
+from tfmulti import make_strategy
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.reading import Reading
+from tfmulti.config.run_directory import RunDir, write_text
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.data_set import Data
+from tfmulti.data.loader import Reader
+from tfmulti.data.sources import text
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.plan import Plan
-from tfmulti.reader import Reader
-from tfmulti.reading import Reading
-from tfmulti.rundir import RunDir, write_text
-from tfmulti.sources import text
-from tfmulti.sources.data import Data
-from tfmulti.strategies import Placement
+from tfmulti.run import train, validation
+from tfmulti.run.setup import set_up, shared
 
 TEXTS = {
     "train/a/1.txt": "The cat, the DOG: the end!",
@@ -132,6 +133,6 @@ def test_the_run_directory_has_what_the_inputs_mean(root: str, tmp_path: Path) -
             validation_fraction=0.0,
         )
         with contextlib.ExitStack() as at_end:
-            loop.make_run_dir(set_up(preflight.check(config, env={})), at_end)
+            train.make_run_dir(set_up(validation.check(config, env={})), at_end)
         assert file.read_text(encoding="utf-8").split("\n")[:3] == words
         assert len(list(file.parent.glob("*.txt"))) == 1

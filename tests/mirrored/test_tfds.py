@@ -16,18 +16,18 @@ from tensorflow_datasets import features
 
 from tests.support.prepared import Made
 from tests.support.processes import ONE_THREAD, run
-from tfmulti import preflight
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.reading import Reading
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.data_set import Data
+from tfmulti.data.formats.record_index import index_of
+from tfmulti.data.source import Leaf
+from tfmulti.data.sources import tfds
+from tfmulti.data.transforms.labels import read_labels
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.plan import Plan
-from tfmulti.reading import Reading
-from tfmulti.sources import tfds
-from tfmulti.sources.data import Data
-from tfmulti.sources.labels import read_labels
-from tfmulti.sources.record_index import index_of
-from tfmulti.sources.source import Leaf
-from tfmulti.strategies import Placement
-from tfmulti.streams import stream_of
+from tfmulti.run import validation
+from tfmulti.training.input.prefetcher import stream_of
 
 
 class Tiny(Made):
@@ -143,7 +143,7 @@ def test_a_record_that_cannot_be_read(
     ):
         epochs_of(config, batches=1)
     with pytest.raises(DataError, match=rf"^{words}"):
-        preflight.load_data(replace(config, class_weight="balanced"))
+        validation.load_data(replace(config, class_weight="balanced"))
     whole = epochs_of(replace(config, dataset=place.replace(f"{tmp_path}/bad", f"{folder}/{kind}")))
     found = epochs_of(replace(config, skip_bad_records=1, class_weight="balanced"))
     assert [len(epoch) for epoch in found] == [19, 19]
@@ -154,7 +154,7 @@ def test_a_record_that_cannot_be_read(
 
 def epochs_of(config: FitConfig, batches: int = 4) -> list[list[int]]:
     """Returns the numbers of the examples that two epochs give, in batches of 20 / `batches`."""
-    data = preflight.load_data(config)
+    data = validation.load_data(config)
     assert data is not None
     plan = Plan(len(data.train), 20 // batches, seed=1)
     here = Placement(0, 1, 1)
@@ -204,7 +204,7 @@ def test_labels_are_read_alone_and_have_names(
 def test_loading_prints_nothing(folder: Path, tmp_path: Path) -> None:
     """What TensorFlow greets with is held back wherever it is imported."""
     load = f"tfds.load('tiny,data_dir={folder}/array_record,size=8x8', 0).train.where(0)"
-    program = f"from tfmulti.sources import tfds; {load}"
+    program = f"from tfmulti.data.sources import tfds; {load}"
     done = run(["-c", program], tmp_path / "logs", limit_s=100, env=ONE_THREAD)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

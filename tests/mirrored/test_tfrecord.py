@@ -15,20 +15,21 @@ import tensorflow as tf
 
 from tests.support.processes import run
 from tests.support.records import framed, write_features
-from tfmulti import preflight, prepare
-from tfmulti.assembly import set_up
-from tfmulti.config import FitConfig
+from tfmulti import prepare
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.reading import Reading
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.formats.examples import parse_into, parse_numbers_into
+from tfmulti.data.formats.features import Feature
+from tfmulti.data.formats.record_index import index_of, index_places
+from tfmulti.data.io.files import matching, stamp_of
+from tfmulti.data.io.open_files import OpenFiles
+from tfmulti.data.loader import Reader
+from tfmulti.data.sources import tfrecord
+from tfmulti.data.transforms.labels import read_labels
 from tfmulti.errors import DataError
-from tfmulti.plan import Plan
-from tfmulti.reader import Reader
-from tfmulti.reading import Reading
-from tfmulti.sources import tfrecord
-from tfmulti.sources.examples import parse_into, parse_numbers_into
-from tfmulti.sources.features import Feature
-from tfmulti.sources.files import matching, stamp_of
-from tfmulti.sources.labels import read_labels
-from tfmulti.sources.open_files import OpenFiles
-from tfmulti.sources.record_index import index_of, index_places
+from tfmulti.run import validation
+from tfmulti.run.setup import set_up
 
 
 @pytest.fixture(autouse=True)
@@ -202,14 +203,14 @@ def test_classes_of_records_are_balanced(tmp_path: Path) -> None:
         class_weight="balanced",
         skip_bad_records=1,
     )
-    data = preflight.load_data(config)
+    data = validation.load_data(config)
     assert data is not None
     _, y, weights = data.train.read(np.arange(7))
     assert y.tolist() == labels
     assert weights.tolist() == pytest.approx([7 / (3 * labels.count(n)) for n in labels])
     write(path, [example(image=[image(1)], label=[n]) for n in (0, 1, 3)])
     with pytest.raises(DataError, match=r"a, record 2: 'label' is 3, out of range 0\.\.2"):
-        preflight.load_data(replace(config, skip_bad_records=0))
+        validation.load_data(replace(config, skip_bad_records=0))
 
 
 def test_paths_of_tensorflow(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_a_stream_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixtu
         strategy="one_device",
         dry_run=True,
     )
-    setup = set_up(preflight.check(config, env={}))
+    setup = set_up(validation.check(config, env={}))
     assert isinstance(setup.data.train, tf.data.Dataset)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("warning    GZIP files cannot be read at random: every worker decomp")
@@ -389,7 +390,7 @@ def test_a_program_that_fails_while_it_reads_a_stream_ends(tmp_path: Path) -> No
     """A function of Python's in the Dataset would hold it for ever."""
     code = (
         "import sys\n"
-        "from tfmulti.sources import tfrecord\n"
+        "from tfmulti.data.sources import tfrecord\n"
         "iterator = iter(tfrecord.load(sys.argv[1], 0).finish(4).train)\n"
         "next(iterator)\n"
         "raise RuntimeError('the user's')\n"

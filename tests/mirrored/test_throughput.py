@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from tfmulti import FitConfig, Throughput, make_strategy, prepare
-from tfmulti.callbacks import throughput as module
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError, ModelError
-from tfmulti.loop import fit
-from tfmulti.strategies import Placement
+from tfmulti.run.callbacks import throughput as module
+from tfmulti.run.train import fit
 
 X = np.zeros((50, 4), np.float32)
 

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from tfmulti import prepare
+from tfmulti.data.sources import user
 from tfmulti.errors import DataError, ModelError
-from tfmulti.models import user as user_model
-from tfmulti.sources import user
+from tfmulti.run.models import user as user_model
 
 X, Y = np.zeros((6, 2), np.float32), np.arange(6) % 2
 

@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 from tfmulti import make_strategy, prepare
-from tfmulti.advice import advice
-from tfmulti.callbacks.waiting import Waiting
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.stopping import state_of
+from tfmulti.data.advice import advice
+from tfmulti.data.arrays import ArraySource
+from tfmulti.run.callbacks.waiting import Waiting
+from tfmulti.training.state.trainer_state import state_of
 
 
 class Slow(ArraySource):

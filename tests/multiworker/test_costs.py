@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tfmulti.collectives import SEND
-from tfmulti.pace import TRIALS
+from tfmulti.distribution.collectives import SEND
+from tfmulti.training.step.pace import TRIALS
 
 KINDS = pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
 Behaviours = Callable[..., list[dict[str, Any]]]

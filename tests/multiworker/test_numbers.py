@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.behaviours.common import X
-from tfmulti.sharding import batch_bounds, share_bounds
+from tfmulti.data.sharding import batch_bounds, share_bounds
 
 KINDS = pytest.mark.parametrize("kind", ["mirrored", "multi_worker_mirrored"])
 Behaviours = Callable[..., list[dict[str, Any]]]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import ONE_THREAD, run, run_workers
 from tests.support.reads import BAD, BATCH, EPOCHS, EXAMPLES
-from tfmulti.plan import Plan
+from tfmulti.data.batch_plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.programs.catalogue import PROGRAMS
 from tests.programs.registry import EQUAL, Made, Program
 from tests.support.cases import strategy_at
 from tfmulti import prepare
-from tfmulti.strategies import placement_of
+from tfmulti.distribution.strategies import placement_of
 
 LIMIT_S = 180
 SEED = 7

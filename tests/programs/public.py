@@ -144,7 +144,7 @@ def child(file: str, place: str, target: str) -> None:
     from tests.programs import synthetic
     from tests.programs.__main__ import SEED, nudged
     from tests.support.cases import strategy_at
-    from tfmulti.strategies import placement_of
+    from tfmulti.distribution.strategies import placement_of
 
     kind, _, draw = place.partition("-")
     plain = kind in ("plain", "perturbed")
@@ -197,7 +197,7 @@ def _watch(strategy: Any, plain: bool, left: dict[str, Any]) -> None:
     import keras
 
     from tfmulti import prepare
-    from tfmulti.trainer import DistributedModel
+    from tfmulti.training.distributed_model import DistributedModel
 
     fits: list[Any] = []
     uses: list[str] = []

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.support.processes import Finished, run
-from tfmulti import backup
+from tfmulti.training.checkpoint import file_format
 
 LIMIT_S = 120
 LAUNCH = ("-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0")
@@ -56,7 +56,7 @@ def test_a_crafted_backup_writes_nothing_elsewhere(
 def test_a_packed_backup_is_passed_over(tmp_path: Path, weights: list[np.ndarray]) -> None:
     """What unpacks to more than the file is not unpacked: the backup before it is taken."""
     interrupted(tmp_path)
-    newest = backup.Backups(tmp_path / "backups").files()[0]
+    newest = file_format.Backups(tmp_path / "backups").files()[0]
     with zipfile.ZipFile(newest, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.npy", bytes(100 << 20))
     done = saving(tmp_path)
@@ -90,10 +90,10 @@ def interrupted(folder: Path) -> None:
 
 def change_newest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes the newest backup, with all its checksums."""
-    path = backup.Backups(folder / "backups").files()[0]
-    record = backup.from_bytes(path.read_bytes())
+    path = file_format.Backups(folder / "backups").files()[0]
+    record = file_format.from_bytes(path.read_bytes())
     change(record.tree)
-    path.write_bytes(backup.to_bytes(record))
+    path.write_bytes(file_format.to_bytes(record))
 
 
 def left_in(folder: Path) -> list[np.ndarray]:

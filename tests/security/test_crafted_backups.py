@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import Backup, backup, positions, prepare
-from tfmulti.callback_states import CallbackStates
+from tfmulti import Backup, prepare
 from tfmulti.errors import ResumeError
+from tfmulti.training.checkpoint import file_format
+from tfmulti.training.checkpoint.callback_states import CallbackStates
+from tfmulti.training.input import positions
 
 ROWS = np.arange(64, dtype=np.float32).reshape(16, 4)
 
@@ -46,12 +48,12 @@ def trained(folder: Path, epochs: int = 2) -> Counts:
 
 def crafted(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes the backup in the midst of a pass, with all its checksums; others are removed."""
-    *newer, path = backup.Backups(folder / "backups").files()
+    *newer, path = file_format.Backups(folder / "backups").files()
     for other in newer:
         other.unlink()
-    record = backup.from_bytes(path.read_bytes())
+    record = file_format.from_bytes(path.read_bytes())
     change(record.tree)
-    path.write_bytes(backup.to_bytes(record))
+    path.write_bytes(file_format.to_bytes(record))
 
 
 def files_below(folder: Path) -> set[str]:
@@ -176,10 +178,10 @@ def test_a_checkpoint_callback_writes_where_it_was_told(tmp_path: Path) -> None:
 
 
 def test_types_of_arrays_are_those_that_are_known(tmp_path: Path) -> None:
-    data = backup.to_bytes(backup.Record(1, {"a": np.zeros(2, np.uint8)}))
+    data = file_format.to_bytes(file_format.Record(1, {"a": np.zeros(2, np.uint8)}))
     assert b'\\"types\\": [\\"\\"]' in data
-    with pytest.raises(backup.DamagedBackup):
-        backup.from_bytes(data.replace(b'\\"types\\": [\\"\\"]', b'\\"types\\": [\\"os\\"]'))
+    with pytest.raises(file_format.DamagedBackup):
+        file_format.from_bytes(data.replace(b'\\"types\\": [\\"\\"]', b'\\"types\\": [\\"os\\"]'))
 
 
 def test_what_a_run_learned_still_comes_back(tmp_path: Path) -> None:

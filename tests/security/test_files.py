@@ -25,16 +25,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfmulti import backup
-from tfmulti.backup import Backups, DamagedBackup, Record
-from tfmulti.config import FitConfig, check_same_run
+from tfmulti.config.fit_config import FitConfig, check_same_run
+from tfmulti.config.reading import Reading
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.formats import csv_tables, parquet_tables, pixels
+from tfmulti.data.io import files, open_files
+from tfmulti.data.loader import Reader, is_of_storage
+from tfmulti.data.sources import images, npz
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ResumeError, RunDirError
-from tfmulti.plan import Plan
-from tfmulti.reader import Reader, is_of_storage
-from tfmulti.reading import Reading
-from tfmulti.sources import csv_tables, files, images, npz, open_files, parquet_tables, pixels
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.strategies import Placement
+from tfmulti.training.checkpoint import file_format
+from tfmulti.training.checkpoint.file_format import Backups, DamagedBackup, Record
 
 
 def png(width: int, height: int) -> bytes:
@@ -161,7 +163,7 @@ def test_a_named_pipe_is_no_data_set(tmp_path: Path, kind: str) -> None:
     pipe = str(tmp_path / "x.npy")
     load: dict[str, Callable[[], object]] = {
         "npz": lambda: npz.load(pipe, 0),
-        "npy": lambda: import_module("tfmulti.sources.npy").load(str(tmp_path), 0),
+        "npy": lambda: import_module("tfmulti.data.sources.npy").load(str(tmp_path), 0),
         "tfrecord": lambda: open_files.LocalFile(pipe),
     }
     with pytest.raises((DataError, OSError), match="no regular file"):
@@ -250,12 +252,12 @@ def test_a_parquet_file_of_more_than_the_memory_is_one_line(
 
 def test_a_small_backup_takes_little_memory() -> None:
     """As a zip bomb 1 MB took 2 GB: tfmulti writes no compressed parts, and reads none."""
-    data = backup.to_bytes(Record(1, {"x": np.zeros(1000)}))
+    data = file_format.to_bytes(Record(1, {"x": np.zeros(1000)}))
     same = rewritten(data, lambda name, part: part)
-    assert backup.from_bytes(same).step == 1
+    assert file_format.from_bytes(same).step == 1
     packed = rewritten(data, lambda name, part: part, zipfile.ZIP_DEFLATED)
     with pytest.raises(DamagedBackup, match="compressed, or larger than the file"):
-        backup.from_bytes(packed)
+        file_format.from_bytes(packed)
 
 
 def test_an_array_stands_in_a_backup_once() -> None:
@@ -270,9 +272,9 @@ def test_an_array_stands_in_a_backup_once() -> None:
         seal = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
         return json.dumps(seal).encode()
 
-    data = backup.to_bytes(Record(1, {"x": np.zeros(1000)}))
+    data = file_format.to_bytes(Record(1, {"x": np.zeros(1000)}))
     with pytest.raises(DamagedBackup, match="stands in it twice"):
-        backup.from_bytes(rewritten(data, twice))
+        file_format.from_bytes(rewritten(data, twice))
 
 
 def test_parts_of_a_backup_are_not_more_than_the_file() -> None:
@@ -284,14 +286,14 @@ def test_parts_of_a_backup_are_not_more_than_the_file() -> None:
             archive.filelist.append(archive.filelist[0])
             archive.NameToInfo[str(number)] = archive.filelist[0]
     with pytest.raises(DamagedBackup, match="larger than the file"):
-        backup.from_bytes(out.getvalue())
+        file_format.from_bytes(out.getvalue())
 
 
 def test_an_array_of_a_backup_is_no_larger_than_its_part() -> None:
     with pytest.raises(ValueError, match=r"declares [0-9,]+ bytes of values, but has 3"):
-        backup.plain.from_npy("", npy((1 << 43,), b"few"))
+        file_format.plain.from_npy("", npy((1 << 43,), b"few"))
     with pytest.raises(ValueError, match=r"declares [0-9,]+ bytes of values, but has 3"):
-        backup.plain.from_npy("", npy((1 << 40, 1 << 40), b"few"))
+        file_format.plain.from_npy("", npy((1 << 40, 1 << 40), b"few"))
 
 
 def test_a_named_pipe_is_no_backup(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from tfmulti import meeting
+from tfmulti.cluster.job_secret import Seal, secret_of
+from tfmulti.distribution.transport import rendezvous
 from tfmulti.errors import ConfigError
-from tfmulti.job_secret import Seal, secret_of
 from tfmulti.launch import agent, connect, guard, remote
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import Door, ssh_command
@@ -209,7 +209,7 @@ def test_workers_meet_although_a_connection_cannot_be_taken(
     monkeypatch.setattr(socket.socket, "accept", accept)
     with ThreadPoolExecutor(2) as threads:
         found = [
-            threads.submit(meeting.join, listener, rank, places, b"key")
+            threads.submit(rendezvous.join, listener, rank, places, b"key")
             for rank, listener in enumerate(listeners)
         ]
         links = [link for each in found for link in each.result(20).values()]

@@ -23,10 +23,11 @@ import pytest
 
 from tests.support.launching import wait_for
 from tests.support.processes import processes
-from tfmulti import owner, rundir
-from tfmulti.backup import Backups, Record
+from tfmulti.config import run_directory
 from tfmulti.errors import ResumeError
-from tfmulti.owner import FILE, NotOwner, Owner, Ownership, ownership_of
+from tfmulti.training.checkpoint import owner
+from tfmulti.training.checkpoint.file_format import Backups, Record
+from tfmulti.training.checkpoint.owner import FILE, NotOwner, Owner, Ownership, ownership_of
 
 LIMIT_S = 120
 
@@ -260,13 +261,16 @@ def test_no_file_of_a_runs_folder_is_replaced_or_removed_by_who_has_lost_it(
     live = Ownership(tmp_path / "backups", job(1))
     stale.take()
     inside, outside = tmp_path / "report.json", tmp_path.parent / "other.json"
-    with rundir.guarded(tmp_path, stale.check):
-        rundir.write_text(inside, "mine")
+    with run_directory.guarded(tmp_path, stale.check):
+        run_directory.write_text(inside, "mine")
         live.take()
-        for change in (lambda: rundir.write_text(inside, "stale"), lambda: rundir.remove(inside)):
+        for change in (
+            lambda: run_directory.write_text(inside, "stale"),
+            lambda: run_directory.remove(inside),
+        ):
             with pytest.raises(NotOwner):
                 change()
-        rundir.write_text(outside, "elsewhere")
+        run_directory.write_text(outside, "elsewhere")
     assert inside.read_text() == "mine"
     assert not list(tmp_path.glob(".partial-*"))
     live.release()
@@ -306,7 +310,9 @@ def test_where_nothing_can_be_locked_the_record_decides(
 def test_who_cannot_say_why_it_ends_does_end(folder: Path) -> None:
     """Its output is a pipe that is full, and nobody reads."""
     reader, writer = os.pipe()
-    words = "import sys; from tfmulti.owner import *; from pathlib import Path; "
+    words = (
+        "import sys; from tfmulti.training.checkpoint.owner import *; from pathlib import Path; "
+    )
     words += "sys.stderr.write('x' * 65530); sys.stderr.flush(); "
     words += "Ownership(Path(sys.argv[1]), {}).end(NotOwner('words' * 50))"
     argv = [sys.executable, "-c", words, str(folder)]

@@ -31,28 +31,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.records import write_records
-from tfmulti import backup, job_secret, json_values, launched, owner
-from tfmulti.backup import DamagedBackup, Record
-from tfmulti.cluster import Cluster
-from tfmulti.config import FitConfig, read_config_file
+from tfmulti.cluster import job_secret
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.config import json_values
+from tfmulti.config.fit_config import FitConfig, read_config_file
+from tfmulti.data.formats.csv_tables import read_csv
+from tfmulti.data.formats.examples import parse_numbers_into
+from tfmulti.data.formats.features import Feature, read_features
+from tfmulti.data.formats.parquet_tables import read_parquet
+from tfmulti.data.formats.record_index import index_of
+from tfmulti.data.sources import npy, npz
+from tfmulti.distribution.transport.channel import LinkError
+from tfmulti.distribution.transport.rendezvous import join
 from tfmulti.errors import ClusterError, ConfigError, DataError
-from tfmulti.launch import agent
+from tfmulti.launch import agent, heartbeat
 from tfmulti.launch.agent import Agent
 from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.heartbeat import Failed, Told
 from tfmulti.launch.hosts import parse_hosts, read_hostfile
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote import Link, There
 from tfmulti.launch.workers import Seen
-from tfmulti.launched import Failed, Told
-from tfmulti.links import LinkError
-from tfmulti.meeting import join
-from tfmulti.owner import Owner
-from tfmulti.sources import npy, npz
-from tfmulti.sources.csv_tables import read_csv
-from tfmulti.sources.examples import parse_numbers_into
-from tfmulti.sources.features import Feature, read_features
-from tfmulti.sources.parquet_tables import read_parquet
-from tfmulti.sources.record_index import index_of
+from tfmulti.training.checkpoint import file_format, owner
+from tfmulti.training.checkpoint.file_format import DamagedBackup, Record
+from tfmulti.training.checkpoint.owner import Owner
 
 MOST_BYTES = 64 << 20  # of memory, over what the process has, for inputs of some KB
 TRIED = 200
@@ -426,7 +428,7 @@ def test_records_of_an_owner(file: Path, data: bytes) -> None:
 @given(data=damaged(b"              3 training                  1.500        0.500 0 -1 /f\n"))
 def test_the_progress_of_a_worker(file: Path, data: bytes) -> None:
     file.write_bytes(data)
-    found = launched.read_progress(file)
+    found = heartbeat.read_progress(file)
     assert found is None or type(found.step) is int
 
 
@@ -437,7 +439,7 @@ ERROR = {"message": "m", "type": "E", "traceback": "t", "rank": 0, "time_s": 1.0
 @given(like(ERROR).map(json.dumps) | st.text(max_size=40) | st.just(NESTED))
 def test_the_error_of_a_worker(file: Path, text: str) -> None:
     file.write_text(text, errors="surrogatepass")
-    found = launched.read_error(file)
+    found = heartbeat.read_error(file)
     assert found is None or [type(value) for value in asdict(found).values()] == [
         type(value) for value in ERROR.values()
     ]
@@ -504,7 +506,7 @@ def test_npy_files(tmp_path: Path, data: bytes) -> None:
         npy.load(str(tmp_path), 0)
 
 
-BACKUP = backup.to_bytes(
+BACKUP = file_format.to_bytes(
     Record(3, {"weights": [np.ones(3, np.float32)], "names": {"a": (1, "b")}, "seed": None})
 )
 
@@ -513,7 +515,7 @@ BACKUP = backup.to_bytes(
 @given(damaged(BACKUP))
 def test_backups(data: bytes) -> None:
     with only(DamagedBackup):
-        assert type(backup.from_bytes(data).step) is int
+        assert type(file_format.from_bytes(data).step) is int
 
 
 def parts_of(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
@@ -541,7 +543,7 @@ def test_backups_that_somebody_made(head: Any, data: st.DataObject) -> None:
     if isinstance(head, dict) and isinstance(head.get("sha256"), list):
         head["sha256"] = [hashlib.sha256(blob).hexdigest() for blob in blobs]
     with only(DamagedBackup):
-        assert type(backup.from_bytes(sealed(head, blobs)).step) is int
+        assert type(file_format.from_bytes(sealed(head, blobs)).step) is int
 
 
 def test_records_are_found(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import pytest
 
 from tests.support.launching import wait_for
 from tests.support.processes import processes, run, run_workers
-from tfmulti import connections
+from tfmulti.cluster.listening import listen
+from tfmulti.distribution import connections
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError
 from tfmulti.launch import isolation
 from tfmulti.launch.addresses import answers
 from tfmulti.launch.flags import parse
-from tfmulti.listening import listen
-from tfmulti.strategies import Placement
 
 LIMIT_S = 120
 DEAD_PROXY = "http://127.0.0.1:9"  # nobody listens there
@@ -166,8 +166,8 @@ def test_who_waits_for_ever_before_the_first_step_is_named(tmp_path: Path, worke
 
 def test_the_environment_is_left_alone_without_a_proxy(tmp_path: Path) -> None:
     words = (
-        "import os; from tfmulti.proxies import go_past_proxies as g; g(['a'], os.environ); "
-        "print(os.environ.get('no_grpc_proxy'))"
+        "import os; from tfmulti.cluster.proxies import go_past_proxies as g; "
+        "g(['a'], os.environ); print(os.environ.get('no_grpc_proxy'))"
     )
     env = {name: value for name, value in os.environ.items() if not name.endswith("_proxy")}
     argv = [sys.executable, "-c", words]

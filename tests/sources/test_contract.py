@@ -15,12 +15,12 @@ import pytest
 
 from tests.support.made_data import EXAMPLES, KINDS
 from tests.unit.test_reader import Place
-from tfmulti.config import FitConfig
-from tfmulti.plan import Plan
-from tfmulti.preflight import load_data
-from tfmulti.reader import Batch, Reader
-from tfmulti.reading import Reading
-from tfmulti.sources.source import Source, leaves_of, map_nest
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.reading import Reading
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.loader import Batch, Reader
+from tfmulti.data.source import Source, leaves_of, map_nest
+from tfmulti.run.validation import load_data
 
 BATCH, EPOCHS = 5, 2
 PLAN = Plan(EXAMPLES, BATCH, seed=4)

@@ -12,9 +12,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmulti import execution, make_strategy, prepare, trainer
-from tfmulti.shards import Shards
-from tfmulti.strategies import Placement, placement_of
+from tfmulti import make_strategy, prepare
+from tfmulti.distribution.strategies import Placement, placement_of
+from tfmulti.training import distributed_model
+from tfmulti.training.input.shards import Shards
+from tfmulti.training.step import execution
 
 traces: list[str] = []
 placed: list[Any] = []
@@ -61,7 +63,7 @@ def trained(strategy: Any) -> Any:
 def main() -> None:
     strategy = make_strategy("mirrored", replicas=2)
     found = [trained(strategy)]
-    trainer.placement_of, execution.on_devices = as_gpus, noting  # type: ignore[attr-defined]
+    distributed_model.placement_of, execution.on_devices = as_gpus, noting  # type: ignore[attr-defined]
     found.append(trained(strategy))
     print(json.dumps([found, placed]))
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.sharding import batch_bounds, share_bounds
+from tfmulti.data.sharding import batch_bounds, share_bounds
 
 EPOCHS, BATCH = 2, 24
 _rng = np.random.default_rng(8)

@@ -10,7 +10,7 @@ from tfmulti.bench.config import BenchConfig, Place
 from tfmulti.bench.cost import CostModel, Link, fit_computing
 from tfmulti.bench.order import Answer, Order
 from tfmulti.bench.parts import Phase
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
 from tfmulti.launch.config import LaunchConfig
 
 SIZES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)

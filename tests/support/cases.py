@@ -24,7 +24,7 @@ import tensorflow as tf
 from tests.support import data, models
 from tests.support.data import Fit, arrays, validation_of
 from tfmulti import make_strategy, prepare
-from tfmulti.strategies import placement_of
+from tfmulti.distribution.strategies import placement_of
 
 EPOCHS = 2
 

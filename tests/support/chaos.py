@@ -33,8 +33,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import Backup, make_strategy, prepare
-from tfmulti.backup import Backups
-from tfmulti.strategies import placement_of
+from tfmulti.distribution.strategies import placement_of
+from tfmulti.training.checkpoint.file_format import Backups
 
 EPOCHS, ROWS, BATCH = 3, 67, 12  # six steps an epoch, the last one of seven rows
 EVERY_STEPS = 2

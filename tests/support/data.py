@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.sources.arrays import ArraySource
+from tfmulti.data.arrays import ArraySource
 
 CLASSES = 3
 MOST_ROWS = 100

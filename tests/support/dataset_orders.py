@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import make_strategy, prepare
-from tfmulti.callbacks.backup import Backup
+from tfmulti.training.checkpoint.callback import Backup
 
 CODES = np.random.default_rng(4).random(24).astype(np.float32)
 

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import make_strategy, prepare
-from tfmulti.strategies import placement_of
+from tfmulti.distribution.strategies import placement_of
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

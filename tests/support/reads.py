@@ -21,10 +21,10 @@ import tensorflow as tf
 
 from tests.support.threads import left_since
 from tfmulti import make_strategy, prepare
+from tfmulti.data.arrays import ArraySource
+from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.stopping import state_of
-from tfmulti.strategies import placement_of
+from tfmulti.training.state.trainer_state import state_of
 
 EXAMPLES, BATCH, EPOCHS = 50, 12, 2
 BAD = (3, 17, 44)

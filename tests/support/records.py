@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfmulti.sources.record_index import checksum
+from tfmulti.data.formats.record_index import checksum
 
 
 def framed(data: bytes) -> bytes:

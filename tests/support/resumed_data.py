@@ -23,8 +23,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import make_strategy, prepare
-from tfmulti.callbacks.backup import Backup
-from tfmulti.strategies import placement_of
+from tfmulti.distribution.strategies import placement_of
+from tfmulti.training.checkpoint.callback import Backup
 
 ROWS, BATCH, STEPS, EPOCHS = 36, 5, 15, 2  # 2 × 36 rows make 15 batches, the last of 2 rows
 IN_OPEN, IN_NONBLOCK = 0x20, 0o4000

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import Backup, make_strategy, prepare
-from tfmulti.strategies import placement_of
+from tfmulti.distribution.strategies import placement_of
 
 ROWS, BATCH, EPOCHS = 48, 8, 3
 

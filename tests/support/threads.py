@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
-from tfmulti.links import THREAD
+from tfmulti.distribution.transport.channel import THREAD
 
 
 def left_since(before: Collection[threading.Thread]) -> list[str]:

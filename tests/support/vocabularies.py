@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from tfmulti import make_strategy
-from tfmulti.assembly import shared
+from tfmulti.data.sources import text
+from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
-from tfmulti.sources import text
-from tfmulti.strategies import placement_of
+from tfmulti.run.setup import shared
 
 
 def texts_in(folder: Path, words: str) -> str:

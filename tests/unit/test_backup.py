@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfmulti import backup, plain
-from tfmulti.backup import Backups, DamagedBackup, Record
+from tfmulti.training.checkpoint import file_format, serialization
+from tfmulti.training.checkpoint.file_format import Backups, DamagedBackup, Record
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -57,12 +57,12 @@ def same(left: Any, right: Any) -> bool:
 
 @given(tree=st.dictionaries(st.text(), PLAIN), step=st.integers(0, 10**12))
 def test_a_record_comes_back_as_it_was(tree: dict[str, Any], step: int) -> None:
-    found = backup.from_bytes(backup.to_bytes(Record(step, tree)))
+    found = file_format.from_bytes(file_format.to_bytes(Record(step, tree)))
     assert (found.step, same(found.tree, tree)) == (step, True)
 
 
 def test_arrays_come_back_to_the_bit() -> None:
-    assert same(backup.from_bytes(backup.to_bytes(record())).tree, record().tree)
+    assert same(file_format.from_bytes(file_format.to_bytes(record())).tree, record().tree)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_arrays_of_every_type_come_back(name: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, name, name))
     bits = np.arange(6, dtype=f"u{kind.itemsize}")
     tree = {"a": bits.view(kind).reshape(2, 3).T, "b": bits.view(kind)[1], "c": bits[:0].view(kind)}
-    assert same(backup.from_bytes(backup.to_bytes(Record(1, tree))).tree, tree)
+    assert same(file_format.from_bytes(file_format.to_bytes(Record(1, tree))).tree, tree)
 
 
 @given(value=PLAIN)
 def test_a_copy_is_the_same_and_shares_nothing(value: Any) -> None:
     array = np.arange(3)
-    held = plain.copied({"a": [value, array]})
+    held = serialization.copied({"a": [value, array]})
     assert same(held, {"a": [value, array]})
     assert not np.shares_memory(held["a"][1], array)
 
@@ -99,26 +99,26 @@ class Point(NamedTuple):
     ],
 )
 def test_what_is_not_plain_is_named(value: Any, words: str) -> None:
-    with pytest.raises(plain.NotPlainError, match=re.escape(words)):
-        plain.copied(value)
+    with pytest.raises(serialization.NotPlainError, match=re.escape(words)):
+        serialization.copied(value)
 
 
 def test_what_contains_itself_is_named() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(plain.NotPlainError, match="is a list that contains itself"):
-        plain.copied(value)
+    with pytest.raises(serialization.NotPlainError, match="is a list that contains itself"):
+        serialization.copied(value)
 
 
 @settings(max_examples=300)
 @given(st.data())
 def test_a_flipped_bit_is_found_or_changes_nothing(data: st.DataObject) -> None:
-    whole = backup.to_bytes(record())
+    whole = file_format.to_bytes(record())
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
     damaged = bytearray(whole)
     damaged[bit // 8] ^= 1 << bit % 8
     try:
-        found = backup.from_bytes(bytes(damaged))
+        found = file_format.from_bytes(bytes(damaged))
     except DamagedBackup:
         return
     assert same(found.tree, record().tree)  # zip has fields that nobody reads: dates, versions
@@ -127,9 +127,9 @@ def test_a_flipped_bit_is_found_or_changes_nothing(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999])
 def test_a_file_that_is_cut_off_is_found(part: float) -> None:
-    whole = backup.to_bytes(record())
+    whole = file_format.to_bytes(record())
     with pytest.raises(DamagedBackup, match="cut off or damaged"):
-        backup.from_bytes(whole[: int(part * len(whole))])
+        file_format.from_bytes(whole[: int(part * len(whole))])
 
 
 def test_the_newest_whole_one_is_found_and_the_damaged_are_named(tmp_path: Path) -> None:

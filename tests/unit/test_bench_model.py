@@ -16,7 +16,7 @@ from tfmulti.bench.cost import CostModel, Link, fit_computing, fit_exposed, fit_
 from tfmulti.bench.parts import PARTS, Parts, Phase
 from tfmulti.bench.results import cost_model, prediction, results_of
 from tfmulti.bench.words import Situation, limits
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
 
 
 @pytest.mark.parametrize("latency_s", [20e-6, 800e-6])

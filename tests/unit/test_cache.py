@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.mounts import mounted, needs_root
 from tests.unit.test_reader import Counting
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.io.files import cache_folder
+from tfmulti.data.source import Part
+from tfmulti.data.transforms import cache
+from tfmulti.data.transforms.cache import InMemory, OnDisk, cached
 from tfmulti.errors import DataError
-from tfmulti.sources import cache
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.sources.cache import InMemory, OnDisk, cached
-from tfmulti.sources.files import cache_folder
-from tfmulti.sources.source import Part
 
 
 class Known(Counting):

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.transforms.class_weights import Weighted, balanced, parse_class_weight
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.sources.class_weights import Weighted, balanced, parse_class_weight
 
 LABELS = np.array([0, 0, 0, 1, 2, 2])
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tfmulti.cluster import Cluster, Task
-from tfmulti.environments import check_trains, find_cluster
+from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.cluster.environments import check_trains, find_cluster
 from tfmulti.errors import ClusterError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tfmulti.comparison import (
+from tfmulti.training.verification.comparison import (
     MOVED_BY,
     Difference,
     compare,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tfmulti.config import FitConfig, read_config_file
+from tfmulti.config.fit_config import FitConfig, read_config_file
 from tfmulti.errors import ConfigError
 
 

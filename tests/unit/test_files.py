@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tfmulti.config.run_directory import RunDir, default_run_dir, replacing, write_text
 from tfmulti.errors import RunDirError
-from tfmulti.rundir import RunDir, default_run_dir, replacing, write_text
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.processes import clean_env
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
 
 TWO = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": %s}}'
 SMALL = ["--global_batch_size", "4"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tfmulti.data.io import files, folders
 from tfmulti.errors import DataError
-from tfmulti.sources import files, folders
 
 PLACE = "--dataset text:here"
 TEXT = (".txt",)

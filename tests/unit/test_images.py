@@ -9,14 +9,15 @@ import cv2
 import numpy as np
 import pytest
 
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.data_set import Data
+from tfmulti.data.formats import pixels
+from tfmulti.data.source import Leaf
+from tfmulti.data.sources import images
+from tfmulti.data.transforms.augmentation import CHANGES, Augmented, parse_changes, takes
+from tfmulti.data.transforms.stages import prepared
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.sources import images, pixels
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.sources.augmentation import CHANGES, Augmented, parse_changes, takes
-from tfmulti.sources.data import Data
-from tfmulti.sources.source import Leaf
-from tfmulti.sources.stages import prepared
 
 
 def picture(seed: int, height: int = 40, width: int = 60) -> np.ndarray:

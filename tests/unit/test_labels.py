@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from tests.support.records import write_records
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.formats.encoded import Decoder, EncodedSource
+from tfmulti.data.formats.records import Records
+from tfmulti.data.loader import cores
+from tfmulti.data.source import Leaf, Part, Source
+from tfmulti.data.transforms.augmentation import Augmented
+from tfmulti.data.transforms.cache import InMemory
+from tfmulti.data.transforms.class_weights import Weighted
+from tfmulti.data.transforms.labels import read_labels
 from tfmulti.errors import DataError
-from tfmulti.reader import cores
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.sources.augmentation import Augmented
-from tfmulti.sources.cache import InMemory
-from tfmulti.sources.class_weights import Weighted
-from tfmulti.sources.encoded import Decoder, EncodedSource
-from tfmulti.sources.labels import read_labels
-from tfmulti.sources.records import Records
-from tfmulti.sources.source import Leaf, Part, Source
 
 LEAVES = {"x": Leaf((4, 4, 1), "uint8"), "y": Leaf((1,), "uint8")}
 

@@ -22,12 +22,7 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import addresses, policy
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.flags import parse
-from tfmulti.launch.idle import Idle, Use
-from tfmulti.launch.output import Output
-from tfmulti.launch.policy import Attempt, Budget, Failure, Pace, Restart, Stop, next_action
-from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
-from tfmulti.launch.workers import Order, command, worker_env
-from tfmulti.launched import (
+from tfmulti.launch.heartbeat import (
     SAVED,
     Teller,
     Told,
@@ -36,6 +31,11 @@ from tfmulti.launched import (
     saved_before,
     write_error,
 )
+from tfmulti.launch.idle import Idle, Use
+from tfmulti.launch.output import Output
+from tfmulti.launch.policy import Attempt, Budget, Failure, Pace, Restart, Stop, next_action
+from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
+from tfmulti.launch.workers import Order, command, worker_env
 
 CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tfmulti.job_secret import NONCE_BYTES, PROOF_BYTES
-from tfmulti.links import ENOUGH_BYTES, THREAD, LinkError, Links
-from tfmulti.listening import listen
-from tfmulti.meeting import join
+from tfmulti.cluster.job_secret import NONCE_BYTES, PROOF_BYTES
+from tfmulti.cluster.listening import listen
+from tfmulti.distribution.transport.channel import ENOUGH_BYTES, THREAD, LinkError, Links
+from tfmulti.distribution.transport.rendezvous import join
 
 KEY = b"0123456789abcdef"
 LIMIT_S = 30
@@ -161,7 +161,7 @@ def test_a_third_worker_hears_of_it_only_where_it_needs_the_lost_one() -> None:
 
 
 def test_a_wait_asks_each_second_whether_the_others_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfmulti.links.CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("tfmulti.distribution.transport.channel.CHECK_EVERY_S", 0.01)
     asked = []
 
     def check() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfmulti import memory
+from tfmulti.launch import garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def as_before() -> Iterator[None]:
 
 def test_what_is_imported_is_not_looked_through() -> None:
     before = gc.get_freeze_count()
-    with memory.importing():
+    with garbage_collection.importing():
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
     assert gc.isenabled()
@@ -28,12 +28,12 @@ def test_what_is_imported_is_not_looked_through() -> None:
 
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
-    with memory.importing():
+    with garbage_collection.importing():
         pass
     assert not gc.isenabled()
 
 
 def test_an_import_that_fails_leaves_it_on() -> None:
-    with pytest.raises(ImportError), memory.importing():
+    with pytest.raises(ImportError), garbage_collection.importing():
         raise ImportError
     assert gc.isenabled()

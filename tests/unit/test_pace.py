@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tfmulti import stopping
-from tfmulti.pace import CALL_S, TARGET_S, TRIALS, Pace
+from tfmulti.training.state import trainer_state
+from tfmulti.training.step.pace import CALL_S, TARGET_S, TRIALS, Pace
 
 COMPILED_S = 1.0
 
@@ -57,9 +57,9 @@ def test_no_more_than_between_two_backups() -> None:
 
 @pytest.mark.parametrize("local_replicas", [1, 2, 8])
 def test_the_chief_alone_is_heard(local_replicas: int) -> None:
-    chief = stopping.votes(False, None, pace=37)
-    other = stopping.votes(False, None)
+    chief = trainer_state.votes(False, None, pace=37)
+    other = trainer_state.votes(False, None)
     counted = [local_replicas * (a + b) for a, b in zip(chief, other, strict=True)]
-    assert stopping.agreed_pace(counted, local_replicas) == 37
-    assert stopping.verdict(counted) is None
-    assert not stopping.wants_backup(counted)
+    assert trainer_state.agreed_pace(counted, local_replicas) == 37
+    assert trainer_state.verdict(counted) is None
+    assert not trainer_state.wants_backup(counted)

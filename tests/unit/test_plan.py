@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfmulti.hashing import key_of, uniform
-from tfmulti.permutation import HELD, Permutation
-from tfmulti.plan import Plan
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.hashing import key_of, uniform
+from tfmulti.data.permutation import HELD, Permutation
 
 
 def epoch_of(plan: Plan, epoch: int, workers: int = 1, local: int = 1) -> list[int]:
@@ -62,7 +62,7 @@ def test_positions_are_uniform_over_epochs(
 ) -> None:
     """Chi-square of example against position over 2,000 epochs, both ways of making an order."""
     if not held:
-        monkeypatch.setattr("tfmulti.permutation.HELD", 0)
+        monkeypatch.setattr("tfmulti.data.permutation.HELD", 0)
     counts, epochs = np.zeros((size, size)), 2000
     for epoch in range(epochs):
         counts[np.arange(size), Permutation(size, key_of(0, epoch)).at(np.arange(size))] += 1

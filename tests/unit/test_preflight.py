@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tfmulti import preflight, registry
-from tfmulti.config import FitConfig
+from tfmulti.cluster.gpus import visible_gpus
+from tfmulti.config import registry
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.data_set import Data
 from tfmulti.errors import ConfigError, DeviceError, ModelError
-from tfmulti.gpus import visible_gpus
-from tfmulti.sources.data import Data
+from tfmulti.run import validation
 
 
 def devices(folder: Path, count: int) -> Path:
@@ -36,22 +37,22 @@ def test_gpus_are_named_as_the_list_names_them(tmp_path: Path) -> None:
 
 
 def test_more_replicas_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "visible_gpus", lambda env: ("0", "1"))
+    monkeypatch.setattr(validation, "visible_gpus", lambda env: ("0", "1"))
     with pytest.raises(DeviceError, match="replicas is 3, but this machine has 2 visible GPUs"):
-        preflight.check(FitConfig(replicas=3), env={})
+        validation.check(FitConfig(replicas=3), env={})
 
 
 def test_workers_of_several_gpus_do_not_go_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "visible_gpus", lambda env: ("0", "1"))
+    monkeypatch.setattr(validation, "visible_gpus", lambda env: ("0", "1"))
     workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     env = {"TF_CONFIG": json.dumps(workers)}
     with pytest.raises(ConfigError, match=r"each of the 2 workers has 2\. Start a worker for each"):
-        preflight.check(FitConfig(sync_every=5), env=env)
-    preflight.check(FitConfig(sync_every=5, replicas=1), env=env)
-    preflight.check(FitConfig(sync_every=5), env={})  # one worker: no effect
+        validation.check(FitConfig(sync_every=5), env=env)
+    validation.check(FitConfig(sync_every=5, replicas=1), env=env)
+    validation.check(FitConfig(sync_every=5), env={})  # one worker: no effect
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,7 +60,7 @@ def test_a_job_is_resolved_and_has_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    job = preflight.check(FitConfig(), env={})
+    job = validation.check(FitConfig(), env={})
     assert job.data is not None
     assert (job.config.model, job.config.global_batch_size, len(job.data.train)) == (
         "cnn",
@@ -75,7 +76,7 @@ def test_what_depends_on_the_training_rows_is_there_before_the_run(
     monkeypatch.chdir(tmp_path)
     rows = "".join(f"{i},{'ab'[i % 2]}\n" for i in range(50))
     (tmp_path / "t.csv").write_text(f"n,y\n{rows}")
-    job = preflight.check(FitConfig(dataset="csv:t.csv,target=y"), env={})
+    job = validation.check(FitConfig(dataset="csv:t.csv,target=y"), env={})
     assert job.data is not None
     assert job.data.spec is not None
     assert (len(job.data.train), job.config.model, job.config.global_batch_size) == (45, "mlp", 32)
@@ -85,7 +86,7 @@ def test_what_depends_on_the_training_rows_is_there_before_the_run(
 
 def test_a_built_in_model_needs_plain_arrays() -> None:
     with pytest.raises(ModelError, match="gives no plain arrays"):
-        preflight.check_model_takes(FitConfig(model="cnn"), Data(object(), spec=None))
+        validation.check_model_takes(FitConfig(model="cnn"), Data(object(), spec=None))
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tfmulti import reader
+from tfmulti.config.reading import Reading
+from tfmulti.data import loader
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.loader import AHEAD, Batch, Reader, cores, empty, reason_of
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.plan import Plan
-from tfmulti.reader import AHEAD, Batch, Reader, cores, empty, reason_of
-from tfmulti.reading import Reading
-from tfmulti.sources.arrays import ArraySource
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def test_threads_are_used_where_reading_is_slow(
         now[0] += seconds  # each piece seems to take this long
         return now[0]
 
-    monkeypatch.setattr(reader.time, "perf_counter", clock)
-    monkeypatch.setattr(reader, "cores", lambda: 2)
+    monkeypatch.setattr(loader.time, "perf_counter", clock)
+    monkeypatch.setattr(loader, "cores", lambda: 2)
     made = Reader(Counting(64), Plan(64, 64), Place(), Reading())
     assert made.threads is None
     with contextlib.closing(made.batches()) as found:
@@ -296,7 +296,7 @@ def test_memory_is_aligned_for_tensorflow() -> None:
     for shape in ((1,), (3, 5), (7, 0, 2), (100, 3)):
         array = empty(shape, "float32")
         assert array.shape == shape
-        assert array.ctypes.data % reader.ALIGNMENT == 0 or not array.size
+        assert array.ctypes.data % loader.ALIGNMENT == 0 or not array.size
         assert array.flags.c_contiguous
 
 

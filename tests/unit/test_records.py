@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 
 from tests.support.records import framed, write_records
+from tfmulti.config.reading import Reading
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.formats import record_index
+from tfmulti.data.formats.encoded import Decoder, EncodedSource
+from tfmulti.data.formats.record_index import index_of, index_places
+from tfmulti.data.formats.records import Records
+from tfmulti.data.io.open_files import LocalFile, OpenFiles, write_whole
+from tfmulti.data.loader import Batch, Reader
+from tfmulti.data.source import Leaf
 from tfmulti.errors import DataError
-from tfmulti.plan import Plan
-from tfmulti.reader import Batch, Reader
-from tfmulti.reading import Reading
-from tfmulti.sources import record_index
-from tfmulti.sources.encoded import Decoder, EncodedSource
-from tfmulti.sources.open_files import LocalFile, OpenFiles, write_whole
-from tfmulti.sources.record_index import index_of, index_places
-from tfmulti.sources.records import Records
-from tfmulti.sources.source import Leaf
 
 RECORDS = [bytes([i]) * length for i, length in enumerate([0, 5, 1, 4096, 70000, 3, 12, 4081])]
 INDEX = ".a.tfrecord.tfmulti-index.npy"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tfmulti import registry
-from tfmulti.config import FitConfig
+from tfmulti.config import registry
+from tfmulti.config.fit_config import FitConfig
 from tfmulti.errors import ConfigError
 
 

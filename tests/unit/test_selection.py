@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tfmulti.cluster import Cluster, Task
+from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.cluster.selection import batch_sizes, select
 from tfmulti.errors import ConfigError, DeviceError, UserError
-from tfmulti.selection import batch_sizes, select
 
 CLUSTER = Cluster(("a:1", "b:1"), Task("worker", 0))
 

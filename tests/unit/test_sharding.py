@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfmulti.sharding import batch_bounds, share_bounds, steps_per_epoch
+from tfmulti.data.sharding import batch_bounds, share_bounds, steps_per_epoch
 
 ROWS = st.integers(0, 5000)
 REPLICAS = st.integers(1, 300)

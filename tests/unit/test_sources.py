@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.data_set import Data
+from tfmulti.data.options import parse_options
+from tfmulti.data.sources import digits, keras_datasets, npy, npz, regression, synthetic
+from tfmulti.data.transforms.splits import with_validation
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.sources import digits, keras_datasets, npy, npz, regression, synthetic
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.sources.data import Data
-from tfmulti.sources.options import parse_options
-from tfmulti.sources.splits import with_validation
 
 X = np.arange(20 * 6, dtype=np.float32).reshape(20, 6)
 Y = np.arange(20) % 4
@@ -226,7 +226,7 @@ def test_npy_is_mapped_and_needs_no_tensorflow(tmp_path: Path) -> None:
     assert data.train.read(np.array([3]))[1].tolist() == [Y[3]]
     assert len(data.validation) == len(X)
     code = (
-        "import sys\nfrom tfmulti.sources import npy, npz\nnpy.load(sys.argv[1], 0)\n"
+        "import sys\nfrom tfmulti.data.sources import npy, npz\nnpy.load(sys.argv[1], 0)\n"
         "npz.load(sys.argv[2], 0)\nsys.exit('tensorflow' in sys.modules)"
     )
     argv = [sys.executable, "-c", code, folder, str(saved(tmp_path, x=X, y=Y))]

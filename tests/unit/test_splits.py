@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_plan import check_uniform
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.data_set import Data
+from tfmulti.data.transforms.splits import parse_split, with_splits, with_validation
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.sources.arrays import ArraySource
-from tfmulti.sources.data import Data
-from tfmulti.sources.splits import parse_split, with_splits, with_validation
 
 
 def data(rows: int = 100, **parts: int) -> Data:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from tfmulti.errors import ConfigError
-from tfmulti.signals import SignalWatch, sigterm_grace_s
-from tfmulti.stopping import verdict, votes, wants_backup
+from tfmulti.launch.signals import SignalWatch, sigterm_grace_s
+from tfmulti.training.state.trainer_state import verdict, votes, wants_backup
 
 
 def test_votes_and_verdicts() -> None:
@@ -99,7 +99,7 @@ def test_a_long_backup_is_finished_after_sigterm(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ends: bool
 ) -> None:
     """Ctrl-C keeps its five seconds, whatever the launcher waits."""
-    monkeypatch.setattr("tfmulti.signals.GRACE_S", 0.05)
+    monkeypatch.setattr("tfmulti.launch.signals.GRACE_S", 0.05)
     monkeypatch.setenv("TFMULTI_GRACE_S", "60")
     exits: list[int] = []
     asked: list[str] = []

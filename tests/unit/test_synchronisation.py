@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tfmulti.config.local_sync import Synchronisation
 from tfmulti.errors import ConfigError
-from tfmulti.synchronisation import Synchronisation
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.data_set import Data, fitted
+from tfmulti.data.formats import arrow, csv_tables, parquet_tables
+from tfmulti.data.sources import tables
+from tfmulti.data.transforms.splits import with_validation
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.preflight import load_data
-from tfmulti.sources import arrow, csv_tables, parquet_tables, tables
-from tfmulti.sources.data import Data, fitted
-from tfmulti.sources.splits import with_validation
+from tfmulti.run.validation import load_data
 
 ROWS = ["1,red,a", "2,blue,b", "3,red,a", "4,green,b"]
 SMALL = "n,color,y\n" + "\n".join(ROWS) + "\n"

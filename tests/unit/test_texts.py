@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.unit.test_folders import made
+from tfmulti.config.reading import Reading
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.loader import Reader
+from tfmulti.data.sources import text
+from tfmulti.data.transforms.splits import with_validation
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.plan import Plan
-from tfmulti.reader import Reader
-from tfmulti.reading import Reading
-from tfmulti.sources import text
-from tfmulti.sources.splits import with_validation
 
 
 class Alone(NamedTuple):

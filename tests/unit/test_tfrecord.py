@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests.support.records import write_features, write_records
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.source import Leaf
+from tfmulti.data.sources import tfrecord
 from tfmulti.errors import ConfigError, DataError
-from tfmulti.preflight import load_data
-from tfmulti.sources import tfrecord
-from tfmulti.sources.source import Leaf
+from tfmulti.run.validation import load_data
 
 
 def test_a_data_set_is_loaded_without_tensorflow(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_data_set_is_loaded_without_tensorflow(tmp_path: Path) -> None:
     assert data.spec is not None
     assert (len(data.train), data.spec.outputs) == (20, 5)
     code = (
-        "import sys\nfrom tfmulti.sources import tfrecord\ntfrecord.load(sys.argv[1], 0)\n"
+        "import sys\nfrom tfmulti.data.sources import tfrecord\ntfrecord.load(sys.argv[1], 0)\n"
         "sys.exit('tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, f"{tmp_path}/train-*"]).returncode == 0

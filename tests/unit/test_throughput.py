@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
 from tfmulti.errors import ConfigError
-from tfmulti.peaks import PEAKS, peak_tflops
-from tfmulti.step_times import StepTimes
+from tfmulti.run.callbacks.peaks import PEAKS, peak_tflops
+from tfmulti.run.callbacks.step_times import StepTimes
 
 
 def times(*seconds: float) -> StepTimes:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.support.records import framed, write_features
+from tfmulti.data.formats.records import Records
+from tfmulti.data.io.files import stamp_of
+from tfmulti.data.io.open_files import LocalFile
+from tfmulti.data.io.unpacked import folder_of, pieces, unpack
+from tfmulti.data.sources import tfrecord
 from tfmulti.errors import DataError
-from tfmulti.sources import tfrecord
-from tfmulti.sources.files import stamp_of
-from tfmulti.sources.open_files import LocalFile
-from tfmulti.sources.records import Records
-from tfmulti.sources.unpacked import folder_of, pieces, unpack
 
 RECORDS = [random.Random(i).randbytes(i % 7) + b"same text" * i for i in range(60)]
 CONTENT = b"".join(map(framed, RECORDS))

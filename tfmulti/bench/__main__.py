@@ -26,19 +26,19 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from tfmulti import preflight
 from tfmulti.bench import flags
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.matrix import Launch, Matrix, MeasurementError
 from tfmulti.bench.picture import draw
 from tfmulti.bench.report import Report, busy_words
-from tfmulti.command_line import exit_code
-from tfmulti.console import Say, speaker
+from tfmulti.cluster.gpus import visible_gpus
+from tfmulti.config.console import Say, speaker
+from tfmulti.config.flags import exit_code
+from tfmulti.config.run_directory import write_text
+from tfmulti.data.source import Source
 from tfmulti.errors import ConfigError, DeviceError
-from tfmulti.gpus import visible_gpus
 from tfmulti.launch import supervisor
-from tfmulti.rundir import write_text
-from tfmulti.sources.source import Source
+from tfmulti.run import validation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def check(config: BenchConfig, gpus: Sequence[str]) -> None:
     )
     for place in dict.fromkeys((smallest, largest)):
         run = config.checked_run(place)
-        job = preflight.check(run, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+        job = validation.check(run, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         if job.data is not None and not isinstance(job.data.train, Source):
             raise ConfigError(
                 f"--dataset {run.dataset} is a stream, but a measurement takes batches of several "

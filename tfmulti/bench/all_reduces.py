@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmulti import collectives, replicas
-from tfmulti.strategies import placement_of
+from tfmulti.distribution import collectives, replica_context
+from tfmulti.distribution.strategies import placement_of
 
 SIZES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)  # bytes
 _IN_A_CALL, _CALLS, _BESIDE = 4, 7, 32
@@ -57,10 +57,10 @@ def _seconds(strategy: tf.distribute.Strategy, size: int) -> float:
     def on_replica() -> tf.Tensor:
         value = values.value()
         # Each replica's own: of what is alike in one graph TensorFlow makes one.
-        part = (1 + replicas.local_index(place.local_replicas) / 1024) / place.replicas
+        part = (1 + replica_context.local_index(place.local_replicas) / 1024) / place.replicas
         with collectives.serving("bench", place):
             for _ in range(_IN_A_CALL):
-                value = replicas.total(part * value)
+                value = replica_context.total(part * value)
         return value[0]
 
     return _median_of_calls(strategy, on_replica) / _IN_A_CALL

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfmulti import registry
-from tfmulti.config import FitConfig
+from tfmulti.config import registry
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.run_directory import check_writable
 from tfmulti.errors import ConfigError, RunDirError
-from tfmulti.rundir import check_writable
 
 # Made-up data of the form that the built-in models were made for, where no --dataset is given.
 _DATA = {

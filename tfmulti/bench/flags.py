@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from tfmulti.bench.config import BenchConfig
-from tfmulti.command_line import config_of, help_text, make_flags, parse_into
+from tfmulti.config.flags import config_of, help_text, make_flags, parse_into
 from tfmulti.errors import ConfigError
 
 _OWN = ("workers", "weak", "strong", "rounds", "steps", "profile", "output_dir")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from tfmulti.bench.config import BenchConfig, Place, cores_of
 from tfmulti.bench.order import Answer, Order
-from tfmulti.console import Say, number
+from tfmulti.config.console import Say, number
+from tfmulti.config.run_directory import write_text
 from tfmulti.errors import TfmultiError
 from tfmulti.launch import supervisor
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.rundir import write_text
 
 _STOPPED = (129, 130, 143)  # 128 + SIGHUP, SIGINT or SIGTERM
 _STALL_S = 120.0  # a first step may be traced for long

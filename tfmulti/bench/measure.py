@@ -19,23 +19,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, local_steps, preflight, votes
-from tfmulti.assembly import Setup, compile_model, make_model, set_up
 from tfmulti.bench.all_reduces import all_reduce_times, message_seconds
 from tfmulti.bench.order import Answer, Order
 from tfmulti.bench.parts import Phase
-from tfmulti.callbacks.throughput import Throughput
-from tfmulti.callbacks.waiting import Waiting
-from tfmulti.cluster import Cluster
-from tfmulti.connections import links_of
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.selection import BatchSizes
+from tfmulti.config.local_sync import PACK_BYTES
+from tfmulti.data.source import Source
+from tfmulti.distribution.connections import links_of
+from tfmulti.distribution.strategies import Placement, device_names
 from tfmulti.errors import DataError
-from tfmulti.flops import peak_of_devices, training_flops
-from tfmulti.selection import BatchSizes
-from tfmulti.sources.source import Source
-from tfmulti.step_times import StepTimes
-from tfmulti.stopping import state_of
-from tfmulti.strategies import Placement, device_names
-from tfmulti.synchronisation import PACK_BYTES
+from tfmulti.keras_patches import keras_compat
+from tfmulti.run import validation
+from tfmulti.run.callbacks.flops import peak_of_devices, training_flops
+from tfmulti.run.callbacks.step_times import StepTimes
+from tfmulti.run.callbacks.throughput import Throughput
+from tfmulti.run.callbacks.waiting import Waiting
+from tfmulti.run.setup import Setup, compile_model, make_model, set_up
+from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.step import local_steps, votes
 
 MEASURED_S = 5.0
 _LEAST, _MOST = 5, 2000  # executions
@@ -51,7 +53,7 @@ def answer(order: Order, cluster: Cluster | None) -> Answer:
         DataError: the data comes in batches of its own, which no other number of rows can take.
     """
     gpus = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
-    setup = set_up(preflight.check(order.run, cluster, env=gpus))
+    setup = set_up(validation.check(order.run, cluster, env=gpus))
     if not isinstance(setup.data.train, Source):
         raise DataError(
             f"--dataset {order.run.dataset} gives batches of its own, but a measurement takes "

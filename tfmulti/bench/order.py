@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmulti.bench.parts import Parts, Phase
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
 
 
 @dataclass(frozen=True)

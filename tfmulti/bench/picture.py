@@ -8,7 +8,7 @@ from typing import Any
 from tfmulti.bench.parts import PARTS
 from tfmulti.bench.report import Report
 from tfmulti.bench.results import Result
-from tfmulti.rundir import replacing
+from tfmulti.config.run_directory import replacing
 
 _COLOURS = {
     "compute": "tab:blue",

@@ -22,7 +22,7 @@ from tfmulti.bench.results import (
     results_of,
 )
 from tfmulti.bench.words import Situation, limits
-from tfmulti.console import number
+from tfmulti.config.console import number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfmulti.advice import MUCH, advice
 from tfmulti.bench.cost import Link
 from tfmulti.bench.parts import Parts
-from tfmulti.config import FitConfig
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.advice import MUCH, advice
 
 
 @dataclass(frozen=True)

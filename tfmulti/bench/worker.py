@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfmulti import memory
 from tfmulti.bench.order import Order
-from tfmulti.environments import find_cluster
+from tfmulti.cluster.environments import find_cluster
+from tfmulti.config.run_directory import write_text
 from tfmulti.errors import EXIT_DONE, TfmultiError
+from tfmulti.launch import garbage_collection
 from tfmulti.launch.workers import THREADS
-from tfmulti.rundir import write_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     rank = 0 if cluster is None else cluster.rank
     take_cores(order.cores[rank])
     try:
-        with memory.importing():
+        with garbage_collection.importing():
             from tfmulti.bench import measure  # TensorFlow counts its threads when it is imported
 
         answer = measure.answer(order, None if order.run.ignore_cluster else cluster)

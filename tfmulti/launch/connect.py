@@ -15,8 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from tfmulti.cluster.job_secret import NONCE_BYTES, SECRET, Seal, is_proof, nonce, proof
+from tfmulti.cluster.listening import keep_alive, listen
 from tfmulti.errors import EXIT_USER, ConfigError, TfmultiError
-from tfmulti.job_secret import NONCE_BYTES, SECRET, Seal, is_proof, nonce, proof
 from tfmulti.launch.agent import forwarded, sent_config, serve
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import STOPPING
@@ -25,7 +26,6 @@ from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import say
 from tfmulti.launch.remote import MOST_BYTES, Link, There
 from tfmulti.launch.workers import Sink
-from tfmulti.listening import keep_alive, listen
 
 CONNECT_S = 10
 RETRY_S = 1.0

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tfmulti.cluster.gpus import visible_gpus
+from tfmulti.cluster.job_secret import secret_of
 from tfmulti.errors import ConfigError, did_you_mean
-from tfmulti.gpus import visible_gpus
-from tfmulti.job_secret import secret_of
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.hosts import parse_hosts, slots_of
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfmulti.cluster.listening import can_bind
 from tfmulti.errors import ConfigError
 from tfmulti.launch.addresses import LOOPBACK
-from tfmulti.listening import can_bind
 
 LOOPBACK_NAMES = ("localhost", LOOPBACK, "[::1]")  # each machine's for itself alone
 SCRIPT_LIMIT_S = 30.0

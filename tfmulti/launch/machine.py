@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tfmulti.gpus import visible_gpus
+from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.launch.addresses import reserved, silent
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send

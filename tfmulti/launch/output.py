@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launched import Failed
+from tfmulti.launch.heartbeat import Failed
 
 _CHATTER = re.compile(
     rb"[IW]\d{4,} |WARNING: All log messages before|To enable the following instr"

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from tfmulti.cluster.job_secret import SECRET
 from tfmulti.errors import ConfigError, TfmultiError
-from tfmulti.job_secret import SECRET
 from tfmulti.launch.addresses import LOOPBACK
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import Door, over_ssh

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from tfmulti import json_values
+from tfmulti.cluster.job_secret import Seal
+from tfmulti.config import json_values
 from tfmulti.errors import ConfigError
-from tfmulti.job_secret import Seal
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.workers import Order, Seen, Sink
 

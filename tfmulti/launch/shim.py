@@ -30,9 +30,9 @@ import threading
 import time
 from pathlib import Path
 
-from tfmulti import memory
 from tfmulti.errors import ConfigError, TfmultiError
-from tfmulti.launched import ERROR_FILE, write_error
+from tfmulti.launch import garbage_collection
+from tfmulti.launch.heartbeat import ERROR_FILE, write_error
 
 STACKS_FILE, STANDBY, COMMAND = "TFMULTI_STACKS_FILE", "--standby", "--command"
 PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
@@ -95,8 +95,9 @@ def _leave_a_watch() -> None:
 
 def stand_by() -> list[str]:
     """Returns the arguments of the worker that this process is to become, when it is told."""
-    with memory.importing():
-        importlib.import_module("tfmulti.trainer")  # TensorFlow and Keras with it
+    with garbage_collection.importing():
+        # TensorFlow and Keras come with it.
+        importlib.import_module("tfmulti.training.distributed_model")
     line = sys.stdin.readline()
     if not line:
         sys.exit(0)  # the launcher has ended

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from tfmulti import job_secret
+from tfmulti.cluster import job_secret
 from tfmulti.errors import EXIT_FAILED, ConfigError
 from tfmulti.launch import members, policy
 from tfmulti.launch.config import LaunchConfig

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from tfmulti.launch import policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.crew import Crew
+from tfmulti.launch.heartbeat import FIRST, TRAINING
 from tfmulti.launch.members import Placement, words_of
 from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Failure, Pace, stalled
 from tfmulti.launch.workers import Seen
-from tfmulti.launched import FIRST, TRAINING
 
 FROZEN_S = 5.0  # a worker that is stopped for so long does not go on by itself
 

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from tfmulti.cluster import Cluster, Task
+from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
-from tfmulti.launch.idle import Idle
-from tfmulti.launch.shim import COMMAND, PARENT, STACKS_FILE, STANDBY
-from tfmulti.launched import (
+from tfmulti.launch.heartbeat import (
     ERROR_FILE,
     PROGRESS_FILE,
     SAVED,
@@ -30,6 +28,8 @@ from tfmulti.launched import (
     read_error,
     read_progress,
 )
+from tfmulti.launch.idle import Idle
+from tfmulti.launch.shim import COMMAND, PARENT, STACKS_FILE, STANDBY
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")

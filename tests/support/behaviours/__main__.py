@@ -30,7 +30,7 @@ from tests.support.behaviours import (
 )
 from tests.support.behaviours.common import BEHAVIOURS, KINDS, here
 from tfmulti import make_strategy
-from tfmulti.strategies import placement_of
+from tfmulti.distribution.strategies import placement_of
 
 MODULES = (
     usage,

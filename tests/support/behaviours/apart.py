@@ -14,9 +14,10 @@ from tests.support import apart
 from tests.support.behaviours.common import X, Y, behaviour_at, fit, here, model
 from tests.support.behaviours.graphs import collectives_in, graph_of
 from tests.support.behaviours.stops import FEEDS, StopsAt, _run, _stopped
-from tfmulti import local_steps, prepare
+from tfmulti import prepare
 from tfmulti.errors import DataError, ModelError, ResumeError
-from tfmulti.stopping import state_of
+from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.step import local_steps
 
 at_workers = behaviour_at("multi_worker_mirrored")
 EXACT = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}

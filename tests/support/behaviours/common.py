@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import prepare
-from tfmulti.strategies import Placement
+from tfmulti.distribution.strategies import Placement
 
 _rng = np.random.default_rng(5)
 X = _rng.standard_normal((96, 6)).astype(np.float32)

@@ -16,8 +16,11 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
 from tests.support.behaviours.graphs import collectives_in, graph_of
 from tests.support.threads import left_since
-from tfmulti import collectives, connections, links, meeting, pace, prepare, siblings
-from tfmulti.streams import AnyStream
+from tfmulti import prepare
+from tfmulti.distribution import collectives, connections, replica_threads
+from tfmulti.distribution.transport import channel, rendezvous
+from tfmulti.training.input.prefetcher import AnyStream
+from tfmulti.training.step import pace
 
 ROUND_TRIPS = {
     "TFE_Py_Execute": "calls",  # of functions
@@ -71,12 +74,12 @@ def by_tensorflows_collectives() -> Any:
         return collectives_in(graph_of(made, 1)), [weight.tolist() for weight in made.get_weights()]
 
     plain = {name: trained(name) for name in LAYERS}
-    ours = siblings._are_siblings
-    siblings._are_siblings = lambda *_: False  # type: ignore[assignment]
+    ours = replica_threads._are_siblings
+    replica_threads._are_siblings = lambda *_: False  # type: ignore[assignment]
     try:
         return plain, {name: trained(name) for name in LAYERS}
     finally:
-        siblings._are_siblings = ours  # type: ignore[assignment]
+        replica_threads._are_siblings = ours  # type: ignore[assignment]
 
 
 @behaviour
@@ -252,8 +255,8 @@ def without_connections() -> Any:
     def fails(*args: Any) -> Any:
         if here.place.rank == here.place.workers - 1:
             args[0].close()
-            raise links.LinkError("no route to host")
-        return meeting.join(*args, timeout_s=1.0)
+            raise channel.LinkError("no route to host")
+        return rendezvous.join(*args, timeout_s=1.0)
 
     found = [trained()]
     known = dict(connections._connected)
@@ -262,6 +265,6 @@ def without_connections() -> Any:
     try:
         found.append(trained())
     finally:
-        connections.join = meeting.join
+        connections.join = rendezvous.join
         connections._connected.update(known)
     return found

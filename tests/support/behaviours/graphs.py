@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, here
-from tfmulti import collectives
-from tfmulti.feed import make_feed
-from tfmulti.stopping import VOTES
+from tfmulti.distribution import collectives
+from tfmulti.training.input.feed import make_feed
+from tfmulti.training.state.trainer_state import VOTES
 
 
 def graph_of(made: keras.Model, steps: int) -> Any:

@@ -13,7 +13,8 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
 from tests.support.behaviours.graphs import is_collective
 from tests.support.models import of_two_outputs
-from tfmulti import collectives, prepare, replicas
+from tfmulti import prepare
+from tfmulti.distribution import collectives, replica_context
 
 ONE_LEFT = {"x": X[:25], "y": Y[:25]}  # of a batch of 24: the last has one row
 OWN_STATISTICS = {"sync_batch_norm": False}
@@ -544,7 +545,7 @@ def what_gradients_travel_as() -> Any:
 
         def reduce(made: Any = made, gradients: Any = gradients) -> Any:
             with collectives.serving("test", here.place):
-                return replicas.reduce_gradients(gradients, **made._wire)
+                return replica_context.reduce_gradients(gradients, **made._wire)
 
         step = tf.function(lambda reduce=reduce: here.strategy.run(reduce))
         graph = step.get_concrete_function().graph.as_graph_def()
@@ -575,7 +576,7 @@ def sums_in_half_the_bytes() -> Any:
 
         def reduce(made: Any = made, gradients: Any = gradients) -> Any:
             with collectives.serving("test", here.place):
-                large, _, many, rows = replicas.reduce_gradients(gradients, **made._wire)
+                large, _, many, rows = replica_context.reduce_gradients(gradients, **made._wire)
             return [large, many, tf.convert_to_tensor(rows)]
 
         sums = tf.function(lambda reduce=reduce: here.strategy.run(reduce), autograph=False)()

@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, here, model
 from tfmulti import Backup
+from tfmulti.distribution.replica_slice import current
 from tfmulti.errors import ResumeError
-from tfmulti.launched import SAVED
-from tfmulti.share import current
-from tfmulti.stopping import interrupt
+from tfmulti.launch.heartbeat import SAVED
+from tfmulti.training.state.trainer_state import interrupt
 
 EPOCHS, BATCH, ROWS = 3, 24, 61  # 24, 24, 13
 

@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, behaviour, fit, here, on_all_replicas
-from tfmulti import keras_compat, prepare
-from tfmulti.share import Share, computing
+from tfmulti import prepare
+from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.keras_patches import keras_compat
 
 
 def plain_model(**options: Any) -> keras.Model:

@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
-from tfmulti import pipeline, prepare
-from tfmulti.votes import gather
+from tfmulti import prepare
+from tfmulti.training.input import pipeline
+from tfmulti.training.step.votes import gather
 
 
 @behaviour

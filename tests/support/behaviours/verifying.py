@@ -13,20 +13,16 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here
-from tfmulti import (
-    comparison,
-    global_values,
-    keras_compat,
-    prepare,
-    relocation,
-    replicas,
-    verify,
-)
-from tfmulti.comparison import Difference
+from tfmulti import prepare, verify
+from tfmulti.distribution import global_values, replica_context
+from tfmulti.distribution.lookup_gradients import Lookup
 from tfmulti.errors import VerificationError
-from tfmulti.lookup_gradients import Lookup
-from tfmulti.step_logs import StepLogs
-from tfmulti.stopping import state_of
+from tfmulti.keras_patches import keras_compat
+from tfmulti.training.state import relocation
+from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.step.step_logs import StepLogs
+from tfmulti.training.verification import comparison
+from tfmulti.training.verification.comparison import Difference
 
 SEVERAL = ("mirrored", "multi_worker_mirrored")
 ONE_STEP = {"epochs": 1, "x": X[:18], "y": Y[:18], "batch_size": 15, "shuffle": False}
@@ -344,7 +340,7 @@ MENDS = {
     ),
     "rows of a table that all replicas look up": Mend(
         _same_lookups_on_all,
-        [(replicas, "lookups_in", lambda g: [Lookup(g.values, g.indices, False)])],
+        [(replica_context, "lookups_in", lambda g: [Lookup(g.values, g.indices, False)])],
     ),
     "logits of gathered rows": Mend(_loss_by_logits, [NOT_KNOWN, (keras_compat, "ATTACHED", ())]),
     "a result under another name": Mend(

@@ -1,0 +1,253 @@
+"""A cluster: the addresses of the workers, and which of them this process is.
+
+`Cluster` is a value. One that exists is valid: every rule is checked when it is made.
+It is read from TF_CONFIG and written back to it; see
+https://www.tensorflow.org/guide/distributed_training#TF_CONFIG for the format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tfmulti.config import json_values
+from tfmulti.errors import ClusterError, did_you_mean
+
+TASK_TYPES = ("chief", "worker", "evaluator")
+_ALIASES = {"master": "chief"}  # TF 1's name, which Kubeflow and SageMaker still send
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d+)")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of the cluster: its job, and its place in that job's list."""
+
+    type: str
+    index: int
+
+    def __post_init__(self) -> None:
+        if self.type not in TASK_TYPES:
+            raise ClusterError(
+                f"no task type {self.type!r} in TF_CONFIG['task']['type']; "
+                + did_you_mean(str(self.type), TASK_TYPES)
+            )
+        if not isinstance(self.index, int) or isinstance(self.index, bool) or self.index < 0:
+            raise ClusterError(
+                f"task.index is {self.index!r}, but it must be a whole number from 0. "
+                "Fix TF_CONFIG['task']['index'] on this host."
+            )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The workers of one job and this process' place among them.
+
+    Args:
+        workers: `host:port` of each worker task, in order of their index.
+        task: which process this is.
+        chief: `host:port` of the `chief` task, or None: then worker 0 is the chief.
+        evaluators: addresses of evaluator tasks. They stand outside the cluster.
+
+    Raises:
+        ClusterError: an address, an index or a task type breaks the format's rules.
+
+    >>> cluster = Cluster(workers=("h1:2222", "h2:2222"), task=Task("worker", 1))
+    >>> cluster.size, cluster.rank, cluster.is_chief
+    (2, 1, False)
+    """
+
+    workers: tuple[str, ...]
+    task: Task
+    chief: str | None = None
+    evaluators: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        _check_addresses(self._jobs())
+        if not self.addresses:
+            raise ClusterError(
+                "the cluster has no worker: TF_CONFIG['cluster'] needs a 'worker' list "
+                'of "host:port" addresses.'
+            )
+        addresses = self._jobs().get(self.task.type, ())
+        if self.task.type == "evaluator" and not addresses:
+            return  # Kubeflow starts evaluators without listing them
+        if self.task.index >= len(addresses):
+            raise ClusterError(
+                f"task.index is {self.task.index}, but job {self.task.type!r} has "
+                f"{len(addresses)} addresses (0..{len(addresses) - 1}). "
+                "Fix TF_CONFIG['task']['index'] on this host."
+                if addresses
+                else f"this task is of type {self.task.type!r}, but TF_CONFIG['cluster'] has no "
+                f"{self.task.type!r} job. Add it there, or fix TF_CONFIG['task']['type']."
+            )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """`host:port` of every worker, by rank: the chief first."""
+        return (*([self.chief] if self.chief else []), *self.workers)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of every worker, by rank, without its port."""
+        return tuple(host_of(address) for address in self.addresses)
+
+    @property
+    def size(self) -> int:
+        """How many workers train, the chief included; evaluators do not count."""
+        return len(self.addresses)
+
+    @property
+    def is_evaluator(self) -> bool:
+        return self.task.type == "evaluator"
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among all workers, 0 for the chief.
+
+        Raises:
+            ClusterError: an evaluator has no rank.
+        """
+        if self.is_evaluator:
+            raise ClusterError("an evaluator stands outside the cluster and has no rank.")
+        return self.task.index + (1 if self.chief and self.task.type == "worker" else 0)
+
+    @property
+    def is_chief(self) -> bool:
+        return not self.is_evaluator and self.rank == 0
+
+    def for_rank(self, rank: int) -> Cluster:
+        """Returns the same cluster as the worker of that rank sees it."""
+        if not 0 <= rank < self.size:
+            raise ClusterError(f"rank is {rank}, but the cluster has {self.size} workers.")
+        if self.chief is None:
+            task = Task("worker", rank)
+        else:
+            task = Task("chief", 0) if rank == 0 else Task("worker", rank - 1)
+        return Cluster(self.workers, task, self.chief, self.evaluators)
+
+    def to_tf_config(self) -> str:
+        """Returns the JSON text that TF_CONFIG holds on this worker."""
+        jobs = {name: list(addresses) for name, addresses in self._jobs().items() if addresses}
+        task = {"type": self.task.type, "index": self.task.index}
+        return json.dumps({"cluster": jobs, "task": task})
+
+    @classmethod
+    def from_tf_config(cls, text: str) -> Cluster:
+        """Returns the cluster that the text of TF_CONFIG describes.
+
+        Accepts `chief` or none, `master` for chief, an `evaluator` task, and extra keys.
+
+        Raises:
+            ClusterError: the text is no JSON or breaks a rule of the format.
+        """
+        config = _as_object(text)
+        jobs = _jobs_of(config)
+        task = config.get("task")
+        if not isinstance(task, Mapping):
+            raise ClusterError(
+                f"TF_CONFIG['task'] is {task!r}, but it must say which process this is: "
+                '{"type": "worker", "index": 0}.'
+            )
+        kind = task.get("type")
+        index = task.get("index", 0)
+        if isinstance(index, str) and index.isdigit():
+            index = int(index)
+        chiefs = jobs.get("chief", ())
+        if len(chiefs) > 1:
+            raise ClusterError(
+                f"TF_CONFIG['cluster']['chief'] has {len(chiefs)} addresses "
+                f"({', '.join(map(str, chiefs))}), but a cluster has one chief. "
+                "Move the others to 'worker'."
+            )
+        return cls(
+            workers=jobs.get("worker", ()),
+            task=Task(_ALIASES.get(str(kind), str(kind)), index),
+            chief=chiefs[0] if chiefs else None,
+            evaluators=jobs.get("evaluator", ()),
+        )
+
+    def _jobs(self) -> dict[str, tuple[str, ...]]:
+        return {
+            "chief": () if self.chief is None else (self.chief,),
+            "worker": self.workers,
+            "evaluator": self.evaluators,
+        }
+
+
+def _as_object(text: str) -> Mapping[str, Any]:
+    try:
+        config = json_values.parse(text)
+    except json.JSONDecodeError as error:
+        raise ClusterError(
+            f"TF_CONFIG is no JSON ({error.msg} at character {error.pos}): {text[:60]!r}. "
+            'It must look like {"cluster": {"worker": ["host:port", ...]}, '
+            '"task": {"type": "worker", "index": 0}}.'
+        ) from None
+    if not isinstance(config, Mapping):
+        raise ClusterError(f"TF_CONFIG must be a JSON object, but is {text[:60]!r}.")
+    return config
+
+
+def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    cluster = config.get("cluster")
+    if not isinstance(cluster, Mapping) or not cluster:
+        raise ClusterError(
+            f"TF_CONFIG['cluster'] is {cluster!r}, but it must list the addresses of the "
+            'workers: {"worker": ["host:port", ...]}. Unset TF_CONFIG to run without a cluster.'
+        )
+    jobs: dict[str, tuple[str, ...]] = {}
+    for given, addresses in cluster.items():
+        name = _ALIASES.get(given, given)
+        if name not in TASK_TYPES:
+            raise ClusterError(
+                f"no task type {given!r} in TF_CONFIG['cluster']; "
+                + did_you_mean(given, TASK_TYPES)
+                + (" Parameter servers are not supported." if given == "ps" else "")
+            )
+        if name in jobs:
+            raise ClusterError(
+                "TF_CONFIG['cluster'] has both 'chief' and 'master', which mean the same: "
+                "a cluster has one chief. Remove one of them."
+            )
+        if isinstance(addresses, str) or not isinstance(addresses, Sequence):
+            raise ClusterError(
+                f"TF_CONFIG['cluster'][{given!r}] is {addresses!r}, but it must be a list of "
+                '"host:port" addresses.'
+            )
+        jobs[name] = tuple(addresses)
+    return jobs
+
+
+def host_of(address: str) -> str:
+    """Returns the host of `host:port`.
+
+    >>> host_of("[fe80::1]:2222")
+    'fe80::1'
+    """
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _check_addresses(jobs: Mapping[str, tuple[str, ...]]) -> None:
+    seen: dict[str, str] = {}
+    for name, addresses in jobs.items():
+        for index, address in enumerate(addresses):
+            place = f"TF_CONFIG['cluster'][{name!r}][{index}]"
+            match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+            if match is None:
+                raise ClusterError(
+                    f"{place} is {address!r}, but an address must be 'host:port', "
+                    "such as '10.0.0.1:2222' or '[fe80::1]:2222'."
+                )
+            if not 1 <= int(match["port"]) <= 65535:
+                raise ClusterError(
+                    f"{place} is {address!r}: port {match['port']} is outside 1..65535."
+                )
+            if address in seen:
+                raise ClusterError(
+                    f"{place} is {address!r}, which {seen[address]} has already: "
+                    "each worker needs an address of its own."
+                )
+            seen[address] = place

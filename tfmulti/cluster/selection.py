@@ -1,0 +1,141 @@
+"""Which strategy a run uses, why, and how its batch is shared: decided purely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.errors import ConfigError, DeviceError
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen strategy, the number of this worker's replicas, and the reason in words."""
+
+    strategy: str
+    local_replicas: int
+    why: str
+    device_type: str = "CPU"
+
+
+def check_cluster_use(strategy: str, cluster: Cluster | None, ignore_cluster: bool) -> None:
+    """Checks the strategy's name against the cluster in the environment.
+
+    Raises:
+        ConfigError: several workers are described, but the strategy knows of one machine
+            alone; or the strategy needs a cluster and there is none.
+    """
+    if cluster is not None and not ignore_cluster and strategy in ("one_device", "mirrored"):
+        raise ConfigError(
+            f"TF_CONFIG describes a cluster of {cluster.size} workers, but --strategy {strategy} "
+            "trains on this machine alone. Use --strategy multi_worker_mirrored, or "
+            "--ignore_cluster to train alone on purpose."
+        )
+    if strategy == "multi_worker_mirrored" and (cluster is None or ignore_cluster):
+        raise ConfigError(
+            "--strategy multi_worker_mirrored needs a cluster, but "
+            + ("--ignore_cluster leaves it out." if ignore_cluster else "TF_CONFIG is not set.")
+            + " Set TF_CONFIG on every worker, or use --strategy mirrored on one machine."
+        )
+
+
+def check_replicas(replicas: int | None, gpus: int) -> None:
+    """Checks `--replicas` against the machine's GPUs.
+
+    Raises:
+        DeviceError: more replicas than GPUs, on a machine that has some.
+    """
+    if replicas is not None and gpus and replicas > gpus:
+        raise DeviceError(
+            f"--replicas is {replicas}, but this machine has {gpus} visible "
+            f"GPU{'s' if gpus > 1 else ''}. Use at most {gpus}, or set CUDA_VISIBLE_DEVICES='' "
+            "to try it on logical CPU devices."
+        )
+
+
+def select(
+    strategy: str,
+    *,
+    replicas: int | None,
+    cluster: Cluster | None,
+    gpus: int,
+    ignore_cluster: bool = False,
+) -> Selection:
+    """Returns what to build for a `--strategy` value on this machine, and why.
+
+    Raises:
+        ConfigError, DeviceError: the wish does not fit the cluster or the devices.
+
+    >>> select("auto", replicas=None, cluster=None, gpus=4).why
+    'auto chose mirrored: this machine has 4 GPUs'
+    """
+    check_cluster_use(strategy, cluster, ignore_cluster)
+    check_replicas(replicas, gpus)
+    if ignore_cluster:
+        cluster = None
+    why = f"--strategy {strategy} was asked for"
+    if strategy == "auto":
+        strategy, reason = _automatic(replicas, cluster, gpus)
+        why = f"auto chose {strategy}: {reason}"
+    device_type = "GPU" if gpus else "CPU"
+    if strategy == "one_device":
+        if replicas not in (None, 1):
+            raise DeviceError(
+                f"--replicas is {replicas}, but --strategy one_device uses one. "
+                "Use --strategy mirrored."
+            )
+        count = 1
+    else:
+        count = replicas or gpus or 1
+    if strategy == "multi_worker_mirrored" and not gpus and count > 1:
+        raise DeviceError(
+            f"--replicas is {count}, but without GPUs each worker of multi_worker_mirrored is one "
+            "replica on its CPU. Start more workers, or use --strategy mirrored."
+        )
+    if strategy == "mirrored" and not gpus and replicas is None:
+        why += "; no GPU found, so one CPU device (try --replicas 2 for two logical ones)"
+    return Selection(strategy, count, why, device_type)
+
+
+def _automatic(replicas: int | None, cluster: Cluster | None, gpus: int) -> tuple[str, str]:
+    if cluster is not None:
+        return "multi_worker_mirrored", (
+            f"TF_CONFIG describes a cluster of {cluster.size} "
+            f"worker{'s' if cluster.size > 1 else ''}"
+        )
+    if replicas is not None and replicas > 1:
+        return "mirrored", f"--replicas {replicas} means several devices"
+    if gpus > 1 and replicas is None:
+        return "mirrored", f"this machine has {gpus} GPUs"
+    if gpus:
+        return "one_device", "one GPU is used and no cluster is described"
+    return "one_device", "this machine has no GPU and no cluster is described"
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Both batch sizes; `per_replica` is the largest share where it does not divide evenly."""
+
+    global_batch_size: int
+    per_replica_batch_size: int
+    divides: bool
+
+
+def batch_sizes(
+    global_batch_size: int | None, per_replica_batch_size: int | None, replicas: int
+) -> BatchSizes:
+    """Returns both batch sizes, the one that was not given derived from the other.
+
+    >>> batch_sizes(None, 32, replicas=4).global_batch_size
+    128
+    """
+    if (global_batch_size is None) == (per_replica_batch_size is None):
+        raise ConfigError(
+            "give exactly one of --global_batch_size and --per_replica_batch_size: "
+            "the other follows from the number of replicas."
+        )
+    if global_batch_size is None:
+        assert per_replica_batch_size is not None
+        return BatchSizes(per_replica_batch_size * replicas, per_replica_batch_size, True)
+    largest_share = -(-global_batch_size // replicas)
+    return BatchSizes(global_batch_size, largest_share, global_batch_size % replicas == 0)

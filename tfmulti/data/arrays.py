@@ -1,0 +1,129 @@
+"""Arrays as a source: in memory, or mapped from a file that may be larger than it."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tfmulti.data.source import Arrays, Leaf, Source, leaves_of, map_nest
+from tfmulti.errors import DataError
+
+
+class ArraySource(Source):
+    """Rows of arrays that all have the same length.
+
+    Args:
+        data: `(x, y)` or `(x, y, sample_weight)`; each an array or a nest (tuple, list or
+            dict) of arrays. A memory-mapped array is read row by row when it is needed.
+        dtypes: a nest of the dtypes in which rows are read, where they are not the arrays'.
+        floats: the dtype of all arrays of floating-point numbers, as Keras casts them to its
+            `floatx`. None: float64 becomes float32, and others stay.
+
+    Raises:
+        DataError: there are no rows, or the lengths differ.
+    """
+
+    def __init__(self, data: Any, dtypes: Any = None, floats: str | None = None) -> None:
+        self.data = map_nest(functools.partial(_as_array, floats=floats), data)
+        lengths = {name: len(array) for name, array in _named(self.data)}
+        if len(set(lengths.values())) != 1:
+            words = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
+            raise DataError(
+                f"the arrays differ in length: {words} rows. Each example needs its row in all."
+            )
+        self._rows = next(iter(lengths.values()))
+        if not self._rows:
+            raise DataError("the data has no rows. Give at least one example.")
+        self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves_of(data))
+        self._specs = map_nest(functools.partial(_leaf, floats=floats), self.data)
+        if dtypes is not None:
+            self._specs = map_nest(_as_dtype, self._specs, dtypes)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def specs(self) -> Any:
+        return self._specs
+
+    def read(self, indices: Any, epoch: int = 0) -> Any:
+        """Returns the rows at `indices`, a vector of whole numbers, in that order."""
+
+        def take(array: np.ndarray, leaf: Leaf) -> np.ndarray:
+            rows: np.ndarray = np.take(array, indices, axis=0)
+            return rows if leaf.dtype == "str" else rows.astype(leaf.dtype, copy=False)
+
+        return map_nest(take, self.data, self._specs)
+
+    def arrays(self) -> Arrays | None:
+        if type(self).read_into is not ArraySource.read_into or self._is_mapped:
+            return None
+        return Arrays(self.data, self._specs, lambda indices: indices)
+
+    def digest(self) -> int:
+        found = super().digest()
+        for leaf in leaves_of(self.data):
+            rows = leaf[[0, len(leaf) // 2, -1]]
+            found = zlib.crc32(str(rows.tolist()).encode(), found)
+        return found
+
+    def labels(self) -> np.ndarray | None:
+        y = self.data[1] if isinstance(self.data, tuple) and len(self.data) > 1 else None
+        return y if isinstance(y, np.ndarray) and y.ndim == 1 and y.dtype.kind in "biu" else None
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        def take(array: np.ndarray, rows: np.ndarray) -> None:
+            if array.dtype == rows.dtype and rows.dtype != object:
+                # The indices are in range; with "raise" the rows would be copied twice.
+                np.take(array, indices, axis=0, out=rows, mode="clip")
+            else:
+                rows[...] = array[indices]
+
+        map_nest(take, self.data, out)
+
+
+def _as_dtype(leaf: Leaf, dtype: str) -> Leaf:
+    return leaf._replace(dtype=dtype)
+
+
+def _leaf(array: np.ndarray, floats: str | None) -> Leaf:
+    if array.dtype.kind in "OSU":
+        return Leaf(array.shape[1:], "str")
+    return Leaf(array.shape[1:], _as_floats(array[:0], floats).dtype.name)
+
+
+def _as_floats(array: np.ndarray, floats: str | None) -> np.ndarray:
+    if floats is not None and array.dtype.kind == "f":
+        return array.astype(floats, copy=False)
+    return array.astype(np.float32) if array.dtype == np.float64 and floats is None else array
+
+
+def _as_array(value: Any, floats: str | None) -> np.ndarray:
+    array = np.asarray(value) if not type(value).__name__.startswith(("Ragged", "Sparse")) else None
+    if array is None or (array.ndim == 0 and array.dtype == object):
+        raise DataError(
+            f"a {type(value).__name__} cannot be read by rows here. Give a tf.data.Dataset of "
+            "batches, or a dense array."
+        )
+    if array.ndim == 0:
+        raise DataError(
+            f"{array.item()!r} is a single value. Give arrays, a row an example: np.array(x)."
+        )
+    return array if isinstance(value, np.memmap) else _as_floats(array, floats)
+
+
+def _named(data: Any, name: str = "") -> list[tuple[str, np.ndarray]]:
+    if isinstance(data, Mapping):
+        return [pair for key, value in data.items() for pair in _named(value, f"{name}[{key!r}]")]
+    if isinstance(data, tuple):
+        names = ("x", "y", "sample_weight") if not name and len(data) <= 3 else None
+        return [
+            pair
+            for i, value in enumerate(data)
+            for pair in _named(value, names[i] if names else f"{name}[{i}]")
+        ]
+    return [(name or "x", data)]

@@ -1,0 +1,90 @@
+"""Which examples the global batches hold, and which of them each worker reads.
+
+Arithmetic and NumPy alone: the examples of a step are computed when they are needed, in
+microseconds and constant memory, from (seed, epoch, step). So the place in the data is one
+number, the step, and a run goes on at any of them at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from tfmulti.data import sharding
+from tfmulti.data.hashing import key_of
+from tfmulti.data.permutation import Permutation
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one worker reads of a global batch: the rows [begin, end) of it.
+
+    `shares` has, for each of its replicas, the rows [first, last) that it reads, and whether
+    they count: a replica without rows of its own reads one that does not.
+    """
+
+    step: int
+    epoch: int
+    rows: int
+    begin: int
+    end: int
+    shares: tuple[tuple[int, int, bool], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The global batches of `examples` examples over all epochs; the last of one may be smaller.
+
+    `seed` None keeps the order of the data; else each epoch has an order of its own.
+    """
+
+    examples: int
+    global_batch_size: int
+    seed: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return sharding.steps_per_epoch(self.examples, self.global_batch_size)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all global batches have the same number of rows."""
+        return self.examples % self.global_batch_size == 0
+
+    def part(self, step: int, first_replica: int, local_replicas: int, replicas: int) -> Part:
+        """Returns what a worker reads in a step.
+
+        Args:
+            step: counted from the start of the run over all epochs.
+            first_replica, local_replicas: the worker's replicas, of `replicas` in all.
+
+        >>> Plan(30, 30).part(0, first_replica=6, local_replicas=2, replicas=8).shares
+        ((24, 27, True), (27, 30, True))
+        """
+        epoch, in_epoch = divmod(step, self.steps_per_epoch)
+        first, last = sharding.batch_bounds(in_epoch, self.examples, self.global_batch_size)
+        rows, shares = last - first, []
+        for replica in range(first_replica, first_replica + local_replicas):
+            start, stop = sharding.share_bounds(rows, replicas, replica)
+            shares.append((*sharding.rows_to_read(start, stop, rows), stop > start))
+        begin, end = min(s[0] for s in shares), max(s[1] for s in shares)
+        return Part(step, epoch, rows, begin, end, tuple(shares))
+
+    def examples_of(self, part: Part) -> np.ndarray:
+        """Returns the examples of a part, int64 [end - begin]."""
+        first = part.step % self.steps_per_epoch * self.global_batch_size
+        return self.examples_at(part.epoch, first + part.begin, first + part.end)
+
+    def examples_at(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Returns the examples at positions [start, stop) of an epoch, int64."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        if self.seed is None:
+            return positions
+        return _order(self.examples, self.seed, epoch).at(positions)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(examples: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(examples, key_of(seed, epoch))

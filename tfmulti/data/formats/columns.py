@@ -1,0 +1,264 @@
+"""Columns of CSV and Parquet files, read by pyarrow, and alike in all files of a data set.
+
+Rows count from 1 in messages, the header and empty lines of a CSV file not counted. Rows that
+cannot be read are left out (`csv_tables`, `parquet_tables`); who loads the data decides whether
+that may be (`lost_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tfmulti.data.formats.arrow import BadRows, arrow, reason_of
+from tfmulti.data.formats.csv_tables import read_csv
+from tfmulti.data.formats.parquet_tables import read_parquet
+from tfmulti.data.io import files
+from tfmulti.data.lost import Lost
+from tfmulti.errors import DataError
+
+CSV, PARQUET = "csv", "parquet"
+EXTENSIONS = {CSV: (".csv", ".csv.gz"), PARQUET: (".parquet",)}
+FLAG, WHOLE, NUMBER, TEXT = "bool", "whole", "number", "text"
+
+
+class Table(NamedTuple):
+    """What one file holds: a `pyarrow.Table`, and where it is from.
+
+    `bad` are the rows that are left out, in the order of the file. Columns of CSV have no types
+    (`is_typed`): they are all text.
+    """
+
+    path: str
+    rows: Any
+    bad: list[BadRows]
+    is_typed: bool
+
+    def where(self, row: int) -> str:
+        """Returns the place of a row (from 0, without those left out), such as `row 3 of a.csv`."""
+        number = row + 1
+        for bad in self.bad:
+            number += bad.rows * (bad.first <= number)
+        return f"row {number} of {self.path}"
+
+
+class Columns(NamedTuple):
+    """The rows of all files, by column.
+
+    `values` are float64 [rows] (NaN: missing), of text objects (None: missing). `kinds` says
+    what they were: FLAG, WHOLE, NUMBER or TEXT. File `i` ends before row `ends[i]`.
+    """
+
+    values: dict[str, np.ndarray]
+    kinds: dict[str, str]
+    tables: list[Table]
+    ends: np.ndarray
+
+    def where(self, row: int) -> str:
+        """Returns the place of a row (from 0), such as `row 3 of a.csv`."""
+        file = int(np.searchsorted(self.ends, row, side="right"))
+        return self.tables[file].where(row - int(self.ends[file - 1] if file else 0))
+
+    def missing(self, name: str) -> np.ndarray:
+        """Returns which rows have no value in a column, bool [rows]."""
+        values = self.values[name]
+        if self.kinds[name] == TEXT:
+            return np.array([value is None for value in values], bool)
+        absent: np.ndarray = np.isnan(values)
+        return absent
+
+
+def read_tables(
+    place: str, form: str, pattern: str, names: Sequence[str] | None = None
+) -> list[Table]:
+    """Returns the tables of the files that a pattern means; all have the same columns.
+
+    Args:
+        place: what begins the messages, such as `--dataset csv:PATTERN`.
+        form: CSV or PARQUET.
+        names: the columns that there must be; None: those of the first file.
+
+    Raises:
+        DataError: there are no files, one cannot be read, or its columns are others.
+    """
+    tables = []
+    for path in files.matching(place, pattern, EXTENSIONS[form]):
+        table = _read(place, form, path)
+        found = table.rows.column_names
+        names = found if names is None else names
+        _check_names(place, path, found, names)
+        tables.append(table)
+    if not sum(table.rows.num_rows for table in tables):
+        bad = "".join(f" that can be read: {lost.words}" for lost in lost_of(tables)[:1]).rstrip(
+            "."
+        )
+        raise DataError(f"{place}: {pattern} has no rows{bad}. Give files with at least one.")
+    return tables
+
+
+def lost_of(*parts: list[Table]) -> tuple[Lost, ...]:
+    """Returns, of the rows of the parts' tables that are left out, where they are and why."""
+    return tuple(
+        Lost(f"{bad.place} of {table.path}: {bad.reason}", bad.rows)
+        for tables in parts
+        for table in tables
+        for bad in table.bad
+    )
+
+
+def to_columns(
+    place: str, tables: list[Table], names: Sequence[str], kinds: dict[str, str] | None = None
+) -> Columns:
+    """Returns the named columns of all tables.
+
+    `kinds` are those of the training part, for another part; None: what the values are. A
+    column is text where one value of it is neither a number nor true or false like the others.
+
+    Raises:
+        DataError: a column has no values or a type that is not read, or a value is not of its
+            kind.
+    """
+    if kinds is None:
+        kinds = {name: _common_kind(place, tables, name) for name in names}
+    values = {
+        name: np.concatenate([_values(place, table, name, kinds[name]) for table in tables])
+        for name in names
+    }
+    ends = np.cumsum([table.rows.num_rows for table in tables])
+    return Columns(values, kinds, tables, ends)
+
+
+def _read(place: str, form: str, path: str) -> Table:
+    pyarrow = arrow()
+    try:
+        # The bytes of a file are read by us: one way for all places, and the table goes into
+        # memory anyway.
+        data = files.read_bytes(path)
+        if form == CSV:
+            return Table(path, *read_csv(data, path.endswith(".gz")), is_typed=False)
+        return Table(path, *read_parquet(data), is_typed=True)
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        reason = reason_of(error)
+    raise DataError(f"{place}: {path} cannot be read: {reason}. Mend or remove it.")
+
+
+def _check_names(place: str, path: str, found: Sequence[str], names: Sequence[str]) -> None:
+    twice = [name for name in found if list(found).count(name) > 1]
+    if twice:
+        raise DataError(f"{place}: {path} has the column {twice[0]!r} twice. Rename one of them.")
+    for name in names:
+        if name not in found:
+            raise DataError(
+                f"{place}: {path} lacks the column {name!r}; it has {', '.join(found)}. Give all "
+                "files the same columns."
+            )
+    for name in found:
+        if name not in names:
+            raise DataError(
+                f"{place}: {path} has a column {name!r}, which the first file of the training part "
+                "does not have. Give all files the same columns."
+            )
+
+
+def _common_kind(place: str, tables: list[Table], name: str) -> str:
+    kinds = {_kind(place, table, name) for table in tables} - {None}
+    if not kinds:
+        raise DataError(f"{place}: the column {name!r} has no values. Leave it out: drop={name}.")
+    if kinds == {WHOLE, NUMBER}:
+        return NUMBER
+    return str(kinds.pop()) if len(kinds) == 1 else TEXT
+
+
+def _kind(place: str, table: Table, name: str) -> str | None:
+    """Returns the kind of a column of one file, or None where it has no values."""
+    array = table.rows.column(name)
+    kind = _kind_of_type(place, table, name)
+    if array.null_count == len(array):
+        return None
+    return kind if table.is_typed else _kind_of_text(array)
+
+
+def _kind_of_type(place: str, table: Table, name: str) -> str:
+    types, array = arrow("pyarrow").types, table.rows.column(name)
+    if _is_text(array) or types.is_null(array.type):
+        return TEXT
+    if types.is_boolean(array.type):
+        return FLAG
+    if types.is_integer(array.type):
+        return WHOLE
+    if types.is_floating(array.type) or types.is_decimal(array.type):
+        return NUMBER
+    raise DataError(
+        f"{place}: the column {name!r} of {table.path} is of type {array.type}, but numbers, "
+        f"booleans and text are read. Leave it out: drop={name}."
+    )
+
+
+def _is_text(array: Any) -> bool:
+    types = arrow("pyarrow").types
+    return bool(types.is_string(array.type) or types.is_large_string(array.type))
+
+
+def _kind_of_text(array: Any) -> str:
+    for kind in (FLAG, WHOLE, NUMBER):
+        try:
+            _cast(array, kind)
+        except ValueError:
+            continue
+        return kind
+    return TEXT
+
+
+def _cast(array: Any, kind: str) -> Any:
+    """Returns an array of pyarrow's as one of a kind.
+
+    Raises:
+        ValueError: a value is not of it (`ArrowInvalid` is one).
+    """
+    pyarrow, compute = arrow(), arrow("pyarrow.compute")
+    if kind == TEXT:
+        return compute.cast(array, pyarrow.string())
+    if not _is_text(array):
+        return compute.cast(array, pyarrow.float64(), safe=False)  # 2**53 + 1 is 2**53
+    if kind == FLAG:
+        small = compute.utf8_lower(array)
+        known = compute.is_in(small, value_set=pyarrow.array(["true", "false", None]))
+        if not compute.all(known).as_py():
+            raise ValueError
+        return compute.cast(compute.equal(small, "true"), pyarrow.float64())
+    return compute.cast(array, pyarrow.int64() if kind == WHOLE else pyarrow.float64())
+
+
+def _values(place: str, table: Table, name: str, kind: str) -> np.ndarray:
+    array = table.rows.column(name)
+    _kind_of_type(place, table, name)
+    kind = NUMBER if kind == WHOLE else kind  # 1.5 is a number like others, also beside 1 and 2
+    try:
+        values: np.ndarray = _cast(array, kind).to_numpy()
+    except ValueError:
+        row = _first_bad(array, kind)
+        words = "true or false" if kind == FLAG else "a number"
+        raise DataError(
+            f"{place}: the column {name!r} is {array[row].as_py()!r} in "
+            f"{table.where(row)}, but it is {words} in the training part. Mend it."
+        ) from None
+    if kind == TEXT:
+        return values.astype(object)
+    return values
+
+
+def _first_bad(array: Any, kind: str) -> int:
+    """Returns the first row whose value is not of a kind."""
+    good, bad = 0, len(array)  # the first `good` rows are, the first `bad` are not
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        try:
+            _cast(array.slice(0, middle), kind)
+            good = middle
+        except ValueError:
+            bad = middle
+    return good

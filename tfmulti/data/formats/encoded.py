@@ -1,0 +1,120 @@
+"""Examples that stand encoded in records, as a source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfmulti.data.formats.records import ByteStrings
+from tfmulti.data.loader import empty
+from tfmulti.data.source import Leaf, Source, map_nest
+from tfmulti.errors import DataError
+
+ParseInto = Callable[[Sequence[bytes], Mapping[str, np.ndarray]], None]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How encoded examples become arrays.
+
+    `names` is the form of an example with names as leaves, `leaves` has what each name is, and
+    `parse_into` writes the named features of encoded examples into arrays. Where `classes` is
+    given, the target is one name, of labels from 0 to `classes` - 1; `parse_label` does the same
+    for it alone, and sets up no device of TensorFlow's. None: `parse_into` does neither.
+    """
+
+    names: Any
+    leaves: Mapping[str, Leaf]
+    parse_into: ParseInto
+    classes: int | None = None
+    parse_label: ParseInto | None = None
+
+    @property
+    def specs(self) -> Any:
+        return map_nest(lambda name: self.leaves[name], self.names)
+
+    def decode(self, records: Sequence[bytes]) -> Any:
+        """Returns the examples, a nest as in `specs` with a row a record.
+
+        Raises:
+            ValueError: one of them cannot be read; it says why.
+        """
+        out = map_nest(lambda leaf: empty((len(records), *leaf.shape), leaf.dtype), self.specs)
+        self.decode_into(records, out)
+        return out
+
+    def decode_into(self, records: Sequence[bytes], out: Any) -> None:
+        """Writes the examples into `out`, a nest of arrays as in `specs`.
+
+        Raises:
+            ValueError: one of them cannot be read; it says why.
+        """
+        places: dict[str, list[np.ndarray]] = {}
+        map_nest(lambda name, rows: places.setdefault(name, []).append(rows), self.names, out)
+        self.parse_into(records, {name: arrays[0] for name, arrays in places.items()})
+        for first, *others in places.values():
+            for other in others:  # the same feature is input and target
+                other[...] = first
+        if self.classes is not None:
+            check_labels(places[self.names[1]][0], self.classes, self.names[1])
+
+    def labels_of(self, records: Sequence[bytes]) -> np.ndarray | None:
+        """Returns the labels of encoded examples alone, or None where the target is no label.
+
+        Raises:
+            ValueError: one of them cannot be read; it says why.
+        """
+        if self.classes is None:
+            return None
+        name = self.names[1]
+        labels = empty((len(records), *self.leaves[name].shape), self.leaves[name].dtype)
+        (self.parse_label or self.parse_into)(records, {name: labels})
+        check_labels(labels, self.classes, name)
+        return labels.reshape(len(records))
+
+
+class EncodedSource(Source):
+    """Encoded examples with random access, and how they become arrays."""
+
+    def __init__(self, records: ByteStrings, decoder: Decoder) -> None:
+        self.records, self.decoder = records, decoder
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @property
+    def specs(self) -> Any:
+        return self.decoder.specs
+
+    def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
+        return self.decoder.decode(self.records.read(indices))
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        self.decoder.decode_into(self.records.read(indices), out)
+
+    def read_labels(self, indices: np.ndarray) -> np.ndarray | None:
+        return self.decoder.labels_of(self.records.read(indices))
+
+    def where(self, index: int) -> str:
+        return self.records.where(index)
+
+    def identity(self) -> str:
+        decoder = self.decoder
+        form = f"{decoder.names} {dict(decoder.leaves)} {decoder.classes}"
+        return f"{form}\n{self.records.identity()}"
+
+
+def check_labels(labels: np.ndarray, classes: int, name: str) -> None:
+    """Checks that labels are numbers of classes.
+
+    Raises:
+        DataError: one is not; it says which.
+    """
+    outside = (labels < 0) | (labels >= classes)
+    if outside.any():
+        raise DataError(
+            f"{name!r} is {labels[outside].reshape(-1)[0]}, out of range 0..{classes - 1}"
+        )

@@ -1,0 +1,125 @@
+"""Encoded examples (`tf.train.Example`) to arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfmulti.data.formats.features import Feature
+from tfmulti.data.formats.pixels import decode_into
+from tfmulti.data.io.files import tensorflow
+from tfmulti.errors import DataError
+
+
+def parse_into(
+    records: Sequence[bytes], features: Mapping[str, Feature], out: Mapping[str, np.ndarray]
+) -> None:
+    """Writes the features that `out` names into its arrays, a row a record.
+
+    Raises:
+        DataError: a record lacks a feature, or has it in another form; it says which.
+    """
+    import tensorflow as tf
+
+    form = {name: in_record(tf, features[name]) for name in out}
+    try:
+        with tf.device("CPU:0"):
+            columns = tf.io.parse_example(list(records), form)
+    except (tf.errors.InvalidArgumentError, UnicodeDecodeError):  # its message quotes the bytes
+        raise DataError(_first_reason(tf, records, {n: features[n] for n in out})) from None
+    for name, rows in out.items():
+        values = columns[name].numpy()
+        kind = features[name].type
+        if kind not in ("image", "raw"):
+            rows[...] = values
+            continue
+        for i, data in enumerate(values):
+            try:
+                _decode_into(data, kind, rows[i : i + 1])
+            except ValueError as error:
+                raise DataError(f"feature {name!r}: {error}") from None
+
+
+def parse_numbers_into(
+    records: Sequence[bytes], features: Mapping[str, Feature], out: Mapping[str, np.ndarray]
+) -> None:
+    """Does what `parse_into` does, for numbers alone, without setting up TensorFlow's devices.
+
+    Raises:
+        DataError: a record lacks a feature, or has it in another form; it says which.
+    """
+    tf = tensorflow()
+    for row, record in enumerate(records):
+        found = _features_in(tf, record)
+        for name, rows in out.items():
+            reason = _reason(found, name, features[name])
+            if reason:
+                raise DataError(reason)
+            if features[name].type == "raw":
+                _decode_into(found[name].bytes_list.value[0], "raw", rows[row : row + 1])
+            else:
+                values = found[name].int64_list.value or found[name].float_list.value
+                rows[row] = np.reshape(values, rows.shape[1:])
+
+
+def in_record(tf: Any, feature: Feature) -> Any:
+    """Returns how a feature stands in a record, in TensorFlow's words."""
+    if feature.type in ("image", "raw"):
+        return tf.io.FixedLenFeature([], tf.string)
+    dtype = tf.string if feature.dtype == "str" else tf.as_dtype(feature.dtype)
+    return tf.io.FixedLenFeature(feature.shape, dtype)
+
+
+def _decode_into(data: bytes, kind: str, row: np.ndarray) -> None:
+    """Writes a value into `row`, an array of one row."""
+    if kind == "image":
+        decode_into(data, row[0])
+        return
+    if len(data) != row.nbytes:
+        raise DataError(
+            f"there are {len(data):,} bytes, but {row.dtype} of shape {row.shape[1:]} has "
+            f"{row.nbytes:,}"
+        )
+    row[...] = np.frombuffer(data, row.dtype.newbyteorder("<")).reshape(row.shape)
+
+
+def _first_reason(tf: Any, records: Sequence[bytes], features: Mapping[str, Feature]) -> str:
+    """Returns why TensorFlow cannot parse the first of these records that is wrong."""
+    for record in records:
+        try:
+            found = _features_in(tf, record)
+        except ValueError as error:
+            return str(error)
+        for name, feature in features.items():
+            reason = _reason(found, name, feature)
+            if reason:
+                return reason
+    return "the record does not have the form that the features say"
+
+
+def _features_in(tf: Any, record: bytes) -> Any:
+    try:
+        return tf.train.Example.FromString(record).features.feature
+    except Exception:
+        raise DataError("the record is no tf.train.Example") from None
+
+
+def _reason(found: Any, name: str, feature: Feature) -> str | None:
+    if name not in found:
+        return f"there is no feature {name!r}, but {', '.join(sorted(found)) or 'none'}"
+    kinds = {"int64": "int64_list", "float32": "float_list"}
+    wanted, has = kinds.get(feature.type, "bytes_list"), found[name].WhichOneof("kind")
+    if has != wanted:
+        words = {"int64_list": "int64", "float_list": "float32", "bytes_list": "bytes"}
+        return (
+            f"feature {name!r} holds {words.get(has, 'nothing')}, but {feature.type} was expected"
+        )
+    one = feature.type in ("image", "raw")
+    count = 1 if one else int(np.prod(feature.shape, dtype=int))
+    values = len(getattr(found[name], wanted).value)
+    if values != count:
+        shape = "" if one else f" for shape {list(feature.shape)}"
+        return f"feature {name!r} has {values} values, but {count} were expected{shape}"
+    return None

@@ -1,0 +1,206 @@
+"""What the records of a data set hold, as a JSON file says it.
+
+    {
+      "features": {
+        "image": {"type": "image", "shape": [224, 224, 3]},
+        "label": {"type": "int64", "shape": []}
+      },
+      "x": "image",
+      "y": "label",
+      "classes": 10
+    }
+
+| type | in the record | of an example |
+|---|---|---|
+| `image` | an encoded image (jpeg, png, bmp, webp) | uint8 of `shape`, resized to it |
+| `raw` | the bytes of a tensor, little-endian | `dtype` of `shape` |
+| `int64`, `float32` | so many numbers | the same of `shape` |
+| `string`, `bytes` | so many byte strings | the same of `shape` |
+
+`x` may be a list of names: the model then gets a dict of them. `y` is a name or a list too,
+`weight` a float32 of each example. `shape` is one number (`[]`) where it is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfmulti.config import json_values
+from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSpec
+from tfmulti.data.source import Leaf
+from tfmulti.errors import DataError, did_you_mean
+
+TYPES = ("image", "raw", "int64", "float32", "string", "bytes")
+DTYPES = (
+    *("uint8", "int8", "uint16", "int16", "int32", "int64"),
+    *("float16", "float32", "float64"),
+)
+_KEYS = ("features", "x", "y", "weight", "classes")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One value of a record: its type, and the shape and dtype that it has in an example."""
+
+    type: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def leaf(self) -> Leaf:
+        return Leaf(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a record holds, and what of it is input, target and weight.
+
+    `x` and `y` are a name, or several, of which an example has a dict.
+    """
+
+    features: Mapping[str, Feature]
+    x: str | tuple[str, ...]
+    y: str | tuple[str, ...]
+    weight: str | None = None
+    classes: int | None = None
+
+    @property
+    def names(self) -> Any:
+        """The form of an example with names as leaves: `(x, y)` or `(x, y, weight)`."""
+        parts = [
+            part if isinstance(part, str) else {name: name for name in part}
+            for part in (self.x, self.y)
+        ]
+        return (*parts, self.weight) if self.weight is not None else tuple(parts)
+
+
+def read_features(place: str, text: bytes) -> Features:
+    """Returns what a JSON file says; `place` names it in messages.
+
+    Raises:
+        DataError: it is no JSON, or says something else than the format.
+    """
+    try:
+        content = json_values.parse(text)
+    except ValueError as error:
+        raise DataError(f"{place} is no JSON: {error}. Fix that line.") from None
+    if not isinstance(content, dict):
+        raise DataError(f'{place} holds no object. Write {{"features": {{…}}, "x": …, "y": …}}.')
+    if "pythonClassName" in content:
+        raise DataError(
+            f"{place} belongs to tensorflow-datasets. Use --dataset tfds:NAME,data_dir=PATH."
+        )
+    for key in content:
+        if key not in _KEYS:
+            raise DataError(f"{place}: no entry {key!r}; {did_you_mean(key, _KEYS)}")
+    described = content.get("features")
+    if not isinstance(described, dict) or not described:
+        raise DataError(f'{place} needs "features": {{NAME: {{"type": …, "shape": […]}}, …}}.')
+    features = {name: _feature(f"{place}: feature {name!r}", f) for name, f in described.items()}
+    return Features(
+        features,
+        _names(place, features, "x", content.get("x")),
+        _names(place, features, "y", content.get("y")),
+        _weight(place, features, content.get("weight")),
+        _classes(place, content.get("classes")),
+    )
+
+
+def _feature(place: str, described: Any) -> Feature:
+    keys = ("type", "shape", "dtype")
+    if not isinstance(described, dict):
+        raise DataError(f'{place} is {described!r}. Write {{"type": "int64", "shape": []}}.')
+    for key in described:
+        if key not in keys:
+            raise DataError(f"{place}: no entry {key!r}; {did_you_mean(key, keys)}")
+    kind = described.get("type")
+    if kind not in TYPES:
+        raise DataError(f"{place}: no type {kind!r}; {did_you_mean(str(kind), TYPES)}")
+    shape = described.get("shape", [])
+    if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
+        raise DataError(
+            f"{place}: shape is {json.dumps(shape)}, but it must be a list of whole numbers from "
+            "1, such as [28, 28, 1]. Records of varying shape need your own --dataset."
+        )
+    if kind == "image" and (len(shape) != 3 or shape[2] not in (1, 3)):
+        raise DataError(
+            f"{place}: an image of shape {json.dumps(shape)} cannot be read. "
+            "Write [height, width, 3], or 1 for grey."
+        )
+    return Feature(kind, tuple(shape), _dtype(place, kind, described.get("dtype")))
+
+
+def _dtype(place: str, kind: str, dtype: Any) -> str:
+    if kind == "raw":
+        if dtype not in DTYPES:
+            raise DataError(
+                f"{place}: no dtype {dtype!r} for raw bytes; {did_you_mean(str(dtype), DTYPES)}"
+            )
+        return str(dtype)
+    if dtype is not None:
+        raise DataError(f"{place}: dtype belongs to the type 'raw' alone. Leave it out.")
+    return {"image": "uint8", "string": "str", "bytes": "str"}.get(kind, kind)
+
+
+def _names(
+    place: str, features: Mapping[str, Feature], key: str, named: Any
+) -> str | tuple[str, ...]:
+    names = named if isinstance(named, list) else [named]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise DataError(
+            f"{place} needs {json.dumps(key)}: the name of a feature, or a list of names. "
+            f"Known: {', '.join(features)}."
+        )
+    for name in names:
+        if name not in features:
+            raise DataError(f"{place}: {key} is {name!r}, no feature; {_near(name, features)}")
+    return named if isinstance(named, str) else tuple(names)
+
+
+def _weight(place: str, features: Mapping[str, Feature], name: Any) -> str | None:
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in features:
+        raise DataError(f"{place}: weight is {name!r}, no feature; {_near(name, features)}")
+    if features[name].leaf != Leaf((), "float32"):
+        raise DataError(f'{place}: the weight {name!r} must be {{"type": "float32", "shape": []}}.')
+    return str(name)
+
+
+def _near(name: Any, features: Mapping[str, Feature]) -> str:
+    return did_you_mean(str(name), features)
+
+
+def _classes(place: str, classes: Any) -> int | None:
+    if classes is not None and (type(classes) is not int or classes < 1):
+        raise DataError(f"{place}: classes is {classes!r}, but it must be a number from 1.")
+    return classes
+
+
+def is_label(leaf: Leaf) -> bool:
+    """Whether a target of this form is the number of a class."""
+    return leaf.shape in ((), (1,)) and leaf.dtype != "str" and np.dtype(leaf.dtype).kind in "iu"
+
+
+def spec_of(x: Any, y: Any, classes: int | None) -> DataSpec | None:
+    """Returns what a model must know of such examples; None where only the user's own does.
+
+    `x` and `y` are the forms of one input and one target: a `Leaf`, or a nest of them.
+    """
+    if not isinstance(x, Leaf) or not isinstance(y, Leaf) or "str" in (x.dtype, y.dtype):
+        return None
+    if x.dtype not in ("uint8", "float32"):
+        return None
+    scale = 1 / 255 if x.dtype == "uint8" else 1.0
+    if is_label(y):
+        if classes is None:
+            return None
+        return DataSpec(x.shape, x.dtype, CLASSIFICATION, max(classes, 2), scale)
+    if len(y.shape) > 1 or np.dtype(y.dtype).kind != "f":
+        return None
+    return DataSpec(x.shape, x.dtype, REGRESSION, int(np.prod(y.shape, dtype=int)), scale)

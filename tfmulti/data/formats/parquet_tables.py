@@ -1,0 +1,111 @@
+"""Parquet files as tables, and which of their rows are left out.
+
+What is compressed together is lost together: of a damaged row group all rows. A file that has
+checksums of its pages (pyarrow's `write_page_checksum`) tells of each wrong byte; without them
+one in uncompressed numbers is seen by nobody.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfmulti.data.formats.arrow import BadRows, arrow, reason_of
+from tfmulti.data.io.files import memory_bytes
+
+_BYTES_OF_A_VALUE = 4  # as a float32, as which it is trained on
+
+
+def read_parquet(data: bytes) -> tuple[Any, list[BadRows]]:
+    """Returns the rows of a file as a `pyarrow.Table`, and those that are left out.
+
+    Left out is a row group that cannot be read. Row groups count from 0, as pyarrow has them.
+
+    Raises:
+        ValueError, OSError: its end, the footer, cannot be read, which says where all else is.
+    """
+    pyarrow = arrow()
+    file = _opened(pyarrow, data)
+    _check_fits(file.metadata)
+    try:
+        table = _checked(pyarrow, file.read(), file.metadata.num_rows)
+    except (OSError, ValueError, pyarrow.ArrowException, MemoryError):
+        return _by_groups(pyarrow, file)
+    return table, []
+
+
+def _check_fits(metadata: Any) -> None:
+    """Checks what a file declares to hold before memory is taken for it.
+
+    A few bytes may stand for any number of equal values.
+
+    Raises:
+        ValueError: it is more than this machine has of memory.
+    """
+    groups = range(metadata.num_row_groups)
+    unpacked = sum(metadata.row_group(group).total_byte_size for group in groups)
+    declared = max(unpacked, _BYTES_OF_A_VALUE * metadata.num_rows * metadata.num_columns)
+    if declared > memory_bytes():
+        raise ValueError(
+            f"it holds {metadata.num_rows:,} rows of {metadata.num_columns:,} columns, "
+            f"{declared:,} bytes or more, but this machine has {memory_bytes():,} of memory; write "
+            "larger data as TFRecord or .npy files, which are read piece by piece"
+        )
+
+
+def _opened(pyarrow: Any, data: bytes) -> Any:
+    parquet = arrow("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(pyarrow.BufferReader(data), page_checksum_verification=True)
+        check_footer(file.metadata)
+        return file
+    except (OSError, ValueError, pyarrow.ArrowException, MemoryError) as error:
+        raise ValueError(
+            f"{reason_of(error)}; without its footer nobody knows how many rows it has, so "
+            "--skip_bad_records cannot count them and leave them out"
+        ) from None
+
+
+def check_footer(metadata: Any) -> None:
+    """Checks that the row groups of a file have its rows.
+
+    Raises:
+        ValueError: they have others.
+    """
+    rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
+        raise ValueError(f"its row groups have {sum(rows):,} rows, and it {metadata.num_rows:,}")
+
+
+def _by_groups(pyarrow: Any, file: Any) -> tuple[Any, list[BadRows]]:
+    """Returns the rows of all row groups that can be read, and the other ones."""
+    tables, bad, first = [_plain(pyarrow, file.schema_arrow.empty_table())], [], 1
+    for group in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        try:
+            tables.append(_checked(pyarrow, file.read_row_group(group), rows))
+        except (OSError, ValueError, pyarrow.ArrowException, MemoryError) as error:
+            place = f"row group {group} (rows {first:,} to {first + rows - 1:,})"
+            bad.append(BadRows(first, rows, place, f"{reason_of(error)}."))
+        first += rows
+    return pyarrow.concat_tables(tables), bad
+
+
+def _checked(pyarrow: Any, table: Any, rows: int) -> Any:
+    """Returns a table without dictionaries that is sound.
+
+    Raises:
+        ValueError: it has other rows than so many, or holds text that is none.
+    """
+    table = _plain(pyarrow, table)
+    if table.num_rows != rows:
+        raise ValueError(f"it has {table.num_rows:,} rows, but its footer says {rows:,}")
+    table.validate(full=True)
+    return table
+
+
+def _plain(pyarrow: Any, table: Any) -> Any:
+    for i, field in enumerate(table.schema):
+        if pyarrow.types.is_dictionary(field.type):
+            plain = table.column(i).cast(field.type.value_type)
+            table = table.set_column(i, field.name, plain)
+    return table

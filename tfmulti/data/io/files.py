@@ -1,0 +1,225 @@
+"""Files of this machine, and those that TensorFlow reads (`gs://…` and the like).
+
+A path with a scheme goes to `tf.io.gfile`, which imports TensorFlow; any other does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import importlib
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from tfmulti.config.console import quiet_stderr
+from tfmulti.errors import DataError
+
+MOST_BYTES = 1 << 30  # of a file that is one example
+
+
+class Stamp(NamedTuple):
+    """What changes when a file is written anew: its size in bytes, and when that was."""
+
+    size: int
+    modified_ns: int
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path has a scheme, such as `gs://bucket/file`."""
+    return "://" in path
+
+
+def join(folder: str, name: str) -> str:
+    """Returns the path of a name in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if is_remote(folder) else os.path.join(folder, name)
+
+
+def expanded(path: str) -> str:
+    """Returns a path with the home folder in the place of `~`."""
+    return path if is_remote(path) else os.path.expanduser(path)
+
+
+def memory_bytes() -> int:
+    """Returns the memory of this machine, in bytes: what one file may take of it at most."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def read_bytes(path: str, most: int | None = None) -> bytes:
+    """Returns what a file holds.
+
+    Args:
+        most: bytes that it may have; None: any number.
+
+    Raises:
+        OSError: it cannot be read, has more bytes, or is a named pipe or a device.
+    """
+    if not is_remote(path):
+        with open_regular(path) as file:
+            if most is not None and os.fstat(file.fileno()).st_size > most:
+                raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
+            return file.read()
+    with as_os_error(), gfile().GFile(path, "rb") as file:
+        content: bytes = file.read()
+        return content
+
+
+def open_regular(path: str) -> IO[bytes]:
+    """Returns a file of this machine, open for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is a named pipe or a device, which may have no end.
+    """
+    file = open(path, "rb", opener=_opened_at_once)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return file
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # who opens a named pipe would wait
+
+
+def stamp_of(path: str) -> Stamp:
+    """Returns the size of a file, and when it was modified.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    if is_remote(path):
+        with as_os_error():
+            found = gfile().stat(path)
+        return Stamp(int(found.length), int(found.mtime_nsec))
+    status = os.stat(path)
+    return Stamp(status.st_size, status.st_mtime_ns)
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder at a path."""
+    return bool(gfile().isdir(path)) if is_remote(path) else os.path.isdir(path)
+
+
+def in_folder(place: str, path: str) -> tuple[list[str], list[str]]:
+    """Returns the names of the folders and of the files in a folder, sorted, none hidden.
+
+    Raises:
+        DataError: there is no such folder, or it cannot be read; `place` begins the message.
+    """
+    try:
+        if not is_folder(path):
+            words = "is a file" if _exists(path) else "does not exist"
+            raise DataError(f"{place}: {path} {words}. Give the path of a folder.")
+        if is_remote(path):
+            entries = [name.rstrip("/") for name in gfile().listdir(path)]
+            is_dir = {name: is_folder(join(path, name)) for name in entries}
+        else:
+            with os.scandir(path) as found:
+                is_dir = {entry.name: entry.is_dir() for entry in found}
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{place}: {path}: {_words_of(error)}. Give a readable folder.") from None
+    seen = sorted(name for name in is_dir if name and not name.startswith("."))
+    return [n for n in seen if is_dir[n]], [n for n in seen if not is_dir[n]]
+
+
+def below(place: str, path: str) -> Iterator[str]:
+    """Yields the paths of all files in a folder and in those below it; none is hidden.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    folders, names = in_folder(place, path)
+    yield from (join(path, name) for name in names)
+    for name in folders:
+        yield from below(place, join(path, name))
+
+
+def matching(place: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> list[str]:
+    """Returns the sorted paths of the files that a pattern means: a file, a glob or a folder.
+
+    Of a folder these are its own files with one of the extensions (`.csv`, small letters), none
+    of them hidden.
+
+    Raises:
+        DataError: there is none, or they cannot be looked for; `place` begins the message.
+    """
+    pattern = expanded(pattern)
+    try:
+        if is_folder(pattern):
+            found = _with_extensions(place, pattern, extensions)
+        else:
+            found = [pattern] if _exists(pattern) else _glob(pattern)
+        for name in found:
+            if not is_remote(name) and os.path.exists(name) and not os.path.isfile(name):
+                raise DataError(f"{place}: {name} is no regular file. Remove it from there.")
+    except DataError:
+        raise
+    except Exception as error:  # TensorFlow's file systems have many
+        raise DataError(f"{place}: {pattern}: {_words_of(error)}. Give another path.") from None
+    if not found:
+        raise DataError(f"{place}: no file {pattern}. Give a file, a folder of files or a glob.")
+    return found
+
+
+def _with_extensions(place: str, folder: str, extensions: tuple[str, ...]) -> list[str]:
+    names = [n for n in in_folder(place, folder)[1] if n.lower().endswith(extensions)]
+    if not names:
+        ending = " that ends in " + " or ".join(extensions) if any(extensions) else ""
+        raise DataError(
+            f"{place}: the folder {folder} holds no file{ending}. "
+            "Give a file, a folder of such files or a glob."
+        )
+    return [join(folder, name) for name in names]
+
+
+def _glob(pattern: str) -> list[str]:
+    if not is_remote(pattern):
+        return sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
+    found = sorted(gfile().glob(pattern))
+    return [p for p in found if not os.path.basename(p).startswith(".") and not is_folder(p)]
+
+
+def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Returns where files that can be made again are kept: $TFMULTI_CACHE or ~/.cache/tfmulti."""
+    return Path(env.get("TFMULTI_CACHE") or "~/.cache/tfmulti").expanduser()
+
+
+def _exists(path: str) -> bool:
+    return bool(gfile().exists(path)) if is_remote(path) else os.path.exists(path)
+
+
+def gfile() -> Any:
+    """Returns `tf.io.gfile`; imports TensorFlow where that has not been done."""
+    return tensorflow().io.gfile
+
+
+@contextlib.contextmanager
+def as_os_error() -> Iterator[None]:
+    """Inside, an error of TensorFlow's file systems becomes an `OSError`."""
+    tf = tensorflow()
+    try:
+        yield
+    except tf.errors.NotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "no such file") from None
+    except tf.errors.OpError as error:
+        raise OSError(errno.EIO, " ".join(error.message.split())) from None
+
+
+def tensorflow() -> Any:
+    """Returns TensorFlow; imports it, quietly, where that has not been done."""
+    if "tensorflow" not in sys.modules:
+        with quiet_stderr():
+            importlib.import_module("tensorflow")
+    return sys.modules["tensorflow"]
+
+
+def _words_of(error: Exception) -> str:
+    """Returns an error's reason in one line, without a stop."""
+    words = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
+    return " ".join(str(words).split()).rstrip(".") or type(error).__name__

@@ -1,0 +1,114 @@
+"""MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100 through Keras' own loaders and cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from tfmulti.data.data_set import CLASSIFICATION, Data, DataSpec, labelled, with_channels
+from tfmulti.errors import DataError
+
+_GOOGLE = "storage.googleapis.com"
+_FASHION = ",".join(
+    f"{part}-{kind}.gz"
+    for part in ("train", "t10k")
+    for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+)
+_TORONTO = "www.cs.toronto.edu"
+
+
+def mnist(options: str, seed: int) -> Data:
+    """Returns 60,000 training and 10,000 test digits, uint8 [28, 28, 1]."""
+    return _load("mnist", "mnist.npz", f"https://{_GOOGLE}/tensorflow/tf-keras-datasets/mnist.npz")
+
+
+def fashion_mnist(options: str, seed: int) -> Data:
+    """Returns 60,000 training and 10,000 test pieces of clothing, uint8 [28, 28, 1]."""
+    folder = f"https://{_GOOGLE}/tensorflow/tf-keras-datasets/"
+    return _load(
+        "fashion_mnist", "fashion-mnist/train-images-idx3-ubyte.gz", f"{folder}{{{_FASHION}}}"
+    )
+
+
+def cifar10(options: str, seed: int) -> Data:
+    """Returns 50,000 training and 10,000 test photographs of 10 classes, uint8 [32, 32, 3]."""
+    url = f"https://{_TORONTO}/~kriz/cifar-10-python.tar.gz"
+    return _load("cifar10", "cifar-10-batches-py-target_archive", url)
+
+
+def cifar100(options: str, seed: int) -> Data:
+    """Returns 50,000 training and 10,000 test photographs of 100 classes, uint8 [32, 32, 3]."""
+    url = f"https://{_TORONTO}/~kriz/cifar-100-python.tar.gz"
+    return _load("cifar100", "cifar-100-python-target_archive", url)
+
+
+def _load(name: str, cached_as: str, url: str) -> Data:
+    cached = keras_cache() / cached_as
+    if not cached.exists():
+        _check_network(name, cached, url)
+    with contextlib.suppress(OSError):
+        cached.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(keras_cache() / ".tfmulti.lock"):  # workers of one machine start at once
+        loader = importlib.import_module("keras.datasets")
+        try:
+            (x, y), (x_test, y_test) = getattr(loader, name).load_data()
+        except Exception as error:  # Keras raises a bare Exception where a download fails
+            raise DataError(_where_to_put(name, cached, url, str(error))) from None
+    x, x_test = with_channels(x), with_channels(x_test)
+    return Data(
+        train=labelled(x, y),
+        test=labelled(x_test, y_test),
+        spec=DataSpec(x.shape[1:], "uint8", CLASSIFICATION, int(y.max()) + 1, 1 / 255),
+    )
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    try:
+        lock = open(path, "w")  # noqa: SIM115
+    except OSError:
+        yield  # a folder that cannot be written is not written by two at once
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def keras_cache() -> Path:
+    """Returns the folder where Keras keeps downloaded data sets."""
+    home = os.environ.get("KERAS_HOME") or os.path.join("~", ".keras")
+    return Path(home).expanduser() / "datasets"
+
+
+def _check_network(name: str, cached: Path, url: str) -> None:
+    """Says so at once where there is no network, before anything slow is imported."""
+    if any(key.lower().endswith("_proxy") for key in os.environ):
+        return  # the proxy resolves names; Keras' loader will tell
+    failures: list[OSError] = []
+    host = url.split("/")[2]
+
+    def resolve() -> None:
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=resolve, daemon=True)
+    thread.start()
+    thread.join(timeout=0.2)  # no answer yet is no failure: Keras' loader will tell
+    if failures:
+        raise DataError(_where_to_put(name, cached, url, f"{host}: {failures[0].strerror}"))
+
+
+def _where_to_put(name: str, cached: Path, url: str, reason: str) -> str:
+    what = f"put the files into {cached.parent}" if "{" in url else f"put it at {cached}"
+    return (
+        f"--dataset {name} is not in Keras' cache and cannot be downloaded ({reason}). "
+        f"Fetch {url} elsewhere and {what}."
+    )

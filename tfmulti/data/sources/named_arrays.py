@@ -1,0 +1,150 @@
+"""Arrays by name, `x` and `y` or `x_train`, …, as a data set: what an npz file or folder holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, Data, DataSpec, with_channels
+from tfmulti.errors import DataError
+
+# What may follow `x`, `y` and `weight` in the names of the arrays of a part.
+NAMES = {"train": ("", "_train"), "validation": ("_val", "_validation"), "test": ("_test",)}
+
+
+def data_of(arrays: dict[str, np.ndarray], place: str, classes: int | None) -> Data:
+    """Returns the data of arrays named `x`, `y` and, for weights of the rows, `weight`.
+
+    `x_val`, `y_val` are validation, `x_test`, `y_test` test. Whole-number `y` are class labels,
+    others are values to predict. Images [n, h, w] get a channel; uint8 inputs are divided by
+    255 by the model. A memory-mapped `x` is not read here.
+
+    Args:
+        arrays: by name.
+        place: the data set in the words of `--dataset`, for messages.
+        classes: how many there are, where that is not known from the labels.
+
+    Raises:
+        DataError: an array is missing, the arrays differ in length, or hold labels that are
+            no labels.
+    """
+    parts = {part: _given(arrays, place, part) for part in NAMES}
+    train = parts["train"]
+    if train is None:
+        raise DataError(
+            f"--dataset {place} has the arrays {', '.join(sorted(arrays)) or 'none'}, but "
+            "needs 'x' and 'y' (or 'x_train' and 'y_train'). Save both."
+        )
+    x, y, *_ = train
+    if y.ndim == 2 and y.shape[1] > 1 and y.dtype.kind in "biu":
+        _refuse_one_hot(place, y)
+    spec = _spec(place, x, y, classes)
+    sources: dict[str, Any] = {
+        name: _source(place, name, given, spec) for name, given in parts.items() if given
+    }
+    return Data(spec=spec, **sources)
+
+
+def _given(arrays: dict[str, np.ndarray], place: str, part: str) -> tuple[np.ndarray, ...] | None:
+    """Returns x and y of a part, and the rows' weights where there are any."""
+    for ending in NAMES[part]:
+        x, y = arrays.get(f"x{ending}"), arrays.get(f"y{ending}")
+        weight = arrays.get(f"weight{ending}")
+        if x is None and y is None:
+            continue
+        if x is None or y is None:
+            missing = f"{'x' if x is None else 'y'}{ending}"
+            raise DataError(f"--dataset {place} lacks the array {missing!r}. Add it.")
+        given = {"x": x, "y": y} | ({} if weight is None else {"weight": weight})
+        for name, array in ((f"{name}{ending}", array) for name, array in given.items()):
+            if array.ndim == 0 or not len(array):
+                raise DataError(f"--dataset {place}: {name} has no rows.")
+            if array.dtype.kind not in "biuf":
+                raise DataError(
+                    f"--dataset {place}: {name} is of type {array.dtype}, but must be numeric."
+                )
+        if len(x) != len(y):
+            raise DataError(
+                f"--dataset {place}: x{ending} has {len(x)} rows and y{ending} has {len(y)}. "
+                "Each example needs a target."
+            )
+        if weight is not None and weight.shape != (len(x),):
+            raise DataError(
+                f"--dataset {place}: weight{ending} has the shape {weight.shape}, but must have "
+                f"one number for each of the {len(x)} rows of x{ending}."
+            )
+        return tuple(given.values())
+    return None
+
+
+def _refuse_one_hot(place: str, y: np.ndarray) -> None:
+    if ((y == 0) | (y == 1)).all() and (y.sum(axis=1) == 1).all():
+        raise DataError(
+            f"--dataset {place}: y of shape {y.shape} is one-hot. Save class labels: "
+            "y.argmax(axis=1)."
+        )
+
+
+def _spec(place: str, x: np.ndarray, y: np.ndarray, classes: int | None) -> DataSpec:
+    images = with_channels(x)
+    dtype = "uint8" if images.dtype == np.uint8 else "float32"
+    scale = 1 / 255 if images.dtype == np.uint8 else 1.0
+    flat = y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1)
+    if flat and y.dtype.kind in "biu":
+        if classes is None:
+            classes = int(y.max()) + 1
+            if classes > max(len(y), 2):
+                raise DataError(
+                    f"--dataset {place}: the largest label of y is {classes - 1} in row "
+                    f"{int(y.argmax())}, out of range for {len(y)} examples. Number the classes "
+                    f"from 0, or say how many there are: {place},classes=N."
+                )
+        return DataSpec(images.shape[1:], dtype, CLASSIFICATION, max(classes, 2), scale)
+    if classes is not None:
+        _check_finite(place, "y", y)
+        raise DataError(
+            f"--dataset {place}: y is of type {y.dtype} and shape {y.shape}, but classes="
+            f"{classes} needs whole-number labels."
+        )
+    outputs = int(np.prod(y.shape[1:], dtype=int))
+    return DataSpec(images.shape[1:], dtype, REGRESSION, outputs, scale)
+
+
+def _source(place: str, part: str, given: tuple[np.ndarray, ...], spec: DataSpec) -> ArraySource:
+    x, y, weights = with_channels(given[0]), given[1], given[2:]
+    if not isinstance(x, np.memmap):  # else it would all be read
+        x = x if spec.input_dtype == x.dtype.name else x.astype(spec.input_dtype)
+        _check_finite(place, f"x of the {part} part", x)
+    _check_finite(place, f"y of the {part} part", y)
+    for weight in weights:
+        _check_finite(place, f"weight of the {part} part", weight)
+    dtypes = (spec.input_dtype, "float32" if spec.task == REGRESSION else "int32", "float32")
+    if x.shape[1:] != spec.input_shape:
+        raise DataError(
+            f"--dataset {place}: examples of the {part} part have shape {x.shape[1:]}, but "
+            f"those of the training part have {spec.input_shape}."
+        )
+    if spec.task == REGRESSION:
+        return ArraySource((x, y.reshape(len(y), -1), *weights), dtypes[: len(given)])
+    if y.dtype.kind == "f":
+        raise DataError(f"--dataset {place}: y of the {part} part must be whole numbers.")
+    outside = (y < 0) | (y >= spec.outputs)
+    if outside.any():
+        row = int(np.argmax(outside))
+        raise DataError(
+            f"--dataset {place}: label {y.reshape(-1)[row]} in row {row} of the {part} part is "
+            f"out of range 0..{spec.outputs - 1}. Fix it, or say {place},classes=N."
+        )
+    return ArraySource((x, y.reshape(len(y)), *weights), dtypes[: len(given)])
+
+
+def _check_finite(place: str, name: str, values: np.ndarray) -> None:
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        bad = ~np.isfinite(values)
+        row = int(np.argmax(bad.reshape(len(values), -1).any(axis=1)))
+        raise DataError(
+            f"--dataset {place}: {name} is {values[row].reshape(-1)[bad[row].reshape(-1)][0]} "
+            f"in row {row}. Remove such rows."
+        )

@@ -1,0 +1,195 @@
+"""Tables: CSV and Parquet files, a row an example.
+
+    --dataset csv:PATTERN,target=COLUMN
+    --dataset parquet:PATTERN,target=COLUMN,test=PATTERN,drop=COLUMN+COLUMN
+
+A pattern is a file, a glob or a folder of files, here or on `gs://` and the like. Options:
+
+    target       the column to predict
+    weight       a column of sample weights
+    task         classification or regression. Without it: text, true or false are classes, and so
+                 are whole numbers of at most 20 different values, if there are at least twice
+                 as many rows; other numbers are values to predict
+    drop         columns to leave out, joined by +
+    missing      mean: where a number is missing (or NaN), the mean of the training rows takes
+                 its place, and a missing text is no category. Without it that is an error
+    validation   files of the validation part; without it, --validation_fraction is taken
+    test         files of the test part
+
+An example is one float32 vector: of the columns in the order of the first file, a number or
+true (1) or false (0) is one value, a text one value a category, 1 where it is that and else 0.
+Categories are those of the training rows, sorted; any other text is all zeros. The run
+directory's features.txt names the values in their order. The tables are held in memory.
+
+A row of a CSV file that has more or fewer columns than the header is an error, and so is a row
+group of a Parquet file that is damaged; --skip_bad_records N leaves out up to N such rows in all
+files together. Of a row group all rows are lost.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, Data, DataSpec
+from tfmulti.data.formats.columns import (
+    CSV,
+    PARQUET,
+    TEXT,
+    Columns,
+    lost_of,
+    read_tables,
+    to_columns,
+)
+from tfmulti.data.lost import check_lost
+from tfmulti.data.options import parse_options
+from tfmulti.data.transforms.encoding import Encoder
+from tfmulti.data.transforms.targets import Target, check_present, finite
+from tfmulti.errors import ConfigError, DataError, did_you_mean
+
+_OPTIONS = ("target", "weight", "task", "drop", "missing", "validation", "test")
+
+
+def load_csv(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
+    """Returns the data of `PATTERN,target=COLUMN[,…]`; see the module.
+
+    Raises:
+        ConfigError: an option is wrong.
+        DataError: a file is missing, damaged or unlike the others, a value cannot be used, or
+            more rows than `skip_bad_records` cannot be read.
+    """
+    return _load(CSV, options, skip_bad_records)
+
+
+def load_parquet(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
+    """Returns the data of `PATTERN,target=COLUMN[,…]`, as `load_csv` does."""
+    return _load(PARQUET, options, skip_bad_records)
+
+
+def _load(form: str, options: str, most_bad: int) -> Data:
+    pattern, _, rest = options.partition(",")
+    place = f"--dataset {form}:{pattern}"
+    if not pattern:
+        raise DataError(f"{place} needs a file. Write --dataset {form}:PATH,target=COLUMN.")
+    chosen = parse_options(f"{form}:{pattern}", rest, dict.fromkeys(_OPTIONS, ""))
+    _check_choices(place, chosen)
+    tables = {"train": read_tables(place, form, pattern)}
+    names = tables["train"][0].rows.column_names
+    features = _features(place, names, chosen)
+    seen = {table.path: "training" for table in tables["train"]}
+    for part in ("validation", "test"):
+        if chosen[part]:
+            tables[part] = read_tables(place, form, chosen[part], names)
+            _check_apart(place, part, [table.path for table in tables[part]], seen)
+    lost = lost_of(*tables.values())
+    check_lost(lost, most_bad)  # first: what is wrong with the others may be due to them
+    wanted = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
+    columns = {"train": to_columns(place, tables["train"], wanted)}
+    for part in tables:
+        if part != "train":
+            columns[part] = to_columns(place, tables[part], wanted, columns["train"].kinds)
+    target = Target.of(place, columns["train"], chosen["target"], chosen["task"])
+    fills = chosen["missing"] == "mean"
+    sources: dict[str, Any] = {
+        part: ArraySource(
+            (
+                {name: _feature(place, found, name, fills) for name in features},
+                target.of_rows(place, found),
+                *([_weights(place, found, chosen["weight"])] if chosen["weight"] else []),
+            )
+        )
+        for part, found in columns.items()
+    }
+    kinds = {name: columns["train"].kinds[name] for name in features}
+    fit = functools.partial(_fitted, place, kinds, target)
+    return Data(fit=fit, lost=lost, **sources)
+
+
+def _fitted(place: str, kinds: dict[str, str], target: Target, data: Data) -> Data:
+    """Returns the data as vectors. What makes them so is computed from the training part."""
+    parts = {"train": data.train, "validation": data.validation, "test": data.test}
+    rows = {name: p.read(np.arange(len(p))) for name, p in parts.items() if p is not None}
+    encoder = Encoder.of(place, rows["train"][0], kinds)
+    vectors: dict[str, Any] = {
+        name: ArraySource((encoder(x), *y)) for name, (x, *y) in rows.items()
+    }
+    spec = DataSpec(
+        (len(encoder.names),),
+        "float32",
+        CLASSIFICATION if target.classes else REGRESSION,
+        outputs=len(target.classes) or 1,
+        input_mean=encoder.mean,
+        input_std=encoder.std,
+        class_names=tuple(target.classes) or None,
+    )
+    return replace(data, spec=spec, features=encoder.names, **vectors)
+
+
+def _feature(place: str, columns: Columns, name: str, fills: bool) -> np.ndarray:
+    if not fills:
+        check_present(place, columns, name, f"Mend it, or give missing=mean or drop={name}.")
+    return columns.values[name] if columns.kinds[name] == TEXT else finite(place, columns, name)
+
+
+def _weights(place: str, columns: Columns, name: str) -> np.ndarray:
+    if columns.kinds[name] == TEXT:
+        raise DataError(f"{place}: the weights {name!r} are text. Give a column of numbers.")
+    check_present(place, columns, name, "Mend it.")
+    weights = finite(place, columns, name)
+    if weights.min() < 0:
+        row = int(np.argmin(weights))
+        raise DataError(
+            f"{place}: the weight {name!r} is {weights[row]:g} in {columns.where(row)}, but it "
+            "must not be below 0. Mend it."
+        )
+    return weights
+
+
+def _features(place: str, names: list[str], chosen: dict[str, str]) -> list[str]:
+    """Returns the columns that are inputs, in their order."""
+    if not chosen["target"]:
+        raise ConfigError(
+            f"{place} needs the column to predict: target=COLUMN. Known: {', '.join(names)}."
+        )
+    used = {"target": [chosen["target"]], "drop": list(filter(None, chosen["drop"].split("+")))}
+    used["weight"] = list(filter(None, [chosen["weight"]]))
+    taken: dict[str, str] = {}
+    for option, columns in used.items():
+        for column in columns:
+            if column not in names:
+                raise ConfigError(
+                    f"{place}: {option}={column}: no such column; {did_you_mean(column, names)}"
+                )
+            if column in taken:
+                raise ConfigError(
+                    f"{place}: the column {column!r} is given for {taken[column]} and {option}. "
+                    "Give it once."
+                )
+            taken[column] = option
+    features = [name for name in names if name not in taken]
+    if not features:
+        raise DataError(f"{place}: no column is left to predict from. Drop fewer columns.")
+    return features
+
+
+def _check_choices(place: str, chosen: dict[str, str]) -> None:
+    for option, known in (("task", (CLASSIFICATION, REGRESSION)), ("missing", ("mean",))):
+        if chosen[option] and chosen[option] not in known:
+            raise ConfigError(
+                f"{place}: {option} is {chosen[option]!r}; {did_you_mean(chosen[option], known)}"
+            )
+
+
+def _check_apart(place: str, part: str, paths: list[str], seen: dict[str, str]) -> None:
+    """Notes the files of a part, none of which may be another part's."""
+    for path in paths:
+        if path in seen:
+            raise DataError(
+                f"{place}: {path} is in the {seen[path]} part and in the {part} part. Give "
+                "patterns that have no file in common."
+            )
+        seen[path] = part

@@ -1,0 +1,293 @@
+"""Data sets that tensorflow-datasets has prepared, read at random from its files.
+
+Nothing is downloaded, and no code of the data set is run: its files say what they hold.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tfmulti.data.data_set import CLASSIFICATION, Data
+from tfmulti.data.formats.encoded import Decoder, EncodedSource
+from tfmulti.data.formats.features import is_label, spec_of
+from tfmulti.data.formats.pixels import decode_into
+from tfmulti.data.formats.records import ByteStrings, Records
+from tfmulti.data.io import files
+from tfmulti.data.options import parse_options
+from tfmulti.data.source import Leaf
+from tfmulti.errors import DataError, did_you_mean
+
+_PARTS = ("train", "validation", "test")
+_DEFAULTS: dict[str, Any] = {
+    "config": "",
+    "version": "",
+    "data_dir": "",
+    "size": (),
+    "classes": None,
+    "x": "",
+    "y": "",
+    "train": "train",
+    "validation": "",
+    "test": "",
+}
+
+
+class DataSourceRecords:
+    """What tensorflow-datasets itself reads at random (array_record files), as byte strings.
+
+    Args:
+        files: a split's files in their order: path, and how many records.
+    """
+
+    def __init__(self, data_source: Any, split: str, files: Sequence[tuple[str, int]]) -> None:
+        self._data_source, self._split = data_source, split
+        self._paths = [path for path, _ in files]
+        self._ends = np.cumsum([records for _, records in files])
+
+    def __len__(self) -> int:
+        return len(self._data_source)
+
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        try:
+            return list(self._data_source.__getitems__(numbers.tolist()))
+        except (RuntimeError, ValueError) as error:  # array_record's, of a file that is damaged
+            raise DataError(" ".join(str(error).split())) from None
+
+    def where(self, number: int) -> str:
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        return f"{self._paths[file]}, record {number - (int(self._ends[file - 1]) if file else 0)}"
+
+    def identity(self) -> str:
+        folder = os.path.dirname(self._paths[0])
+        return f"{folder} {self._split}"  # a version's files do not change
+
+
+class Parse:
+    """Encoded examples of tensorflow-datasets to arrays, without TensorFlow.
+
+    Images are left encoded by it, and are decoded and resized here.
+    """
+
+    def __init__(self, tfds: Any, features: Any, leaves: Mapping[str, Leaf]) -> None:
+        self._tfds = tfds
+        self._chosen = {name: features[name] for name in leaves}
+        images = [name for name, f in self._chosen.items() if _is_image(tfds, f)]
+        self._decoders = {name: tfds.decode.SkipDecoding() for name in images}
+
+    def __call__(self, records: Sequence[bytes], out: Mapping[str, np.ndarray]) -> None:
+        features = self._tfds.features.FeaturesDict({name: self._chosen[name] for name in out})
+        decoders = {name: skip for name, skip in self._decoders.items() if name in out}
+        for row, record in enumerate(records):
+            try:
+                found = features.deserialize_example_np(record, decoders=decoders)
+            except Exception as error:  # protobuf and NumPy have many
+                raise DataError(f"the record does not have its form ({error})") from None
+            for name, rows in out.items():
+                if name in decoders:
+                    decode_into(found[name], rows[row])
+                else:
+                    rows[row] = found[name]
+
+
+def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
+    """Returns the data of `NAME[,config=…,version=…,data_dir=PATH,size=HxW,…]`.
+
+    `data_dir` is `$TFDS_DATA_DIR`, or else `~/tensorflow_datasets`; of several versions the last
+    one is taken. `x` and `y` name the features where the data set has no supervised keys, and
+    `train`, `validation` and `test` its splits where these have other names. Images of varying
+    size are resized to `size`. Where bad records may be skipped, a TFRecord file that is damaged
+    or cut off is no error: it has records that cannot be read.
+
+    Raises:
+        DataError: the data set is not prepared, or has no such split or feature.
+        ConfigError: an unknown option, or a value of the wrong form.
+    """
+    name, _, rest = options.partition(",")
+    chosen = parse_options(f"tfds:{name}", rest, _DEFAULTS)
+    place = f"--dataset tfds:{name}"
+    if not name:
+        raise DataError("--dataset tfds: needs a name. Write --dataset tfds:NAME.")
+    tfds = _tfds(place)
+    builder = _builder(tfds, place, name, chosen)
+    features = builder.info.features
+    x, y = _keys(place, builder.info, chosen)
+    leaves = {key: _leaf(tfds, place, key, features[key], chosen["size"]) for key in (x, y)}
+    classes = _classes(tfds, place, y, features[y], leaves[y], chosen["classes"])
+    decoder = Decoder((x, y), leaves, Parse(tfds, features, leaves), classes)
+    spec = spec_of(leaves[x], leaves[y], classes)
+    if spec is not None and spec.task == CLASSIFICATION:
+        spec = replace(spec, class_names=_class_names(features[y]))
+    sources: dict[str, Any] = {
+        part: EncodedSource(_records(tfds, builder, split, skip_bad_records > 0), decoder)
+        for part, split in _splits(place, builder, chosen).items()
+    }
+    return Data(spec=spec, **sources)
+
+
+def _tfds(place: str) -> Any:
+    files.tensorflow()  # which it would import by and by, and less quietly
+    try:
+        return importlib.import_module("tensorflow_datasets")
+    except ImportError:
+        raise DataError(
+            f"{place} needs tensorflow-datasets, which is not installed. "
+            "Install it: pip install 'tfmulti[tfds]'."
+        ) from None
+
+
+def _builder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any:
+    """Returns the builder of a prepared data set, from its files."""
+    data_dir = chosen["data_dir"] or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    path = tfds.core.Path(data_dir).expanduser()
+    folder = path / name / chosen["config"]
+    if not folder.exists() or not any(_is_prepared(f) for f in (folder, *_folders(folder))):
+        configs = [f.name for f in _folders(path / name) if any(map(_is_prepared, _folders(f)))]
+        if configs:
+            raise DataError(
+                f"{place}: it is prepared with several configs. Write config=NAME; "
+                + did_you_mean(chosen["config"], configs)
+            )
+        raise DataError(_not_prepared(place, name, path, chosen))
+    versions = {f.name: f for f in _folders(folder) if _is_prepared(f)}
+    version = chosen["version"] or max(versions, key=_in_order)
+    if version not in versions:
+        raise DataError(
+            f"{place}: version {version} is not prepared; {did_you_mean(version, versions)}"
+        )
+    try:
+        return tfds.builder_from_directory(versions[version])
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(
+            f"{place}: {versions[version]} is damaged: {reason}. Prepare it anew."
+        ) from error
+
+
+def _is_prepared(folder: Any) -> bool:
+    return all((folder / name).exists() for name in ("dataset_info.json", "features.json"))
+
+
+def _folders(folder: Any) -> list[Any]:
+    return [f for f in folder.iterdir() if f.is_dir()] if folder.exists() else []
+
+
+def _in_order(version: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdecimal() else -1 for part in version.split("."))
+
+
+def _not_prepared(place: str, name: str, path: Any, chosen: Mapping[str, Any]) -> str:
+    whole = posixpath.join(name, chosen["config"]) if chosen["config"] else name
+    return (
+        f'{place}: no {whole} is prepared in {path}. Prepare it once: python -c "import '
+        f"tensorflow_datasets as tfds; tfds.builder('{whole}', data_dir='{path}')"
+        '.download_and_prepare()", or give data_dir=PATH.'
+    )
+
+
+def _keys(place: str, info: Any, chosen: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the names of the features that are input and target."""
+    supervised = info.supervised_keys or ()
+    plain = len(supervised) == 2 and all(isinstance(key, str) for key in supervised)
+    keys = {"x": chosen["x"], "y": chosen["y"]}
+    names = list(info.features) if hasattr(info.features, "keys") else []
+    for key, default in zip(keys, supervised if plain else ("", ""), strict=True):
+        keys[key] = keys[key] or default
+        if not keys[key]:
+            raise DataError(
+                f"{place} does not say which feature is {key}. Write {key}=NAME; "
+                f"known: {', '.join(names)}."
+            )
+        if keys[key] not in names:
+            raise DataError(f"{place}: no feature {keys[key]!r}; {did_you_mean(keys[key], names)}")
+    return keys["x"], keys["y"]
+
+
+def _is_image(tfds: Any, feature: Any) -> bool:
+    """Whether a feature is an image of bytes that `pixels` can decode."""
+    if not isinstance(feature, tfds.features.Image) or feature.np_dtype != np.uint8:
+        return False
+    return feature.shape[-1] in (1, 3)
+
+
+def _leaf(tfds: Any, place: str, name: str, feature: Any, size: tuple[int, ...]) -> Leaf:
+    shape = getattr(feature, "shape", None)
+    if not isinstance(shape, tuple):
+        raise DataError(
+            f"{place}: feature {name!r} has several parts. Name one with x= or y=, or read it by "
+            "a function of your own: --dataset package.module:function."
+        )
+    if _is_image(tfds, feature):
+        if size and len(size) != 2:
+            raise DataError(f"{place}: size needs a height and a width. Write size=224x224.")
+        if not size and None in shape:
+            raise DataError(
+                f"{place}: the images {name!r} vary in size. Say what they are resized to: "
+                "size=HEIGHTxWIDTH, such as size=224x224."
+            )
+        return Leaf((*size, shape[-1]) if size else shape, "uint8")
+    if None in shape:
+        raise DataError(
+            f"{place}: feature {name!r} varies in shape {shape}, and only images are resized. "
+            "Read it by a function of your own: --dataset package.module:function."
+        )
+    dtype = np.dtype(feature.np_dtype)
+    return Leaf(shape, "str" if dtype.kind in "OSU" else dtype.name)
+
+
+def _classes(
+    tfds: Any, place: str, name: str, feature: Any, leaf: Leaf, given: int | None
+) -> int | None:
+    """Returns the number of classes; None where the target is no label."""
+    if isinstance(feature, tfds.features.ClassLabel):
+        return int(feature.num_classes)
+    if given is not None and not is_label(leaf):
+        raise DataError(f"{place}: classes={given}, but {name!r} is no label. Leave classes out.")
+    return given
+
+
+def _class_names(feature: Any) -> tuple[str, ...] | None:
+    """Returns the names of the classes, where they are not mere numbers."""
+    names = tuple(getattr(feature, "names", None) or ())
+    return None if names == tuple(map(str, range(len(names)))) else names
+
+
+def _splits(place: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the split of each part; the usual names are taken where they are there."""
+    splits = builder.info.splits
+    given = [chosen[part] for part in _PARTS if chosen[part]]
+    found: dict[str, str] = {}
+    for part in _PARTS:
+        name = chosen[part] or (part if part in splits and part not in given else "")
+        if name and name not in splits:
+            raise DataError(f"{place}: no split {name!r}; {did_you_mean(name, splits)}")
+        if name in found.values():
+            raise DataError(f"{place}: {part}={name} is another part already. Give each its own.")
+        if name:
+            found[part] = name
+    return found
+
+
+def _records(tfds: Any, builder: Any, split: str, keep_damage: bool) -> ByteStrings:
+    """Returns the encoded examples of a split, whatever their files are."""
+    if builder.info.file_format.value == "tfrecord":
+        paths = [os.fspath(path) for path in builder.info.splits[split].filepaths]
+        return Records(paths, keep_damage=keep_damage)
+    try:
+        raw = builder.as_data_source(
+            split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
+        )
+    except (ImportError, NotImplementedError) as error:
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise DataError(
+            f"--dataset tfds:{builder.name} is kept as {builder.info.file_format.value}, which "
+            f"cannot be read here: {reason}. Install array_record, or prepare it as tfrecord."
+        ) from None
+    parts = builder.info.splits[split].file_instructions
+    return DataSourceRecords(raw, split, [(os.fspath(part.filename), part.take) for part in parts])

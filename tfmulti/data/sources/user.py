@@ -1,0 +1,137 @@
+"""Data that a user's own function returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.data.arrays import ArraySource
+from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, Data, DataSpec
+from tfmulti.data.source import Source
+from tfmulti.errors import DataError
+
+
+def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Data:
+    """Returns the data of `package.module:function`.
+
+    The function returns `train`, `(train, validation)` or `(train, validation, test)`, or a
+    dict with those names. A part is `(x, y)` or `(x, y, sample_weight)` of arrays, a
+    `tf.data.Dataset` of global batches or a PyDataset. If the function has a parameter
+    `global_batch_size`, it is given.
+
+    Raises:
+        DataError: it needs other arguments, or returned something else, or no training data.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_batch = "global_batch_size" in parameters
+    _check_needs_no_more(place, parameters)
+    made = function(global_batch_size=global_batch_size) if takes_batch else function()
+    parts = _parts(place, made)
+    if parts["train"] is None:
+        raise DataError(
+            f"--dataset {place} returned None for the training data. Return (x, y), or (train, "
+            "validation, test) of which each is (x, y) or a Dataset."
+        )
+    sources = {name: _source(place, p) for name, p in parts.items() if p is not None}
+    return Data(spec=_spec(sources["train"]), **sources)
+
+
+def rows_of_batches(train: Any) -> int | None:
+    """Returns the rows of the batches that training data comes in, where it has batches and tells.
+
+    Of a PyDataset the first batch is read.
+    """
+    if isinstance(train, keras.utils.PyDataset):
+        first = keras.tree.flatten(train[0])
+        return len(first[0]) if first else None
+    if isinstance(train, tf.data.Dataset):
+        shapes = [spec.shape for spec in tf.nest.flatten(train.element_spec)]
+        return shapes[0][0] if shapes and shapes[0].rank else None
+    return None
+
+
+def check_labels(place: str, data: Data) -> None:
+    """Checks that labels are classes that a built-in model has: those of the training part.
+
+    Raises:
+        DataError: one is not; it says where.
+    """
+    if data.spec is None or data.spec.task != CLASSIFICATION:
+        return
+    for name, part in (("train", data.train), ("validation", data.validation), ("test", data.test)):
+        if not isinstance(part, ArraySource) or not isinstance(part.data, tuple):
+            continue
+        labels = part.data[1]
+        if not isinstance(labels, np.ndarray):
+            continue
+        outside = np.flatnonzero((labels < 0) | (labels >= data.spec.outputs))
+        if len(outside):
+            raise DataError(
+                f"--dataset {place}: y of the {name} part is {labels[outside[0]]} in row "
+                f"{outside[0]}, but whole numbers are classes, here 0..{data.spec.outputs - 1} as "
+                "in the training part. Number the classes from 0, or give float32 for a regression."
+            )
+
+
+def _check_needs_no_more(place: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    needed = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if set(needed) - {"global_batch_size"}:
+        raise DataError(
+            f"--dataset {place} needs the arguments {', '.join(needed)}. It may take one: "
+            "global_batch_size."
+        )
+
+
+def _parts(place: str, made: Any) -> dict[str, Any]:
+    names = ("train", "validation", "test")
+    if isinstance(made, dict) and set(made) <= set(names) and "train" in made:
+        return made
+    if not isinstance(made, (tuple, list)):
+        return {"train": made}
+    if 1 <= len(made) <= 3 and not any(_is_array(item) for item in made):
+        return dict(zip(names, made, strict=False))
+    if 2 <= len(made) <= 3:
+        return {"train": tuple(made)}
+    raise DataError(
+        f"--dataset {place} returned {len(made)} items. Return (x, y), or (train, validation, "
+        "test) of which each is (x, y) or a Dataset."
+    )
+
+
+def _is_array(item: Any) -> bool:
+    return hasattr(item, "shape") and hasattr(item, "dtype")
+
+
+def _source(place: str, part: Any) -> Any:
+    if isinstance(part, (tuple, list)):
+        return ArraySource(tuple(part), floats=keras.config.floatx())
+    if isinstance(part, (tf.data.Dataset, keras.utils.PyDataset, Source)):
+        return part
+    raise DataError(
+        f"--dataset {place} returned a {type(part).__name__}. Return arrays (x, y), a "
+        "tf.data.Dataset of global batches or a keras.utils.PyDataset."
+    )
+
+
+def _spec(train: Any) -> DataSpec | None:
+    """Returns the form of arrays that a built-in model can take, else None."""
+    if not isinstance(train, ArraySource) or not isinstance(train.data, tuple):
+        return None
+    x, y, *_ = (*train.data, None)
+    if not isinstance(x, np.ndarray) or not isinstance(y, np.ndarray):
+        return None
+    scale = 1 / 255 if x.dtype == np.uint8 else 1.0
+    if y.dtype.kind in "biu" and y.ndim == 1:
+        outputs = max(int(y.max()) + 1, 2)
+        return DataSpec(x.shape[1:], x.dtype.name, CLASSIFICATION, outputs, scale)
+    outputs = int(np.prod(y.shape[1:], dtype=int))
+    return DataSpec(x.shape[1:], x.dtype.name, REGRESSION, outputs, scale)

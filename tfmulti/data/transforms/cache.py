@@ -1,0 +1,215 @@
+"""Examples kept after they were read once: in memory, or in files that outlive the run.
+
+A worker keeps what it reads; since the order is new in each epoch, it has nearly all of it
+after a few. In memory what is kept is bounded by the data; what is not read takes none. On
+disk all workers of a machine share the files, and so do later runs on the same data.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from tfmulti.data.io.files import cache_folder
+from tfmulti.data.source import Leaf, OverSource, Source, leaves_of, map_nest
+from tfmulti.errors import DataError
+
+MEMORY, DISK = "memory", "disk"
+
+_IS_THERE = 1 << 32  # set in each checksum, so that none is 0
+
+
+class _Kept(OverSource):
+    """A source whose examples are kept in arrays of its own."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._arrays: Any = None
+
+    def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
+        count = len(indices)
+        out = map_nest(lambda leaf: np.empty((count, *leaf.shape), _dtype(leaf)), self.specs)
+        self.read_into(indices, epoch, out)
+        return out
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        missing = self._take(indices, out)
+        if not len(missing):
+            return
+        if len(missing) == len(indices):
+            self.below.read_into(indices, epoch, out)
+            self._keep(indices, out)
+            return
+        rows = self.below.read(indices[missing], epoch)
+
+        def put(found: Any, into: np.ndarray) -> None:
+            into[missing] = found
+
+        map_nest(put, rows, out)
+        self._keep(indices[missing], rows)
+
+    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
+        """Writes what is kept into `out`, and returns the rows of it that are not."""
+        raise NotImplementedError
+
+    def _keep(self, indices: np.ndarray, rows: Any) -> None:
+        raise NotImplementedError
+
+
+class InMemory(_Kept):
+    """A source whose examples are kept in memory.
+
+    Raises:
+        DataError: all of them would not fit into the memory that is free.
+    """
+
+    def __init__(self, source: Source, free_bytes: int | None = None) -> None:
+        super().__init__(source)
+        self.most_bytes = sum(_bytes_of(leaf) for leaf in leaves_of(source.specs)) * len(source)
+        free = free_memory() if free_bytes is None else free_bytes
+        if self.most_bytes > free:
+            needed, there = self.most_bytes / 1e9, free / 1e9
+            raise DataError(
+                f"--cache memory: {len(source):,} examples take {needed:,.1f} GB, and {there:,.1f} "
+                "GB of memory are free. Use --cache disk, or smaller examples."
+            )
+        count = len(source)
+        self._arrays = map_nest(lambda s: np.empty((count, *s.shape), _dtype(s)), source.specs)
+        self._has = np.zeros(count, bool)
+
+    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
+        has = self._has[indices]
+        if has.all():
+            map_nest(lambda kept, into: np.take(kept, indices, 0, into, "clip"), self._arrays, out)
+        elif has.any():
+
+            def take(kept: np.ndarray, into: np.ndarray) -> None:
+                into[has] = kept[indices[has]]
+
+            map_nest(take, self._arrays, out)
+        return np.flatnonzero(~has)
+
+    def _keep(self, indices: np.ndarray, rows: Any) -> None:
+        def put(kept: np.ndarray, values: Any) -> None:
+            kept[indices] = values
+
+        map_nest(put, self._arrays, rows)
+        self._has[indices] = True  # last: another thread may look
+
+
+class OnDisk(_Kept):
+    """A source whose examples are kept in memory-mapped files, each with a checksum.
+
+    Several processes may use the same files; one that is killed while it writes an example
+    leaves a checksum that does not match, and the example is read again.
+
+    Raises:
+        DataError: the examples hold text, or the files cannot be made.
+    """
+
+    def __init__(self, source: Source, folder: Path) -> None:
+        super().__init__(source)
+        if any(leaf.dtype == "str" for leaf in leaves_of(source.specs)):
+            raise DataError("--cache disk takes examples of numbers, not text. Use --cache memory.")
+        identity = source.identity()
+        assert identity is not None
+        digest = hashlib.sha256(f"{identity}\n{source.specs}".encode()).hexdigest()[:32]
+        self._folder = folder / digest
+        count = len(source)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(self._folder / ".lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                numbers = iter(range(len(leaves_of(source.specs))))
+                self._arrays = map_nest(
+                    lambda leaf: self._file(f"{next(numbers)}", (count, *leaf.shape), leaf.dtype),
+                    source.specs,
+                )
+                self._sums = self._file("sums", (count,), "uint64")
+        except OSError as error:
+            raise DataError(
+                f"--cache disk: {self._folder}: {error.strerror or error}. Set TFMULTI_CACHE to a "
+                "folder with space, or leave --cache out."
+            ) from None
+
+    def _file(self, name: str, shape: tuple[int, ...], dtype: str) -> np.memmap:
+        path = self._folder / f"{name}.bin"
+        size = max(1, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+        if not path.exists() or path.stat().st_size != size:
+            with open(path, "wb") as file:
+                # A disk that is full later would end the process without a word (SIGBUS).
+                os.posix_fallocate(file.fileno(), 0, size)
+        return np.memmap(path, dtype, "r+", shape=shape)
+
+    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
+        sums = self._sums[indices]
+        there = np.flatnonzero(sums)
+
+        def take(kept: np.ndarray, into: np.ndarray) -> None:
+            into[there] = kept[indices[there]]
+
+        if len(there):
+            map_nest(take, self._arrays, out)
+        leaves = leaves_of(out)
+        whole = np.zeros(len(indices), bool)
+        for row in there.tolist():
+            whole[row] = _checksum(leaves, row) == int(sums[row])
+        return np.flatnonzero(~whole)
+
+    def _keep(self, indices: np.ndarray, rows: Any) -> None:
+        def put(kept: np.ndarray, values: Any) -> None:
+            kept[indices] = values
+
+        rows = map_nest(np.asarray, rows)
+        map_nest(put, self._arrays, rows)
+        leaves = leaves_of(rows)
+        self._sums[indices] = [_checksum(leaves, row) for row in range(len(indices))]
+
+
+def cached(
+    source: Source, kind: str, folder: Path | None = None, free_bytes: int | None = None
+) -> Source:
+    """Returns a source that keeps its examples; one that has nothing to cache stays as it is.
+
+    Args:
+        kind: `memory` or `disk`.
+        folder: of the files of `disk`; by default one in the cache folder.
+        free_bytes: the memory that may be taken; by default what is free.
+    """
+    if source.identity() is None:
+        return source
+    if kind == MEMORY:
+        return InMemory(source, free_bytes)
+    return OnDisk(source, folder or cache_folder() / "examples")
+
+
+def free_memory() -> int:
+    """Returns the bytes of memory that are free, or can be made so."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _checksum(leaves: list[np.ndarray], row: int) -> int:
+    value = 0
+    for leaf in leaves:
+        value = google_crc32c.extend(value, np.ascontiguousarray(leaf[row]).tobytes())
+    return int(value) | _IS_THERE
+
+
+def _dtype(leaf: Leaf) -> Any:
+    return object if leaf.dtype == "str" else leaf.dtype
+
+
+def _bytes_of(leaf: Leaf) -> int:
+    """Returns the bytes of a leaf of an example; of text a guess."""
+    if leaf.dtype == "str":
+        return 1000
+    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize

@@ -1,0 +1,154 @@
+"""Parts of the data in words: `train[:90%]`, `train[90%:]`, `test[100:200]`.
+
+What stands in brackets counts in an order of its own, drawn by the seed: so slices of data that
+is sorted by class are alike, and slices that do not overlap share no example.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tfmulti.data.data_set import Data
+from tfmulti.data.hashing import key_of
+from tfmulti.data.permutation import Permutation
+from tfmulti.data.source import Part, Source
+from tfmulti.errors import ConfigError, DataError, did_you_mean
+
+PARTS = ("train", "validation", "test")
+
+_FORM = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some examples of a part: from one bound to another, as they were written."""
+
+    text: str
+    part: str
+    start: str | None
+    stop: str | None
+
+    def bounds(self, rows: int) -> tuple[int, int]:
+        """Returns the positions [start, stop) of the slice of so many rows."""
+        return _position(self.start or "0", rows), _position(self.stop or f"{rows}", rows)
+
+
+def parse_split(flag: str, text: str) -> Slice:
+    """Returns the slice that a flag asks for.
+
+    Raises:
+        ConfigError: it has another form, or there is no such part.
+
+    >>> parse_split("training_split", "train[:90%]").bounds(1001)
+    (0, 901)
+    """
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"--{flag} {text} is no split. Write a part's name, or with a slice of it: "
+            "train[:90%], train[90%:], train[1000:2000]."
+        )
+    if match[1] not in PARTS:
+        raise ConfigError(f"--{flag} {text}: no part {match[1]!r}; {did_you_mean(match[1], PARTS)}")
+    return Slice(text, match[1], match[2], match[3])
+
+
+def with_splits(data: Data, splits: dict[str, str | None], seed: int) -> Data:
+    """Returns the data with its parts as asked for.
+
+    Args:
+        splits: for `train`, `validation` and `test` the text of a slice, or None for what the
+            data has under that name.
+
+    Raises:
+        DataError: the data has no such part, a part cannot be sliced, or a slice is empty.
+        ConfigError: two slices overlap.
+    """
+    asked = {
+        part: parse_split(_flag(part), text) for part, text in splits.items() if text is not None
+    }
+    if not asked:
+        return data
+    slices = {part: asked.get(part) or Slice(part, part, None, None) for part in PARTS}
+    for part in PARTS:
+        if part not in asked and getattr(data, part) is None:
+            del slices[part]
+    _check_apart(data, slices)
+    sliced: dict[str, Any] = {p: _sliced(data, p, asked[p], seed) for p in asked}
+    return replace(data, **sliced)
+
+
+def with_validation(data: Data, fraction: float, seed: int) -> Data:
+    """Returns the data with a validation part, taken at random from the training part.
+
+    Data that has one, or is no `Source`, stays as it is.
+
+    Raises:
+        DataError: one of the two parts would be empty.
+    """
+    if data.validation is not None or not fraction or not isinstance(data.train, Source):
+        return data
+    rows = len(data.train)
+    count = round(rows * fraction)
+    if not 0 < count < rows:
+        raise DataError(
+            f"--validation_fraction {fraction} of {rows} training examples leaves one part "
+            "empty. Use another fraction, or 0 for no validation."
+        )
+    order = Permutation(rows, key_of(seed, rows))
+    return replace(
+        data,
+        train=Part(data.train, count, rows, order),
+        validation=Part(data.train, 0, count, order),
+    )
+
+
+def _flag(part: str) -> str:
+    return {"train": "training_split", "validation": "validation_split", "test": "test_split"}[part]
+
+
+def _position(bound: str, rows: int) -> int:
+    number = int(bound.removesuffix("%"))
+    at = round(rows * number / 100) if bound.endswith("%") else number
+    return min(max(at + rows if bound.startswith("-") else at, 0), rows)
+
+
+def _sliced(data: Data, part: str, asked: Slice, seed: int) -> Source:
+    whole = getattr(data, asked.part)
+    if whole is None:
+        there = ", ".join(name for name in PARTS if getattr(data, name) is not None)
+        raise DataError(
+            f"--{_flag(part)} {asked.text}: the data has no {asked.part} part. It has: {there}."
+        )
+    if not isinstance(whole, Source):
+        raise DataError(
+            f"--{_flag(part)} {asked.text}: the {asked.part} part comes in batches, of which none "
+            "can be taken out. Split the data where it is made."
+        )
+    rows = len(whole)
+    start, stop = asked.bounds(rows)
+    if stop <= start:
+        raise DataError(
+            f"--{_flag(part)} {asked.text} is empty: {rows} examples from {start} to {stop}."
+        )
+    if asked.start is None and asked.stop is None:
+        return whole
+    return Part(whole, start, stop, Permutation(rows, key_of(seed, rows)))
+
+
+def _check_apart(data: Data, slices: dict[str, Slice]) -> None:
+    """Checks that no example is in two parts."""
+    for i, (part, one) in enumerate(slices.items()):
+        for other_part, other in list(slices.items())[i + 1 :]:
+            whole = getattr(data, one.part)
+            if one.part != other.part or not isinstance(whole, Source):
+                continue
+            (a, b), (c, d) = one.bounds(len(whole)), other.bounds(len(whole))
+            if max(a, c) < min(b, d):
+                raise ConfigError(
+                    f"--{_flag(part)} {one.text} and --{_flag(other_part)} {other.text} overlap: "
+                    f"both have {min(b, d) - max(a, c)} of the {len(whole)} {one.part} examples. "
+                    "Write them apart, such as train[:90%] and train[90%:]."
+                )

@@ -1,0 +1,109 @@
+"""From what a kind of data gives to what is trained on: cached, split, augmented, weighted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.data_set import Data, fitted
+from tfmulti.data.loader import workers_here
+from tfmulti.data.lost import check_lost
+from tfmulti.data.source import Source
+from tfmulti.data.transforms import augmentation, class_weights
+from tfmulti.data.transforms.cache import InMemory, cached, free_memory
+from tfmulti.data.transforms.labels import read_labels
+from tfmulti.data.transforms.splits import PARTS, with_splits, with_validation
+from tfmulti.errors import ConfigError, DataError
+
+
+def prepared(data: Data, config: FitConfig) -> Data:
+    """Returns the data as a configuration asks for it.
+
+    What is random in it comes after what is cached, and only training has it.
+
+    Raises:
+        UserError: the data cannot be split, cached, changed or weighted as asked, or more of it
+            could not be read than may be left out.
+    """
+    check_lost(data.lost, config.skip_bad_records)
+    if data.finish is not None:
+        _check_is_asked_of_no_stream(config)
+        return data
+    if config.cache != "none":
+        data = _with_cache(data, config.cache)
+    splits = {
+        "train": config.training_split,
+        "validation": config.validation_split,
+        "test": config.test_split,
+    }
+    data = with_splits(data, splits, config.seed)
+    data = with_validation(data, config.validation_fraction, config.seed)
+    data = fitted(data)
+    if config.augment is not None:
+        data = replace(data, train=_augmented(data.train, config))
+    if config.class_weight is not None:
+        data = replace(data, train=_weighted(data, config))
+    return data
+
+
+def _check_is_asked_of_no_stream(config: FitConfig) -> None:
+    """Raises ConfigError where something is asked for that a stream of records cannot have."""
+    asked = {
+        "cache": config.cache != "none",
+        "training_split": config.training_split is not None,
+        "validation_split": config.validation_split is not None,
+        "test_split": config.test_split is not None,
+        "augment": config.augment is not None,
+        "class_weight": config.class_weight is not None,
+    }
+    for flag, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"--{flag} needs files that are read at random, but those of --dataset "
+                f"{config.dataset} are GZIP files, which are streamed. gunzip them, or leave "
+                f"--{flag} out."
+            )
+
+
+def _with_cache(data: Data, kind: str) -> Data:
+    """Returns the data with each part cached; in memory, within what is free for all of them."""
+    free_bytes = free_memory() // workers_here()
+
+    def made(source: Source) -> Source:
+        nonlocal free_bytes
+        found = cached(source, kind, free_bytes=free_bytes)
+        if isinstance(found, InMemory):
+            free_bytes -= found.most_bytes
+        return found
+
+    parts: dict[str, Any] = {}
+    for name in PARTS:
+        part = getattr(data, name)
+        parts[name] = part.changed(made) if isinstance(part, Source) else part
+    return replace(data, **parts)
+
+
+def _augmented(train: Any, config: FitConfig) -> Source:
+    changes = augmentation.parse_changes(str(config.augment))
+    if not isinstance(train, Source) or not augmentation.takes(train.specs):
+        raise DataError(
+            f"--augment {config.augment} needs images [height, width, 1 or 3], uint8 or float32; "
+            f"--dataset {config.dataset} has others. Leave it out, or change the data yourself."
+        )
+    # Below the split, so that the draws belong to the example and not to its place in a part.
+    return train.changed(lambda source: augmentation.Augmented(source, changes, config.seed))
+
+
+def _weighted(data: Data, config: FitConfig) -> Source:
+    if not isinstance(data.train, Source):
+        raise DataError(
+            "--class_weight needs data with random access, not batches. Give each batch its "
+            "weights: (x, y, sample_weight)."
+        )
+    weights = class_weights.parse_class_weight(str(config.class_weight))
+    if weights is None:
+        classes = data.spec.outputs if data.spec else 0
+        labels = read_labels(data.train, skip_bad=config.skip_bad_records > 0)
+        weights = class_weights.balanced(labels and labels.found, classes)
+    return class_weights.Weighted(data.train, weights)

@@ -1,0 +1,106 @@
+"""The column of a table to predict: classes, or numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfmulti.data.data_set import CLASSIFICATION
+from tfmulti.data.formats.columns import FLAG, TEXT, WHOLE, Columns
+from tfmulti.errors import DataError, did_you_mean
+
+MOST_CLASSES = 20  # whole numbers of more values are no classes, unless that is asked for
+
+
+@dataclass(frozen=True)
+class Target:
+    """The column to predict; `classes` are the names of its classes with their values."""
+
+    column: str
+    classes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, place: str, columns: Columns, name: str, task: str) -> Target:
+        """Returns the target as the training files, and the task asked for, make it.
+
+        Raises:
+            DataError: a value is missing, or there are too few or too many classes.
+        """
+        check_present(place, columns, name, "Remove such rows.")
+        kind, rows = columns.kinds[name], len(columns.values[name])
+        values = sorted(set(columns.values[name].tolist()))
+        few = len(values) <= min(MOST_CLASSES, max(2, rows // 2))
+        classifies = kind in (TEXT, FLAG) or (kind == WHOLE and few)
+        if not (task == CLASSIFICATION if task else classifies):
+            if kind == TEXT:
+                raise DataError(
+                    f"{place}: task=regression needs numbers, but the target {name!r} is "
+                    f"{values[0]!r} in one row. Use another target, or task=classification."
+                )
+            return cls(name, {})
+        if not 2 <= len(values) <= max(2, rows // 2):
+            hint = "" if kind == TEXT else ", or task=regression"
+            raise DataError(
+                f"{place}: the target {name!r} has {len(values)} classes in {rows} rows, but it "
+                f"needs two or more, and two rows for each. Use another target{hint}."
+            )
+        return cls(name, {_class_name(kind, value): value for value in values})
+
+    def of_rows(self, place: str, columns: Columns) -> np.ndarray:
+        """Returns int32 labels [rows], or float32 values [rows, 1].
+
+        Raises:
+            DataError: a value is missing, not finite, or no class of the training files.
+        """
+        check_present(place, columns, self.column, "Remove such rows.")
+        if not self.classes:
+            return finite(place, columns, self.column)[:, np.newaxis]
+        labels = {value: label for label, value in enumerate(self.classes.values())}
+        values = columns.values[self.column].tolist()
+        found = np.array([labels.get(value, -1) for value in values], np.int32)
+        if found.min() < 0:
+            row = int(np.argmin(found))
+            name = _class_name(columns.kinds[self.column], values[row])
+            raise DataError(
+                f"{place}: the target {self.column!r} is {name!r} in {columns.where(row)}, which "
+                f"no training file has; {did_you_mean(name, self.classes)} Mend or remove the row."
+            )
+        return found
+
+
+def _class_name(kind: str, value: Any) -> str:
+    if kind == FLAG:
+        return "true" if value else "false"
+    return value if kind == TEXT else f"{value:.15g}"
+
+
+def check_present(place: str, columns: Columns, name: str, next_step: str) -> None:
+    """Raises DataError where a row has no value in a column; `next_step` ends the message."""
+    missing = columns.missing(name)
+    if missing.any():
+        raise DataError(
+            f"{place}: the column {name!r} has no value in "
+            f"{columns.where(int(np.argmax(missing)))}. {next_step}"
+        )
+
+
+def finite(place: str, columns: Columns, name: str) -> np.ndarray:
+    """Returns the numbers of a column as float32; what is missing stays NaN.
+
+    Raises:
+        DataError: a number is not finite, or too large for float32.
+    """
+    values = columns.values[name]
+    with np.errstate(over="ignore"):
+        numbers = values.astype(np.float32)
+    bad = np.isinf(numbers)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise DataError(
+            f"{place}: the column {name!r} is {values[row]:g} in {columns.where(row)}, which is "
+            "no finite float32 number. Mend or remove the row."
+        )
+    return numbers

@@ -1,0 +1,51 @@
+"""Layers whose output for an example depends on the others: from the rows of all replicas.
+
+Each replica gathers the rows, does what one device would do, and keeps its own of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmulti.distribution.losses import in_passes
+from tfmulti.distribution.replica_context import rows_of_all
+from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.errors import ModelError
+
+LAYERS = (
+    keras.layers.MixUp,
+    keras.layers.CutMix,
+    keras.layers.Equalization,  # one histogram of all rows
+    keras.layers.RandAugment,  # holds an Equalization
+)
+
+
+def mixed(
+    original: Callable[..., Any], share: Share, layer: Any, data: Any, training: bool = True
+) -> Any:
+    """Returns this share's rows of what a layer makes of the global batch.
+
+    Raises:
+        ModelError: a step of several passes, where the rows are never there together.
+    """
+    if not training:
+        return original(layer, data, training=training)
+    if in_passes():
+        raise ModelError(
+            f"the layer {layer.name!r} looks at all rows of a batch, which --microbatches "
+            "splits. Put it into the data (dataset.map), or leave --microbatches out."
+        )
+    if share.is_local:
+        return original(layer, data, training=training)
+    share.note_gather()
+    data = tf.nest.map_structure(tf.convert_to_tensor, data)
+    read = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]
+    whole = tf.nest.map_structure(lambda value: rows_of_all(share, value), data)
+    with computing(share.alone()):
+        result = original(layer, whole, training=training)
+    first = share.first_row
+    return tf.nest.map_structure(lambda value: value[first : first + read], result)

@@ -1,0 +1,502 @@
+"""Values of the global batch, made of what a replica computed from its own rows.
+
+A step of the user's own is written for one device: it sums, means and compares rows as it likes.
+Each replica traces it for its own rows. Where a gradient, a log, a metric or a variable takes a
+value of it, this module replaces that value by the one of the global batch. It finds the places
+where rows were reduced or mixed (`row_labels`) and builds the operations behind them once more,
+on sums over all replicas or on the rows of all replicas. So any formula is right, a mean over
+unmasked rows or a contrastive loss as well as a sum.
+
+The convention of all gradients here is that of `replicas`: a value on replica `r` stands for its
+part of a mean over replicas by rows, so its gradient counts `weight_r` times.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from tfmulti.distribution import row_labels
+from tfmulti.distribution.losses import in_passes
+from tfmulti.distribution.replica_context import of_all_replicas, rows_of_all, total
+from tfmulti.distribution.replica_slice import Share
+from tfmulti.distribution.row_labels import label_of
+from tfmulti.distribution.row_rules import Kind, Label, is_shape_input, varying_inputs
+from tfmulti.errors import ModelError
+
+
+@dataclass
+class _Made:
+    """What was built for one replica's tensors, by their names."""
+
+    averages: dict[str, tf.Tensor] = field(default_factory=dict)
+    globals: dict[str, tf.Tensor] = field(default_factory=dict)
+    rows: dict[str, tf.Tensor] = field(default_factory=dict)
+    leaves: dict[str, tf.Tensor] = field(default_factory=dict)  # the step's own tensors in use
+    mixes: bool = False
+
+
+_made: weakref.WeakKeyDictionary[tf.Graph, _Made] = weakref.WeakKeyDictionary()
+
+
+def are_known(share: Share) -> bool:
+    """Whether values of the graph that is built now can be made those of the global batch."""
+    return row_labels.are_kept() and not share.is_local and not share.is_whole
+
+
+def averaged(share: Share, value: Any) -> Any:
+    """Returns a value whose mean over the replicas, by rows, is the value of one device.
+
+    What is not understood stays as it is: see `note_unknown`.
+
+    Raises:
+        ModelError: it takes all rows together, and the step takes several passes.
+    """
+    if not are_known(share) or not isinstance(value, tf.Tensor):
+        return value
+    kind = label_of(value).kind
+    note_unknown(share, value)
+    if kind in (Kind.ALIKE, Kind.MEAN, Kind.LOCAL):
+        return value
+    builder = _Builder(share, value.graph)
+    found = builder.average(value) if kind in (Kind.SUM, Kind.COUNT) else builder.whole(value)
+    found = builder.on_tape(found)
+    row_labels.mark(found, row_labels.MEAN)
+    return found
+
+
+def of_one_device(share: Share, value: Any) -> Any:
+    """Returns the value of one device, the same on every replica."""
+    if not are_known(share) or not isinstance(value, tf.Tensor):
+        return value
+    note_unknown(share, value)
+    if label_of(value).kind in (Kind.ALIKE, Kind.LOCAL):
+        return value
+    builder = _Builder(share, value.graph)
+    found = builder.on_tape(builder.whole(value))
+    row_labels.mark(found, row_labels.ALIKE)
+    return found
+
+
+def part_of_sum(share: Share, value: Any) -> Any:
+    """Returns a value whose sum over the replicas is the value of one device."""
+    if not are_known(share) or not isinstance(value, tf.Tensor):
+        return value
+    if label_of(value).kind in (Kind.ROWS, Kind.MIXED, Kind.LOCAL):
+        note_unknown(share, value)
+        return value
+    return _Builder(share, value.graph).part(value)
+
+
+def own_rows(share: Share, value: Any) -> Any:
+    """Returns a replica's rows that count, of a value that has rows, as one device has them."""
+    if not isinstance(value, tf.Tensor):
+        return value[: share.own_rows]
+    first, of = tf.zeros_like(share.own_rows), tf.maximum(share.own_rows, 1)
+    if are_known(share):
+        note_unknown(share, value)
+        builder = _Builder(share, value.graph)
+        if label_of(value).kind is Kind.GLOBAL:
+            value, first, of = (
+                builder.whole(value),
+                share.first_row,
+                tf.maximum(share.global_rows, 1),
+            )
+        else:
+            value = builder.rows(value)
+    each = tf.shape(value, tf.int64)[0] // of  # entries of axis 0 for each row
+    return value[each * first : each * (first + share.own_rows)]
+
+
+def note_unknown(share: Share, value: Any) -> None:
+    """Notes why it is not known how a value depends on the rows, where that is so."""
+    label = label_of(value)
+    if label.kind is Kind.LOCAL:
+        share.note_unknown(label.reason)
+
+
+Gradient = Callable[..., Any]
+
+
+def gradient(share: Share, original: Gradient, target: Any, sources: Any, **options: Any) -> Any:
+    """Returns the gradients of what one device would have computed, as a share must have them.
+
+    Those by variables count by this replica's weight, as all gradients; those by rows are of these
+    rows alone.
+
+    Args:
+        original: `GradientTape.gradient` of the tape.
+        target: what the user's step takes the gradients of; of a tensor of several values it is
+            that of their sum.
+        sources: variables or tensors.
+        options: what else `GradientTape.gradient` takes.
+    """
+    targets = [t for t in tf.nest.flatten(target) if isinstance(t, tf.Tensor)]
+    if not are_known(share) or options.get("output_gradients") is not None:
+        return original(target, sources, **options)
+    kinds = {label_of(t).kind for t in targets}
+    for value in targets:
+        note_unknown(share, value)
+    of_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
+    if kinds <= {Kind.ROWS} and of_rows:  # each row by itself, as for one device
+        found = original(target, sources, **options)
+        return tf.nest.map_structure(_labelled_rows, sources, found)
+    if kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
+        found = original(target, sources, **options)
+    else:
+        builder = _Builder(share, targets[0].graph)
+        new = [builder.summed(t) for t in targets]
+        leaves = builder.leaves_behind(new)
+        seeds = tf.gradients(new, leaves, stop_gradients=leaves)
+        pairs = [(leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if seed is not None]
+        options["output_gradients"] = [seed for _, seed in pairs]
+        found = original([leaf for leaf, _ in pairs], sources, **options)
+    return _by_source(share, sources, found)
+
+
+def _is_of_rows(source: Any) -> bool:
+    return isinstance(source, tf.Tensor) and label_of(source).kind in (Kind.ROWS, Kind.MIXED)
+
+
+def _labelled_rows(source: tf.Tensor, value: Any) -> Any:
+    if isinstance(value, tf.Tensor):
+        row_labels.mark(value, row_labels.rows(label_of(source).parts))
+    return value
+
+
+def _by_source(share: Share, sources: Any, gradients: Any) -> Any:
+    """Labels gradients, and gives those by rows the value that they have on one device."""
+    flat_sources, flat = tf.nest.flatten(sources), tf.nest.flatten(gradients)
+    if len(flat_sources) != len(flat):
+        return gradients
+    found = []
+    for source, value in zip(flat_sources, flat, strict=True):
+        if not isinstance(value, tf.Tensor):
+            found.append(value)
+            continue
+        label = label_of(source) if isinstance(source, tf.Tensor) else row_labels.ALIKE
+        if _is_of_rows(source):
+            value = _labelled_rows(source, value * tf.cast(share.weight, value.dtype))
+        elif label.kind is Kind.ALIKE:
+            row_labels.mark(value, row_labels.MEAN)
+        else:
+            reason = "a gradient by a tensor that is computed from several rows"
+            row_labels.mark(value, row_labels.local(reason))
+        found.append(value)
+    return tf.nest.pack_sequence_as(gradients, found)
+
+
+class _Builder:
+    """Builds values of the global batch in the graph of one replica's step."""
+
+    def __init__(self, share: Share, graph: tf.Graph) -> None:
+        self._share = share
+        self._made = _made.setdefault(graph, _Made())
+
+    def leaves_behind(self, made: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the floating tensors of the step itself that tensors were built from."""
+        found, seen, rest = [], set(), list(made)
+        while rest:
+            tensor = rest.pop()
+            if tensor.name in seen:
+                continue
+            seen.add(tensor.name)
+            if tensor.name not in self._made.leaves:
+                rest += tensor.op.inputs
+            elif tensor.dtype.is_floating and tensor.op.type != "Const":
+                found.append(tensor)
+        return found[::-1]
+
+    def on_tape(self, made: tf.Tensor) -> tf.Tensor:
+        """Returns the same value, which a gradient tape differentiates by the step's tensors."""
+        leaves = self.leaves_behind([made]) if made.dtype.is_floating else []
+        if not leaves or leaves[0] is made:
+            return made
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def given(found: tf.Tensor, *_: tf.Tensor) -> Any:
+            def back(upstream: tf.Tensor) -> Any:
+                found = tf.gradients(made, leaves, upstream, stop_gradients=leaves)
+                return (None, *found)
+
+            return tf.identity(found), back
+
+        found: tf.Tensor = given(made, *leaves)
+        return found
+
+    def summed(self, target: tf.Tensor) -> tf.Tensor:
+        """Returns a value whose gradient is that of all of a target's numbers, of all replicas."""
+        kind = label_of(target).kind
+        if kind in (Kind.ROWS, Kind.MIXED):
+            rows = self._counted(self.rows(target))
+            return self._over_weight(rows)
+        if kind in (Kind.ALIKE, Kind.MEAN, Kind.LOCAL):
+            return self._leaf(target)
+        return self.average(target) if kind in (Kind.SUM, Kind.COUNT) else self.whole(target)
+
+    def average(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a linear value of sums and means such that its mean over replicas is right."""
+        made = self._made.averages
+        if value.name not in made:
+            made[value.name] = self._linear(value, self.average, as_sum=False)
+        return made[value.name]
+
+    def part(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a linear value of sums and means such that its sum over replicas is right."""
+        kind = label_of(value).kind
+        if kind is Kind.SUM and not row_labels.is_reduction_of_rows(value):
+            return self._linear(value, self.part, as_sum=True)
+        if kind is Kind.SUM:
+            return value if row_labels.is_state_of_metric(value) else self._own_sum(value)
+        if kind is Kind.MEAN and value.dtype.is_floating:
+            return tf.math.multiply_no_nan(value, tf.cast(self._share.weight, value.dtype))
+        # Replica 0 has rows in every step.
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return self.whole(value) * tf.cast(number == 0, value.dtype)
+
+    def _linear(
+        self, value: tf.Tensor, go_on: Callable[[tf.Tensor], tf.Tensor], *, as_sum: bool
+    ) -> tf.Tensor:
+        label, op = label_of(value), value.op
+        if label.kind is Kind.COUNT:
+            return self._count(value)
+        if label.kind is not Kind.SUM:
+            return self._leaf(value)
+        if not value.dtype.is_floating and not as_sum:
+            return self.whole(value)
+        if row_labels.is_state_of_metric(value):
+            return self._over_weight(self._leaf(value))
+        if row_labels.is_reduction_of_rows(value):
+            if op.type == "Sum":
+                return self._over_weight(self._own_sum(value))
+            return self._own_mean(value)
+        varying = varying_inputs(op, [label_of(t) for t in op.inputs])
+        return self._again(
+            value,
+            [go_on(t) if i in varying else self.whole(t) for i, t in enumerate(op.inputs)],
+        )
+
+    def whole(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a value of one device, the same on every replica."""
+        made = self._made.globals
+        if value.name not in made:
+            self._make_needed(value)
+            made[value.name] = self._whole(value)
+        return made[value.name]
+
+    def _make_needed(self, value: tf.Tensor) -> None:
+        """Makes all that `whole` or `rows` of a value will ask for: what is needed first, first.
+
+        So they do not call each other for each operation of a long chain: Python has an end there.
+        """
+        stack = self._needed(value)
+        while stack:
+            at = stack[-1]
+            if self._is_made(at):
+                stack.pop()
+            elif needed := self._needed(at):
+                stack += needed
+            elif label_of(at).kind is Kind.MIXED:
+                self.rows(at)
+            else:
+                self.whole(at)
+
+    def _needed(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Returns those inputs of a value's operation that are still to be made."""
+        op = value.op
+        inputs = list(op.inputs)
+        if label_of(value).kind is Kind.MIXED:
+            inputs = [t for i, t in enumerate(inputs) if not is_shape_input(op, i)]
+        elif row_labels.is_state_of_metric(value):
+            return []
+        elif row_labels.is_reduction_of_rows(value) and value.shape.is_fully_defined():
+            inputs = inputs[:1]
+        return [t for t in inputs if not self._is_made(t)]
+
+    def _is_made(self, value: tf.Tensor) -> bool:
+        kind = label_of(value).kind
+        if kind is Kind.MIXED:
+            return value.name in self._made.rows
+        return kind not in (Kind.GLOBAL, Kind.SUM) or value.name in self._made.globals
+
+    def _whole(self, value: tf.Tensor) -> tf.Tensor:
+        label, op = label_of(value), value.op
+        if label.kind in (Kind.ALIKE, Kind.LOCAL):
+            return self._leaf(value)
+        if label.kind is Kind.COUNT:
+            return self._count(value)
+        if label.kind in (Kind.ROWS, Kind.MIXED):
+            return self._all_rows(self.rows(value), label)
+        if label.kind is Kind.MEAN:
+            return self._total(self._leaf(value), is_sum=False)
+        if row_labels.is_state_of_metric(value):
+            return self._total(self._leaf(value), is_sum=True)
+        if row_labels.is_reduction_of_rows(value):
+            if not value.shape.is_fully_defined():
+                return self._again(value, [self.whole(t) for t in op.inputs])
+            if op.type == "Sum":
+                return self._total(self._own_sum(value), is_sum=True)
+            return self._total(self._own_mean(value), is_sum=False)
+        return self._again(value, [self.whole(t) for t in op.inputs])
+
+    def rows(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a replica's rows, computed with values of the global batch where they need them.
+
+        Raises:
+            ModelError: these take a collective, and the step takes several passes.
+        """
+        label, made = label_of(value), self._made.rows
+        if label.kind is not Kind.MIXED:
+            return self._leaf(value)
+        if value.name not in made:
+            self._make_needed(value)
+            self._made.mixes = self._made.mixes or not label.by_count
+            inputs = []
+            for i, tensor in enumerate(value.op.inputs):
+                own = label_of(tensor).kind in (Kind.ROWS, Kind.MIXED)
+                if is_shape_input(value.op, i):
+                    inputs.append(tensor)
+                else:
+                    inputs.append(self.rows(tensor) if own else self.whole(tensor))
+            made[value.name] = self._again(value, inputs)
+        return made[value.name]
+
+    def _leaf(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a tensor of the step itself, and notes it: gradients go on from there."""
+        self._made.leaves.setdefault(value.name, value)
+        return value
+
+    def _own_sum(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a sum over this replica's rows; 0 where it reads a row that does not count."""
+        own = self._own_mean(value)
+        counts = tf.cast(self._share.own_rows > 0, own.dtype)
+        return tf.math.multiply_no_nan(own, counts) if own.dtype.is_floating else own * counts
+
+    def _own_mean(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a reduction of this replica's rows."""
+        if label_of(value.op.inputs[0]).kind is not Kind.MIXED:
+            return self._leaf(value)
+        return self._again(value, [self.rows(value.op.inputs[0]), value.op.inputs[1]])
+
+    def _counted(self, rows: tf.Tensor) -> tf.Tensor:
+        counts = tf.cast(self._share.own_rows > 0, rows.dtype)
+        return tf.math.multiply_no_nan(rows, counts)
+
+    def _over_weight(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a part of a sum as a part of a mean over replicas."""
+        weight = tf.cast(self._share.weight, value.dtype if value.dtype.is_floating else tf.float32)
+        return tf.math.divide_no_nan(tf.cast(value, weight.dtype), weight)
+
+    def _count(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns what depends on the number of rows, for the rows of the global batch."""
+        made = self._made.globals
+        if value.name not in made:
+            op = value.op
+            if row_labels.is_reduction_of_rows(value):
+                made[value.name] = self._global_shape(value)
+            elif label_of(value).kind is Kind.ALIKE:
+                return self._leaf(value)
+            else:
+                made[value.name] = self._again(value, [self._count(t) for t in op.inputs])
+        return made[value.name]
+
+    def _global_shape(self, value: tf.Tensor) -> tf.Tensor:
+        of = value.op.inputs[0]
+        read = tf.cast(tf.maximum(self._share.own_rows, 1), value.dtype)
+        rows = tf.cast(self._share.global_rows, value.dtype)
+        shape = tf.shape(of, value.dtype)
+        # Each row stands for as many entries of axis 0 on every replica.
+        first = shape[0] // read * rows
+        new = tf.concat([[first], shape[1:]], 0)
+        return new if value.op.type == "Shape" else tf.reduce_prod(new)
+
+    def _all_rows(self, rows: tf.Tensor, label: Label) -> tf.Tensor:
+        """Returns the rows of all replicas in the order of one device."""
+        self._check_one_pass()
+        share = self._share
+        read = tf.maximum(share.own_rows, 1)
+        if len(label.parts) == 1:
+            return self._gathered(rows, tf.shape(rows, tf.int64)[0] // read)
+        sizes = [tf.cast(k, tf.int64) * read for k in label.parts]
+        parts = tf.split(rows, sizes)
+        return tf.concat(
+            [
+                self._gathered(part, tf.cast(k, tf.int64))
+                for part, k in zip(parts, label.parts, strict=True)
+            ],
+            0,
+        )
+
+    def _gathered(self, rows: tf.Tensor, each: tf.Tensor) -> tf.Tensor:
+        share = self._share
+        share.note_gather()
+        of_all = functools.partial(_of_all_replicas, share, self._made)
+        return rows_of_all(share, rows, each, of_all)
+
+    def _total(self, value: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
+        """Returns the sum of all replicas' parts of a sum, or their mean by rows."""
+        self._check_one_pass()
+        share, made = self._share, self._made
+        if not value.dtype.is_floating:
+            return total(value)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def summed(value: tf.Tensor) -> Any:
+            weight = tf.cast(share.weight, value.dtype)
+
+            def back(upstream: tf.Tensor) -> tf.Tensor:
+                of_all = _of_all_replicas(share, made, upstream)
+                return tf.math.divide_no_nan(of_all, weight) if is_sum else of_all
+
+            own = value if is_sum else tf.math.multiply_no_nan(value, weight)
+            return total(own), back
+
+        found: tf.Tensor = summed(value)
+        return found
+
+    def _check_one_pass(self) -> None:
+        if in_passes():
+            raise ModelError(
+                "the step computes a value from all rows of a batch together, which --microbatches "
+                "splits. Return a value for each example from its own row, or leave --microbatches "
+                "out."
+            )
+
+    def _again(self, value: tf.Tensor, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the same output of the same operation, of other inputs."""
+        op = value.op
+        if op.type == "IdentityN":  # of `tf.custom_gradient`: its gradient is of the old inputs
+            return inputs[value.value_index]
+        inputs = [
+            tf.cast(new, old.dtype) if new.dtype != old.dtype else new
+            for new, old in zip(inputs, op.inputs, strict=True)
+        ]
+        if all(new is old for new, old in zip(inputs, op.inputs, strict=True)):
+            return value
+        attributes = {
+            name: attribute
+            for name, attribute in op.node_def.attr.items()
+            if not name.startswith("_") or name == "_gradient_op_type"
+        }
+        made = value.graph.create_op(
+            op.type,
+            list(inputs),
+            [output.dtype for output in op.outputs],
+            attrs=attributes,
+            op_def=op.op_def,
+            name=op.name.rpartition("/")[2] + "_of_global_batch",
+        )
+        return made.outputs[value.value_index]
+
+
+def _of_all_replicas(share: Share, made: _Made, upstream: tf.Tensor) -> tf.Tensor:
+    """Returns the gradient of the whole by a value that is the same on every replica.
+
+    Where that value has no use but in what all replicas compute alike, each has it already.
+    """
+    return of_all_replicas(share, upstream) if made.mixes else upstream

@@ -1,0 +1,378 @@
+"""What happens between replicas in one step: weighing, reducing and gathering.
+
+All functions here run in replica context, on every replica of every worker.
+
+The rule of a step: each replica computes the loss of its own rows as one device would, and
+gradients meet as the mean over the global batch. Replica `r` with `n_r` of `G` rows has
+weight `n_r / G`; the global gradient is the sum of weight times gradient, which is exact
+for uneven and empty shares.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from tfmulti.distribution import collectives, replica_threads, row_labels
+from tfmulti.distribution.lookup_gradients import Lookup, joined, lookups_in
+from tfmulti.distribution.replica_slice import Share, current, hinder
+from tfmulti.errors import ModelError
+
+SUM = tf.distribute.ReduceOp.SUM
+Results = TypeVar("Results")
+
+
+def reduce_gradients(
+    gradients: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 0
+) -> list[Any]:
+    """Returns the gradients of the global batch, the same on every replica.
+
+    `None` stays `None`. Outside a share (gradients that were weighed before, or a training
+    loop of the user's own, which scales its losses as tf.distribute's guide says) the
+    gradients are summed.
+
+    Args:
+        wire: the type that dense float32 gradients travel in, to be added in float32; None: their
+            own.
+        by_bytes: they are summed in packs of about so many bytes, the last layers' first, while
+            the others are computed; 0: all at once.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return list(gradients)
+    share = current()
+    if share is not None and share.is_local:
+        return own_gradients(gradients)
+    present = [g for g in gradients if g is not None]
+    if share is not None:
+        present = [weighed(g, share.weight) for g in present]
+    try:
+        reduced = iter(_summed_by_lookups(present, wire, by_bytes))
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise ModelError(
+            "the train_step applies gradients inside a condition, a loop or a tf.function of its "
+            "own, where replicas cannot meet. Compute them there, and apply them outside."
+        ) from None
+    of_all = [None if g is None else next(reduced) for g in gradients]
+    for gradient in of_all:
+        row_labels.mark(gradient, row_labels.ALIKE)
+    return of_all
+
+
+def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes: int) -> list[Any]:
+    """Returns `summed`, of which lookups that all replicas have alike stay one lookup."""
+    parts: list[Any] = []  # what is summed: dense gradients, and lookups
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            parts += [
+                lookup.values
+                if lookup.is_alike
+                else tf.IndexedSlices(lookup.values, lookup.indices, gradient.dense_shape)
+                for lookup in lookups_in(gradient)
+            ]
+        else:
+            parts.append(gradient)
+    totals = iter(summed(parts, wire, by_bytes))
+
+    def of_lookups(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+        found = []
+        for lookup in lookups_in(gradient):
+            total = next(totals)
+            if not lookup.is_alike:
+                total = Lookup(total.values, total.indices, False)
+            else:
+                total = Lookup(total, lookup.indices, True)
+            found.append(total)
+        return joined(found, gradient)
+
+    return [
+        of_lookups(gradient) if isinstance(gradient, tf.IndexedSlices) else next(totals)
+        for gradient in gradients
+    ]
+
+
+def own_gradients(gradients: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of this replica's rows alone; 0 where it has none."""
+    share = current()
+    if share is None:
+        return list(gradients)
+    return [None if g is None else weighed(g, share.weight) for g in gradients]
+
+
+def summed(values: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 0) -> list[Any]:
+    """Returns each value summed over all replicas; see `reduce_gradients` for how."""
+    narrow = [_narrow(value, wire) for value in values]
+    found = _by_collectives(values, narrow, by_bytes)
+    rest = [i for i in range(len(values)) if i not in found]
+    if rest:
+        found |= zip(rest, _all_reduced([narrow[i] for i in rest], by_bytes), strict=True)
+    pairs = ((found[i], value.dtype) for i, value in enumerate(values))
+    return [total if total.dtype == dtype else tf.cast(total, dtype) for total, dtype in pairs]
+
+
+def _all_reduced(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
+    """Returns sums that no collectives of our own make."""
+    found = replica_threads.totals(values)
+    if found is None:
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
+        found = tf.distribute.get_replica_context().all_reduce(SUM, list(values), options)
+    return found
+
+
+def _by_collectives(
+    values: Sequence[Any], narrow: Sequence[Any], by_bytes: int
+) -> dict[int, tf.Tensor | tf.IndexedSlices]:
+    """Returns the sums that collectives of our own make, by their place; none where there are none.
+
+    Args:
+        narrow: the values, in the types that they travel in.
+    """
+    if not collectives.are_there():
+        return {}
+    packs = _packs(narrow, by_bytes)
+    flat = [[tf.reshape(narrow[i], [-1]) for i in pack] for pack in packs]
+    slices = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
+    totals = collectives.begin_totals([p[0] if len(p) == 1 else tf.concat(p, 0) for p in flat])
+    rows = collectives.begin_rows(
+        [v for i in slices for v in (values[i].values, values[i].indices)]
+    )
+    found: dict[int, Any] = {}
+    for pack, total in zip(packs, totals() if totals else (), strict=False):
+        sizes = [narrow[i].shape.num_elements() for i in pack]
+        parts = [total] if len(pack) == 1 else tf.split(total, sizes)
+        for i, part in zip(pack, parts, strict=True):
+            found[i] = tf.reshape(part, values[i].shape)
+    gathered = iter(rows() if rows else ())
+    for i, values_of_all, indices in zip(slices, gathered, gathered, strict=False):
+        found[i] = tf.IndexedSlices(values_of_all, indices, values[i].dense_shape)
+    return found
+
+
+def _packs(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:
+    """Returns the places of dense gradients in packs of one type, the last layers' first.
+
+    What is a pack by itself travels alone: it need not be copied together with others.
+    """
+    packs: list[list[int]] = []
+    open_packs: dict[tf.DType, tuple[list[int], int]] = {}
+    for i in reversed(range(len(gradients))):
+        gradient = gradients[i]
+        if isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined():
+            continue
+        size = gradient.dtype.size * gradient.shape.num_elements()
+        if 0 < by_bytes <= size:
+            packs.append([i])
+            continue
+        pack, before = open_packs.get(gradient.dtype, ([], 0))
+        if not pack:
+            packs.append(pack)
+        pack.append(i)
+        full = 0 < by_bytes <= before + size
+        open_packs[gradient.dtype] = ([], 0) if full else (pack, before + size)
+    return packs
+
+
+def _narrow(gradient: Any, wire: tf.DType | None) -> Any:
+    # Rows of an embedding stay: they are few, and no collective gathers bfloat16.
+    dense = not isinstance(gradient, tf.IndexedSlices)
+    return tf.cast(gradient, wire) if wire and dense and gradient.dtype == tf.float32 else gradient
+
+
+def weighed(gradient: Any, weight: tf.Tensor) -> Any:
+    """Returns a gradient times its share's weight; what has no weight is 0, NaN too."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.math.multiply_no_nan(gradient.values, tf.cast(weight, gradient.values.dtype))
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def local_index(local_replicas: int) -> int:
+    """Returns this replica's number among the replicas of its worker."""
+    context = tf.distribute.get_replica_context()
+    replica = tf.get_static_value(context.replica_id_in_sync_group)
+    assert replica is not None, "the replica's number must be known when a step is traced"
+    return int(replica) % local_replicas
+
+
+def metric_variables(model: keras.Model) -> list[Any]:
+    """Returns the Keras variables of all metrics of a model."""
+    return [v for metric in model.metrics for v in metric.variables]
+
+
+def rows_of(batch: Any, start: Any, stop: Any) -> Any:
+    """Returns the rows [start, stop) of each leaf, dense, ragged or sparse."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tf.SparseTensor):
+            begin, end = (tf.cast(at, tf.int64) for at in (start, stop))
+            rest = value.dense_shape[1:]
+            first = tf.concat([[begin], tf.zeros_like(rest)], 0)
+            return tf.sparse.slice(value, first, tf.concat([[end - begin], rest], 0))
+        return value[start:stop]
+
+    return tf.nest.map_structure(cut, batch, expand_composites=False)
+
+
+def gather_rows(value: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of `value` of all replicas, the first replica's first.
+
+    The replicas may have different numbers of rows. Where `all_gather` gathers them, it gathers
+    their numbers, too: it promises no order over several workers with several replicas each.
+    """
+    hinder("takes the rows of all replicas")
+    if value.dtype == tf.bool:
+        return tf.cast(gather_rows(tf.cast(value, tf.int32)), tf.bool)
+    if value.dtype == tf.string:
+        raise ModelError(
+            "predict cannot gather strings from several workers. Return numbers from the model, "
+            "or predict with plain Keras on one device."
+        )
+    found = collectives.begin_rows([value])
+    if found is not None:
+        return found()[0]
+    near = replica_threads.rows(value)
+    if near is not None:
+        return near
+    context = tf.distribute.get_replica_context()
+    number = tf.cast(context.replica_id_in_sync_group, tf.int32)
+    numbers = context.all_gather(tf.fill([tf.shape(value)[0]], number), axis=0)
+    return tf.gather(context.all_gather(value, axis=0), tf.argsort(numbers, stable=True))
+
+
+def total(value: tf.Tensor) -> tf.Tensor:
+    """Returns a value, whose shape is known, summed over all replicas."""
+    hinder("takes a sum over all replicas")
+    begun = collectives.begin_totals([value])
+    found = _all_reduced([value]) if begun is None else begun()
+    return _with_gradient(value, found[0], total)
+
+
+def of_all_replicas(share: Share, upstream: tf.Tensor) -> tf.Tensor:
+    """Returns the gradient by a value that all replicas have, out of this replica's part of it.
+
+    Gradients meet as the mean by weight over replicas (`reduce_gradients`), so what a replica sends
+    back counts by its weight.
+    """
+    return total(tf.math.multiply_no_nan(upstream, tf.cast(share.weight, upstream.dtype)))
+
+
+def rows_of_all(
+    share: Share,
+    rows: tf.Tensor,
+    each: Any = 1,
+    of_all: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> tf.Tensor:
+    """Returns the rows of all replicas; gradients go back to the replica whose rows they are.
+
+    Args:
+        each: how many entries of axis 0 a row has.
+        of_all: returns the gradient by the rows of all replicas, out of this replica's part of it;
+            None: see `of_all_replicas`.
+    """
+    of_all = of_all or functools.partial(of_all_replicas, share)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def gather(rows: tf.Tensor) -> Any:
+        read = tf.shape(rows, tf.int64)[0]
+
+        def back(upstream: tf.Tensor) -> tf.Tensor:
+            first = each * share.first_row
+            own = of_all(upstream)[first : first + read]
+            return tf.math.divide_no_nan(own, tf.cast(share.weight, own.dtype))
+
+        return gather_rows(rows[: each * share.own_rows]), back
+
+    return tf.ensure_shape(gather(rows), [None, *rows.shape[1:]])
+
+
+def of_each(value: tf.Tensor) -> tf.Tensor:
+    """Returns every replica's value, `[replicas, ...]` in their order; of a known shape."""
+    hinder("takes the statistics of all replicas")
+    context = tf.distribute.get_replica_context()
+    number, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+    found = collectives.gather(value)
+    if found is None:
+        found = replica_threads.each(value)
+    if found is None:
+        place = tf.one_hot(number, replicas, dtype=value.dtype)
+        found = context.all_reduce(SUM, tf.tensordot(place, value, axes=0))
+    return _with_gradient(value, found, lambda upstream: total(upstream)[number])
+
+
+def _with_gradient(
+    value: tf.Tensor, found: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.Tensor:
+    """Returns what was found of all replicas' values, with its gradient by this replica's.
+
+    It is an argument too, since TensorFlow looks for variables in all that leads to what a
+    function with a gradient of its own does not take: in the other replicas' whole networks.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def given(value: tf.Tensor, found: tf.Tensor) -> Any:
+        return tf.identity(found), lambda upstream: (gradient(upstream), None)
+
+    given_gradient: tf.Tensor = given(value, found)
+    row_labels.mark(given_gradient, row_labels.ALIKE)
+    return given_gradient
+
+
+def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns each value summed over all replicas, with one collective a dtype.
+
+    The shapes must be known when the step is traced.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return list(values)
+    totals: dict[int, tf.Tensor] = {}
+    for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
+        places = [i for i, v in enumerate(values) if v.dtype == dtype]
+        packed = tf.concat([tf.reshape(values[i], [-1]) for i in places], axis=0)
+        parts = tf.split(total(packed), [values[i].shape.num_elements() for i in places])
+        for i, part in zip(places, parts, strict=True):
+            totals[i] = tf.reshape(part, values[i].shape)
+    return [totals[i] for i in range(len(values))]
+
+
+def global_metrics(
+    variables: Sequence[Any],
+    values: Sequence[tf.Tensor],
+    results: Callable[[list[tf.Tensor]], Results],
+    extra: Sequence[tf.Tensor],
+) -> tuple[Results, list[tf.Tensor]]:
+    """Returns the metrics of all replicas' data so far, and `extra` summed over replicas.
+
+    Each replica holds its own part of a metric's state. The states are added up (or
+    averaged, as the variable's aggregation says) and the results computed from the totals;
+    the states themselves stay as they are.
+
+    Args:
+        variables: the metrics' Keras variables.
+        values: what this replica has in them.
+        results: computes the results from those variables, and from the summed `extra`.
+        extra: more scalars to add up in the same collective.
+    """
+    context = tf.distribute.get_replica_context()
+    replicas = context.num_replicas_in_sync
+    first = context.replica_id_in_sync_group == 0
+    local = [
+        value if v.aggregation != "only_first_replica" else tf.where(first, value, 0)
+        for v, value in zip(variables, values, strict=True)
+    ]
+    totals = sum_together([*local, *extra])
+    states = [
+        total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
+        for v, total in zip(variables, totals, strict=False)
+    ]
+    sums = totals[len(local) :]
+    if replicas == 1:
+        return results(sums), sums
+    with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
+        return results(sums), sums

@@ -1,0 +1,310 @@
+"""Labels of the tensors of a step: how each one depends on the rows of the global batch.
+
+A replica traces the user's step for its own rows. Whether a tensor of that graph has the value
+of one device follows from how it was computed, so this module reads the operations behind it:
+
+- ALIKE: the same on every replica (constants, weights, what was computed from these);
+- ROWS: axis 0 counts this replica's rows, and each row is computed from its own row alone;
+- COUNT: depends on the number of rows alone, such as a shape;
+- MEAN: the replicas' values, averaged by their rows, are the value of one device;
+- SUM: linear in sums over rows and in means, with factors that are alike or counts;
+- GLOBAL: computed otherwise from sums, means or rows of the whole batch;
+- MIXED: as ROWS, but computed with values that must be those of the global batch;
+- LOCAL: nothing of the kind is known.
+
+`global_values` makes one device's values of them. An operation that `row_rules` does not know
+is never guessed at: with rows as inputs its result is GLOBAL, which takes the rows of all replicas.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.distribution.row_rules import (
+    Computed,
+    Kind,
+    Label,
+    Parts,
+    has_gradient_of_its_own,
+    is_linear,
+    is_shape_input,
+    leaves_out_rows,
+    parts_after,
+    reduced_axes,
+    repetition,
+)
+
+ALIKE, COUNT, MEAN, SUM, GLOBAL = (
+    Label(kind) for kind in (Kind.ALIKE, Kind.COUNT, Kind.MEAN, Kind.SUM, Kind.GLOBAL)
+)
+_SOURCES = {"Const", "VarHandleOp"}
+_READERS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+
+
+@dataclass
+class _Marks:
+    """What is known of a graph, by the names of its tensors."""
+
+    labels: dict[str, Label] = field(default_factory=dict)
+    # A layer's output: the tensors that the layer was given.
+    calls: dict[str, list[Any]] = field(default_factory=dict)
+    # Results of `tf.custom_gradient` whose gradient is that of the operations behind them.
+    formulas: set[str] = field(default_factory=set)
+    # Sums and means over rows, and their numbers.
+    reductions: set[str] = field(default_factory=set)
+    metric_handles: set[int] = field(default_factory=set)
+    # What functions captured for an input.
+    origins: dict[str, Any] = field(default_factory=dict)
+
+
+_graphs: weakref.WeakKeyDictionary[tf.Graph, _Marks] = weakref.WeakKeyDictionary()
+
+
+def begin(data: Any, metric_variables: Iterable[Any]) -> None:
+    """Begins the labels of the graph that is built now: `data` are a replica's rows.
+
+    `metric_variables` are the Keras variables that hold this replica's part of each metric.
+    """
+    if tf.executing_eagerly():
+        return
+    marks = _graphs.setdefault(tf.compat.v1.get_default_graph(), _Marks())
+    marks.metric_handles |= {id(handle) for v in metric_variables for handle in _handles(v)}
+    for leaf in tf.nest.flatten(data):
+        if isinstance(leaf, tf.Tensor):
+            mark(leaf, rows((1,)))
+        elif isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+            for part in tf.nest.flatten(leaf, expand_composites=True):
+                mark(part, local("a ragged or sparse tensor"))
+
+
+def _handles(variable: Any) -> list[Any]:
+    value = getattr(variable, "value", variable)
+    of_replicas = getattr(value, "values", None) or [value]
+    return [v.handle for v in of_replicas if hasattr(v, "handle")]
+
+
+def rows(parts: Parts) -> Label:
+    """Returns the label of a tensor that has rows in such parts."""
+    return Label(Kind.ROWS, parts)
+
+
+def local(reason: str) -> Label:
+    """Returns the label of a tensor of which nothing is known, and why."""
+    return Label(Kind.LOCAL, reason=reason)
+
+
+def are_kept() -> bool:
+    """Whether the graph that is built now has labels."""
+    return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() in _graphs
+
+
+def mark(tensor: Any, label: Label) -> None:
+    """Sets the label of a tensor of the graph that is built now, if that has labels."""
+    marks = _marks_of(tensor)
+    if marks is not None:
+        marks.labels[tensor.name] = label
+
+
+def mark_call(inputs: Any, outputs: Any) -> None:
+    """Says that each row of the outputs of a layer is computed from that row of its inputs."""
+    given = [t for t in tf.nest.flatten(inputs) if isinstance(t, tf.Tensor)]
+    for output in tf.nest.flatten(outputs):
+        marks = _marks_of(output)
+        if marks is not None and output.shape.rank != 0:
+            marks.calls.setdefault(output.name, given)
+
+
+def mark_formula(tensor: Any) -> None:
+    """Says that the gradient of a `tf.custom_gradient` is that of the operations behind it."""
+    marks = _marks_of(tensor)
+    if marks is not None:
+        marks.formulas.add(tensor.name)
+
+
+def _marks_of(tensor: Any) -> _Marks | None:
+    if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or not hasattr(tensor, "graph"):
+        return None
+    return _graphs.get(tensor.graph)
+
+
+def label_of(value: Any) -> Label:
+    """Returns the label of a tensor, or of a number; LOCAL in a graph without labels."""
+    if not isinstance(value, tf.Tensor):
+        is_number = isinstance(value, (int, float, bool, np.generic, np.ndarray))
+        return ALIKE if is_number else local(f"a {type(value).__name__}")
+    marks = _marks_of(value)
+    if marks is None:
+        return local("a tensor of another graph, or of none")
+    stack, begun = [value], set()
+    while stack:
+        at = stack[-1]
+        called = marks.calls.get(at.name)
+        inputs = list(at.op.inputs) if called is None else called
+        here = [t for t in inputs if getattr(t, "graph", None) is at.graph]
+        missing = [t for t in here if t.name not in marks.labels]
+        if at.name not in marks.labels and missing:
+            begun.add(at.name)
+            if any(t.name in begun for t in missing):
+                # A layer gave out what it was given, or something older: read the operations.
+                for name in begun:
+                    marks.calls.pop(name, None)
+                stack, begun = [value], set()
+                continue
+            stack += missing
+            continue
+        stack.pop()
+        if at.name not in marks.labels:
+            labels = [marks.labels[t.name] for t in here]
+            if len(here) < len(inputs):
+                labels.append(local("a tensor of another graph"))
+            found = _called(labels) if called is not None else _computed(marks, at, labels)
+            if found is None:  # what the layer computes of them is read operation by operation
+                del marks.calls[at.name]
+                stack.append(at)
+            else:
+                marks.labels[at.name] = found
+    return marks.labels[value.name]
+
+
+def is_reduction_of_rows(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is a sum or mean over rows, their number, or a metric's state."""
+    marks = _marks_of(tensor)
+    label_of(tensor)
+    return marks is not None and tensor.name in marks.reductions
+
+
+def is_state_of_metric(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is what this replica has in a metric's variable."""
+    marks = _marks_of(tensor)
+    return marks is not None and _reads_metric(marks, tensor.op)
+
+
+def parts_counted(size: tf.Tensor) -> Parts | None:
+    """Returns the parts of the rows that a size, or the first number of a shape, counts.
+
+    None where it is no whole multiple of the number of rows, or that is not known.
+    """
+    op = size.op
+    if op.type == "Shape":
+        return label_of(op.inputs[0]).parts or None
+    is_number = op.type == "Reshape" and op.inputs[0].shape.rank == 0
+    if is_number or op.type in ("Identity", "Cast", "ConcatV2", "Pack"):
+        return parts_counted(op.inputs[0])
+    if op.type == "StridedSlice":
+        begin = tf.get_static_value(op.inputs[1])
+        takes_first = begin is not None and begin[0] == 0
+        is_one = op.get_attr("shrink_axis_mask") == 1
+        return parts_counted(op.inputs[0]) if takes_first and is_one else None
+    if op.type == "Mul":
+        for factor, other in (list(op.inputs), list(op.inputs)[::-1]):
+            known = tf.get_static_value(factor)
+            parts = None if known is None else parts_counted(other)
+            if parts is not None:
+                return (int(known) * sum(parts),)
+    return None
+
+
+def _called(inputs: Sequence[Label]) -> Label | None:
+    """Returns the label of a layer's output; None where its inputs are no rows of their own."""
+    kinds = {label.kind for label in inputs}
+    if kinds <= {Kind.ALIKE}:
+        return ALIKE
+    parts = {label.parts for label in inputs if label.kind is Kind.ROWS}
+    if kinds <= {Kind.ALIKE, Kind.ROWS} and len(parts) == 1:
+        return rows(parts.pop())
+    return None
+
+
+def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Label:
+    """Returns the label of an operation's output."""
+    op, kinds = output.op, {label.kind for label in inputs}
+    if _reads_metric(marks, op):
+        marks.reductions.add(output.name)
+        return Label(Kind.SUM)
+    for label in inputs:
+        if label.kind is Kind.LOCAL:
+            return label
+    if op.type == "Placeholder":
+        outside = _origin(marks, output)
+        is_value = output.dtype == tf.resource or not hasattr(outside, "graph")
+        return ALIKE if is_value else local(f"the input {op.name!r} of a function")
+    if op.op_def.is_stateful and op.type not in _READERS | _SOURCES:
+        return local(f"the operation {op.name!r} ({op.type})")
+    if kinds <= {Kind.ALIKE} or op.type == "Rank":
+        return ALIKE
+    if op.type in ("Shape", "Size"):
+        return _counted(marks, output, inputs[0])
+    is_opaque = has_gradient_of_its_own(op) and output.name not in marks.formulas
+    if is_opaque and not kinds <= {Kind.ALIKE, Kind.ROWS}:
+        return local(f"the custom gradient of {op.inputs[output.value_index].name!r}")
+    if kinds <= {Kind.ALIKE, Kind.COUNT}:
+        repeated = repetition(op)
+        if repeated is not None and label_of(repeated[0]).kind is Kind.ALIKE:
+            parts = parts_counted(repeated[1])
+            if parts is not None:
+                return rows(parts)
+        return ALIKE if leaves_out_rows(op) else COUNT
+    at = Computed(op, inputs, output)
+    if any(label.has_rows for label in inputs):
+        return _of_rows(marks, at)
+    if kinds <= {Kind.ALIKE, Kind.COUNT, Kind.MEAN, Kind.SUM} and is_linear(at):
+        return SUM if kinds & {Kind.SUM, Kind.COUNT} else MEAN
+    return GLOBAL
+
+
+def _reads_metric(marks: _Marks, op: tf.Operation) -> bool:
+    if op.type != "ReadVariableOp" or not marks.metric_handles:
+        return False
+    return id(_origin(marks, op.inputs[0])) in marks.metric_handles
+
+
+def _origin(marks: _Marks, tensor: Any) -> Any:
+    """Returns what stands outside of all functions for an input that functions captured."""
+    if tensor.name not in marks.origins:
+        outside: Any = tensor
+        while hasattr(outside, "graph"):
+            captures = {inside.name: out for out, inside in getattr(outside.graph, "captures", ())}
+            if outside.name not in captures:
+                break
+            outside = captures[outside.name]
+        marks.origins[tensor.name] = outside
+    return marks.origins[tensor.name]
+
+
+def _counted(marks: _Marks, output: tf.Tensor, of: Label) -> Label:
+    """Returns the label of a shape, or of a size."""
+    shape = output.op.inputs[0].shape
+    if of.kind is Kind.MIXED and not of.by_count:
+        return GLOBAL  # its other axes may have the number of all rows
+    if of.has_rows and shape.rank is not None:
+        marks.reductions.add(output.name)
+        return COUNT
+    if of.has_rows:
+        return local(f"the shape of {output.op.inputs[0].name!r}, whose rank is not known")
+    return ALIKE if shape.is_fully_defined() else GLOBAL
+
+
+def _of_rows(marks: _Marks, at: Computed) -> Label:
+    """Returns the label of what an operation computes from rows, and maybe other values."""
+    first, output = at.inputs[0], at.output
+    is_sum, is_mean = at.op.type == "Sum", at.op.type == "Mean" and output.dtype.is_floating
+    if first.has_rows and (is_sum or is_mean) and 0 in (reduced_axes(at) or ()):
+        marks.reductions.add(output.name)
+        if first.kind is Kind.MIXED and not first.by_count:
+            return GLOBAL
+        return MEAN if is_mean and first.kind is Kind.ROWS else SUM
+    parts = parts_after(at)
+    takes_shape = any(is_shape_input(at.op, i) for i in range(len(at.inputs)))
+    if parts is None or (takes_shape and first.kind is Kind.MIXED and not first.by_count):
+        return GLOBAL
+    used = [label for i, label in enumerate(at.inputs) if not is_shape_input(at.op, i)]
+    if all(label.kind in (Kind.ALIKE, Kind.ROWS) for label in used):
+        return rows(parts)
+    known = (Kind.ALIKE, Kind.ROWS, Kind.COUNT)
+    return Label(Kind.MIXED, parts, all(label.kind in known or label.by_count for label in used))

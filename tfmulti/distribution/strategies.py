@@ -1,0 +1,263 @@
+"""Makes the `tf.distribute` strategy of a run, and says where this process stands in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.environments import check_trains, find_cluster
+from tfmulti.cluster.proxies import go_past_proxies
+from tfmulti.cluster.selection import Selection, select
+from tfmulti.errors import ClusterError, DeviceError
+
+# TensorFlow's own variables: threads of one operation, and operations at a time.
+INTRA_OP, INTER_OP = "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"
+
+
+def make_strategy(
+    name: str = "auto",
+    *,
+    replicas: int | None = None,
+    cluster: Cluster | None = None,
+    ignore_cluster: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> tf.distribute.Strategy:
+    """Returns a strategy over the devices of this machine or the workers of the cluster.
+
+    Args:
+        name: `auto`, `one_device`, `mirrored` or `multi_worker_mirrored`.
+        replicas: local devices. Without GPUs, that many logical CPU devices are made.
+        cluster: the workers; None reads them from the environment (TF_CONFIG).
+        ignore_cluster: train on this machine alone although there is a cluster.
+        env: the environment to read; None means `os.environ`.
+
+    Raises:
+        ClusterError: TF_CONFIG is wrong.
+        ConfigError: the strategy does not fit the cluster.
+        DeviceError: the machine lacks the devices, or TensorFlow has started already.
+
+    Without GPUs, workers whose addresses are of one host share its cores: TensorFlow gets as many
+    threads as are this worker's part, unless `tf.config.threading`, TF_NUM_INTRAOP_THREADS and
+    TF_NUM_INTEROP_THREADS say more or the process may run on some of the cores only.
+
+    Call it before any other TensorFlow operation: devices cannot change after that
+    (https://www.tensorflow.org/api_docs/python/tf/config/set_logical_device_configuration).
+    """
+    if cluster is None:
+        cluster, _ = find_cluster(os.environ if env is None else env)
+    check_trains(cluster)
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    selection = select(
+        name, replicas=replicas, cluster=cluster, gpus=gpus, ignore_cluster=ignore_cluster
+    )
+    return build_strategy(selection, cluster)
+
+
+def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribute.Strategy:
+    """Returns the strategy that was selected. Every worker calls it: it waits for the others.
+
+    Raises:
+        DeviceError: TensorFlow has started already, with other devices.
+    """
+    _use_gpus_without_taking_all_memory()
+    if selection.strategy == "multi_worker_mirrored":
+        assert cluster is not None
+        return _once(
+            (cluster, selection.local_replicas),
+            f"a strategy over {cluster.size} workers",
+            lambda: _multi_worker(cluster, selection.local_replicas),
+        )
+    devices = _local_devices(selection.device_type, selection.local_replicas)
+    if selection.strategy == "one_device":
+        _alone.add("one_device")
+        return tf.distribute.OneDeviceStrategy(devices[0])
+    return _once(
+        tuple(devices),
+        f"a mirrored strategy over {len(devices)} devices",
+        lambda: tf.distribute.MirroredStrategy(devices),
+    )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process stands: its rank among the workers, and its replicas.
+
+    `gpus` are the devices of the local replicas, where these are GPUs; `addresses` are the
+    workers' `host:port`, where there are several.
+    """
+
+    rank: int
+    workers: int
+    local_replicas: int
+    gpus: tuple[str, ...] = field(default=(), repr=False)
+    addresses: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def replicas(self) -> int:
+        return self.workers * self.local_replicas
+
+    @property
+    def first_replica(self) -> int:
+        """The number of this worker's first replica among those of all workers."""
+        return self.rank * self.local_replicas
+
+
+def _gpus_of(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    try:
+        devices = tuple(strategy.extended.worker_devices)
+    except RuntimeError:
+        return ()  # without a strategy TensorFlow places what it computes
+    return devices if all("GPU" in device.upper() for device in devices) else ()
+
+
+def placement_of(strategy: tf.distribute.Strategy) -> Placement:
+    """Returns this process' place in a strategy, whoever made it."""
+    total = strategy.num_replicas_in_sync
+    gpus = _gpus_of(strategy)
+    resolver = strategy.cluster_resolver
+    if resolver is None or not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return Placement(0, 1, total, gpus)
+    jobs = resolver.cluster_spec().as_dict()
+    chiefs = jobs.get("chief", [])
+    addresses = (*chiefs, *jobs.get("worker", ()))
+    if not addresses:
+        return Placement(0, 1, total, gpus)
+    rank = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
+    return Placement(rank, len(addresses), total // len(addresses), gpus, addresses)
+
+
+def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns this process' devices in short form, such as `GPU:0`."""
+    return tuple(
+        f"{spec.device_type}:{spec.device_index}"
+        for spec in map(tf.DeviceSpec.from_string, strategy.extended.worker_devices)
+    )
+
+
+def _use_gpus_without_taking_all_memory() -> None:
+    for gpu in tf.config.list_physical_devices("GPU"):
+        try:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        except RuntimeError:
+            return  # TensorFlow has started; its memory is as the user set it
+
+
+def _local_devices(device_type: str, count: int) -> list[str]:
+    if device_type == "CPU" and count > 1:
+        _split_cpu(count)
+    return [f"{device_type}:{index}" for index in range(count)]
+
+
+def _split_cpu(count: int) -> None:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * count
+        )
+    except RuntimeError:
+        have = len(tf.config.list_logical_devices("CPU"))
+        if have < count:
+            raise DeviceError(
+                f"{count} logical CPU devices are needed, but TensorFlow has started with {have}. "
+                "Call make_strategy before any other TensorFlow operation (in a notebook: "
+                "restart the kernel first)."
+            ) from None
+
+
+# TensorFlow numbers the collectives of a process from the first again for every strategy
+# object: two of them clash ("Shape mismatch in the collective instance"), and one of another
+# size fails too. So a process has one, which is made once and handed out again.
+_made: dict[Hashable, tf.distribute.Strategy] = {}
+
+
+# Not empty once a strategy of one device was made here: then nobody waits for other workers.
+_alone: set[str] = set()
+
+
+def made() -> tf.distribute.Strategy | None:
+    """Returns the strategy of several devices or workers that this process made, if it made one."""
+    return next(iter(_made.values()), None)
+
+
+def is_alone() -> bool:
+    """Whether this process made a strategy of one device."""
+    return bool(_alone)
+
+
+def _once(key: Hashable, words: str, make: Callable[[], tf.distribute.Strategy]) -> Any:
+    if key not in _made:
+        if _made:
+            raise DeviceError(
+                f"{words} was asked for, but this process made another strategy before, and "
+                "TensorFlow supports one of several devices a process. Start a new process (in a "
+                "notebook: restart the kernel)."
+            )
+        _made[key] = make()
+    return _made[key]
+
+
+def threads_of(cluster: Cluster, allowed: int, cores: int) -> int | None:
+    """Returns how many threads this worker shall compute with; None: TensorFlow's own number.
+
+    Those who share a machine share its cores, unless they have been given some each.
+
+    Args:
+        allowed: cores that this process may run on.
+        cores: of the machine.
+    """
+    sharing = cluster.hosts.count(cluster.hosts[cluster.rank])
+    return max(1, cores // sharing) if sharing > 1 and allowed == cores else None
+
+
+def _share_cores(cluster: Cluster) -> None:
+    """Gives TensorFlow this worker's part of the machine's cores, unless the user has said more."""
+    threads = threads_of(cluster, len(os.sched_getaffinity(0)), os.cpu_count() or 1)
+    threading = tf.config.threading
+    if threads is None:
+        return
+    if not (threading.get_intra_op_parallelism_threads() or os.environ.get(INTRA_OP)):
+        threading.set_intra_op_parallelism_threads(threads)
+    if not (threading.get_inter_op_parallelism_threads() or os.environ.get(INTER_OP)):
+        threading.set_inter_op_parallelism_threads(threads)
+
+
+def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strategy:
+    jobs: dict[str, list[str]] = {"worker": list(cluster.workers)}
+    if cluster.chief:
+        jobs["chief"] = [cluster.chief]
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if gpus > local_replicas:
+        tf.config.set_visible_devices(
+            tf.config.list_physical_devices("GPU")[:local_replicas], "GPU"
+        )
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({name: hosts for name, hosts in jobs.items() if hosts}),
+        task_type=cluster.task.type,
+        task_id=cluster.task.index,
+        num_accelerators={"GPU": local_replicas} if gpus else {},
+        rpc_layer="grpc",
+    )
+    go_past_proxies(cluster.hosts, os.environ)
+    try:
+        if not gpus:
+            _share_cores(cluster)
+        return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+    except tf.errors.UnknownError as error:
+        raise ClusterError(
+            f"this worker cannot listen at {cluster.addresses[cluster.rank]}: {error.message}. Is "
+            "the port in use, or the address another machine's? Fix TF_CONFIG['cluster']."
+        ) from None
+    except RuntimeError as error:
+        raise DeviceError(
+            f"multi_worker_mirrored cannot start: {error} Call make_strategy before any other "
+            "TensorFlow operation (in a notebook: restart the kernel first)."
+        ) from error

@@ -1,0 +1,165 @@
+"""Brings the workers of a job together: a TCP connection from each to each (`links`).
+
+Each worker listens, calls those of lower ranks, and answers those of higher ones. Who calls and who
+answers say their ranks and prove to each other that they know the job's key, which is never sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tfmulti.cluster.job_secret import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
+from tfmulti.cluster.listening import keep_alive
+from tfmulti.distribution.transport.channel import LinkError
+
+_HELLO = struct.Struct(f"<{NONCE_BYTES}sI")  # random bytes, rank
+_STRANGER_S = 3.0  # for who calls to say who it is
+_ANSWERED_AT_ONCE = 64
+_LOOK_S = 0.1
+
+
+def join(
+    listener: socket.socket,
+    rank: int,
+    addresses: Sequence[tuple[str, int]],
+    key: bytes,
+    timeout_s: float = 10.0,
+) -> dict[int, socket.socket]:
+    """Returns a connection to each other worker, by its rank. All workers call it.
+
+    Args:
+        listener: this worker's own; it is closed.
+        addresses: host and port of the workers' listeners, in order of their ranks.
+        key: bytes that all workers of the job know, and nobody else.
+
+    Raises:
+        LinkError: a worker could not be reached in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    found: dict[int, socket.socket] = {}
+    try:
+        with listener:
+            for other in range(rank):
+                found[other] = _call(other, addresses[other], rank, key, deadline_s)
+            later = set(range(rank + 1, len(addresses)))
+            found |= _answer_all(listener, rank, later, key, deadline_s)
+    except OSError as error:
+        for link in found.values():
+            link.close()
+        raise LinkError(f"worker {rank} does not reach all others: {error}") from error
+    for link in found.values():
+        _set_up(link)
+    return found
+
+
+def _set_up(link: socket.socket) -> None:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(link)
+    link.setblocking(False)
+
+
+def _left(deadline_s: float) -> float:
+    left = deadline_s - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def _call(
+    other: int, address: tuple[str, int], rank: int, key: bytes, deadline_s: float
+) -> socket.socket:
+    link = socket.create_connection(address, timeout=_left(deadline_s))
+    ours = _HELLO.pack(nonce(), rank)
+    link.sendall(ours)
+    try:
+        theirs = _exactly(link, _HELLO.size, deadline_s)
+        its_proof = _exactly(link, PROOF_BYTES, deadline_s)
+    except ConnectionError:
+        theirs = its_proof = b""
+    if not is_proof(its_proof, key, b"answers", ours, theirs) or _HELLO.unpack(theirs)[1] != other:
+        link.close()
+        raise LinkError(
+            f"another program answers at {address[0]}:{address[1]}, or one of a job with another "
+            "secret"
+        )
+    link.sendall(proof(key, b"calls", ours, theirs))
+    return link
+
+
+def _answer_all(
+    listener: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
+) -> dict[int, socket.socket]:
+    """Returns a connection from each of these ranks. Strangers are answered beside them."""
+    answered: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
+    places = threading.BoundedSemaphore(_ANSWERED_AT_ONCE)
+    found: dict[int, socket.socket] = {}
+
+    def answer(link: socket.socket) -> None:
+        who = _answer(link, rank, ranks, key, deadline_s)
+        if who is not None:
+            answered.put((who, link))
+        places.release()
+
+    while ranks - found.keys():
+        listener.settimeout(min(_LOOK_S, _left(deadline_s)))
+        try:
+            link, _ = listener.accept()
+        except TimeoutError:
+            pass
+        except OSError:  # too many files are open, or who called is gone
+            time.sleep(_LOOK_S)
+        else:
+            if places.acquire(blocking=False):
+                _start(answer, link, places)
+            else:
+                link.close()
+        while not answered.empty():
+            who, link = answered.get()
+            found[who] = link
+    return found
+
+
+def _start(
+    answer: Callable[[socket.socket], None], link: socket.socket, places: threading.Semaphore
+) -> None:
+    try:
+        threading.Thread(target=answer, args=(link,), daemon=True).start()
+    except RuntimeError:  # the system has no more threads
+        places.release()
+        link.close()
+        time.sleep(_LOOK_S)
+
+
+def _answer(
+    link: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
+) -> int | None:
+    """Returns the rank of who calls; None, and the connection closed, where it is a stranger."""
+    deadline_s = min(deadline_s, time.monotonic() + _STRANGER_S)
+    with contextlib.suppress(OSError):
+        theirs = _exactly(link, _HELLO.size, deadline_s)
+        _, who = _HELLO.unpack(theirs)
+        if who in ranks:
+            ours = _HELLO.pack(nonce(), rank)
+            link.sendall(ours + proof(key, b"answers", theirs, ours))
+            its_proof = _exactly(link, PROOF_BYTES, deadline_s)
+            if is_proof(its_proof, key, b"calls", theirs, ours):
+                return int(who)
+    link.close()
+    return None
+
+
+def _exactly(link: socket.socket, count: int, deadline_s: float) -> bytes:
+    found = b""
+    while len(found) < count:
+        link.settimeout(_left(deadline_s))
+        more = link.recv(count - len(found))
+        if not more:
+            raise LinkError("the connection was closed")
+        found += more
+    return found

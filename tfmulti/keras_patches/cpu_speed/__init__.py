@@ -1,0 +1,1 @@
+"""Faster forms of Keras' layers and optimizers on CPUs; the numbers stay within rounding."""

@@ -1,0 +1,212 @@
+"""Keras' layers in fewer operations, on CPUs: each takes Keras' function and its arguments.
+
+Forward the numbers are Keras' own to the bit; gradients are the same sums in another order, so
+that they differ in the last digit. What a function does not know it leaves to Keras. Only a
+prepared model's steps come here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmulti.distribution import row_labels
+
+Original = Callable[..., Any]
+
+
+def attention(
+    original: Original,
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    bias: Any,
+    mask: Any,
+    is_causal: bool,
+    scale: Any,
+) -> tf.Tensor:
+    """Returns softmax(query · key × scale) · value by products of matrices, not by `einsum`.
+
+    The gradient reads the scores once: what their sum takes from each is known from the output
+    (Dao et al., FlashAttention, 2022, arXiv:2205.14135, appendix B.4).
+
+    Args:
+        query: (rows, targets, heads, width).
+        key: (rows, sources, heads, width).
+        value: (rows, sources, heads, width).
+        bias: what is added to the scores; with one Keras' own function serves.
+        mask: True where a target sees a source; (rows, heads or 1, targets or 1, sources).
+        is_causal: whether a target sees no source after its own place.
+        scale: one number.
+    """
+    if bias is not None or not query.dtype == key.dtype == value.dtype == tf.float32:
+        return original(query, key, value, bias, mask, is_causal, scale)
+    seen = _seen(mask, is_causal, query, key)
+    scale = tf.cast(scale, query.dtype)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> Any:
+        query, key, value = (_heads_first(part) for part in (query, key, value))
+        scores = tf.matmul(query, key, transpose_b=True) * scale
+        if seen is not None:
+            scores = tf.where(seen, scores, NOTHING)
+        weights = tf.nn.softmax(scores)
+        outputs = tf.matmul(weights, value)
+
+        def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
+            upstream = _heads_first(upstream)
+            by_weights = tf.matmul(upstream, value, transpose_b=True)
+            taken = tf.reduce_sum(upstream * outputs, -1, keepdims=True)
+            by_scores = weights * (by_weights - taken)
+            if seen is not None:  # of a target that sees nothing all weights are alike
+                by_scores = tf.where(seen, by_scores, 0.0)
+            found = (
+                tf.matmul(by_scores, key) * scale,
+                tf.matmul(by_scores, query, transpose_a=True) * scale,
+                tf.matmul(weights, upstream, transpose_a=True),
+            )
+            return [_heads_first(part) for part in found]
+
+        return _heads_first(outputs), gradient
+
+    found = attend(query, key, value)
+    row_labels.mark_formula(found)
+    return found
+
+
+NOTHING = -0.7 * tf.float32.max  # Keras' score of what is not seen
+
+
+def _heads_first(values: tf.Tensor) -> tf.Tensor:
+    """Returns (rows, heads, places, width) of (rows, places, heads, width), or the reverse."""
+    return tf.transpose(values, [0, 2, 1, 3])
+
+
+def _seen(mask: Any, is_causal: bool, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor | None:
+    seen = None if mask is None else tf.cast(mask, tf.bool)
+    if is_causal:
+        places = tf.ones([tf.shape(query)[1], tf.shape(key)[1]], tf.bool)
+        before = tf.linalg.band_part(places, -1, 0)[tf.newaxis, tf.newaxis]
+        seen = before if seen is None else tf.logical_and(seen, before)
+    return seen
+
+
+def layer_norm(original: Original, layer: Any, inputs: Any) -> tf.Tensor:
+    """Returns LayerNormalization of the last axis, whose gradient takes four sums.
+
+    Ba, Kiros and Hinton, Layer normalization, 2016 (arXiv:1607.06450). Sums over the rows are of
+    each example first, which loses fewer digits.
+    """
+    if not _is_known(inputs) or layer.rms_scaling or not _is_last_axis(layer.axis, inputs):
+        return original(layer, inputs)
+    width = inputs.shape[-1]
+    gamma = tf.ones([width]) if layer.gamma is None else tf.convert_to_tensor(layer.gamma)
+    beta = tf.zeros([width]) if layer.beta is None else tf.convert_to_tensor(layer.beta)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def normalize(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> Any:
+        mean, variance = tf.nn.moments(x, [-1], keepdims=True)
+        scale = tf.math.rsqrt(variance + layer.epsilon)
+        slope = scale * gamma
+        outputs = x * slope + (-mean * slope + beta)
+
+        def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
+            form = tf.shape(x)
+            columns = tf.reshape(gamma / width, [width, 1])
+            flat = tf.reshape(upstream, [-1, width])
+            distances = tf.reshape(x - mean, [-1, width])
+            products = flat * distances
+            inverse = tf.reshape(scale, [-1, 1])
+            by_mean = tf.matmul(flat, columns)
+            by_variance = tf.matmul(products, columns) * tf.square(inverse)
+            by_x = (flat * gamma - by_mean - distances * by_variance) * inverse
+            each = [form[0], -1, width]
+            by_gamma = tf.matmul(
+                tf.reshape(scale, [form[0], -1, 1]), tf.reshape(products, each), transpose_a=True
+            )
+            by_beta = tf.reduce_sum(tf.reduce_sum(tf.reshape(flat, each), 1), 0)
+            return [tf.reshape(by_x, form), tf.reduce_sum(by_gamma, [0, 1]), by_beta]
+
+        return outputs, gradient
+
+    found = normalize(inputs, gamma, beta)
+    row_labels.mark_formula(found)
+    return found
+
+
+def _is_last_axis(axis: Any, inputs: tf.Tensor) -> bool:
+    axes = list(axis) if isinstance(axis, (list, tuple)) else [axis]
+    return axes in ([-1], [inputs.shape.rank - 1])
+
+
+def _is_known(inputs: Any) -> bool:
+    """Whether inputs are float32 of at least two axes, the last of which is known."""
+    if not isinstance(inputs, tf.Tensor) or inputs.dtype != tf.float32:
+        return False
+    return bool((inputs.shape.rank or 0) > 1 and inputs.shape[-1])
+
+
+def dense(original: Original, layer: Any, inputs: Any, training: Any = None) -> tf.Tensor:
+    """Returns Dense of inputs of more than two axes by one product of two matrices."""
+    if not _is_known(inputs) or inputs.shape.rank == 2:
+        return original(layer, inputs, training=training)
+    found = _product(layer, inputs, 1)
+    return original(layer, inputs, training=training) if found is None else found
+
+
+def einsum_dense(original: Original, layer: Any, inputs: Any, training: Any = None) -> tf.Tensor:
+    """Returns EinsumDense by one product of two matrices, where its equation is one.
+
+    That is where the inputs' last axes are the kernel's first, and the kernel's others are the
+    output's last: the projections of MultiHeadAttention.
+    """
+    summed = _summed_axes(layer.equation)
+    found = _product(layer, inputs, summed) if summed and _is_known(inputs) else None
+    return original(layer, inputs, training=training) if found is None else found
+
+
+def _product(layer: Any, inputs: tf.Tensor, summed: int) -> tf.Tensor | None:
+    """Returns a layer's outputs, where `summed` last axes are those of its kernel.
+
+    All rows are those of one matrix; TensorFlow adds the bias, and rectifies, as it writes the
+    product. None where kernel or bias have another form.
+    """
+    bias, activation = layer.bias, layer.activation
+    into, out = list(layer.kernel.shape[:summed]), list(layer.kernel.shape[summed:])
+    fits = layer.compute_dtype == inputs.dtype and list(inputs.shape[-summed:]) == into
+    if not fits or (bias is not None and list(bias.shape) != out):
+        return None
+    kernel = tf.reshape(tf.convert_to_tensor(layer.kernel), [math.prod(into), math.prod(out)])
+    found = tf.matmul(tf.reshape(inputs, [-1, math.prod(into)]), kernel)
+    if bias is not None:
+        found = tf.nn.bias_add(found, tf.reshape(tf.convert_to_tensor(bias), [-1]))
+    if activation is keras.activations.relu:
+        activation, found = None, tf.nn.relu(found)
+    form = tf.concat([tf.shape(inputs)[:-summed], out], 0)
+    found = tf.ensure_shape(tf.reshape(found, form), [*inputs.shape[:-summed], *out])
+    return found if activation is None else activation(found)
+
+
+def _summed_axes(equation: str) -> int:
+    """Returns over how many last axes of the inputs an equation sums; 0: it is no such product.
+
+    >>> _summed_axes("abc,cde->abde"), _summed_axes("abcd,cde->abe"), _summed_axes("abc,bd->acd")
+    (1, 2, 0)
+    """
+    inputs, _, rest = equation.replace(" ", "").replace("...", "").partition(",")
+    kernel, _, outputs = rest.partition("->")
+    summed = sum(letter not in outputs for letter in inputs)
+    kept = inputs[: len(inputs) - summed]
+    product = bool(summed) and kernel[:summed] == inputs[len(kept) :]
+    return summed if product and outputs == kept + kernel[summed:] else 0
+
+
+LAYERS: dict[type[keras.layers.Layer], Callable[..., Any]] = {
+    keras.layers.LayerNormalization: layer_norm,
+    keras.layers.Dense: dense,
+    keras.layers.EinsumDense: einsum_dense,
+}

@@ -1,0 +1,77 @@
+"""Writes what a run leaves behind: the model, the curves, the report. Runs on the chief."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import keras
+
+from tfmulti.config.run_directory import RunDir, replacing, write_text
+from tfmulti.errors import ModelError, RunDirError
+from tfmulti.run.report import FitReport
+from tfmulti.training.state.model_checks import as_made
+
+
+def weights_sha256(model: keras.Model) -> str:
+    """Returns the SHA-256 of all weights: of each one's type, shape and bytes, in order."""
+    digest = hashlib.sha256()
+    for weight in model.get_weights():
+        digest.update(f"{weight.dtype} {weight.shape};".encode())
+        digest.update(weight.tobytes())
+    return digest.hexdigest()
+
+
+def export_model(model: keras.Model, saved: Path, folder: Path) -> None:
+    """Writes a SavedModel for serving from a model's saved .keras file.
+
+    Keras cannot export a model whose variables are mirrored, so the file is loaded again
+    outside the strategy, with the classes of the model and its layers.
+
+    Raises:
+        RunDirError: the folder was taken meanwhile.
+        ModelError: the file needs more than these classes to be loaded.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise RunDirError(f"--export_dir {folder} is not empty. Give a new folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with as_made(model):
+        classes = {type(layer).__name__: type(layer) for layer in [model, *model.layers]}
+    try:
+        plain = keras.saving.load_model(saved, custom_objects=classes)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"--export_dir: {saved} cannot be loaded to be exported: "
+            f"{str(error).strip().splitlines()[0]} Give the model's classes a get_config, and "
+            "register them with keras.saving.register_keras_serializable."
+        ) from None
+    with replacing(folder) as partial:
+        plain.export(partial, verbose=False)
+
+
+def write_report(run_dir: RunDir, report: FitReport) -> None:
+    write_text(run_dir.report, report.to_json())
+
+
+def draw_curves(path: Path, history: dict[str, list[float]], title: str) -> None:
+    """Draws each metric over the epochs, training and validation together, as a picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second: only if drawn
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    names = [name for name in history if not name.startswith("val_")]
+    figure = Figure(figsize=(5.0 * len(names), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, name in enumerate(names, start=1):
+        axes = figure.add_subplot(1, len(names), place)
+        for key, label in ((name, "training"), (f"val_{name}", "validation")):
+            values = history.get(key, [])
+            if values:
+                axes.plot(range(1, len(values) + 1), values, marker=".", label=label)
+        axes.set(xlabel="epoch", title=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=110)

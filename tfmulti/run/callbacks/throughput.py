@@ -1,0 +1,204 @@
+"""Measures how fast the training goes: validation, the first call and traces left out.
+
+throughput = tfmulti.Throughput("runs/a/tensorboard/train")
+model.fit(x, y, callbacks=[throughput])
+print(throughput.figures())
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmulti.distribution.strategies import placement_of
+from tfmulti.errors import ConfigError, ModelError
+from tfmulti.run.callbacks.flops import peak_of_devices, training_flops
+from tfmulti.run.callbacks.step_times import PERCENTILES, StepTimes
+from tfmulti.training.state.trainer_state import is_prepared, state_of
+
+_MS = tuple(f"step_ms_p{percent}" for percent in PERCENTILES)
+LOGS = (
+    "examples_per_sec",
+    "device_examples_per_sec",
+    *_MS,
+    "device_tflops_per_sec",
+    "mfu",
+)  # the names of what is added to the logs
+
+
+class Throughput(keras.callbacks.Callback):
+    """Examples a second, the steps' times, and what part of the devices' peak the model uses.
+
+    For models that went through `prepare`; every worker gives it to `fit`. An execution's time
+    is from the end of the one before it (in an epoch: from its begin) to its own end, so what
+    callbacks do and waiting for data count. The first execution, and each one in which a step is
+    traced anew, counts in nothing. An execution of several steps gives each of them its part.
+
+    With `in_logs` the figures of the epoch so far are in its logs, under the names of `LOGS`, from
+    the second execution on: so the progress bar, the history and callbacks that come after this
+    one have them. Model FLOPs utilisation, `mfu` (Chowdhery et al. 2022, "PaLM", appendix B), is
+    there where the model's operations (`flops.training_flops`, a trace of its forward pass) and
+    the devices' peak are known; `device_tflops_per_sec`, those of the model alone on a device,
+    where the former are.
+
+    Args:
+        folder: where the chief writes each epoch's figures for TensorBoard, or None.
+        in_logs: whether they are also added to the logs, operations counted and times kept.
+        keep_times: whether the steps' times are kept without that.
+        peak_tflops: of one device in the model's precision; None: looked up for GPUs whose name
+            is known (`peaks`).
+        clock: returns seconds.
+
+    Raises:
+        ConfigError: `peak_tflops` is not above 0.
+        ModelError: at `fit`: the model is not prepared.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        in_logs: bool = True,
+        keep_times: bool = False,
+        peak_tflops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ConfigError(f"Throughput(peak_tflops={peak_tflops}) must be above 0.")
+        self.first_s = 0.0
+        self.seconds = 0.0
+        self.executing_s = 0.0
+        self.examples = 0
+        self.steps = 0
+        self.times = StepTimes()
+        self.flops_per_example: int | None = None
+        self.peak_tflops = peak_tflops
+        self._folder, self._in_logs, self._clock = folder, in_logs, clock
+        self._keeps_times = in_logs or keep_times
+        self._devices = 1
+        self._since = self._started = 0.0
+        self._before = (0, 0, 0)
+        self._epoch = (0.0, 0, 0)
+        self._epoch_times = StepTimes()
+        self._writer: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not is_prepared(self.model):
+            raise ModelError(
+                "Throughput counts the examples of models that went through tfmulti.prepare. Give "
+                f"prepare(model) this {type(self.model).__name__} before fit."
+            )
+        place = placement_of(self.model.distribute_strategy)
+        self._devices = place.replicas
+        if self._in_logs:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(self.model).specs)
+            self.flops_per_example = training_flops(self.model, inputs)
+            self.peak_tflops = self.peak_tflops or peak_of_devices(self.model, place.gpus)
+        if self._folder is not None and place.is_chief:
+            self._writer = tf.summary.create_file_writer(str(self._folder))
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns nothing, for what it measures is this process; writes what it has to the disk."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Does nothing; see `get_state`."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = (self.seconds, self.examples, self.steps)
+        self._epoch_times = StepTimes()
+        self._since = self._clock()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._started = self._clock()
+        state = state_of(self.model)
+        self._before = (state.examples, state.steps, state.traces)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        now, state = self._clock(), state_of(self.model)
+        since, self._since = self._since, now
+        if not self.first_s or state.traces != self._before[2]:
+            self.first_s = self.first_s or now - self._started
+            return
+        steps = state.steps - self._before[1]
+        self.seconds += now - since
+        self.executing_s += now - self._started
+        self.examples += state.examples - self._before[0]
+        self.steps += steps
+        if self._keeps_times:
+            self._epoch_times.add(now - since, steps)
+        self._add_to(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.times.merge(self._epoch_times)
+        self._add_to(logs)
+        seconds, examples, steps = self._of_epoch()
+        if self._writer is None or not seconds:
+            return
+        found = self._figures(seconds, examples, self._epoch_times)
+        with self._writer.as_default(step=epoch):
+            for name, value in found.items():
+                tf.summary.scalar(_tag(name), value)
+            tf.summary.scalar("throughput/steps_per_sec", steps / seconds)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def figures(self) -> dict[str, float]:
+        """Returns what was measured in all epochs so far, by the names of `LOGS`; and of what.
+
+        That is `examples`, `steps` and `seconds`, and, where they are known, the model's
+        `flops_per_example` and the `peak_tflops` of a device.
+        """
+        of_what = {"examples": self.examples, "steps": self.steps, "seconds": self.seconds}
+        for name in ("flops_per_example", "peak_tflops"):
+            if getattr(self, name) is not None:
+                of_what[name] = getattr(self, name)
+        return of_what | self._figures(self.seconds, self.examples, self.times)
+
+    @property
+    def examples_per_second(self) -> float:
+        """Training examples a second after the first execution; 0 where there was only one."""
+        return self.examples / self.seconds if self.seconds else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step after the first execution."""
+        return self.seconds / self.steps if self.steps else self.first_s
+
+    def _of_epoch(self) -> tuple[float, int, int]:
+        seconds, examples, steps = self._epoch
+        return self.seconds - seconds, self.examples - examples, self.steps - steps
+
+    def _add_to(self, logs: Any) -> None:
+        seconds, examples, _ = self._of_epoch()
+        if self._in_logs and logs is not None and seconds:
+            logs.update(self._figures(seconds, examples, self._epoch_times))
+
+    def _figures(self, seconds: float, examples: int, times: StepTimes) -> dict[str, float]:
+        if not seconds:
+            return {}
+        per_device = examples / seconds / self._devices
+        found = {"examples_per_sec": examples / seconds, "device_examples_per_sec": per_device}
+        if times:
+            found |= dict(zip(_MS, times.percentiles_ms().values(), strict=True))
+        if self.flops_per_example is not None:
+            tflops = per_device * self.flops_per_example / 1e12
+            found["device_tflops_per_sec"] = tflops
+            if self.peak_tflops is not None:
+                found["mfu"] = tflops / self.peak_tflops
+        return found
+
+
+def _tag(name: str) -> str:
+    """Returns a figure's name in TensorBoard: `throughput/device/examples_per_sec`."""
+    return "throughput/" + name.replace("device_", "device/")

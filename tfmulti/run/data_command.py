@@ -1,0 +1,99 @@
+"""Shows what a data set is, how it is shared out, and whether it keeps the devices busy.
+
+    python -m tfmulti.data digits
+    python -m tfmulti.data images:photos --global_batch_size 30 --replicas 8
+    python -m tfmulti.data csv:table.csv,target=price --nomeasure
+
+SOURCE is what --dataset takes. Printed are the examples of each part, their form, the classes
+and how many each has, the first batch (images: as a picture, in --picture), the plan (how many
+rows each replica gets), and how fast batches come, against the model's step. The flags of
+python -m tfmulti.fit are taken as well; nothing is trained that is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from absl import flags
+
+from tfmulti.config.console import quiet_stderr
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.flags import config_of, exit_code, help_text, make_flags, parse_into
+from tfmulti.errors import ConfigError
+from tfmulti.launch import garbage_collection
+from tfmulti.run import validation
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be shown: of which run, on how many workers, with which picture."""
+
+    config: FitConfig
+    workers: int
+    picture: str
+    measure: bool
+
+
+def parse(argv: Sequence[str]) -> Asked | None:
+    """Returns what a command line asks for, or None where that is help.
+
+    Raises:
+        ConfigError: there is no SOURCE, or a flag is wrong.
+    """
+    values = _flags()
+    rest = parse_into(values, argv)
+    if values.help:
+        return None
+    if len(rest) != 1:
+        words = f"the arguments {' '.join(rest)}" if rest else "no argument"
+        raise ConfigError(
+            f"{words}: one SOURCE is needed, such as digits or images:FOLDER. See --help."
+        )
+    if not values.workers.isdecimal() or int(values.workers) < 1:
+        raise ConfigError(f"--workers is {values.workers!r}, but it must be a number from 1.")
+    config = config_of(values, dataset=rest[0], ignore_cluster=True, dry_run=True)
+    return Asked(config, int(values.workers), values.picture, values.measure)
+
+
+def _flags() -> flags.FlagValues:
+    values = make_flags()
+    flags.DEFINE_string(
+        "workers", "1", "Workers whose plan is shown, of --replicas each.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "picture",
+        "first_batch.png",
+        "Where the first batch of images is drawn.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "measure",
+        True,
+        "Measure how fast batches come, against the model's step.",
+        flag_values=values,
+    )
+    return values
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+
+    def command() -> None:
+        asked = parse(sys.argv if argv is None else argv)
+        if asked is None:
+            print(help_text(__doc__ or "", _flags(), ["workers", "picture", "measure"]))
+            return
+        job = validation.check(asked.config, env={})
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        with quiet_stderr(), garbage_collection.importing():
+            from tfmulti.run import inspection  # TensorFlow: only when all that can be is checked
+        inspection.show(job, asked.workers, asked.picture, measure=asked.measure)
+
+    return exit_code(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

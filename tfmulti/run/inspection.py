@@ -1,0 +1,192 @@
+"""What `python -m tfmulti.data` shows: a data set's form, its plan, and how fast it comes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.config.console import Say, number, speaker
+from tfmulti.config.run_directory import replacing
+from tfmulti.data.data_set import CLASSIFICATION, Data, DataSpec, size_of
+from tfmulti.data.source import Leaf, Source, leaves_of, map_nest
+from tfmulti.data.transforms.labels import Labels, read_labels
+from tfmulti.run import validation
+from tfmulti.run.data_speed import MEASURED_S, show_speed
+from tfmulti.run.setup import Setup, first_batch, plan_of, set_up
+
+_ROWS_SHOWN, _VALUES_SHOWN, _IMAGES_SHOWN, _CLASSES_SHOWN, _REPLICAS_SHOWN = 5, 8, 25, 20, 16
+_PARTS = ("x", "y", "weight")  # of an example
+
+
+def show(job: validation.Job, workers: int, picture: str, *, measure: bool) -> None:
+    """Prints what the data of a job is, how it is shared out, and how fast it comes."""
+    say = speaker(True)
+    setup = set_up(job)
+    if not isinstance(setup.data.train, Source):
+        is_stream = job.data is not None and job.data.finish is not None
+        _show_batches(setup, say, "a stream of GZIP files" if is_stream else _kind(setup.data))
+    else:
+        _show_parts(setup, say)
+        _show_first_batch(setup, Path(picture), say)
+        _show_plan(setup, workers, say)
+    if measure:
+        show_speed(setup, say)
+
+
+def _show_parts(setup: Setup, say: Say) -> None:
+    data = setup.data
+    for part in ("train", "validation", "test"):
+        source = getattr(data, part)
+        if source is not None:
+            rows = size_of(source)
+            say(part, f"{rows:,} examples" if rows is not None else "batches of its own")
+    specs = data.train.specs
+    parts = specs if isinstance(specs, tuple) and not isinstance(specs, Leaf) else (specs,)
+    for name, spec in zip(_PARTS, parts, strict=False):
+        say(name, _form(spec))
+    if data.spec is not None and data.spec.task == CLASSIFICATION:
+        order = functools.partial(plan_of(setup).examples_at, 0)
+        labels = read_labels(data.train, order, skip_bad=True, limit_s=MEASURED_S)
+        say("classes", f"{data.spec.outputs}{class_words(labels, data.spec, len(data.train))}")
+
+
+def _form(spec: Any) -> str:
+    if isinstance(spec, dict):
+        return ", ".join(f"{name} {_form(value)}" for name, value in spec.items())
+    if isinstance(spec, tuple) and not isinstance(spec, Leaf):
+        return ", ".join(_form(value) for value in spec)
+    return f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
+
+
+def class_words(labels: Labels | None, spec: DataSpec, rows: int) -> str:
+    """Returns how many examples each class has, of those that were read."""
+    if labels is None:
+        return "; how many each has takes reading all of it"
+    counts = np.bincount(labels.found, minlength=spec.outputs)
+    names = spec.class_names or range(len(counts))
+    shown = [
+        f"{name}: {count:,}" for name, count in zip(names, counts[:_CLASSES_SHOWN], strict=False)
+    ]
+    more = f", … {len(counts) - _CLASSES_SHOWN} more" if len(counts) > _CLASSES_SHOWN else ""
+    least, most, none = int(counts.min()), int(counts.max()), int((counts == 0).sum())
+    uneven = f"; the largest has {most / max(least, 1):.3g} × the smallest" if most > least else ""
+    if none:
+        uneven = f"; {none} of them {'have' if none > 1 else 'has'} none"
+    of = f" of {labels.examples:,} of {rows:,} examples:" if labels.examples < rows else ";"
+    lost = labels.examples - len(labels.found)
+    bad = f"; {lost:,} cannot be read" if lost else ""
+    return f"{of} {', '.join(shown)}{more}{uneven}{bad}"
+
+
+def _show_first_batch(setup: Setup, picture: Path, say: Say) -> None:
+    data = first_batch(setup)
+    first = data[0] if isinstance(data, tuple) else data
+    y = data[1] if isinstance(data, tuple) and len(data) > 1 else None
+    if isinstance(first, np.ndarray) and first.ndim == 4 and first.shape[-1] in (1, 3):
+        draw_images(picture, first[:_IMAGES_SHOWN], y)
+        say("picture", f"the first {min(len(first), _IMAGES_SHOWN)} training images: {picture}")
+        return
+    say("rows", f"the first {min(len(leaves_of(data)[0]), _ROWS_SHOWN)} of training")
+    if setup.data.features is not None:
+        say("", " → ".join([_names(setup.data.features), *_PARTS[1 : len(leaves_of(data))]]))
+    for row in range(min(len(leaves_of(data)[0]), _ROWS_SHOWN)):
+        words = map_nest(lambda leaf, row=row: _short(leaf[row]), data)
+        say("", " → ".join(str(part) for part in leaves_of(words)))
+
+
+def _names(features: tuple[str, ...]) -> str:
+    """Returns the names of the values that a row shows."""
+    return ", ".join([*features[:_VALUES_SHOWN], *(["…"] if features[_VALUES_SHOWN:] else [])])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (bytes, str)):
+        text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        return repr(text[:60] + "…" if len(text) > 60 else text)
+    array = np.asarray(value)
+    values = [
+        number(float(v)) if array.dtype.kind == "f" else str(v)
+        for v in array.reshape(-1)[:_VALUES_SHOWN]
+    ]
+    return " ".join(values) + (" …" if array.size > _VALUES_SHOWN else "")
+
+
+def draw_images(path: Path, images: np.ndarray, labels: np.ndarray | None) -> None:
+    """Draws images [n, height, width, 1 or 3] in a square, each with its label."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second: only if drawn
+    from matplotlib.figure import Figure
+
+    side = int(np.ceil(len(images) ** 0.5))
+    figure = Figure(figsize=(1.6 * side, 1.75 * side), layout="constrained")
+    FigureCanvasAgg(figure)
+    low, high = float(images.min()), float(images.max())
+    bounds = (0, 255) if images.dtype == np.uint8 and high > 16 else (low, high)
+    for i, image in enumerate(images):
+        axes = figure.add_subplot(side, side, i + 1)
+        shown = (image - bounds[0]) / max(bounds[1] - bounds[0], 1e-9)
+        axes.imshow(shown[..., 0] if image.shape[-1] == 1 else shown, cmap="gray", vmin=0, vmax=1)
+        axes.set_axis_off()
+        if labels is not None and np.size(labels[i]) == 1:
+            axes.set_title(str(np.reshape(labels[i], -1)[0]), fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=110)
+
+
+def _show_plan(setup: Setup, workers: int, say: Say) -> None:
+    plan = plan_of(setup)
+    replicas = workers * setup.place.local_replicas
+    steps = plan.steps_per_epoch
+    on = f"{workers} workers × {setup.place.local_replicas}" if workers > 1 else f"{replicas}"
+    say(
+        "plan",
+        f"{steps:,} steps an epoch of {plan.global_batch_size} rows on {on} "
+        f"replica{'s' if replicas > 1 else ''}",
+    )
+    for step in dict.fromkeys((0, steps - 1)):
+        part = plan.part(step, 0, replicas, replicas)
+        own = [(last - first) * counts for first, last, counts in part.shares]
+        shown = " + ".join(map(str, own[:_REPLICAS_SHOWN])) + (
+            " + …" if own[_REPLICAS_SHOWN:] else ""
+        )
+        idle = f"; {own.count(0)} replicas have none" if 0 in own else ""
+        say(
+            "",
+            f"{'last' if step else 'first'} step: {part.rows} rows = {_grouped(own)} "
+            f"({shown}){idle}",
+        )
+    if workers > 1:
+        for rank in range(min(workers, _REPLICAS_SHOWN)):
+            local = setup.place.local_replicas
+            part = plan.part(0, rank * local, local, replicas)
+            examples = plan.examples_of(part)
+            begin = ", ".join(map(str, examples[:6])) + (", …" if len(examples) > 6 else "")
+            say(
+                "", f"worker {rank}, first step: rows {part.begin}–{part.end - 1}, examples {begin}"
+            )
+
+
+def _grouped(own: list[int]) -> str:
+    """Returns shares in few words: `6×4 + 2×3`."""
+    return " + ".join(f"{len(list(group))}×{rows}" for rows, group in itertools.groupby(own))
+
+
+def _show_batches(setup: Setup, say: Say, kind: str) -> None:
+    """Prints the form of data that comes in batches of its own."""
+    spec = getattr(setup.data.train, "element_spec", None)
+    say("train", f"{kind}: batches of its own, which every worker reads")
+    if spec is not None:
+        say("batch", str(spec))
+    if setup.steps_per_epoch:
+        say("plan", f"{setup.steps_per_epoch:,} steps an epoch")
+
+
+def _kind(data: Data) -> str:
+    if isinstance(data.train, tf.data.Dataset):
+        return "a tf.data.Dataset"
+    return f"a PyDataset ({type(data.train).__name__})"

@@ -1,0 +1,1 @@
+"""Built-in models, one family a file; `config.registry.MODELS` lists them."""

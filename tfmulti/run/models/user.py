@@ -1,0 +1,57 @@
+"""A model that a user's own function returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmulti.data.data_set import DataSpec
+from tfmulti.errors import ModelError
+from tfmulti.keras_patches import keras_compat
+
+
+def build(place: str, function: Callable[..., Any], spec: DataSpec | None) -> keras.Model:
+    """Returns the model of `package.module:function`, compiled or not.
+
+    The function takes nothing, or one argument: the `DataSpec` of the data.
+
+    Raises:
+        ModelError: it returned no Keras model, or needs more arguments.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+    if len(needed) > 1:
+        raise ModelError(
+            f"--model {place} needs the arguments {', '.join(needed)}. It may take one: the "
+            "form of the data."
+        )
+    model = function(spec) if needed else function()
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            f"--model {place} returned a {type(model).__name__}. Return a keras.Model."
+        )
+    return model
+
+
+def ends_in_logits(place: str, model: keras.Model) -> bool:
+    """Returns whether the outputs of a model that is not compiled are logits of classes.
+
+    Raises:
+        ModelError: its last layer does not tell.
+    """
+    last = keras_compat.last_operations(model) if model.built else None
+    layer = last[0] if last is not None and len(last) == 1 else None
+    activation = getattr(layer, "activation", None)
+    if isinstance(layer, keras.layers.Softmax) or activation is keras.activations.softmax:
+        return False
+    if activation is keras.activations.linear:
+        return True
+    words = f"its last layer {layer.name!r} does" if layer is not None else "its layers do"
+    raise ModelError(
+        f"--model {place} is not compiled, and {words} not tell whether its outputs are "
+        "probabilities or logits. Call model.compile(optimizer, loss) in the function, or end the "
+        "model in a Dense layer with activation 'softmax' or none."
+    )

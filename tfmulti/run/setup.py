@@ -1,0 +1,228 @@
+"""Puts a run together: devices, data, batch and model, on every worker alike."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmulti.cluster.gpus import visible_gpus
+from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
+from tfmulti.config import registry
+from tfmulti.config.console import left_out, quiet_stderr, speaker
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.reading import Reading
+from tfmulti.data.batch_plan import Plan
+from tfmulti.data.data_set import CLASSIFICATION, Data, size_of
+from tfmulti.data.loader import Reader
+from tfmulti.data.lost import lost_examples
+from tfmulti.data.sharding import steps_per_epoch
+from tfmulti.data.sources import user as user_data
+from tfmulti.data.transforms.stages import prepared
+from tfmulti.distribution.broadcast import from_chief
+from tfmulti.distribution.strategies import Placement, build_strategy, placement_of
+from tfmulti.errors import ConfigError, ModelError
+from tfmulti.launch.signals import default_signals
+from tfmulti.run import validation
+from tfmulti.run.models import user as user_model
+from tfmulti.run.optimizers import make_optimizer
+from tfmulti.training.distributed_model import prepare
+from tfmulti.training.state.trainer_state import state_of
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run has once its devices are there."""
+
+    config: FitConfig
+    selection: Selection
+    strategy: tf.distribute.Strategy
+    place: Placement
+    data: Data
+    batch: BatchSizes
+    steps_per_epoch: int | None
+
+    @property
+    def epochs(self) -> int:
+        assert self.config.epochs is not None
+        return self.config.epochs
+
+
+def set_up(job: validation.Job) -> Setup:
+    """Returns the devices, the data and the batch of a job. Waits for the other workers."""
+    config = job.config
+    with quiet_stderr():
+        gpus = len(tf.config.list_physical_devices("GPU"))
+    selection = select(config.strategy, replicas=config.replicas, cluster=job.cluster, gpus=gpus)
+    chief = job.cluster is None or job.cluster.is_chief
+    say = speaker(chief)
+    several = selection.strategy == "multi_worker_mirrored"
+    if chief and several and job.cluster is not None and job.cluster.size > 1:
+        say("waiting", f"for the {job.cluster.size} workers {', '.join(job.cluster.addresses)}")
+    if not gpus and visible_gpus(os.environ):
+        say(
+            "warning",
+            "this machine has GPUs, but TensorFlow does not see them. "
+            "Install with: pip install '.[gpu]'",
+        )
+    with quiet_stderr(), default_signals() if several else contextlib.nullcontext():
+        strategy = build_strategy(selection, job.cluster)
+    place = placement_of(strategy)
+    batch = batch_sizes(config.global_batch_size, config.per_replica_batch_size, place.replicas)
+    keras.utils.set_random_seed(config.seed)
+    if config.op_determinism:
+        tf.config.experimental.enable_op_determinism()
+    data = job.data or load_user_data(config, batch)
+    if data.finish is not None:
+        data = data.finish(batch.global_batch_size)
+    if data.warning is not None:
+        say("warning", data.warning)
+    for lost in data.lost if chief else ():  # all workers have loaded the same
+        left_out(lost.words)
+    data = shared(data, strategy)
+    rows = user_data.rows_of_batches(data.train)
+    if rows is not None:
+        batch = batch_sizes(rows, None, place.replicas)
+    validation.check_batch(config, data, place.replicas)
+    return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
+
+
+def shared(data: Data, strategy: tf.distribute.Strategy) -> Data:
+    """Returns the data with what the chief makes for all workers. Every worker calls it."""
+    if data.share is None:
+        return data
+    return replace(data.share(data, functools.partial(from_chief, strategy)), share=None)
+
+
+def load_user_data(config: FitConfig, batch: BatchSizes) -> Data:
+    function = registry.load_place("dataset", config.dataset)
+    data = user_data.load(config.dataset, function, batch.global_batch_size)
+    validation.check_model_takes(config, data)
+    if registry.model_entry(str(config.model)).takes:  # a built-in one, with a loss for classes
+        user_data.check_labels(config.dataset, data)
+    return prepared(data, config)
+
+
+def count_steps(config: FitConfig, data: Data, batch: BatchSizes) -> int | None:
+    """Returns the steps of an epoch, or None where only reading the data tells."""
+    if config.steps_per_epoch is not None:
+        return config.steps_per_epoch
+    rows = size_of(data.train)
+    if rows is not None:
+        return steps_per_epoch(rows, batch.global_batch_size)
+    if isinstance(data.train, keras.utils.PyDataset):
+        return data.train.num_batches  # type: ignore[no-any-return]
+    if isinstance(data.train, tf.data.Dataset):
+        count = int(data.train.cardinality())
+        return count if count > 0 else None
+    return None
+
+
+def make_model(setup: Setup) -> keras.Model:
+    """Returns the prepared model. Runs on every worker, inside the scope.
+
+    Raises:
+        ModelError: it cannot be built for this data.
+    """
+    config, data = setup.config, setup.data
+    assert config.model is not None
+    build = registry.load_place("model", registry.model_entry(config.model).place)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(config.precision)
+    try:
+        if config.model in registry.MODELS:
+            model = _build_for(config.model, build, data)
+        else:
+            model = user_model.build(config.model, build, data.spec)
+    finally:
+        keras.config.set_dtype_policy(before)  # a script goes on with its own
+    prepare(
+        model,
+        seed=config.seed,
+        microbatches=config.microbatches,
+        sync_batch_norm=config.sync_batch_norm,
+        gradient_compression=config.gradient_compression,
+        sync_every=config.sync_every,
+        outer_learning_rate=config.outer_learning_rate,
+        outer_momentum=config.outer_momentum,
+        steps_per_execution="auto" if config.steps_per_execution is None else None,
+        jit_compile=config.jit_compile,
+        verify=config.verify,
+        verify_steps=config.verify_steps,
+    )
+    state_of(model).reading = reading_of(setup)
+    return model
+
+
+def _build_for(name: str, build: Callable[..., keras.Model], data: Data) -> keras.Model:
+    assert data.spec is not None
+    try:
+        return build(data.spec)
+    except (ValueError, TypeError) as error:
+        reason = str(error).strip().split(". ")[0]
+        raise ModelError(
+            f"--model {name} cannot be built for examples of {data.spec.describe()}: {reason}. "
+            "Use another --model or larger examples."
+        ) from None
+
+
+def compile_model(setup: Setup, model: keras.Model) -> bool:
+    """Compiles a model that is not; returns whether it did. Runs on every worker."""
+    if model.compiled:
+        return False
+    config, spec = setup.config, setup.data.spec
+    classifies = spec is None or spec.task == CLASSIFICATION
+    loss: Any = "mse"
+    if classifies:
+        own = str(config.model) not in registry.MODELS
+        from_logits = own and user_model.ends_in_logits(str(config.model), model)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
+    with setup.strategy.scope():
+        model.compile(
+            make_optimizer(config, setup.batch.global_batch_size, total_steps(setup)),
+            loss=loss,
+            metrics=["accuracy" if classifies else "mae"],
+            steps_per_execution=config.steps_per_execution or 1,
+        )
+    return True
+
+
+def total_steps(setup: Setup) -> int:
+    """Returns the optimizer steps of the whole run, which a schedule must know.
+
+    Raises:
+        ConfigError: they are not known and the schedule needs them.
+    """
+    if setup.steps_per_epoch is not None:
+        return setup.steps_per_epoch * setup.epochs
+    if setup.config.learning_rate_decay != "constant":
+        raise ConfigError(
+            f"--learning_rate_decay {setup.config.learning_rate_decay} needs the number of steps, "
+            f"but --dataset {setup.config.dataset} does not tell its length. "
+            "Give --steps_per_epoch."
+        )
+    return setup.config.warmup_steps + 1
+
+
+def plan_of(setup: Setup) -> Plan:
+    """Returns which example is in which step of training."""
+    return Plan(len(setup.data.train), setup.batch.global_batch_size, setup.config.seed)
+
+
+def reading_of(setup: Setup) -> Reading:
+    """Returns how the examples are read."""
+    config = setup.config
+    return Reading(config.reader_threads, config.skip_bad_records, lost_examples(setup.data.lost))
+
+
+def first_batch(setup: Setup) -> Any:
+    """Returns the first batch of training as one device reads it; without what cannot be read."""
+    reader = Reader(setup.data.train, plan_of(setup), Placement(0, 1, 1), reading_of(setup))
+    with contextlib.closing(reader.batches()) as batches:
+        return next(batches).data[0]

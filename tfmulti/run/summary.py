@@ -1,0 +1,187 @@
+"""What a run says of itself: before it starts, when it is done, and as a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tfmulti.config.console import Say, number, speaker
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.run_directory import RunDir
+from tfmulti.data.data_set import size_of
+from tfmulti.data.lost import lost_examples
+from tfmulti.distribution.strategies import Placement, device_names
+from tfmulti.run import artifacts
+from tfmulti.run.callbacks.throughput import Throughput
+from tfmulti.run.callbacks.waiting import Waiting
+from tfmulti.run.optimizers import peak_learning_rate
+from tfmulti.run.report import FitReport
+from tfmulti.run.setup import Setup
+from tfmulti.training.state.trainer_state import state_of
+
+
+def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
+    """Prints what will run, where, and why."""
+    say, config, batch, place = say_for(setup), setup.config, setup.batch, setup.place
+    say("strategy", f"{setup.selection.strategy} ({setup.selection.why})")
+    workers = f"{place.workers} workers × " if place.workers > 1 else ""
+    say(
+        "devices",
+        f"{workers}{', '.join(device_names(setup.strategy))}: "
+        f"{place.replicas} replica{'s' if place.replicas > 1 else ''}",
+    )
+    data = setup.data
+    parts = {"training": data.train, "validation": data.validation, "test": data.test}
+    sizes = {name: size_of(part) for name, part in parts.items()}
+    words = [f"{rows:,} {name}" for name, rows in sizes.items() if rows is not None]
+    form = f" ({data.spec.describe()})" if data.spec else ""
+    say("data", f"{config.dataset}: {', '.join(words) or 'batches of its own'}{form}")
+    trained_by = optimizer_words(setup, model, compiled_here)
+    built = f"{model.count_params():,} parameters, " if model.built else ""
+    say("model", f"{config.model}: {built}{model.dtype_policy.name}, {trained_by}")
+    uneven = "" if batch.divides else " at most"
+    steps = f"{setup.steps_per_epoch} steps" if setup.steps_per_epoch else "all batches"
+    say(
+        "batch",
+        f"{batch.global_batch_size} global ={uneven} {batch.per_replica_batch_size} per "
+        f"replica × {place.replicas}; {setup.epochs} epoch{'s' if setup.epochs > 1 else ''} of "
+        f"{steps}",
+    )
+    inexact = inexact_flags(config, place)
+    if inexact:
+        say("inexact", f"{', '.join(inexact)}: not the numbers of one device")
+    idle = between_workers(config) if place.workers == 1 else []
+    if idle:
+        verb = "has" if len(idle) == 1 else "have"
+        say("exact", f"{', '.join(idle)} {verb} no effect with one worker")
+
+
+def between_workers(config: FitConfig) -> list[str]:
+    """Returns the flags of how workers tell each other less than everything, each step."""
+    found = []
+    if config.sync_every is not None:
+        found.append(f"--sync_every {config.sync_every}")
+    if config.gradient_compression != "none":
+        found.append(f"--gradient_compression {config.gradient_compression}")
+    return found
+
+
+def inexact_flags(config: FitConfig, place: Placement) -> tuple[str, ...]:
+    """Returns the flags that make a run's numbers others than those of one device, here."""
+    found = between_workers(config) if place.workers > 1 else []
+    if place.replicas > 1 and not config.sync_batch_norm:
+        found.append("--nosync_batch_norm")
+    return tuple(found)
+
+
+def optimizer_words(setup: Setup, model: keras.Model, compiled_here: bool) -> str:
+    """Returns the optimizer in words, such as `adam at 0.003`."""
+    config = setup.config
+    if not compiled_here:
+        return (
+            f"compiled with {type(model.optimizer).__name__} by its own function, so flags of the "
+            "optimizer have no effect"
+        )
+    rate = peak_learning_rate(config, setup.batch.global_batch_size)
+    scaled = f" (scaled from {config.learning_rate:g})" if config.scale_learning_rate else ""
+    return f"{config.optimizer} at {rate:g}{scaled}"
+
+
+def make_report(
+    setup: Setup,
+    model: keras.Model,
+    run_dir: RunDir | None,
+    history: dict[str, list[float]],
+    metrics: dict[str, float],
+    seconds: float,
+    throughput: Throughput,
+    waiting: Waiting,
+) -> FitReport:
+    state = state_of(model)
+    # One execution alone leaves nothing to measure but itself, tracing included.
+    speed = throughput.examples_per_second or (state.examples - state.examples_before) / seconds
+    return FitReport(
+        strategy=setup.selection.strategy,
+        why=setup.selection.why,
+        devices=device_names(setup.strategy),
+        workers=setup.place.workers,
+        replicas=setup.place.replicas,
+        global_batch_size=setup.batch.global_batch_size,
+        per_replica_batch_size=setup.batch.per_replica_batch_size,
+        epochs=len(history.get("loss", next(iter(history.values()), []))),
+        steps=state.steps,
+        examples=state.examples,
+        steps_before=state.steps_before,
+        examples_before=state.examples_before,
+        parameters=model.count_params(),
+        metrics={name: v for name, v in metrics.items() if isinstance(v, float)},
+        history=history,
+        seconds=seconds,
+        examples_per_second=speed,
+        waiting_share=waiting.share,
+        examples_lost=state.lost + lost_examples(setup.data.lost),
+        weights_sha256=artifacts.weights_sha256(model),
+        inexact=inexact_flags(setup.config, setup.place),
+        epochs_asked=setup.epochs,
+        stopped_by=state.stopped_by,
+        throughput=throughput.figures() if setup.config.log_throughput else None,
+        verification=state.verification,
+        run_dir=str(run_dir.path) if run_dir else None,
+        versions={"tensorflow": tf.__version__, "keras": keras.__version__},
+    )
+
+
+def summarize(setup: Setup, report: FitReport) -> None:
+    """Prints the final metrics, the throughput and where everything is."""
+    say = say_for(setup)
+    if report.stopped_by:
+        say("stopped", f"by {report.stopped_by} after step {report.steps}; saved what was reached")
+        if setup.config.run_dir:
+            say("go on", "with the same command")
+        elif report.run_dir:
+            say("go on", f"with the same command and --run_dir {report.run_dir}")
+    words = [f"{name} {number(value)}" for name, value in report.metrics.items()]
+    say("metrics", ", ".join(words) or "none: no epoch was finished")
+    say("speed", speed_words(report))
+    if report.throughput and "examples_per_sec" in report.throughput:
+        say("throughput", throughput_words(report.throughput, report.devices))
+    if report.run_dir is not None:
+        files = ", ".join(sorted(p.name for p in Path(report.run_dir).iterdir()))
+        say("written", f"{report.run_dir}: {files}")
+    exported = setup.config.export_dir is not None and report.stopped_by is None
+    if exported and report.run_dir is not None and setup.config.export_dir is not None:
+        say("exported", setup.config.export_dir)
+
+
+def speed_words(report: FitReport) -> str:
+    """Returns what this process has trained, and in which time."""
+    steps, examples = report.steps - report.steps_before, report.examples - report.examples_before
+    if not steps:
+        return f"nothing was left to train after step {report.steps}"
+    before = f" after step {report.steps_before}" if report.steps_before else ""
+    return (
+        f"{steps} steps{before}, {examples:,} examples in {number(report.seconds)} s; "
+        f"{number(report.examples_per_second)} examples/s in the steps alone, once traced"
+    )
+
+
+def throughput_words(found: dict[str, float], devices: tuple[str, ...]) -> str:
+    """Returns what `--log_throughput` measured, in a line."""
+    p50, p90, p99 = (number(found[f"step_ms_p{percent}"]) for percent in (50, 90, 99))
+    words = (
+        f"{number(found['device_examples_per_sec'])} examples/s on each device; a step takes "
+        f"{p50} ms (p50), {p90} (p90), {p99} (p99); "
+    )
+    if "device_tflops_per_sec" not in found:
+        return words + "the model's operations cannot be counted"
+    words += f"{number(found['device_tflops_per_sec'])} TFLOP/s of the model on each device"
+    if "mfu" in found:
+        return words + f", {number(100 * found['mfu'])} % of its peak"
+    return words + f"; no peak is known of {devices[0]} (--peak_tflops gives one)"
+
+
+def say_for(setup: Setup) -> Say:
+    """Returns what prints on the chief and is silent elsewhere."""
+    return speaker(setup.place.is_chief)

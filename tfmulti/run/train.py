@@ -1,0 +1,263 @@
+"""A whole run: `fit(config) -> FitReport`, from the devices to the files.
+
+Every worker runs all of it; what one of them must not do alone (building, training,
+evaluating, voting) stands outside every `if chief`, and what only the chief does (printing,
+writing files) is no collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.config.console import number
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.run_directory import (
+    RunDir,
+    default_run_dir,
+    guarded,
+    remove_partial,
+    write_text,
+)
+from tfmulti.data.data_set import size_of
+from tfmulti.errors import VerificationError
+from tfmulti.launch.signals import SignalWatch
+from tfmulti.run import artifacts, validation
+from tfmulti.run.callbacks.history_file import HistoryFile
+from tfmulti.run.callbacks.model_file import ModelFile, save_model
+from tfmulti.run.callbacks.tensorboard import TensorBoard
+from tfmulti.run.callbacks.throughput import LOGS, Throughput
+from tfmulti.run.callbacks.waiting import Waiting
+from tfmulti.run.report import FitReport
+from tfmulti.run.setup import Setup, compile_model, make_model, set_up
+from tfmulti.run.summary import describe, make_report, say_for, summarize
+from tfmulti.training.checkpoint import owner
+from tfmulti.training.checkpoint.callback import Backup
+from tfmulti.training.checkpoint.owner import ownership_of
+from tfmulti.training.state.trainer_state import interrupt, state_of
+from tfmulti.training.step import local_steps
+
+
+def fit(
+    config: FitConfig, *, cluster: Cluster | None = None, env: Mapping[str, str] | None = None
+) -> FitReport:
+    """Returns the report of the run that a configuration describes, when it is done.
+
+    The same as `python -m tfmulti.fit`. Every worker calls it; the chief writes the run
+    directory and prints. `cluster` None reads the environment `env` (`os.environ`).
+
+    Raises:
+        UserError: a mistake in the configuration, the cluster, the data or the model.
+        KeyboardInterrupt: Ctrl-C ended it; what was reached is saved.
+    """
+    job = validation.check(config, cluster, env)
+    report = job.done or run(job)
+    if report.stopped_by == "SIGINT":
+        raise KeyboardInterrupt
+    return report
+
+
+def run(job: validation.Job) -> FitReport:
+    """Returns the report of a checked job. A signal ends it early: see `stopped_by`."""
+    setup = set_up(job)
+    with SignalWatch() as watch, contextlib.ExitStack() as at_end:
+        with setup.strategy.scope():
+            model = make_model(setup)
+        compiled_here = compile_model(setup, model)
+        describe(setup, model, compiled_here)
+        watch.stop = lambda reason: interrupt(model, reason)
+        if setup.config.dry_run:
+            return dry_run(setup, model)
+        run_dir = make_run_dir(setup, at_end)
+        throughput = Throughput(
+            run_dir.tensorboard / "train" if run_dir else None,
+            in_logs=setup.config.log_throughput,
+            peak_tflops=setup.config.peak_tflops,
+        )
+        waiting = Waiting(
+            run_dir.tensorboard / "train" if run_dir else None,
+            say_for(setup),
+            cached=setup.config.cache != "none",
+        )
+        started = time.perf_counter()
+        files = file_callbacks(run_dir)
+        # Last: history.csv and TensorBoard's metrics, which come before, stay a function of the
+        # run's numbers alone; the progress bar comes after it.
+        try:
+            history = train(setup, model, [waiting, *files, backup(setup, run_dir), throughput])
+        except VerificationError:
+            if run_dir is not None:
+                at_end.close()
+                remove_start(run_dir)  # nothing was trained
+            raise
+        seconds = time.perf_counter() - started
+        metrics = {name: values[-1] for name, values in history.items()}
+        metrics |= test(setup, model)
+        watch.finished()
+        report = make_report(setup, model, run_dir, history, metrics, seconds, throughput, waiting)
+        if run_dir is not None:
+            write_artifacts(setup, model, run_dir, report)
+        summarize(setup, report)
+        return report
+
+
+def make_run_dir(setup: Setup, at_end: contextlib.ExitStack) -> RunDir | None:
+    """Makes the run directory and writes what the run begins with, on the chief; else None.
+
+    It is this process' until `at_end` is closed.
+
+    Raises:
+        ResumeError: it is another's, that goes on.
+    """
+    if not setup.place.is_chief:
+        return None
+    config = setup.config
+    if config.run_dir is None:
+        run_dir = default_run_dir(config.dataset, str(config.model), datetime.now())
+    else:
+        run_dir = RunDir(config.run_dir)
+    run_dir.create()
+    ownership = ownership_of(run_dir.backups)
+    ownership.take()
+    at_end.callback(ownership.release)
+    at_end.enter_context(guarded(run_dir.path, ownership.check))
+    remove_partial(run_dir.path)
+    data = setup.data
+    for path, words in ((run_dir.features, data.features), (run_dir.vocabulary, data.vocabulary)):
+        if words is not None:
+            write_text(path, "".join(f"{word}\n" for word in words))
+    write_text(run_dir.config, config.to_json())
+    return run_dir
+
+
+def remove_start(run_dir: RunDir) -> None:
+    """Removes what `make_run_dir` wrote, and the folder if nothing else is in it."""
+    for path in (run_dir.features, run_dir.vocabulary, run_dir.config):
+        path.unlink(missing_ok=True)
+    (run_dir.backups / owner.FILE).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the user's files are in it
+        run_dir.backups.rmdir()
+        run_dir.path.rmdir()
+
+
+def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
+    if run_dir is None:
+        return []
+    return [
+        HistoryFile(run_dir.history),
+        TensorBoard(run_dir.tensorboard),
+        ModelFile(run_dir.model),
+    ]
+
+
+def backup(setup: Setup, run_dir: RunDir | None) -> Backup:
+    """Returns the callback that keeps the run's position. Every worker has it."""
+    config = setup.config
+    return Backup(
+        run_dir.backups if run_dir else "the chief's",
+        every_steps=config.backup_every_steps,
+        every_s=config.backup_every_s or None,
+        keep=config.keep_backups,
+        resume="must" if config.resume == "must" else "auto",
+    )
+
+
+def train(
+    setup: Setup, model: keras.Model, callbacks: list[keras.callbacks.Callback]
+) -> dict[str, list[float]]:
+    """Trains all epochs, or until a signal, and returns the history."""
+    verbose = setup.config.verbose
+    history = model.fit(
+        setup.data.train,
+        batch_size=_batch_for(setup, setup.data.train),
+        epochs=setup.epochs,
+        steps_per_epoch=setup.config.steps_per_epoch,
+        validation_data=setup.data.validation,
+        validation_batch_size=_batch_for(setup, setup.data.validation),
+        callbacks=callbacks,
+        verbose=_verbosity(verbose) if setup.place.is_chief else 0,
+    )
+    return {name: values for name, values in history.history.items() if name not in LOGS}
+
+
+def test(setup: Setup, model: keras.Model) -> dict[str, float]:
+    """Returns the metrics of the test part by name, if there is one and no signal came."""
+    if setup.data.test is None or state_of(model).stopped_by:
+        return {}
+    found = model.evaluate(
+        setup.data.test,
+        batch_size=_batch_for(setup, setup.data.test),
+        verbose=0,
+        return_dict=True,
+    )
+    if state_of(model).stopped_by:
+        return {}  # part of the rows is no test
+    return {f"test_{name}": value for name, value in found.items()}
+
+
+def dry_run(setup: Setup, model: keras.Model) -> FitReport:
+    """Runs two executions and a step of validation; writes nothing, says what a full run takes."""
+    throughput, waiting = Throughput(in_logs=False), Waiting()
+    steps = 2 * local_steps.steps_at_once(model)  # the first execution traces, and tells no time
+    is_short = setup.steps_per_epoch is not None and setup.steps_per_epoch < steps
+    started = time.perf_counter()
+    history = model.fit(
+        setup.data.train,
+        batch_size=_batch_for(setup, setup.data.train),
+        epochs=2 if is_short else 1,
+        steps_per_epoch=setup.steps_per_epoch if is_short else steps,
+        validation_data=setup.data.validation,
+        validation_batch_size=_batch_for(setup, setup.data.validation),
+        validation_steps=1,
+        callbacks=[throughput, waiting],
+        verbose=0,
+    ).history
+    seconds = time.perf_counter() - started
+    say = say_for(setup)
+    if setup.steps_per_epoch is None:
+        say(
+            "dry run",
+            f"a step takes {number(throughput.step_s)} s; the data does not tell how "
+            "many an epoch has",
+        )
+    else:
+        steps = setup.steps_per_epoch * setup.epochs
+        say(
+            "dry run",
+            f"all is built; {steps:,} steps of {number(throughput.step_s * 1000)} ms "
+            f"would take about {number(throughput.first_s + steps * throughput.step_s)} s, "
+            "validation not counted. Nothing was written.",
+        )
+    metrics = {name: values[-1] for name, values in history.items()}
+    return make_report(setup, model, None, history, metrics, seconds, throughput, waiting)
+
+
+def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:
+    """Writes model, report and curves. Runs on the chief, so nothing here is a collective."""
+    save_model(model, run_dir.model)
+    if setup.config.export_dir is not None and report.stopped_by is None:
+        artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
+    artifacts.write_report(run_dir, report)  # says that the run is done: after the export
+    replicas = f"{report.replicas} replica{'s' if report.replicas > 1 else ''}"
+    title = f"{setup.config.dataset}, {setup.config.model}, {replicas}"
+    if report.epochs:
+        artifacts.draw_curves(run_dir.curves, report.history, title)
+
+
+def _verbosity(asked: str) -> int:
+    """Returns Keras' number: a progress bar on a terminal, a line an epoch in a log."""
+    if asked == "auto":
+        return 1 if sys.stdout.isatty() else 2
+    return int(asked)
+
+
+def _batch_for(setup: Setup, part: Any) -> int | None:
+    return setup.batch.global_batch_size if size_of(part) is not None else None

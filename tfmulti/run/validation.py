@@ -1,0 +1,197 @@
+"""Finds users' mistakes before TensorFlow is imported, and what a run needs to start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.environments import check_trains, find_cluster
+from tfmulti.cluster.gpus import visible_gpus
+from tfmulti.cluster.selection import batch_sizes, select
+from tfmulti.config import registry
+from tfmulti.config.fit_config import FitConfig, check_same_run, read_config_file
+from tfmulti.config.local_sync import Synchronisation
+from tfmulti.config.run_directory import RunDir, check_writable
+from tfmulti.data.data_set import Data, size_of
+from tfmulti.data.formats.pixels import limit_pixels
+from tfmulti.data.transforms.stages import prepared
+from tfmulti.errors import ConfigError, ModelError, ResumeError, RunDirError
+from tfmulti.run.report import FitReport
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked configuration with what it names: the cluster, and the data.
+
+    `data` is None for a user's own function, which may only run when the devices are set up.
+    `done` is the report of the run in --run_dir, where that has come to its end.
+    """
+
+    config: FitConfig
+    cluster: Cluster | None
+    data: Data | None
+    done: FitReport | None = None
+
+
+def check(
+    config: FitConfig, cluster: Cluster | None = None, env: Mapping[str, str] | None = None
+) -> Job:
+    """Returns the job that a configuration describes. Writes nothing; every worker calls it.
+
+    Raises:
+        UserError: whatever can be known to be wrong before the devices are set up.
+    """
+    env = os.environ if env is None else env
+    if cluster is None:
+        cluster, _ = find_cluster(env)
+    check_trains(cluster)
+    gpus, goes_on = len(visible_gpus(env)), False
+    selection = select(
+        config.strategy,
+        replicas=config.replicas,
+        cluster=cluster,
+        gpus=gpus,
+        ignore_cluster=config.ignore_cluster,
+    )
+    several = cluster is not None and selection.strategy == "multi_worker_mirrored"
+    workers = cluster.size if cluster is not None and several else 1
+    synchronisation_of(config).check_place(workers, selection.local_replicas)
+    if config.run_dir is not None:
+        goes_on = _goes_on(config, RunDir(config.run_dir))
+    elif config.resume == "must":
+        raise ResumeError("--resume must, but no --run_dir was given to say which run.")
+    elif not config.dry_run:
+        check_writable("run_dir", Path("runs"))
+    _check_places(config)
+    data = load_data(config)
+    resolved = config.resolved(data.spec.kind if data and data.spec else None)
+    if data is not None:
+        check_model_takes(resolved, data)
+        check_batch(resolved, data, workers * selection.local_replicas)
+    done = None
+    if goes_on and config.run_dir is not None:
+        run_dir = RunDir(config.run_dir)
+        check_same_run(read_config_file(str(run_dir.config)), resolved, str(run_dir.path))
+        done = _report_of(run_dir, resolved)
+    if config.export_dir is not None and done is None:
+        _check_export_dir(Path(config.export_dir))
+    return Job(resolved, None if config.ignore_cluster else cluster, data, done)
+
+
+def synchronisation_of(config: FitConfig) -> Synchronisation:
+    """Returns how often workers meet, as a value."""
+    return Synchronisation(config.sync_every, config.outer_learning_rate, config.outer_momentum)
+
+
+def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
+    """Returns whether the folder holds a run to go on with; without writing.
+
+    Raises:
+        ResumeError: there is none, and there must be.
+        RunDirError: the folder cannot be used.
+    """
+    if config.resume != "never" and run_dir.holds_run():
+        run_dir.check_writable()
+        return True
+    if config.resume == "must":
+        raise ResumeError(
+            f"--resume must, but --run_dir {run_dir.path} holds no run. Give the folder of the run "
+            "to go on with, or leave --resume out."
+        )
+    run_dir.check_unused()
+    return False
+
+
+def _report_of(run_dir: RunDir, config: FitConfig) -> FitReport | None:
+    """Returns the report of a run that has nothing left to do, or None."""
+    try:
+        report = FitReport.from_json(run_dir.report.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return None
+    whole = report.stopped_by is None and config.epochs is not None
+    return report if whole and report.epochs_asked >= (config.epochs or 0) else None
+
+
+def load_data(config: FitConfig) -> Data | None:
+    """Returns the data of a built-in `--dataset`, or None for a user's own function."""
+    place, options = registry.dataset_place(config.dataset)
+    if options is None:
+        return None
+    limit_pixels(config.max_image_megapixels)
+    own: dict[str, Any] = {}
+    if registry.recipe_of(config.dataset).skips_damage:
+        own["skip_bad_records"] = config.skip_bad_records
+    data = registry.load_place("dataset", place)(options, config.seed, **own)
+    assert isinstance(data, Data)
+    return prepared(data, config)
+
+
+def check_model_takes(config: FitConfig, data: Data) -> None:
+    """Checks that a built-in model takes data of this form.
+
+    Raises:
+        ModelError: it does not.
+    """
+    assert config.model is not None
+    takes = registry.model_entry(config.model).takes
+    if not takes:
+        return
+    if data.spec is None:
+        raise ModelError(
+            f"--model {config.model} is built to the data's form, but --dataset {config.dataset} "
+            "gives no plain arrays (x, y). Give your own --model package.module:function."
+        )
+    if data.spec.kind not in takes:
+        fitting = [name for name, entry in registry.MODELS.items() if data.spec.kind in entry.takes]
+        raise ModelError(
+            f"--model {config.model} takes {' or '.join(takes)} data, but --dataset "
+            f"{config.dataset} has {data.spec.kind} examples ({data.spec.describe()}). "
+            f"Use --model {' or '.join(fitting)}."
+        )
+
+
+def check_batch(config: FitConfig, data: Data, replicas: int) -> None:
+    """Checks the batch against the training data.
+
+    Raises:
+        ConfigError: the batch is larger than the data, or has fewer rows than passes.
+    """
+    sizes = batch_sizes(config.global_batch_size, config.per_replica_batch_size, replicas)
+    most = -(-sizes.global_batch_size // replicas)
+    if config.microbatches > most:
+        raise ConfigError(
+            f"--microbatches {config.microbatches} is more than the {most} examples of a replica "
+            f"({sizes.global_batch_size} in all on {replicas}). Use at most {most}."
+        )
+    rows = size_of(data.train)
+    if rows is not None and sizes.global_batch_size > rows:
+        given = (
+            f"--global_batch_size {config.global_batch_size}"
+            if config.global_batch_size is not None
+            else f"--per_replica_batch_size {config.per_replica_batch_size} on {replicas} replicas "
+            f"({sizes.global_batch_size} in all)"
+        )
+        raise ConfigError(
+            f"{given} is larger than the training data, which has {rows} examples. "
+            f"Use at most {rows} in all."
+        )
+
+
+def _check_places(config: FitConfig) -> None:
+    if config.model is not None and config.model not in registry.MODELS:
+        registry.check_place("model", config.model)
+    place, options = registry.dataset_place(config.dataset)
+    if options is None:
+        registry.check_place("dataset", place)
+
+
+def _check_export_dir(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunDirError(
+            f"--export_dir {path} exists and is not an empty folder. Give a new folder."
+        )
+    check_writable("export_dir", path)

@@ -1,0 +1,150 @@
+"""Plain values: what a backup holds, and how it is written down.
+
+Plain are None, bool, int, float, str, bytes, NumPy's arrays and scalars of any type but objects,
+and lists, tuples, sets and dicts of them. They come back as they were, to the bit and to the
+type; what is derived from one of them (a namedtuple, a defaultdict) is not plain, since it would
+come back as something else.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tfmulti.data.formats.npy_format import array_of
+from tfmulti.errors import TfmultiError
+
+_SCALARS = (type(None), bool, int, float, str, bytes)
+_CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+# The types that `ml_dtypes` adds to NumPy's.
+_BITS = {
+    name: np.dtype(kind)
+    for name, kind in vars(ml_dtypes).items()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+}
+_TYPES: dict[str, Callable[[list[Any]], Any]] = {name: kind for kind, name in _CONTAINERS.items()}
+
+
+class NotPlainError(TfmultiError):
+    """A value is not plain. `place` says where in the whole it is, `kind` what it is."""
+
+    def __init__(self, place: str, kind: str) -> None:
+        super().__init__(f"{place or 'it'} is a {kind}")
+        self.place, self.kind = place, kind
+
+
+def copied(value: Any, place: str = "") -> Any:
+    """Returns a copy that shares nothing with the value.
+
+    Raises:
+        NotPlainError: it is not plain, or contains itself.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is np.ndarray or isinstance(value, np.generic):
+        if _type_name(value.dtype) is None:
+            raise NotPlainError(place, f"NumPy array of {value.dtype}")
+        return value.copy()
+    try:
+        if kind is dict:
+            return {
+                copied(key, f"the key {key!r} of {place or 'it'}"): copied(
+                    item, f"{place}[{key!r}]"
+                )
+                for key, item in value.items()
+            }
+        if kind in (list, tuple):
+            return kind(copied(item, f"{place}[{number}]") for number, item in enumerate(value))
+        if kind in _CONTAINERS:
+            return kind(copied(item, f"an item of {place or 'it'}") for item in value)
+    except RecursionError:
+        raise NotPlainError(place[:40], f"{kind.__qualname__} that contains itself") from None
+    raise NotPlainError(place, kind.__qualname__)
+
+
+def to_json(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Returns plain values for JSON, in which each array is its number, and appends the arrays."""
+    if isinstance(value, np.generic):
+        arrays.append(np.asarray(value))
+        return {"scalar": len(arrays) - 1}
+    if isinstance(value, np.ndarray):
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, Mapping):
+        if all(type(key) is str for key in value):
+            return {"dict": {key: to_json(item, arrays) for key, item in value.items()}}
+        return {"items": [[to_json(part, arrays) for part in pair] for pair in value.items()]}
+    kind = type(value)
+    if kind in _CONTAINERS:
+        items = [to_json(item, arrays) for item in value]
+        return items if kind is list else {_CONTAINERS[kind]: items}
+    return value
+
+
+def from_json(node: Any, arrays: list[np.ndarray]) -> Any:
+    """Returns the values of which `to_json` made this. It takes the arrays out of their list.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is of another form, or an array stands in it twice:
+            written again, a small file would be one of any size.
+    """
+    if isinstance(node, list):
+        return [from_json(item, arrays) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, inner),) = node.items()
+    if kind == "array":
+        return _taken(arrays, inner)
+    if kind == "scalar":
+        return _taken(arrays, inner)[()]
+    if kind == "bytes":
+        return bytes.fromhex(inner)
+    if kind == "dict":
+        return {key: from_json(item, arrays) for key, item in inner.items()}
+    if kind == "items":
+        return {from_json(key, arrays): from_json(item, arrays) for key, item in inner}
+    return _TYPES[kind](from_json(inner, arrays))
+
+
+def _taken(arrays: list[Any], number: Any) -> np.ndarray:
+    if type(number) is not int or number < 0 or arrays[number] is None:
+        raise ValueError("an array has another number, or stands in it twice")
+    array: np.ndarray = arrays[number]
+    arrays[number] = None
+    return array
+
+
+def to_npy(array: np.ndarray) -> tuple[str, bytes]:
+    """Returns the name of an array's type, and its `.npy` file.
+
+    NumPy's format has no types of other packages (bfloat16, float8): their bits are written.
+    """
+    name = _type_name(array.dtype)
+    assert name is not None, f"an array of {array.dtype} is not plain"
+    bits = array.view(f"u{array.dtype.itemsize}") if name else array
+    file = io.BytesIO()
+    np.save(file, bits, allow_pickle=False)
+    return name, file.getvalue()
+
+
+def from_npy(name: str, data: bytes) -> np.ndarray:
+    """Returns the array of which `to_npy` made this."""
+    array = array_of(data)
+    return array.view(_BITS[name]) if name else array
+
+
+def _type_name(dtype: np.dtype[Any]) -> str | None:
+    """Returns the name in `ml_dtypes`; empty for NumPy's own types, None for what is no data."""
+    if dtype.hasobject or dtype.kind == "T":
+        return None
+    if dtype.isbuiltin != 2:  # 2: registered with NumPy by another package
+        return ""
+    known = getattr(ml_dtypes, dtype.name, None)
+    return dtype.name if known is not None and np.dtype(known) == dtype else None

@@ -1,0 +1,107 @@
+"""Batches of the user's own: read ahead whole, and cut to this worker's rows when a step takes one.
+
+An iterator of a `tf.data.Dataset` gives global batches, the same on every worker: so what it
+holds in buffers is of no place, and a saved position is taken anywhere (`positions`).
+
+Nothing here is tuned while it runs: tf.data's autotuner makes the end of a run wait for up
+to as long as the run took (its period doubles up to 60 s), so it is switched off and
+parallelism is set by number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfmulti.data import sharding
+from tfmulti.distribution.replica_context import rows_of
+from tfmulti.distribution.strategies import Placement
+from tfmulti.errors import DataError
+from tfmulti.training.input.shards import PREFETCH_STEPS, Shards
+
+DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
+
+
+def read_ahead(dataset: tf.data.Dataset, batches: int = PREFETCH_STEPS) -> tf.data.Dataset:
+    """Returns the same batches, of which the next few are read while a step runs."""
+    options = tf.data.Options()
+    if dataset.options().autotune.enabled is None:  # a user who set it keeps it
+        options.autotune.enabled = False
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # An iterator whose random numbers a position would not hold has none (`positions`).
+    options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
+    return (dataset.prefetch(batches) if batches else dataset).with_options(options)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def from_batch(batch: Any, placement: Placement) -> Shards:
+    """Returns this worker's `Shards` of one global batch of tensors."""
+    with tf.control_dependencies(_checks(batch)):  # or something else would fail first
+        batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+    rows = _rows(batch)
+    nothing = tf.constant(0, tf.int64)
+    if placement.replicas == 1:
+        return Shards((batch,), (rows,), (nothing,), rows, tf.constant(-1), nothing)
+    data, own_rows, first_rows = [], [], []
+    for local in range(placement.local_replicas):
+        replica = tf.constant(placement.first_replica + local, tf.int64)
+        start, stop = sharding.share_bounds(rows, placement.replicas, replica, tf.minimum)
+        begin, end = sharding.rows_to_read(start, stop, rows, tf.minimum)
+        data.append(rows_of(batch, begin, end))
+        own_rows.append(stop - start)
+        first_rows.append(begin)
+    digest = _digest(batch) if placement.workers > 1 else tf.constant(-1)
+    return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest, nothing)
+
+
+def _rows(batch: Any) -> tf.Tensor:
+    leaf = next(t for t in tf.nest.flatten(batch) if t is not None)
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, tf.int64)[0]
+
+
+def check_known_rows(specs: Any) -> None:
+    """Raises DataError where it is known beforehand that the parts differ in their rows."""
+    shapes = [spec.shape for spec in tf.nest.flatten(specs) if spec is not None]
+    if any(shape.rank == 0 for shape in shapes):
+        raise DataError(
+            "a part of the Dataset's batches is one number, without rows. Batch the Dataset: "
+            "dataset.batch(global_batch_size)."
+        )
+    if len({shape[0] for shape in shapes if shape.rank and shape[0] is not None}) > 1:
+        raise DataError(different_rows())
+
+
+def different_rows() -> str:
+    """Returns what is wrong with such a batch, and what to do."""
+    return (
+        f"{DIFFERENT_ROWS}, so they cannot be shared out by rows. Give each part one row for "
+        "each example; what belongs to all examples belongs into the model."
+    )
+
+
+def _checks(batch: Any) -> list[Any]:
+    """Returns what fails where the parts of a batch have different numbers of rows."""
+    first, *rest = (_rows(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None)
+    checks = (tf.debugging.assert_equal(own, first, message=DIFFERENT_ROWS) for own in rest)
+    return [check for check in checks if check is not None]  # None: run at once, or known
+
+
+def _digest(batch: Any) -> tf.Tensor:
+    """Returns a number below 2**24 by which workers notice that they read different batches.
+
+    It is made of the first and the last row: cheap, and a shuffle without a seed changes it.
+    """
+    words = []
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string:
+            ends = tf.concat([leaf[:1], leaf[-1:]], 0)
+            words.append(tf.reduce_sum(tf.cast(ends, tf.float64)))
+        elif isinstance(leaf, tf.Tensor):
+            words.append(tf.reduce_sum(tf.cast(tf.strings.length(leaf), tf.float64)))
+    text = tf.strings.as_string(tf.stack([tf.cast(_rows(batch), tf.float64), *words]))
+    return tf.cast(tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), 1 << 24), tf.int32)

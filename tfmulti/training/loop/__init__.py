@@ -1,0 +1,1 @@
+"""The loops over epochs and steps, the same on every worker."""

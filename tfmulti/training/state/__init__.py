@@ -1,0 +1,1 @@
+"""What a prepared model remembers, and its variables: checked, named, captured, restored."""

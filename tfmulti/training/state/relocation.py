@@ -1,0 +1,419 @@
+"""Re-creates the variables of a model elsewhere, with their values.
+
+    adopt(model, strategy)   what was made outside a strategy's scope is re-created inside it
+    on_one_device(state)     for a while all variables are plain ones, as Keras alone makes them
+
+Both keep every Keras `Variable` object and give it another `tf.Variable`, so layers, optimizers
+and metrics need not know. Variables of TensorFlow's own, which a user holds as attributes, in
+lists and dictionaries, or in the closures and globals of functions, are replaced where they stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.cluster.environments import find_cluster
+from tfmulti.distribution import strategies
+from tfmulti.distribution.strategies import Placement, placement_of
+from tfmulti.errors import ClusterError, ModelError
+from tfmulti.keras_patches import keras_compat
+
+# Objects of these packages are looked into only where they are one of `_OF_KERAS`.
+_LIBRARIES = ("keras", "tensorflow", "numpy", "tfmulti", "builtins")
+_OF_KERAS = (
+    keras.layers.Layer,
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.random.SeedGenerator,
+)
+# A longer list that begins with a number, a text or an array is data, and holds no variables.
+_SHORT_LIST = 1000
+
+
+@dataclass
+class Place:
+    """Where a `tf.Variable` of TensorFlow's own is kept, and what puts another one there."""
+
+    name: str
+    variable: tf.Variable
+    put: Callable[[Any], None]
+
+
+@dataclass
+class State:
+    """All that was found from a model: what holds numbers that a step may change.
+
+    Attributes:
+        variables: the Keras variables.
+        places: the `tf.Variable`s of the user's own, by where they are kept.
+        models, optimizers, metrics, layers: the objects of these kinds.
+        objects: everything that has attributes.
+    """
+
+    variables: list[Any] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    models: list[keras.Model] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    metrics: list[keras.metrics.Metric] = field(default_factory=list)
+    layers: list[keras.layers.Layer] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+
+    def named(self) -> dict[str, Any]:
+        """Returns every `tf.Variable` once, by a name that a user knows it by."""
+        found: dict[str, Any] = {}
+        seen: set[int] = set()
+        pairs = [(v.path, keras_compat.tf_variable_of(v)) for v in self.variables]
+        pairs += [(place.name, place.variable) for place in self.places]
+        for name, variable in pairs:
+            if variable is None or id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            unique, count = name, 1
+            while unique in found:
+                count += 1
+                unique = f"{name} ({count})"
+            found[unique] = variable
+        return found
+
+
+def find(*roots: Any) -> State:
+    """Returns what holds numbers in the objects given, and in all that these hold."""
+    return _Search().run(roots)
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.state = State()
+        self._seen: dict[int, Any] = {}  # it keeps the objects, so that no id is used again
+        self._waiting: list[tuple[Any, str, Callable[[Any], None]]] = []
+
+    def run(self, roots: Sequence[Any]) -> State:
+        self._waiting = [(root, type(root).__name__, _not_replaceable) for root in roots[::-1]]
+        while self._waiting:
+            self._look(*self._waiting.pop())
+        return self.state
+
+    def _look(self, thing: Any, name: str, put: Callable[[Any], None]) -> None:
+        if isinstance(thing, keras.Variable):
+            if not self._is_known(thing):
+                self.state.variables.append(thing)
+        elif isinstance(thing, tf.Variable):
+            self.state.places.append(Place(name, thing, put))  # each place of it
+        elif isinstance(thing, (list, tuple, set, frozenset, Mapping)):
+            if not self._is_known(thing):
+                self._look_into(thing, name, put)
+        elif isinstance(thing, types.FunctionType):
+            if not _is_of_library(thing.__module__) and not self._is_known(thing):
+                self._look_at_function(thing)
+        elif isinstance(thing, types.MethodType):
+            self._add([(thing.__self__, name, put), (thing.__func__, name, put)])
+        elif isinstance(thing, functools.partial):
+            parts = [thing.func, *thing.args, *thing.keywords.values()]
+            self._add([(part, name, _not_replaceable) for part in parts])
+        elif hasattr(thing, "python_function") and not self._is_known(thing):  # a tf.function
+            self._add([(thing.python_function, name, put)])
+        elif _has_state(thing) and not self._is_known(thing):
+            self._look_at_object(thing)
+
+    def _is_known(self, thing: Any) -> bool:
+        known = id(thing) in self._seen
+        self._seen[id(thing)] = thing
+        return known
+
+    def _add(self, found: Sequence[tuple[Any, str, Callable[[Any], None]]]) -> None:
+        self._waiting += found[::-1]  # the first is looked at next
+
+    def _look_into(self, box: Any, name: str, put: Callable[[Any], None]) -> None:
+        first = next(iter(box), None)
+        plain = isinstance(first, (int, float, str, bytes, np.ndarray, np.generic))
+        if isinstance(box, Mapping):
+            items = [(v, f"{name}[{k!r}]", _putter(box, k)) for k, v in list(box.items())]
+        elif len(box) > _SHORT_LIST and plain:
+            return
+        elif isinstance(box, tuple):
+            items = [(v, f"{name}[{i}]", _tuple_putter(box, i, put)) for i, v in enumerate(box)]
+        elif isinstance(box, list):
+            items = [(v, f"{name}[{i}]", _putter(box, i)) for i, v in enumerate(box)]
+        else:
+            items = [(v, name, _not_replaceable) for v in list(box)]
+        self._add(items)
+
+    def _look_at_function(self, function: types.FunctionType) -> None:
+        """Looks at what a function of the user's own takes from around it."""
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        found: list[Any] = []
+        for name, cell in cells:
+            with contextlib.suppress(ValueError):  # an empty cell
+                found.append((cell.cell_contents, name, _cell_putter(cell)))
+        outside = function.__globals__
+        kinds = (keras.Variable, tf.Variable, *_OF_KERAS)
+        for name in function.__code__.co_names:
+            if isinstance(outside.get(name), kinds):
+                found.append((outside[name], name, _putter(outside, name)))
+        self._add(found)
+
+    def _look_at_object(self, thing: Any) -> None:
+        state = self.state
+        state.objects.append(thing)
+        if isinstance(thing, keras.Model):
+            state.models.append(thing)
+        if isinstance(thing, keras.layers.Layer):
+            state.layers.append(thing)
+        if isinstance(thing, keras.optimizers.Optimizer):
+            state.optimizers.append(thing)
+        if isinstance(thing, keras.metrics.Metric):
+            state.metrics.append(thing)
+        attributes = vars(thing)
+        found = [
+            (value, f"{name} of {type(thing).__name__}", _putter(attributes, name))
+            for name, value in sorted(attributes.items(), key=lambda item: _is_tracking(item[0]))
+            if name not in ("_tfmulti", "_inbound_nodes", "_outbound_nodes")
+        ]
+        for cls in type(thing).__mro__:
+            if not _is_of_library(cls.__module__):
+                found += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
+        self._add(found)
+
+
+def _is_tracking(name: str) -> bool:
+    """Whether an attribute is TensorFlow's list of what an object holds: no name for a user."""
+    return name.startswith("_self_")
+
+
+def _is_of_library(module: Any) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _has_state(thing: Any) -> bool:
+    if isinstance(thing, (type, types.ModuleType)) or not hasattr(thing, "__dict__"):
+        return False
+    return isinstance(thing, _OF_KERAS) or not _is_of_library(type(thing).__module__)
+
+
+def _not_replaceable(value: Any) -> None:
+    raise ModelError(
+        "a tf.Variable is kept where it cannot be replaced (in a set, or as an argument that a "
+        "functools.partial holds). Keep it as an attribute of the model."
+    )
+
+
+def _putter(box: Any, key: Any) -> Callable[[Any], None]:
+    """Returns what replaces an item past the tracking of Keras' and TensorFlow's containers."""
+
+    def put(value: Any) -> None:
+        if isinstance(box, list):
+            list.__setitem__(box, key, value)
+        elif isinstance(box, dict):
+            dict.__setitem__(box, key, value)
+        else:
+            box[key] = value
+
+    return put
+
+
+def _tuple_putter(box: Any, at: int, put: Callable[[Any], None]) -> Callable[[Any], None]:
+    now = list(box)
+
+    def put_one(value: Any) -> None:
+        now[at] = value
+        items = list(now)
+        put(type(box)(*items) if hasattr(box, "_fields") else type(box)(items))
+
+    return put_one
+
+
+def _cell_putter(cell: types.CellType) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        cell.cell_contents = value
+
+    return put
+
+
+def components(variable: tf.Variable) -> list[tf.Variable]:
+    """Returns what this process has of a variable: one plain variable for each local replica."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        return list(variable.values)
+    return [variable]
+
+
+def values_of(state: State) -> dict[str, list[np.ndarray]]:
+    """Returns the value of every variable on each local replica, by name. No collective."""
+    return {
+        name: [np.asarray(part) for part in components(variable)]
+        for name, variable in state.named().items()
+    }
+
+
+def set_values(state: State, values: Mapping[str, Sequence[np.ndarray]]) -> None:
+    """Gives every variable the values that `values_of` returned, to the bit. No collective."""
+    for name, variable in state.named().items():
+        for part, value in zip(components(variable), values.get(name, ()), strict=False):
+            part.assign(value)
+
+
+@contextlib.contextmanager
+def without_strategy(device: str | None) -> Iterator[None]:
+    """Inside, no strategy is in effect, although the caller may be inside a scope.
+
+    A strategy's scope belongs to the default graph, so another graph has none. TensorFlow
+    refuses to enter the default strategy's scope within another one's.
+    """
+    with tf.Graph().as_default(), keras_compat.eager_mode(), tf.device(device):
+        yield
+
+
+@contextlib.contextmanager
+def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[int, tf.Variable]]:
+    """Inside, all variables are plain ones on one device, with the first replica's values.
+
+    Models and optimizers belong to no strategy there. At the end everything has the variables
+    that it had before, whose values have not changed. It gives the plain variables by the ids of
+    those that they stand for.
+    """
+    old = [(v, keras_compat.tf_variable_of(v)) for v in state.variables]
+    old = [(v, now) for v, now in old if now is not None]
+    strategies = [(each, keras_compat.strategy_of(each)) for each in _with_strategy(state)]
+    with without_strategy(device):
+        made: dict[int, tf.Variable] = {}
+        keys = keras_compat.variable_keys(state.optimizers, state.variables)
+        exchanged: list[Any] = []
+        try:
+            for variable, now in old:
+                if id(now) not in made:
+                    made[id(now)] = _plain(now, variable)
+                keras_compat.set_tf_variable(variable, made[id(now)])
+            for place in state.places:
+                if id(place.variable) not in made:
+                    made[id(place.variable)] = _plain(place.variable, place.variable)
+                place.put(made[id(place.variable)])
+            for each, _ in strategies:
+                keras_compat.set_strategy(each, None)
+            exchanged = keras_compat.exchange_keys(state.optimizers, keys)
+            yield made
+        finally:
+            for variable, now in old:
+                keras_compat.set_tf_variable(variable, now)
+            for place in state.places:
+                place.put(place.variable)
+            for each, strategy in strategies:
+                keras_compat.set_strategy(each, strategy)
+            keras_compat.restore_keys(exchanged)
+
+
+def _plain(variable: tf.Variable, like: Any) -> tf.Variable:
+    value = np.asarray(components(variable)[0])
+    trainable = bool(getattr(like, "trainable", False))
+    return tf.Variable(value, dtype=variable.dtype, trainable=trainable)
+
+
+def _with_strategy(state: State) -> list[Any]:
+    return [*state.models, *state.optimizers]
+
+
+def enter(model: keras.Model) -> None:
+    """Makes a model one of the strategy of this process, where it was made outside every scope.
+
+    That is the strategy whose scope is entered, or the one that `make_strategy` made. What was
+    made outside the scope of the model's own strategy is re-created inside it. Every worker calls
+    it.
+
+    Raises:
+        ClusterError: the environment names several workers, and no strategy was made of them.
+        ModelError: a variable was made in the scope of another strategy.
+    """
+    strategy = keras_compat.strategy_of(model)
+    if strategy is None and tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+    if strategy is None:
+        strategy = strategies.made()
+    if strategy is not None:
+        adopt(model, strategy)
+    elif not strategies.is_alone():
+        cluster, name = find_cluster(os.environ)
+        if cluster is not None and cluster.size > 1 and not cluster.is_evaluator:
+            raise ClusterError(
+                f"{name} names {cluster.size} workers, but this process has made no strategy, so "
+                "each worker would train alone. Call 'strategy = tfmulti.make_strategy()' first, "
+                "before any other TensorFlow operation."
+            )
+
+
+def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
+    """Makes a model one of a strategy, and returns how many variables were re-created there.
+
+    What was made outside the strategy's scope (the model, its optimizers, its metrics) gets
+    variables inside it with the values that they had. Every worker calls it: several workers
+    give a new variable the chief's value. Nothing happens where everything is in the scope.
+
+    Raises:
+        ModelError: a variable was made in the scope of another strategy.
+    """
+    state = find(model)
+    for each in _with_strategy(state):
+        if keras_compat.strategy_of(each) is not strategy:
+            keras_compat.set_strategy(each, strategy)
+    created = strategy.extended.variable_created_in_scope
+    outside = [
+        v
+        for v in state.variables
+        if (now := keras_compat.tf_variable_of(v)) is not None and not created(now)
+    ]
+    places = [place for place in state.places if not created(place.variable)]
+    if not outside and not places:
+        return 0
+    _check_plain([keras_compat.tf_variable_of(v) for v in outside])
+    _check_plain([place.variable for place in places])
+    placement = placement_of(strategy)
+    keys = keras_compat.variable_keys(state.optimizers, state.variables)
+    with strategy.scope():
+        made: dict[int, tf.Variable] = {}
+        for variable in outside:
+            now = keras_compat.tf_variable_of(variable)
+            if id(now) not in made:
+                made[id(now)] = _in_scope(variable, np.asarray(now), placement)
+            keras_compat.set_tf_variable(variable, made[id(now)])
+        for place in places:
+            now = place.variable
+            if id(now) not in made:
+                made[id(now)] = tf.Variable(
+                    np.asarray(now),
+                    dtype=now.dtype,
+                    trainable=now.trainable,
+                    synchronization=now.synchronization,
+                    aggregation=now.aggregation,
+                )
+            place.put(made[id(now)])
+    keras_compat.exchange_keys(state.optimizers, keys)
+    return len(made)
+
+
+def _in_scope(variable: Any, value: np.ndarray, placement: Placement) -> tf.Variable:
+    """Returns a new `tf.Variable` for a Keras variable, in the scope that is in effect."""
+    new = keras_compat.new_tf_variable(variable, value)
+    if variable.synchronization == "on_read" and variable.aggregation == "sum":
+        # The replicas' parts are added up, so one of them has the value.
+        for local, part in enumerate(components(new)):
+            if placement.first_replica + local:
+                part.assign(np.zeros_like(value))
+    return new
+
+
+def _check_plain(variables: Sequence[Any]) -> None:
+    for variable in variables:
+        if isinstance(variable, tf.distribute.DistributedValues):
+            raise ModelError(
+                f"the variable {variable.name!r} was made in the scope of another strategy than "
+                "the model's. Write 'strategy = tfmulti.make_strategy()' once, and 'with "
+                "strategy.scope():' around the lines that build and compile the model."
+            )

@@ -1,0 +1,200 @@
+"""The state of a run in progress, out of a model and back into it.
+
+`capture` and `restore` run on every worker: metrics hold a part on each replica. What they
+give and take is a tree of plain values and NumPy arrays (`backup.Record`).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.distribution import replica_context
+from tfmulti.distribution.strategies import placement_of
+from tfmulti.errors import ResumeError
+from tfmulti.keras_patches import keras_compat
+from tfmulti.training.state.model_checks import optimizers_of
+from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.state.variable_names import named_variables, places_of
+
+Tree = dict[str, Any]
+
+
+def capture(model: keras.Model) -> Tree:
+    """Returns all but what is trained: metrics in progress, random generators, other variables.
+
+    An evaluation changes no more than this.
+    """
+    state = state_of(model)
+    generator = keras_compat.global_generator()
+    variables = {name: _value(v) for name, v in _variables(model, trained=False).items()}
+    return {
+        "variables": state.saved_variables | variables,
+        "metrics": metric_states(model),
+        "generator": None if generator is None else _value(generator.state),
+        "random": random_states(),
+    }
+
+
+def capture_trained(model: keras.Model) -> Tree:
+    """Returns the weights that are trained, and the optimizers' slots."""
+    return {name: _value(v) for name, v in _variables(model, trained=True).items()}
+
+
+def _variables(model: keras.Model, *, trained: bool) -> Tree:
+    weights = {id(v) for v in model.trainable_variables}
+    weights |= {id(v) for o in optimizers_of(model) for v in o.variables if len(v.shape)}
+    return {n: v for n, v in named_variables(model).items() if (id(v) in weights) is trained}
+
+
+def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
+    """Gives a built model the state that `capture` and `capture_trained` returned.
+
+    A layer that only training calls may not have made its seeds yet. They get their state when the
+    layer makes them.
+
+    Raises:
+        ResumeError: the model or its optimizer has other variables.
+    """
+    variables, saved, state = named_variables(model), tree["variables"] | trained, state_of(model)
+    late = {name: value for name, value in saved.items() if _is_late(model, name, variables)}
+    _check_same(variables, {name: v for name, v in saved.items() if name not in late})
+    for name, variable in variables.items():
+        variable.assign(saved[name])
+    state.saved_variables = late
+    _set_metric_states(model, tree["metrics"])
+    if tree.get("generator") is not None:
+        keras_compat.made_global_generator().state.assign(tree["generator"])
+    set_random_states(tree["random"])
+
+
+def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> bool:
+    """Whether a variable is a seed of a layer that is there, but not built yet."""
+    if name in variables or not re.search(rf"/{keras_compat.SEED}( \d+)?$", name):
+        return False
+    within = [(place, layer) for place, layer in places_of(model).items() if name.startswith(place)]
+    return any(not layer.built for place, layer in within if name[len(place)] == "/")
+
+
+def restore_late(model: keras.Model) -> None:
+    """Gives what was built since `restore` its state."""
+    saved, variables = state_of(model).saved_variables, named_variables(model)
+    for name in [name for name in saved if name in variables]:
+        variables[name].assign(saved.pop(name))
+
+
+def _check_same(variables: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for name in [*variables, *saved]:
+        here = _form(variables[name]) if name in variables else "not there"
+        there = _form(saved[name]) if name in saved else "not there"
+        if here != there:
+            raise ResumeError(
+                f"the model has changed: its variable {name!r} is {there} in the backup and "
+                f"{here} now. Build the same model and optimizer, or give a new folder."
+            )
+
+
+def _form(value: Any) -> str:
+    return f"{keras.backend.standardize_dtype(value.dtype)} of shape {tuple(value.shape)}"
+
+
+def _value(variable: Any) -> np.ndarray:
+    # Every worker reads: a variable that is synchronized on reading needs them all.
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def metric_states(model: keras.Model) -> Tree:
+    """Returns each metric variable's value on every replica, [replicas, …]; a collective."""
+    variables = replica_context.metric_variables(model)
+    if not variables:
+        return {}
+    known, read = _readers.get(model, ([], None))
+    if read is None or [id(v) for v in known] != [id(v) for v in variables]:
+        read = _reader(model.distribute_strategy, variables)  # traced once, not at each backup
+        _readers[model] = (variables, read)
+    return {name: v.numpy() for name, v in zip(_names(variables), read(), strict=True)}
+
+
+_readers: weakref.WeakKeyDictionary[keras.Model, tuple[Sequence[Any], Callable[[], Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Callable[[], Any]:
+    def on_replica() -> list[tf.Tensor]:
+        context = tf.distribute.get_replica_context()
+        count = context.num_replicas_in_sync
+        is_own = tf.range(count) == tf.cast(context.replica_id_in_sync_group, tf.int32)
+        own = []
+        for variable in variables:
+            value = tf.convert_to_tensor(variable.value)
+            here = tf.reshape(is_own, [count, *[1] * value.shape.rank])
+            own.append(tf.where(here, value, tf.zeros([], value.dtype)))
+        return replica_context.sum_together(own)
+
+    def states() -> Any:
+        return strategy.experimental_local_results(strategy.run(on_replica))[0]
+
+    return cast("Callable[[], Any]", tf.function(states, autograph=False))
+
+
+def _set_metric_states(model: keras.Model, saved: Tree) -> None:
+    """Gives each replica its part; where their number has changed, the first gets the sum."""
+    strategy = model.distribute_strategy
+    place = placement_of(strategy)
+    variables = replica_context.metric_variables(model)
+    names = _names(variables)
+    if set(names) != set(saved):
+        raise ResumeError(
+            f"the metrics have changed: {', '.join(sorted(saved))} in the backup, "
+            f"{', '.join(sorted(names))} now. Compile with the same, or give a new folder."
+        )
+    parts = {
+        n: _shared_out(saved[n], v, place.replicas) for n, v in zip(names, variables, strict=True)
+    }
+
+    def on_replica() -> None:
+        number = place.first_replica + replica_context.local_index(place.local_replicas)
+        for name, variable in zip(names, variables, strict=True):
+            variable.assign(parts[name][number])
+
+    strategy.run(on_replica)
+
+
+def _shared_out(states: np.ndarray, variable: Any, count: int) -> np.ndarray:
+    if len(states) == count:
+        return states
+    if variable.aggregation == "mean":
+        return np.stack([states.mean(0, dtype=states.dtype)] * count)
+    if variable.aggregation == "only_first_replica":
+        return np.stack([states[0]] * count)
+    return np.stack([states.sum(0, dtype=states.dtype), *[np.zeros_like(states[0])] * (count - 1)])
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+    return [f"{number} {variable.name}" for number, variable in enumerate(variables)]
+
+
+def random_states() -> Tree:
+    """Returns the states of Python's and NumPy's generators, for `set_random_states`."""
+    kind, numbers, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, following = random.getstate()
+    return {
+        "numpy": [str(kind), np.asarray(numbers), int(position), int(has_gauss), float(gauss)],
+        "python": [version, np.array(words, np.uint64), following],
+    }
+
+
+def set_random_states(saved: Tree) -> None:
+    """Gives Python's and NumPy's generators the states that `capture` found."""
+    kind, numbers, position, has_gauss, gauss = saved["numpy"]
+    np.random.set_state((kind, numbers, position, has_gauss, gauss))
+    version, words, following = saved["python"]
+    random.setstate((version, tuple(int(word) for word in words), following))

@@ -1,0 +1,76 @@
+"""Names of a model's variables that are the same for every model that is built alike.
+
+Keras' own names count the layers of a process: the same model made twice has `dense` and
+`dense_2`, and slots of optimizers are named after them. Here a variable is named by where its
+layer stands in the model and by the layer's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfmulti.distribution import replica_context
+from tfmulti.keras_patches import keras_compat
+from tfmulti.training.state.model_checks import optimizers_of
+
+
+def named_variables(model: keras.Model) -> dict[str, Any]:
+    """Returns all variables but the metrics', those of layers first, then those of optimizers.
+
+    Such as `Sequential/1 Dense/kernel`, `optimizer Adam/3 momentum of Sequential/1 Dense/kernel`.
+    """
+    metrics = {id(v) for v in replica_context.metric_variables(model)}
+    named: dict[str, Any] = {}
+    names: dict[int, str] = {}
+
+    def add(name: str, variable: Any) -> None:
+        if id(variable) in metrics or id(variable) in names:
+            return
+        unique, count = name, 1
+        while unique in named:
+            count += 1
+            unique = f"{name} {count}"
+        named[unique], names[id(variable)] = variable, unique
+
+    for place, layer in places_of(model).items():
+        for variable in keras_compat.own_variables(layer):
+            add(f"{place}/{variable.name}", variable)
+    for variable in model.variables:
+        add(f"{type(model).__name__}/{variable.name}", variable)
+    for number, optimizer in enumerate(optimizers_of(model)):
+        group = f"optimizer {number}" if number else "optimizer"
+        slots = _Slots(model, names)
+        for at, variable in enumerate(optimizer.variables):
+            add(f"{group} {type(optimizer).__name__}/{at} {slots.name(variable)}", variable)
+    return named
+
+
+def places_of(model: keras.Model) -> dict[str, Any]:
+    """Returns the model and its layers by where they stand, such as `Sequential/1 Dense`."""
+    return dict(_places(model, type(model).__name__, set()))
+
+
+def _places(layer: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    seen.add(id(layer))
+    yield place, layer
+    for number, inner in enumerate(keras_compat.sublayers(layer)):
+        if id(inner) not in seen:
+            yield from _places(inner, f"{place}/{number} {type(inner).__name__}", seen)
+
+
+class _Slots:
+    """Names an optimizer's variables: Keras puts the path of a model's variable before a slot."""
+
+    def __init__(self, model: keras.Model, names: dict[int, str]) -> None:
+        paths = {v.path.replace("/", "_"): names[id(v)] for v in model.trainable_variables}
+        self._paths = sorted(paths.items(), key=lambda item: -len(item[0]))
+
+    def name(self, variable: Any) -> str:
+        for path, name in self._paths:
+            before, found, slot = variable.name.partition(f"{path}_")
+            if found:
+                return f"{before}{slot} of {name}"
+        return str(variable.name)

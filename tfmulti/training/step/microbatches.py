@@ -1,0 +1,189 @@
+"""One update from several passes: a share too large for the memory, computed part by part.
+
+Each pass takes a part of the replica's rows forward and backward. Its gradients, weighed by
+its rows, wait here; after the last pass they are summed over passes and replicas at once and
+the optimizer updates as it would for the whole batch. Unlike Keras'
+`gradient_accumulation_steps` a step stays a step: schedules, logs and callbacks count it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfmulti.data import sharding
+from tfmulti.distribution import lookup_gradients
+from tfmulti.distribution.losses import Divisors
+from tfmulti.distribution.replica_context import rows_of, weighed
+from tfmulti.distribution.replica_slice import PerThread, Share, current, part_of
+from tfmulti.errors import ModelError
+from tfmulti.keras_patches import keras_compat
+
+Step = Callable[[Any, Share], dict[str, Any]]
+
+
+class Taker(Protocol):
+    """What gradients go to in place of an optimizer's `apply`."""
+
+    def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None: ...
+
+
+_taker: PerThread[Taker | None] = PerThread(None)
+
+
+def giving_gradients_to(taker: Taker) -> contextlib.AbstractContextManager[Taker | None]:
+    """Inside the context, in this thread, what goes to an optimizer's `apply` comes there."""
+    return _taker.set_to(taker)
+
+
+class Collector:
+    """Takes the gradients of the passes in place of the optimizer.
+
+    Raises:
+        ModelError: a pass updates more than once; what follows the first update would need it.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: Any = None
+        self._variables: Any = None
+        self._sums: list[Any] = []
+        self._taken = 0
+
+    def taking(self) -> contextlib.AbstractContextManager[Taker | None]:
+        """Inside the context, gradients that go to an optimizer's `apply` come here."""
+        self._taken = 0
+        return giving_gradients_to(self)
+
+    def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
+        """Adds the gradients of one pass to those of the passes before."""
+        self._taken += 1
+        if self._taken > 1:
+            raise ModelError(
+                "the train_step updates more than once a step, and the second update needs the "
+                "first one's weights, which --microbatches delays. Leave --microbatches out."
+            )
+        share = current()
+        assert share is not None
+        new = [None if g is None else weighed(g, share.weight) for g in gradients]
+        self._optimizer, self._variables = optimizer, variables
+        self._sums = [
+            _added(a, b) for a, b in zip(self._sums or [None] * len(new), new, strict=True)
+        ]
+
+    def tensors(self) -> list[tf.Tensor]:
+        """Returns what must be computed before the next pass begins, and with it its memory."""
+        return [
+            g.values if isinstance(g, tf.IndexedSlices) else g for g in self._sums if g is not None
+        ]
+
+    def update(self) -> None:
+        """Lets the optimizer update by what was collected."""
+        if self._optimizer is not None:
+            self._optimizer.apply(self._sums, self._variables)
+
+
+def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
+    """Keeps the gradients of a pass for later; returns False outside one."""
+    taker = _taker.get()
+    if taker is None:
+        return False
+    taker.take(optimizer, gradients, variables)
+    return True
+
+
+def run(model: keras.Model, step: Step, data: Any, share: Share, passes: int) -> dict[str, Any]:
+    """Returns the logs of a step that takes several passes over a replica's rows.
+
+    Args:
+        step: computes one part of the rows, and updates the metrics by them.
+    """
+    parts = [_part(data, share, passes, number) for number in range(passes)]
+    divisors = _measured(model, step, parts)
+    seeds = keras_compat.seed_variables(model)
+    drawn = [tf.identity(seed.value) for seed in seeds]
+    sums, logs = Collector(), []
+    for number, (rows, part) in enumerate(parts):
+        with tf.control_dependencies(sums.tensors()):
+            if number:  # all passes draw what stands at their rows of the same tensors
+                for seed, value in zip(seeds, drawn, strict=True):
+                    seed.assign(value)
+            with sums.taking(), divisors.in_use():
+                logs.append(step(rows, part))
+    sums.update()
+    return _combined(logs, [part.weight for _, part in parts])
+
+
+def _part(data: Any, share: Share, passes: int, number: int) -> tuple[Any, Share]:
+    """Returns the rows of one pass, and what part of the global batch they are."""
+    start, stop = sharding.share_bounds(
+        share.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
+    )
+    read = tf.maximum(share.own_rows, 1)
+    begin, end = sharding.rows_to_read(start, stop, read, tf.minimum)
+    known = None
+    if share.read_rows is not None and share.read_rows % passes == 0:
+        known = share.read_rows // passes
+        begin, end = number * known, (number + 1) * known
+    part = share._replace(
+        weight=part_of(stop - start, share.own_rows if share.is_local else share.global_rows),
+        own_rows=stop - start,
+        first_row=share.first_row + tf.cast(begin, tf.int64),
+        read_rows=known,
+        is_whole=False,
+    )
+    return rows_of(data, begin, end), part
+
+
+def _measured(model: keras.Model, step: Step, parts: Sequence[tuple[Any, Share]]) -> Divisors:
+    """Returns what the losses divide by, over all passes and replicas.
+
+    The passes are computed without effect: what only the losses' values need is no part of
+    the compiled step, and a step without such losses is not measured further.
+    """
+    divisors = Divisors()
+    # Regularizers ask the scope for their weights; it must answer with the variables themselves.
+    weights = {id(v): v.value for v in model.trainable_variables}
+    for rows, part in parts:
+        scope = keras.StatelessScope()
+        scope.state_mapping.update(weights)
+        with scope, Collector().taking(), divisors.in_use():
+            step(rows, part)
+        if not divisors.any:
+            break
+    divisors.sum_up(parts[0][1])
+    return divisors
+
+
+def _added(sum_so_far: Any, gradient: Any) -> Any:
+    if sum_so_far is None or gradient is None:
+        return gradient if sum_so_far is None else sum_so_far
+    if isinstance(sum_so_far, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
+        return lookup_gradients.added(sum_so_far, gradient)
+    return tf.convert_to_tensor(sum_so_far) + tf.convert_to_tensor(gradient)
+
+
+def _combined(logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]) -> dict[str, Any]:
+    """Returns the mean of the passes' logs by their rows."""
+    total = tf.add_n(list(weights))
+    return {
+        name: tf.math.divide_no_nan(
+            tf.add_n(
+                [
+                    tf.math.multiply_no_nan(found[name], tf.cast(weight, found[name].dtype))
+                    for found, weight in zip(
+                        (_as_floats(found) for found in logs), weights, strict=True
+                    )
+                ]
+            ),
+            tf.cast(total, _as_floats(logs[-1])[name].dtype),
+        )
+        for name in logs[-1]
+    }
+
+
+def _as_floats(logs: dict[str, Any]) -> dict[str, tf.Tensor]:
+    return {n: v if v.dtype.is_floating else tf.cast(v, tf.float32) for n, v in logs.items()}

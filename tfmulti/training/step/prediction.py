@@ -1,0 +1,99 @@
+"""Compiles what `predict` calls for each batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfmulti.distribution import (
+    collectives,
+    connections,
+    global_values,
+    replica_context,
+    row_labels,
+)
+from tfmulti.distribution.replica_slice import computing
+from tfmulti.distribution.strategies import Placement
+from tfmulti.keras_patches import keras_compat
+from tfmulti.training.input.shards import Ahead, Outlet
+from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.step.step import compiled, step_of, taken, warn_of_unknown
+from tfmulti.training.step.step_result import first_local
+
+
+class Predicted(NamedTuple):
+    """What the model makes of a global batch, rows in order, the same on every worker.
+
+    `lost` is how many examples of it could not be read; others stand in their places.
+    """
+
+    outputs: Any
+    lost: Any
+
+
+def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Predicted]:
+    """Returns `predict(source)`, which takes a global batch and returns what it `Predicted`.
+
+    The source is an outlet, an iterator of global batches, `Shards`, or an Optional of a batch.
+    Every worker gets all rows.
+    """
+    strategy = model.distribute_strategy
+    keras_compat.install()
+    seeds = keras_compat.step_generator(model)
+    state = state_of(model)
+    any_rows = placement.replicas > 1 and not model.run_eagerly
+    step = step_of(model, "predict_step")
+
+    def predict(source: Any) -> Predicted:
+        shards = taken(source, placement)
+        shards = shards.of_any_rows() if any_rows else shards
+        may_lose = placement.workers > 1 and isinstance(source, Outlet)  # alone, reading ends
+
+        def replica_step() -> Predicted:
+            with collectives.serving("prediction", placement):
+                return predicted_by_replica()
+
+        def predicted_by_replica() -> Predicted:
+            index = replica_context.local_index(placement.local_replicas)
+            alone = placement.replicas == 1
+            share = shards.share(index, alone=alone, sync_batch_norm=state.sync_batch_norm)
+            share = share._replace(
+                seeds=seeds, note_unknown=lambda reason: state.unknown.setdefault(reason)
+            )
+            if not share.is_whole:
+                row_labels.begin(shards.data[index], [])
+            with computing(share):
+                outputs = step(shards.data[index])
+                if not alone:
+                    own_rows = functools.partial(global_values.own_rows, share)
+                    outputs = tf.nest.map_structure(own_rows, outputs)
+            if placement.workers == 1:
+                return Predicted(outputs, shards.lost)
+            lost = tf.cast(shards.lost if index == 0 else 0, tf.float32)
+            if may_lose:
+                (lost,) = replica_context.sum_together([lost])
+            return Predicted(tf.nest.map_structure(replica_context.gather_rows, outputs), lost)
+
+        found = strategy.run(replica_step)
+        keras_compat.share_generator(seeds)
+        if placement.workers > 1:
+            of_all: Predicted = first_local(strategy, found)
+            return of_all
+        outputs = tf.nest.map_structure(
+            lambda v: tf.concat(strategy.experimental_local_results(v), axis=0), found.outputs
+        )
+        return Predicted(outputs, shards.lost)
+
+    called = predict if model.run_eagerly else compiled(predict)
+
+    @connections.own_errors(placement)
+    def call(source: Any) -> Predicted:
+        found: Predicted = called(source.outlet if isinstance(source, Ahead) else source)
+        warn_of_unknown(model, placement, "predict_step")
+        return found
+
+    return call
