@@ -108,9 +108,9 @@ def _go_on(process: subprocess.Popen[str]) -> None:
 
 def plan_us() -> float:
     """Returns the microseconds to plan a step of 256 out of 10^9 examples."""
-    from tfmulti.data.batch_plan import Plan
+    from tfmulti.data.batch_plan import BatchPlan
 
-    plan = Plan(10**9, 256, seed=1)
+    plan = BatchPlan(10**9, 256, seed=1)
     for step in range(20):
         plan.examples_of(plan.part(step, 0, 1, 1))
     began = time.perf_counter()

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import table
-from benchmarks.peers.training_clock import Clock
+from benchmarks.peers.training_clock import StepClock
 from benchmarks.workloads import WORKLOADS, compile_model, keras_model
 
 RESULTS = Path(__file__).parent / "results" / "turns.json"
@@ -62,7 +62,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     found: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(rounds + 1):
         for side in SIDES[:: -1 if number % 2 else 1]:
-            clock = Clock(warm_up=2)
+            clock = StepClock(warm_up=2)
             callback = keras.callbacks.LambdaCallback(
                 on_train_batch_end=lambda batch, logs, clock=clock: clock.end(batch + 1)
             )

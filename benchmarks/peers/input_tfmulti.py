@@ -11,10 +11,10 @@ from benchmarks.peers.input_measure import measure
 from benchmarks.peers.input_step import rows_of_next
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.batch_plan import Plan
+from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.distribution.strategies import Placement
 from tfmulti.run.validation import load_data
-from tfmulti.training.input.prefetcher import AnyStream, stream_of
+from tfmulti.training.input.prefetcher import Prefetcher, prefetcher_of
 
 
 def source_of(task: str, folder: str) -> Any:
@@ -34,14 +34,14 @@ def source_of(task: str, folder: str) -> Any:
 
 
 def main(task: str, folder: str) -> None:
-    streams: list[AnyStream] = []
+    streams: list[Prefetcher] = []
     arrays = source_of(task, folder) if task == "arrays" else None
 
-    def stream(first_step: float = 0.0) -> AnyStream:
+    def stream(first_step: float = 0.0) -> Prefetcher:
         source = arrays or source_of(task, folder)  # finding the files is part of it
-        plan = Plan(len(source), BATCHES[task], seed=1)
+        plan = BatchPlan(len(source), BATCHES[task], seed=1)
         streams.append(
-            stream_of(source, plan, Placement(0, 1, 1), int(first_step * plan.steps_per_epoch))
+            prefetcher_of(source, plan, Placement(0, 1, 1), int(first_step * plan.steps_per_epoch))
         )
         return streams[-1]
 

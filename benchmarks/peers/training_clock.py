@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 
-class Clock:
+class StepClock:
     """Notes the end of each step, or of several at a time."""
 
     def __init__(self, warm_up: int) -> None:

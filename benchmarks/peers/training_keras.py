@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.peers.training_clock import Clock
+from benchmarks.peers.training_clock import StepClock
 from benchmarks.workloads import WORKLOADS, compile_model, keras_model
 
 
@@ -32,7 +32,7 @@ def main(name: str, kind: str, package: str, steps: str = "1") -> None:
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras_model(name, keras)
         compile_model(model, keras, int(steps))
-    clock = Clock(work.warm_up)
+    clock = StepClock(work.warm_up)
 
     class Ends(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from benchmarks.peers.training_clock import Clock
+from benchmarks.peers.training_clock import StepClock
 from benchmarks.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS, keras_model
 
 
@@ -51,7 +51,7 @@ def main(name: str, kind: str) -> None:
         return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
 
     iterator = iter(shared)
-    clock = Clock(work.warm_up)
+    clock = StepClock(work.warm_up)
     for number in range(work.warm_up + work.steps):
         float(train_step(iterator))
         clock.end(number + 1)

@@ -11,7 +11,7 @@ import ast
 import sys
 from typing import Any
 
-from benchmarks.peers.training_clock import Clock
+from benchmarks.peers.training_clock import StepClock
 from benchmarks.workloads import WORKLOADS, compile_model, keras_model
 
 
@@ -30,7 +30,7 @@ def main(name: str, kind: str, *options: str) -> None:
         given = {n: _value(v) for n, _, v in (option.partition("=") for option in options)}
         tfmulti.prepare(model, seed=1, **given)
         compile_model(model, keras)
-    clock = Clock(work.warm_up)
+    clock = StepClock(work.warm_up)
 
     class Ends(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

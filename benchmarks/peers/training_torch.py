@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers.training_clock import Clock
+from benchmarks.peers.training_clock import StepClock
 from benchmarks.workloads import (
     DEPTH,
     HEADS,
@@ -120,7 +120,7 @@ def main(name: str, kind: str) -> None:
     if x.ndim == 4:
         x = x.permute(0, 3, 1, 2).contiguous()
     own = work.batch // workers
-    clock = Clock(work.warm_up)
+    clock = StepClock(work.warm_up)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     right = torch.zeros(())
     for number in range(work.warm_up + work.steps):

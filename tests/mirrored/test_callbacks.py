@@ -11,7 +11,7 @@ from tfmulti.run.callbacks.model_file import ModelFile
 from tfmulti.run.callbacks.tensorboard import TensorBoard
 
 
-class Clock:
+class StepClock:
     now = 100.0
 
     def __call__(self) -> float:
@@ -21,7 +21,7 @@ class Clock:
 class SlowToSave:
     """Stands for a model: saving it takes `seconds` of the clock."""
 
-    def __init__(self, clock: Clock, seconds: float) -> None:
+    def __init__(self, clock: StepClock, seconds: float) -> None:
         self.clock, self.seconds, self.saves = clock, seconds, 0
 
     def save(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class SlowToSave:
 @pytest.mark.parametrize(("seconds", "saves"), [(0.1, 10), (2.0, 2)])
 def test_the_model_is_saved_now_and_then(tmp_path: Path, seconds: float, saves: int) -> None:
     """Epochs of 3 s for a minute: every second one, or, if it takes 2 s, every 40 s."""
-    clock = Clock()
+    clock = StepClock()
     model = SlowToSave(clock, seconds)
     callback = ModelFile(tmp_path / "model.keras", clock)
     callback.set_model(model)
@@ -45,7 +45,7 @@ def test_the_model_is_saved_now_and_then(tmp_path: Path, seconds: float, saves: 
 
 
 def test_a_short_run_saves_at_its_end_alone(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = StepClock()
     callback = ModelFile(tmp_path / "model.keras", clock)
     callback.set_model(SlowToSave(clock, 0.1))
     callback.on_epoch_end(0)

@@ -149,7 +149,7 @@ def test_each_trace_of_an_execution_is_told(
 ) -> None:
     """Else a trace of a minute, among steps of a millisecond, would count as a step that hangs."""
     traces: list[int] = []
-    monkeypatch.setattr(heartbeat.Teller, "tracing", lambda self: traces.append(1))
+    monkeypatch.setattr(heartbeat.Heartbeat, "tracing", lambda self: traces.append(1))
     made = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=1)
     made.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     x = np.zeros((24, 4), np.float32)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.mirrored.test_normalization import part, whole
-from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.keras_patches import keras_compat
 
 Make = Callable[[str], Any]  # of a type
@@ -66,7 +66,7 @@ LEFT: dict[str, tuple[Make, Shapes]] = {
 }
 
 
-def found(make: Make, shapes: Shapes, share: Share | None, dtype: str = "float32") -> Any:
+def found(make: Make, shapes: Shapes, share: ReplicaSlice | None, dtype: str = "float32") -> Any:
     """Returns outputs, gradients, second derivatives, and the kinds of what computes them.
 
     They are Keras' own without a share.
@@ -103,7 +103,9 @@ def found(make: Make, shapes: Shapes, share: Share | None, dtype: str = "float32
 
 @pytest.mark.parametrize("share", [whole(6), part(6)], ids=["whole", "part"])
 @pytest.mark.parametrize("name", KNOWN)
-def test_outputs_are_keras_own_and_gradients_those_of_64_bits(name: str, share: Share) -> None:
+def test_outputs_are_keras_own_and_gradients_those_of_64_bits(
+    name: str, share: ReplicaSlice
+) -> None:
     (outputs, *derivatives), kinds = found(*KNOWN[name], share)
     (keras_outputs, *keras_derivatives), keras_kinds = found(*KNOWN[name], None)
     (_, *expected), _ = found(*KNOWN[name], None, "float64")

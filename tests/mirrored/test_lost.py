@@ -12,7 +12,7 @@ import pytest
 from tests.support.reads import BAD, BATCH, EXAMPLES, Logged
 from tfmulti import Backup, prepare
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.data.batch_plan import Plan
+from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.lost import Lost
 from tfmulti.errors import DataError
 from tfmulti.run import validation
@@ -58,7 +58,7 @@ def trained(model: keras.Model, epochs: int, steps: int | None, callbacks: Any =
 
 def lost_until(steps: int) -> list[int]:
     """Returns how many bad examples each pass has had after so many steps."""
-    plan, counts = Plan(EXAMPLES, BATCH, SEED), []
+    plan, counts = BatchPlan(EXAMPLES, BATCH, SEED), []
     for epoch in range(-(-steps // STEPS)):
         last = min((steps - epoch * STEPS) * BATCH, EXAMPLES)
         counts.append(sum(int(e) in BAD for e in plan.examples_at(epoch, 0, last)))

@@ -10,26 +10,26 @@ import pytest
 import tensorflow as tf
 
 from tfmulti.distribution import normalization
-from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.keras_patches import keras_compat
 
 KERNEL = "FusedBatchNormGradV3"
 ROWS = 6
 
 
-def whole(rows: int) -> Share:
+def whole(rows: int) -> ReplicaSlice:
     count = tf.constant(rows, tf.int64)
-    return Share(tf.constant(1.0), count, tf.constant(0, tf.int64), count, rows, True, True)
+    return ReplicaSlice(tf.constant(1.0), count, tf.constant(0, tf.int64), count, rows, True, True)
 
 
-def part(rows: int, *, counts: bool = True) -> Share:
+def part(rows: int, *, counts: bool = True) -> ReplicaSlice:
     """A share that may be less than the whole, though there is no other replica."""
     none = tf.constant(0, tf.int64)
     return whole(rows)._replace(is_whole=False, own_rows=whole(rows).own_rows if counts else none)
 
 
 def gradients_of(
-    layer: Any, x: np.ndarray, upstream: np.ndarray, share: Share | None = None
+    layer: Any, x: np.ndarray, upstream: np.ndarray, share: ReplicaSlice | None = None
 ) -> tuple[Any, set[str]]:
     """Returns the gradients in a share (None: the whole), and the kinds of what computes them."""
     keras_compat.install()
@@ -117,7 +117,7 @@ def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
     layer.build(x.shape)
 
     @tf.function
-    def penalty(share: Share | None) -> Any:
+    def penalty(share: ReplicaSlice | None) -> Any:
         with tf.GradientTape() as outer:
             outer.watch(x)
             with tf.GradientTape() as inner:

@@ -14,27 +14,29 @@ import pytest
 import tensorflow as tf
 
 from tests.unit.test_plan import epoch_of
-from tfmulti.config.reading import Reading
+from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.batch_plan import Plan
+from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.loader import empty
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
 from tfmulti.training.input.feed import make_feed
-from tfmulti.training.input.prefetcher import as_tensor, stream_of
+from tfmulti.training.input.prefetcher import as_tensor, prefetcher_of
 
 ALONE = Placement(0, 1, 1)
 
 
 def shards_of(
     source: Any,
-    plan: Plan,
+    plan: BatchPlan,
     place: Placement,
     steps: int,
     first: int = 0,
     threads: int | None = None,
 ) -> list[Any]:
-    with contextlib.closing(stream_of(source, plan, place, first, Reading(threads))) as stream:
+    with contextlib.closing(
+        prefetcher_of(source, plan, place, first, ReadOptions(threads))
+    ) as stream:
         return [stream.shards.take() for _ in range(steps)]
 
 
@@ -52,7 +54,7 @@ def test_workers_read_each_row_of_an_epoch_once(
     workers: int, local: int, threads: int | None
 ) -> None:
     """Counts what is read, not what is counted: 25 rows in batches of 8, the last of one row."""
-    source, plan = ArraySource((np.arange(25, dtype=np.float32),)), Plan(25, 8, seed=1)
+    source, plan = ArraySource((np.arange(25, dtype=np.float32),)), BatchPlan(25, 8, seed=1)
     batches: list[list[float]] = [[] for _ in range(4)]
     read: list[float] = []
     without_rows = 0
@@ -71,7 +73,7 @@ def test_workers_read_each_row_of_an_epoch_once(
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_an_iterator_starts_at_any_step(threads: int) -> None:
-    source, plan = ArraySource((np.arange(20, dtype=np.float32),)), Plan(20, 6, seed=1)
+    source, plan = ArraySource((np.arange(20, dtype=np.float32),)), BatchPlan(20, 6, seed=1)
     place = Placement(0, 1, 2)
 
     def second(steps: int, first: int = 0) -> list[Any]:
@@ -94,7 +96,7 @@ def test_any_nest_of_any_types_arrives() -> None:
         rows.astype(np.int64),
         rows.astype(np.float64),
     )
-    (shards,) = shards_of(ArraySource(data), Plan(6, 6), ALONE, 1)
+    (shards,) = shards_of(ArraySource(data), BatchPlan(6, 6), ALONE, 1)
     x, y, weight = shards.data[0]
     assert list(x) == ["b", "a", "text"]
     assert x["b"].dtype == tf.uint8
@@ -146,7 +148,9 @@ class Broken(ArraySource):
 @pytest.mark.parametrize("threads", [0, 2])
 def test_what_cannot_be_read_is_named_when_it_is_its_turn(threads: int) -> None:
     source = Broken((np.arange(12, dtype=np.float32),))
-    with contextlib.closing(stream_of(source, Plan(12, 4), ALONE, 0, Reading(threads))) as stream:
+    with contextlib.closing(
+        prefetcher_of(source, BatchPlan(12, 4), ALONE, 0, ReadOptions(threads))
+    ) as stream:
         assert stream.shards.take().data[0][0].numpy().tolist() == [0, 1, 2, 3]
         with pytest.raises(tf.errors.OpError):
             stream.shards.take()

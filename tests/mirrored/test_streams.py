@@ -9,25 +9,25 @@ import pytest
 
 from tests.support.processes import run
 from tests.unit.test_reader import Gated
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Plan
-from tfmulti.data.loader import Reader
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.loader import Loader
 from tfmulti.distribution.strategies import Placement
-from tfmulti.training.input.prefetcher import stream_of
+from tfmulti.training.input.prefetcher import prefetcher_of
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_a_closed_stream_reads_no_more(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads that are in work when it is closed end after it was stopped, and no other begins."""
-    source, stop = Gated(64), Reader.stop
+    source, stop = Gated(64), Loader.stop
 
-    def stopping(reader: Reader) -> None:
+    def stopping(reader: Loader) -> None:
         stop(reader)
         source.go.set()
 
-    monkeypatch.setattr(Reader, "stop", stopping)
+    monkeypatch.setattr(Loader, "stop", stopping)
     before = set(threading.enumerate())
-    stream = stream_of(source, Plan(64, 16), Placement(0, 2, 2), 0, Reading(threads))
+    stream = prefetcher_of(source, BatchPlan(64, 16), Placement(0, 2, 2), 0, ReadOptions(threads))
     in_work = max(threads, 1)
     source.wait_for(in_work)
     stream.close()

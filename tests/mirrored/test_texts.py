@@ -14,11 +14,11 @@ import tensorflow as tf
 from tests.unit.test_folders import made
 from tfmulti import make_strategy
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.reading import Reading
+from tfmulti.config.reading import ReadOptions
 from tfmulti.config.run_directory import RunDir, write_text
-from tfmulti.data.batch_plan import Plan
-from tfmulti.data.data_set import Data
-from tfmulti.data.loader import Reader
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.data_set import DataSet
+from tfmulti.data.loader import Loader
 from tfmulti.data.sources import text
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> str:
     return folder
 
 
-def on_one_device(options: str) -> Data:
+def on_one_device(options: str) -> DataSet:
     return shared(text.load(options, 0), make_strategy("one_device"))
 
 
@@ -82,7 +82,7 @@ def test_keras_reads_the_vocabulary_that_is_written(root: str, tmp_path: Path) -
 
 def test_several_threads_make_tokens(root: str) -> None:
     data = on_one_device(f"{root},tokens=4")
-    reader = Reader(data.train, Plan(3, 3), Placement(0, 1, 1), Reading(3))
+    reader = Loader(data.train, BatchPlan(3, 3), Placement(0, 1, 1), ReadOptions(3))
     batches = reader.batches()
     for _ in range(5):
         assert next(batches).data[0][0].tolist() == tokens_of(data.train)
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_left_to_the_reader(root: str) -> None:
     Path(root, "train/a/2.txt").write_bytes(b"\xff")
     data = on_one_device(f"{root},tokens=4,vocabulary=5")
     assert data.vocabulary == ("the", "dog", "cat")
-    reader = Reader(data.train, Plan(3, 3), Placement(0, 1, 1), Reading())
+    reader = Loader(data.train, BatchPlan(3, 3), Placement(0, 1, 1), ReadOptions())
     with pytest.raises(DataError, match=r"train/a/2.txt: it is not UTF-8 text \(byte 0\)"):
         next(reader.batches())
 

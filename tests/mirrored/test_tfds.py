@@ -17,9 +17,9 @@ from tensorflow_datasets import features
 from tests.support.prepared import Made
 from tests.support.processes import ONE_THREAD, run
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Plan
-from tfmulti.data.data_set import Data
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.data_set import DataSet
 from tfmulti.data.formats.record_index import index_of
 from tfmulti.data.source import Leaf
 from tfmulti.data.sources import tfds
@@ -27,7 +27,7 @@ from tfmulti.data.transforms.labels import read_labels
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError, DataError
 from tfmulti.run import validation
-from tfmulti.training.input.prefetcher import stream_of
+from tfmulti.training.input.prefetcher import prefetcher_of
 
 
 class Tiny(Made):
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def read(data: Data) -> tuple[np.ndarray, np.ndarray]:
+def read(data: DataSet) -> tuple[np.ndarray, np.ndarray]:
     """All training examples, in an order of which the first is not the first."""
     x, y = data.train.read(np.arange(20)[::-1])
     return x, y
@@ -156,11 +156,11 @@ def epochs_of(config: FitConfig, batches: int = 4) -> list[list[int]]:
     """Returns the numbers of the examples that two epochs give, in batches of 20 / `batches`."""
     data = validation.load_data(config)
     assert data is not None
-    plan = Plan(len(data.train), 20 // batches, seed=1)
+    plan = BatchPlan(len(data.train), 20 // batches, seed=1)
     here = Placement(0, 1, 1)
-    reading = Reading(0, config.skip_bad_records)
+    reading = ReadOptions(0, config.skip_bad_records)
     found: list[list[int]] = [[], []]
-    with contextlib.closing(stream_of(data.train, plan, here, 0, reading)) as stream:
+    with contextlib.closing(prefetcher_of(data.train, plan, here, 0, reading)) as stream:
         for step in range(2 * batches):
             shards = stream.take()
             rows = int(shards.own_rows[0])

@@ -17,14 +17,14 @@ from tests.support.processes import run
 from tests.support.records import framed, write_features
 from tfmulti import prepare
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Plan
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats.examples import parse_into, parse_numbers_into
 from tfmulti.data.formats.features import Feature
 from tfmulti.data.formats.record_index import index_of, index_places
 from tfmulti.data.io.files import matching, stamp_of
 from tfmulti.data.io.open_files import OpenFiles
-from tfmulti.data.loader import Reader
+from tfmulti.data.loader import Loader
 from tfmulti.data.sources import tfrecord
 from tfmulti.data.transforms.labels import read_labels
 from tfmulti.errors import DataError
@@ -140,11 +140,11 @@ def test_a_record_that_cannot_be_read(tmp_path: Path, values: Any, message: str)
     write_features(tmp_path)
     source = tfrecord.load(str(tmp_path), 0).train
     with pytest.raises(DataError, match=f"/a, record 2: {message}"):
-        next(Reader(source, Plan(4, 4), Alone(), Reading()).batches())
+        next(Loader(source, BatchPlan(4, 4), Alone(), ReadOptions()).batches())
     if "image'" not in message:
         with pytest.raises(DataError, match=f"/a, record 2: {message}"):
             read_labels(source)
-    batch = next(Reader(source, Plan(4, 4), Alone(), Reading(0, 9)).batches())
+    batch = next(Loader(source, BatchPlan(4, 4), Alone(), ReadOptions(0, 9)).batches())
     assert batch.data[0][1].tolist() == [0, 1, 0]
 
 

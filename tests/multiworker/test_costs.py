@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tfmulti.distribution.collectives import SEND
-from tfmulti.training.step.pace import TRIALS
+from tfmulti.training.step.steps_per_execution import TRIALS
 
 KINDS = pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
 Behaviours = Callable[..., list[dict[str, Any]]]

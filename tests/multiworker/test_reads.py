@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import ONE_THREAD, run, run_workers
 from tests.support.reads import BAD, BATCH, EPOCHS, EXAMPLES
-from tfmulti.data.batch_plan import Plan
+from tfmulti.data.batch_plan import BatchPlan
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def of_epoch(reads: list[list[int]], epoch: int) -> list[int]:
 
 @WORKERS
 def test_together_they_read_each_example_once_an_epoch(found: Any, workers: int) -> None:
-    plan = Plan(EXAMPLES, BATCH, seed=9)
+    plan = BatchPlan(EXAMPLES, BATCH, seed=9)
     for epoch in range(EPOCHS):
         parts = [of_epoch(worker["training"], epoch) for worker in found(workers)]
         # The last batch has 2 rows: on three workers one has none, and reads one of the others'.

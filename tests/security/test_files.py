@@ -26,12 +26,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfmulti.config.fit_config import FitConfig, check_same_run
-from tfmulti.config.reading import Reading
+from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.batch_plan import Plan
+from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import csv_tables, parquet_tables, pixels
 from tfmulti.data.io import files, open_files
-from tfmulti.data.loader import Reader, is_of_storage
+from tfmulti.data.loader import Loader, is_of_storage
 from tfmulti.data.sources import images, npz
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ResumeError, RunDirError
@@ -150,7 +150,7 @@ def test_what_is_no_regular_file_is_a_bad_record(tmp_path: Path, kind: str) -> N
     lost = [index for index in range(3) if source.where(index) == str(odd)]
     with pytest.raises(OSError, match="no regular file"):
         source.read(np.array(lost))
-    whole = Reader(source, Plan(3, 3), Placement(0, 1, 1), Reading(0, 1))
+    whole = Loader(source, BatchPlan(3, 3), Placement(0, 1, 1), ReadOptions(0, 1))
     batch = next(whole.batches())
     assert batch.own_rows == (2,)
     assert "odd.png: it is no regular file." in batch.lost[0]
@@ -322,8 +322,8 @@ class Failing(ArraySource):
         out[0][...] = self.read(indices, epoch)[0]
 
 
-def first_batch(source: Any, reading: Reading, workers: int = 1) -> Any:
-    reader = Reader(source, Plan(len(source), 100), Placement(0, workers, 1), reading)
+def first_batch(source: Any, reading: ReadOptions, workers: int = 1) -> Any:
+    reader = Loader(source, BatchPlan(len(source), 100), Placement(0, workers, 1), reading)
     return next(reader.batches())
 
 
@@ -335,7 +335,7 @@ def test_a_storage_that_is_gone_ends_the_reading_at_once(skip: int) -> None:
     """Else each of the examples would be tried, and each failure may take minutes."""
     source = Failing(10_000, GONE)
     with pytest.raises(DataError, match=r"Stale file handle\. The storage fails, not one record"):
-        first_batch(source, Reading(0, skip))
+        first_batch(source, ReadOptions(0, skip))
     assert source.tried == 2
 
 
@@ -366,21 +366,21 @@ def test_a_disk_that_cannot_be_read_is_of_the_storage_and_a_bad_sector_is_not(
 def test_a_fault_of_the_sources_code_is_no_bad_record(error: type[Exception], skip: int) -> None:
     source = Failing(100, error("no"), 50)
     with pytest.raises(error) as found:
-        first_batch(source, Reading(0, skip))
+        first_batch(source, ReadOptions(0, skip))
     assert source.tried == 1
     [note] = found.value.__notes__
     assert f"It is a fault of Failing.read() ({error.__name__}), and of no" in note
 
 
 def test_other_workers_hear_of_a_fault_of_the_sources_code() -> None:
-    batch = first_batch(Failing(100, TypeError("no")), Reading(0), workers=2)
+    batch = first_batch(Failing(100, TypeError("no")), ReadOptions(0), workers=2)
     assert "a fault of Failing.read() (TypeError)" in batch.lost[0]
 
 
 def test_no_more_examples_are_tried_than_may_be_lost() -> None:
     source = Failing(10_000, OSError(errno.EIO, "Input/output error"))
     with pytest.raises(DataError, match="none of the first 8 examples can be read"):
-        first_batch(source, Reading(0, 7))
+        first_batch(source, ReadOptions(0, 7))
     assert source.tried == 1 + 100 + 8
 
 

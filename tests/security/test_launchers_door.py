@@ -20,16 +20,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from tfmulti.cluster.job_secret import Seal, secret_of
+from tfmulti.cluster.job_secret import MessageAuthenticator, secret_of
 from tfmulti.distribution.transport import rendezvous
 from tfmulti.errors import ConfigError
-from tfmulti.launch import agent, connect, guard, remote
+from tfmulti.launch import agent, connect, guard, remote_machine
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import Door, ssh_command
+from tfmulti.launch.connect import JoinListener, ssh_command
+from tfmulti.launch.host_manager import check_secret
 from tfmulti.launch.hosts import Host, parse_hosts
 from tfmulti.launch.machine import Unreachable
-from tfmulti.launch.pool import check_secret
-from tfmulti.launch.remote import Link, There
+from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
 
 PROGRAM = ("train", "--epochs", "3")
 SECRET = "known to both sides"
@@ -44,10 +44,10 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 10.0) -> None:
 
 
 @pytest.fixture
-def door() -> Iterator[tuple[Door, int]]:
+def door() -> Iterator[tuple[JoinListener, int]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    made = Door(
+    made = JoinListener(
         LaunchConfig(
             program=PROGRAM,
             module=True,
@@ -77,13 +77,13 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def proven(port: int, secret: str = SECRET, name: str = "b") -> Link | None:
+def proven(port: int, secret: str = SECRET, name: str = "b") -> AgentConnection | None:
     """Returns a connection on which both sides have proven themselves."""
     link = connect.link_of(knock(port))
     return link if connect._prove(link, secret.encode(), name) else None
 
 
-def comes_in(door: Door, port: int, name: str = "b") -> bool:
+def comes_in(door: JoinListener, port: int, name: str = "b") -> bool:
     """Whether a machine of the job is still let in."""
     link = proven(port, name=name)
     assert link is not None
@@ -111,7 +111,7 @@ def comes_in(door: Door, port: int, name: str = "b") -> bool:
         b'{"name": "b", "nonce": "' + NONCE.encode() * 2 + b'"}\n',
     ],
 )
-def test_who_is_no_machine_is_shown_out(door: tuple[Door, int], data: bytes) -> None:
+def test_who_is_no_machine_is_shown_out(door: tuple[JoinListener, int], data: bytes) -> None:
     with knock(door[1], data) as stranger:
         assert is_closed(stranger)
     assert comes_in(*door)
@@ -121,7 +121,9 @@ def test_who_is_no_machine_is_shown_out(door: tuple[Door, int], data: bytes) -> 
     "second",
     [b"", b"{}", b'{"proof": ""}', b'{"proof": "' + b"00" * 32 + b'"}', b'{"program": "train"}'],
 )
-def test_who_knows_all_but_the_secret_is_shown_out(door: tuple[Door, int], second: bytes) -> None:
+def test_who_knows_all_but_the_secret_is_shown_out(
+    door: tuple[JoinListener, int], second: bytes
+) -> None:
     """The machine's name and the program are no secrets: ps shows them to all users."""
     link = connect.link_of(stranger := knock(door[1]))
     link.send({"name": "b", "nonce": NONCE, "program": "\0".join(PROGRAM)})
@@ -129,22 +131,22 @@ def test_who_knows_all_but_the_secret_is_shown_out(door: tuple[Door, int], secon
     stranger.sendall(second + b"\n")
     assert is_closed(stranger)
     with pytest.raises(Unreachable, match="has not been started there"):
-        come_in(door[0])  # who is asked for is known from here on
+        accept_machine(door[0])  # who is asked for is known from here on
     other = connect.link_of(knock(door[1]))
     other.send({"name": "b", "nonce": NONCE})
     other.receive()
     other.send({"proof": "00" * 32})
     assert other.receive() is None
     with pytest.raises(Unreachable, match="does not know the job's secret"):
-        come_in(door[0])
+        accept_machine(door[0])
     assert comes_in(*door)
 
 
-def come_in(door: Door) -> There:
-    return door.come_in(Host("b"), {}, "r", lambda *line: None)
+def accept_machine(door: JoinListener) -> RemoteMachine:
+    return door.accept_machine(Host("b"), {}, "r", lambda *line: None)
 
 
-def test_what_was_said_before_proves_nothing(door: tuple[Door, int]) -> None:
+def test_what_was_said_before_proves_nothing(door: tuple[JoinListener, int]) -> None:
     """Neither repeated, nor given back to who said it."""
     said: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -171,7 +173,7 @@ def test_what_was_said_before_proves_nothing(door: tuple[Door, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["\ud800", "b\n", "\0", "b" * 300, 3, None, {}, "\x1b[2J"])
-def test_no_greeting_takes_a_place_for_good(door: tuple[Door, int], name: Any) -> None:
+def test_no_greeting_takes_a_place_for_good(door: tuple[JoinListener, int], name: Any) -> None:
     """64 names that cannot be encoded once closed the door."""
     made, port = door
     for _ in range(3):
@@ -182,7 +184,7 @@ def test_no_greeting_takes_a_place_for_good(door: tuple[Door, int], name: Any) -
 
 
 def test_threads_that_cannot_be_started_do_not_close_the_door(
-    door: tuple[Door, int], monkeypatch: pytest.MonkeyPatch
+    door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, port = door
     monkeypatch.setattr(connect.threading, "Thread", Mock(side_effect=RuntimeError("no more")))
@@ -209,7 +211,7 @@ def test_workers_meet_although_a_connection_cannot_be_taken(
     monkeypatch.setattr(socket.socket, "accept", accept)
     with ThreadPoolExecutor(2) as threads:
         found = [
-            threads.submit(rendezvous.join, listener, rank, places, b"key")
+            threads.submit(rendezvous.connect_workers, listener, rank, places, b"key")
             for rank, listener in enumerate(listeners)
         ]
         links = [link for each in found for link in each.result(20).values()]
@@ -270,7 +272,7 @@ def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], ask: str
     with theirs.makefile("rwb") as agents:
         agents.write(b'{"hello": {"cores": 1, "gpus": 0}}\n')
         agents.flush()
-        machine = There("h", ours, {}, lambda *a: None, lambda: "")
+        machine = RemoteMachine("h", ours, {}, lambda *a: None, lambda: "")
         agents.write(json.dumps({"id": 1, **answer}).encode() + b"\n")
         agents.flush()
         arguments: list[Any] = {"reserve": [3], "silent": [["h:1", "h:2"]], "stacks": []}[ask]
@@ -293,10 +295,10 @@ def test_who_answers_without_the_secret_gets_no_proof() -> None:
         assert SECRET.encode() not in heard
 
 
-def sealed_pair() -> tuple[Link, Link, socket.socket, socket.socket]:
+def sealed_pair() -> tuple[AgentConnection, AgentConnection, socket.socket, socket.socket]:
     """Returns two sealed ends, and the sockets of who stands between them."""
     (one, from_one), (two, to_two) = over_pair(), over_pair()
-    one.seal, two.seal = Seal(b"1", b"2"), Seal(b"2", b"1")
+    one.seal, two.seal = MessageAuthenticator(b"1", b"2"), MessageAuthenticator(b"2", b"1")
     return one, two, from_one, to_two
 
 
@@ -379,7 +381,7 @@ def test_the_secret_is_in_no_message_and_no_repr() -> None:
     assert over_ssh["env"]["TFMULTI_SECRET"] == SECRET
 
 
-def test_an_endless_line_is_not_kept(door: tuple[Door, int]) -> None:
+def test_an_endless_line_is_not_kept(door: tuple[JoinListener, int]) -> None:
     """It ends after the bytes that a greeting may have, however many come."""
     data = b"x" * connect.GREETING_BYTES
     with knock(door[1]) as stranger:
@@ -399,7 +401,7 @@ def sent_until_it_ends(stranger: socket.socket, data: bytes, most: int, wait_s: 
 
 
 def test_a_greeting_byte_by_byte_has_an_end(
-    door: tuple[Door, int], monkeypatch: pytest.MonkeyPatch
+    door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connect, "GREETING_S", 0.5)
     with knock(door[1]) as stranger:
@@ -408,7 +410,7 @@ def test_a_greeting_byte_by_byte_has_an_end(
 
 
 def test_many_at_once_do_not_fill_the_launcher(
-    door: tuple[Door, int], monkeypatch: pytest.MonkeyPatch
+    door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connect, "GREETING_S", 1.0)
     before = threading.active_count()
@@ -432,7 +434,7 @@ def _is_over(connection: socket.socket) -> bool:
 
 
 def test_too_many_open_files_do_not_close_the_door(
-    door: tuple[Door, int], monkeypatch: pytest.MonkeyPatch
+    door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept, failed = socket.socket.accept, []
 
@@ -449,9 +451,9 @@ def test_too_many_open_files_do_not_close_the_door(
     assert len(failed) == 3
 
 
-def over_pair() -> tuple[Link, socket.socket]:
+def over_pair() -> tuple[AgentConnection, socket.socket]:
     ours, theirs = socket.socketpair()
-    return Link(ours.makefile("rb"), ours.makefile("wb"), ours.close), theirs
+    return AgentConnection(ours.makefile("rb"), ours.makefile("wb"), ours.close), theirs
 
 
 @pytest.mark.parametrize(
@@ -462,7 +464,7 @@ def test_an_agent_that_says_no_proper_hello_is_not_reached(hello: Any) -> None:
     link, theirs = over_pair()
     theirs.sendall(json.dumps({"hello": hello}).encode() + b"\n")
     with pytest.raises(Unreachable, match="no agent"):
-        There("b", link, {}, lambda *line: None, lambda: "")
+        RemoteMachine("b", link, {}, lambda *line: None, lambda: "")
 
 
 LOOK = {"pid": 1, "returncode": None, "ended_s": None, "told": None, "error": None}
@@ -488,7 +490,7 @@ def test_a_message_of_another_form_ends_the_connection(message: Any) -> None:
     link, theirs = over_pair()
     lines: list[Any] = []
     theirs.sendall(b'{"hello": {"cores": 2, "gpus": 0}}\n')
-    there = There("b", link, {}, lambda *line: lines.append(line), lambda: "")
+    there = RemoteMachine("b", link, {}, lambda *line: lines.append(line), lambda: "")
     there._ranks = {0}
     theirs.sendall(json.dumps(message).encode() + b"\n")
     wait_for(lambda: there._ended)
@@ -502,14 +504,14 @@ def test_lines_of_workers_come_through() -> None:
     link, theirs = over_pair()
     lines: list[Any] = []
     theirs.sendall(b'{"hello": {"cores": 2, "gpus": 0}}\n')
-    there = There("b", link, {}, lambda *line: lines.append(line), lambda: "")
+    there = RemoteMachine("b", link, {}, lambda *line: lines.append(line), lambda: "")
     there._ranks = {0}
     theirs.sendall(b'{"line": [0, "stderr", "x"]}\n')
     wait_for(lambda: lines == [(0, "stderr", b"x")])
     there.close()
 
 
-class Here:
+class LocalMachine:
     """What an agent has, of which only some may be asked."""
 
     def __init__(self) -> None:
@@ -548,7 +550,7 @@ ORDER = {
 }
 
 
-def answer_to(order: dict[str, Any], here: Here, folder: Path) -> dict[str, Any]:
+def answer_to(order: dict[str, Any], here: LocalMachine, folder: Path) -> dict[str, Any]:
     link, theirs = over_pair()
     agent.Agent(link, here, folder)._obey(order)  # type: ignore[arg-type]
     answer: dict[str, Any] = json.loads(theirs.makefile().readline())
@@ -576,14 +578,14 @@ def answer_to(order: dict[str, Any], here: Here, folder: Path) -> dict[str, Any]
 def test_an_agent_does_what_it_is_for_and_nothing_else(
     tmp_path: Path, order: dict[str, Any]
 ) -> None:
-    here = Here()
+    here = LocalMachine()
     answer = answer_to({"id": 5, **order}, here, tmp_path)
     assert (answer["id"], "fails" in answer) == (5, True)
     assert here.asked == []
 
 
 def test_an_order_stays_in_the_agents_folder(tmp_path: Path) -> None:
-    here = Here()
+    here = LocalMachine()
     assert answer_to({"do": "reserve", "id": 1, "with": [2]}, here, tmp_path)["gives"] == ["a:1"]
     answer_to({"do": "start", "id": 2, "with": [[ORDER]]}, here, tmp_path)
     count, [order] = here.asked
@@ -628,4 +630,4 @@ def test_long_lines_of_a_connection_have_an_end() -> None:
     theirs.sendall(b'{"a": 1}\n{"b": 123456789}\n')
     assert link.receive() == {"a": 1}
     assert link.receive() is None
-    assert remote.MOST_BYTES == 1 << 24
+    assert remote_machine.MOST_BYTES == 1 << 24

@@ -41,17 +41,17 @@ from tfmulti.data.formats.features import Feature, read_features
 from tfmulti.data.formats.parquet_tables import read_parquet
 from tfmulti.data.formats.record_index import index_of
 from tfmulti.data.sources import npy, npz
-from tfmulti.distribution.transport.channel import LinkError
-from tfmulti.distribution.transport.rendezvous import join
+from tfmulti.distribution.transport.channel import ChannelError
+from tfmulti.distribution.transport.rendezvous import connect_workers
 from tfmulti.errors import ClusterError, ConfigError, DataError
 from tfmulti.launch import agent, heartbeat
 from tfmulti.launch.agent import Agent
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.heartbeat import Failed, Told
+from tfmulti.launch.heartbeat import HeartbeatRecord, WorkerFailure
 from tfmulti.launch.hosts import parse_hosts, read_hostfile
 from tfmulti.launch.machine import Unreachable
-from tfmulti.launch.remote import Link, There
-from tfmulti.launch.workers import Seen
+from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
+from tfmulti.launch.workers import WorkerStatus
 from tfmulti.training.checkpoint import file_format, owner
 from tfmulti.training.checkpoint.file_format import DamagedBackup, Record
 from tfmulti.training.checkpoint.owner import Owner
@@ -185,39 +185,43 @@ def only(*errors: type[Exception]) -> Iterator[None]:
 @fuzzed
 @given(st.lists(damaged(b'{"id": 1, "gives": null}\n', b'{"line": [0, "stdout", "x"]}\n')))
 def test_lines_of_a_connection(lines: list[bytes]) -> None:
-    link = Link(io.BytesIO(b"".join(lines)), io.BytesIO(), most_bytes=1000)
+    link = AgentConnection(io.BytesIO(b"".join(lines)), io.BytesIO(), most_bytes=1000)
     while (message := link.receive()) is not None:
         assert type(message) is dict
 
 
 def test_a_line_of_deep_brackets() -> None:
-    link = Link(io.BytesIO(NESTED.encode() + b"\n"), io.BytesIO())
+    link = AgentConnection(io.BytesIO(NESTED.encode() + b"\n"), io.BytesIO())
     assert link.receive() == {}
 
 
-TOLD = Told(3, "training", 1.5, 0.5, False, 2, "/f")
+TOLD = HeartbeatRecord(3, "training", 1.5, 0.5, False, 2, "/f")
 LOOK = asdict(
-    Seen(0, 4, 1, 5.0, TOLD, Failed("m", "E", "t", 0, 4.0), frozen=True, idle_since_s=2.0)
+    WorkerStatus(
+        0, 4, 1, 5.0, TOLD, WorkerFailure("m", "E", "t", 0, 4.0), frozen=True, idle_since_s=2.0
+    )
 )
 
 
 def test_a_look_as_an_agent_says_it() -> None:
-    seen = json_values.build(Seen, json.loads(json.dumps(LOOK)))
+    seen = json_values.build(WorkerStatus, json.loads(json.dumps(LOOK)))
     assert asdict(seen) == LOOK
-    assert json_values.build(Seen, json.loads(json.dumps(asdict(Seen(1, 2))))) == Seen(1, 2)
+    assert json_values.build(
+        WorkerStatus, json.loads(json.dumps(asdict(WorkerStatus(1, 2))))
+    ) == WorkerStatus(1, 2)
 
 
 def test_what_is_no_number_is_refused() -> None:
     text = json.dumps({**LOOK, "ended_s": float("nan")})
     with pytest.raises(ValueError, match="ended_s is no number"):
-        json_values.build(Seen, json_values.parse(text))
+        json_values.build(WorkerStatus, json_values.parse(text))
 
 
 @fuzzed
 @given(like(LOOK))
 def test_looks_of_an_agent(values: Any) -> None:
     try:
-        seen = json_values.build(Seen, values)
+        seen = json_values.build(WorkerStatus, values)
     except ValueError:
         return
     assert [type(value) for value in (seen.rank, seen.pid, seen.frozen)] == [int, int, bool]
@@ -245,7 +249,9 @@ HELLO = b'{"hello": {"cores": 2, "gpus": 0}}\n'
 )
 def test_messages_of_an_agent(messages: list[Any]) -> None:
     data = HELLO + b"".join(json.dumps(message).encode() + b"\n" for message in messages)
-    machine = There("h", Link(io.BytesIO(data), io.BytesIO()), {}, lambda *a: None, lambda: "")
+    machine = RemoteMachine(
+        "h", AgentConnection(io.BytesIO(data), io.BytesIO()), {}, lambda *a: None, lambda: ""
+    )
     with only(Unreachable):
         machine.look()
     with only(Unreachable):
@@ -253,7 +259,7 @@ def test_messages_of_an_agent(messages: list[Any]) -> None:
     machine.close()
 
 
-class Here:
+class LocalMachine:
     """A machine that does nothing."""
 
     cores, gpus, name = 1, 0, "h"
@@ -277,7 +283,7 @@ class Here:
 
     kill = stop
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[WorkerStatus]:
         return []
 
 
@@ -302,8 +308,8 @@ ORDER = {
 )
 def test_orders_of_a_launcher(order: dict[str, Any]) -> None:
     said = io.BytesIO()
-    obeying: Any = Here()
-    obeyed = Agent(Link(io.BytesIO(), said), obeying, Path("/nowhere"))
+    obeying: Any = LocalMachine()
+    obeyed = Agent(AgentConnection(io.BytesIO(), said), obeying, Path("/nowhere"))
     assert obeyed._obey(order)
     answer = json.loads(said.getvalue())
     assert ("gives" in answer) != ("fails" in answer)
@@ -323,7 +329,7 @@ def test_the_first_message_to_an_agent(first: Any) -> None:
     first = first if isinstance(first, dict) else {}
     said = io.BytesIO()
     with only(ConfigError):
-        code = agent.serve(Link(io.BytesIO(), said), None, {}, first)
+        code = agent.serve(AgentConnection(io.BytesIO(), said), None, {}, first)
         assert code is None or type(code) is int
     assert said.getvalue() == b"" or "fails" in json.loads(said.getvalue())
 
@@ -338,8 +344,8 @@ def test_callers_of_a_worker(data: bytes) -> None:
 
     def wait() -> None:
         try:
-            found.append(join(listener, 0, [place, place], b"key", timeout_s=0.3))
-        except LinkError as error:
+            found.append(connect_workers(listener, 0, [place, place], b"key", timeout_s=0.3))
+        except ChannelError as error:
             found.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -349,7 +355,7 @@ def test_callers_of_a_worker(data: bytes) -> None:
         caller.shutdown(socket.SHUT_WR)
         waiting.join(10)
     waiting.join(10)
-    assert isinstance(found[0], LinkError)
+    assert isinstance(found[0], ChannelError)
 
 
 # What the environment and small files hold.

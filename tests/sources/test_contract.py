@@ -16,14 +16,14 @@ import pytest
 from tests.support.made_data import EXAMPLES, KINDS
 from tests.unit.test_reader import Place
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Plan
-from tfmulti.data.loader import Batch, Reader
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.loader import Batch, Loader
 from tfmulti.data.source import Source, leaves_of, map_nest
 from tfmulti.run.validation import load_data
 
 BATCH, EPOCHS = 5, 2
-PLAN = Plan(EXAMPLES, BATCH, seed=4)
+PLAN = BatchPlan(EXAMPLES, BATCH, seed=4)
 STEPS = EPOCHS * PLAN.steps_per_epoch
 
 
@@ -71,7 +71,7 @@ def whole(source: Source) -> list[str]:
 
 
 def read(source: Any, place: Place, steps: int, first: int = 0, threads: int = 0) -> list[Batch]:
-    reader = Reader(source, PLAN, place, Reading(threads))
+    reader = Loader(source, PLAN, place, ReadOptions(threads))
     with contextlib.closing(reader.batches(first)) as batches:
         return list(itertools.islice(batches, steps))
 

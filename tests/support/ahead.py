@@ -15,7 +15,7 @@ import numpy as np
 from tfmulti import make_strategy, prepare
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.training import distributed_model
-from tfmulti.training.input.shards import Shards
+from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.step import execution
 
 traces: list[str] = []
@@ -34,7 +34,7 @@ def as_gpus(strategy: Any) -> Placement:
     return dataclasses.replace(placement_of(strategy), gpus=strategy.extended.worker_devices)
 
 
-def noting(shards: Shards, devices: Any) -> Shards:
+def noting(shards: WorkerBatch, devices: Any) -> WorkerBatch:
     placed.append(list(devices))
     return on_devices(shards, devices)
 

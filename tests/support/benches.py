@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmulti.bench.config import BenchConfig, Place
-from tfmulti.bench.cost import CostModel, Link, fit_computing
-from tfmulti.bench.order import Answer, Order
+from tfmulti.bench.config import BenchConfig, MatrixPoint
+from tfmulti.bench.cost import CostModel, NetworkModel, fit_computing
 from tfmulti.bench.parts import Phase
+from tfmulti.bench.request import MeasureRequest, MeasureResult
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.launch.config import LaunchConfig
 
@@ -29,7 +29,7 @@ def bench(**changes: Any) -> BenchConfig:
 
 
 TRUTH = CostModel(
-    link=Link(100e-6, 1 / 1e9),
+    link=NetworkModel(100e-6, 1 / 1e9),
     computing=fit_computing([(1, 1.25), (100, 26.0)]),
     exposed=1.0,
     gradient_bytes=4_000_000,
@@ -40,8 +40,8 @@ TRUTH = CostModel(
 
 
 def answers(
-    config: BenchConfig, place: Place, factor: float = 1.0, truth: CostModel = TRUTH
-) -> list[Answer]:
+    config: BenchConfig, place: MatrixPoint, factor: float = 1.0, truth: CostModel = TRUTH
+) -> list[MeasureResult]:
     """Returns what the processes of a place would measure where `truth` holds."""
     share, steps = config.share_of(place), 10
     computing_ms = truth.computing.ms(share) * factor
@@ -54,7 +54,7 @@ def answers(
     peers = place.devices > 1
     times = [(size, truth.link.all_reduce_s(place.workers, size)) for size in SIZES]
     return [
-        Answer(
+        MeasureResult(
             devices=("CPU:0",),
             parameters=1_000_000,
             gradient_bytes=round(truth.gradient_bytes + row_bytes * place.workers / 2),
@@ -79,16 +79,16 @@ class Launched:
 
     def __init__(self, config: BenchConfig, code: int = 0) -> None:
         self._config, self._code = config, code
-        self.orders: list[Order] = []
+        self.orders: list[MeasureRequest] = []
         self.envs: list[Mapping[str, str]] = []
         self.workers: list[str] = []
 
     def __call__(self, launch: LaunchConfig, env: Mapping[str, str]) -> int:
-        order = Order.from_json(Path(launch.program[1]).read_text())
+        order = MeasureRequest.from_json(Path(launch.program[1]).read_text())
         self.orders.append(order)
         self.envs.append(env)
         self.workers.append(launch.per_node)
-        place = Place(int(launch.per_node), order.run.replicas or 1)
+        place = MatrixPoint(int(launch.per_node), order.run.replicas or 1)
         for rank, answer in enumerate(answers(self._config, place)):
             order.answer_file(rank).write_text(answer.to_json())
         return self._code

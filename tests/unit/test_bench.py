@@ -15,22 +15,22 @@ import pytest
 from tests.support.benches import Launched, bench
 from tfmulti.bench import __main__ as command
 from tfmulti.bench import flags
-from tfmulti.bench.config import Place, cores_of
+from tfmulti.bench.config import MatrixPoint, cores_of
 from tfmulti.bench.matrix import Matrix, MeasurementError
 from tfmulti.errors import ConfigError
 
 
 def test_each_replica_gets_as_many_cores() -> None:
     four = (0, 1, 2, 3)
-    assert cores_of(Place(1, 1), four, most=2) == ((0, 1),)
-    assert cores_of(Place(1, 2), four, most=2) == (four,)
-    assert cores_of(Place(2, 1), four, most=4) == ((0,), (1,))
-    assert cores_of(Place(1, 8), four, most=8) == (four,)
-    assert cores_of(Place(6, 1), four, most=6) == ((0,), (1,), (2,), (3,), (0,), (1,))
+    assert cores_of(MatrixPoint(1, 1), four, most=2) == ((0, 1),)
+    assert cores_of(MatrixPoint(1, 2), four, most=2) == (four,)
+    assert cores_of(MatrixPoint(2, 1), four, most=4) == ((0,), (1,))
+    assert cores_of(MatrixPoint(1, 8), four, most=8) == (four,)
+    assert cores_of(MatrixPoint(6, 1), four, most=6) == ((0,), (1,), (2,), (3,), (0,), (1,))
 
 
 def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
-    place = Place(4, 1)
+    place = MatrixPoint(4, 1)
     assert (bench().global_batch_of(place), bench().share_of(place)) == (64, 16)
     weak = bench(weak=True)
     assert (weak.global_batch_of(place), weak.share_of(place)) == (256, 64)
@@ -38,8 +38,8 @@ def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
     weak = bench(weak=True, run=per)
     assert weak.run_of(place).global_batch_size == 32
     assert weak.run_of(place).strategy == "multi_worker_mirrored"
-    assert weak.run_of(Place(1, 4)).strategy == "mirrored"
-    assert weak.run_of(Place(1, 1)).strategy == "one_device"
+    assert weak.run_of(MatrixPoint(1, 4)).strategy == "mirrored"
+    assert weak.run_of(MatrixPoint(1, 1)).strategy == "one_device"
     assert weak.run_of(place).dataset == "synthetic:shape=28x28x1,examples=128"
     with pytest.raises(ConfigError, match=r"--per_replica_batch_size 8 is kept by --weak alone"):
         bench(run=per)
@@ -123,11 +123,11 @@ def test_flags_become_what_is_measured() -> None:
     assert (config.weak, config.rounds, config.steps, config.profile) == (True, 5, 7, True)
     assert str(config.output_dir) == "bench/resnet20-20260504-030201"
     assert (config.run.peak_tflops, config.run.precision) == (2.0, "mixed_bfloat16")
-    assert config.run_of(Place(1, 2)).dataset == "synthetic:shape=32x32x3,examples=512"
+    assert config.run_of(MatrixPoint(1, 2)).dataset == "synthetic:shape=32x32x3,examples=512"
     own = flags.parse(["bench", "--model=cnn", "--dataset=digits", "--output_dir=o"], "", now)
     assert own is not None
     assert (own.batch, own.weak, own.rounds, own.steps) == (64, False, 3, None)
-    assert own.run_of(Place(1, 1)).dataset == "digits"
+    assert own.run_of(MatrixPoint(1, 1)).dataset == "digits"
     assert str(own.output_dir) == "o"
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.benches import SIZES, TRUTH, answers, bench
-from tfmulti.bench.config import Place
-from tfmulti.bench.cost import CostModel, Link, fit_computing, fit_exposed, fit_link
-from tfmulti.bench.parts import PARTS, Parts, Phase
+from tfmulti.bench.config import MatrixPoint
+from tfmulti.bench.cost import CostModel, NetworkModel, fit_computing, fit_exposed, fit_network
+from tfmulti.bench.parts import PARTS, Phase, TimeParts
 from tfmulti.bench.results import cost_model, prediction, results_of
 from tfmulti.bench.words import Situation, limits
 from tfmulti.config.fit_config import FitConfig
@@ -22,28 +22,30 @@ from tfmulti.config.fit_config import FitConfig
 @pytest.mark.parametrize("latency_s", [20e-6, 800e-6])
 @pytest.mark.parametrize("bandwidth", [50e6, 12e9])
 def test_the_link_is_found_again_from_noisy_points(latency_s: float, bandwidth: float) -> None:
-    rng, truth = random.Random(1), Link(latency_s, 1 / bandwidth)
+    rng, truth = random.Random(1), NetworkModel(latency_s, 1 / bandwidth)
     points = [
         (n, size, truth.all_reduce_s(n, size) * rng.uniform(0.95, 1.05))
         for n in (2, 4)
         for size in SIZES
     ]
-    found = fit_link(points)
+    found = fit_network(points)
     assert found is not None
     assert found.latency_s == pytest.approx(latency_s, rel=0.05)
     assert 1 / found.byte_s == pytest.approx(bandwidth, rel=0.15)  # small beside latency
 
 
 def test_a_ring_takes_what_the_papers_say() -> None:
-    link = Link(latency_s=0.5, byte_s=0.01)
+    link = NetworkModel(latency_s=0.5, byte_s=0.01)
     assert link.parts_s(4, 100) == (2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
     assert link.parts_s(4, 100, collectives=5) == (5 * 2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
     assert link.all_reduce_s(1, 100) == 0
-    assert Link(0, 1.0).all_reduce_s(1000, 1) == pytest.approx(2, rel=0.01)  # bytes go round twice
+    assert NetworkModel(0, 1.0).all_reduce_s(1000, 1) == pytest.approx(
+        2, rel=0.01
+    )  # bytes go round twice
 
 
 def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
-    link = Link(latency_s=0.5, byte_s=0.01, message_s=0.001)
+    link = NetworkModel(latency_s=0.5, byte_s=0.01, message_s=0.001)
     assert link.parts_s(2, 100, collectives=5) == pytest.approx((5 * 0.501, 100 * 0.01))
     assert link.parts_s(4, 100, collectives=5)[0] == pytest.approx(5 * 0.503)  # short: to all
     # Of 1.2 MB three packs go in pieces, and come back as sums.
@@ -51,7 +53,7 @@ def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
     assert link.parts_s(4, 1_200_000, collectives=5) == pytest.approx(seconds)
     assert link.all_reduce_s(1, 100) == 0
     points = [(n, size, link.all_reduce_s(n, size)) for n in (2, 4) for size in SIZES]
-    found = fit_link(points, 0.001)
+    found = fit_network(points, 0.001)
     assert found is not None
     assert (found.latency_s, found.byte_s) == pytest.approx((0.5, 0.01), rel=1e-3)
 
@@ -64,16 +66,16 @@ def test_rows_go_whole_to_each_other_worker() -> None:
 
 
 def test_nothing_is_below_zero() -> None:
-    falling = fit_link([(2, 1000, 0.02), (2, 10_000_000, 0.01)])
+    falling = fit_network([(2, 1000, 0.02), (2, 10_000_000, 0.01)])
     assert falling is not None
     assert falling.latency_s > 0
     assert falling.byte_s == 0
-    steep = fit_link([(2, 1000, 1e-9), (2, 1_000_000, 1.0)])
+    steep = fit_network([(2, 1000, 1e-9), (2, 1_000_000, 1.0)])
     assert steep is not None
     assert steep.latency_s >= 0
     assert steep.byte_s > 0
-    assert fit_link([]) is None
-    assert fit_link([(1, 100, 1.0)]) is None
+    assert fit_network([]) is None
+    assert fit_network([(1, 100, 1.0)]) is None
 
 
 def test_computing_is_found_again() -> None:
@@ -102,28 +104,30 @@ PHASES = st.builds(
 
 @given(PHASES, st.none() | PHASES)
 def test_the_parts_add_up_to_the_step(together: Phase, alone: Phase | None) -> None:
-    parts = Parts.of(together, alone)
+    parts = TimeParts.of(together, alone)
     assert parts.step_ms == pytest.approx(1000 * together.seconds / together.steps)
     assert all(getattr(parts, name) >= -1e-9 for name in PARTS)
-    twice = Parts.mean([parts, Parts.of(together, None)])
+    twice = TimeParts.mean([parts, TimeParts.of(together, None)])
     assert twice.step_ms == pytest.approx(parts.step_ms)
 
 
 def test_what_each_part_is() -> None:
     together = Phase(steps=10, examples=80, seconds=1.0, executing_s=0.9, waited_s=0.2)
     alone = Phase(steps=5, examples=20, seconds=0.9, executing_s=0.25, waited_s=0.05)
-    parts = Parts.of(together, alone)
+    parts = TimeParts.of(together, alone)
     assert parts.as_dict() == pytest.approx(
         {"host": 10, "input": 20, "compute": 40, "communication": 30}
     )
-    assert Parts.of(together, None).communication == 0
-    assert Parts.of(together + together, alone + alone).as_dict() == pytest.approx(parts.as_dict())
+    assert TimeParts.of(together, None).communication == 0
+    assert TimeParts.of(together + together, alone + alone).as_dict() == pytest.approx(
+        parts.as_dict()
+    )
     assert (together + alone).examples == 100
     slower = Phase(steps=1, examples=4, seconds=9.0, executing_s=9.0, waited_s=0.0)
-    assert Parts.of(together, slower).communication == 0
+    assert TimeParts.of(together, slower).communication == 0
 
 
-DIRECT = dataclasses.replace(TRUTH, link=Link(100e-6, 1 / 1e9, message_s=10e-6))
+DIRECT = dataclasses.replace(TRUTH, link=NetworkModel(100e-6, 1 / 1e9, message_s=10e-6))
 WITH_ROWS = dataclasses.replace(DIRECT, example_bytes=8_000)  # of an embedding
 
 
@@ -178,7 +182,7 @@ def test_no_more_workers_than_rows_are_predicted() -> None:
 
 def test_the_round_in_the_middle_counts_whole() -> None:
     config = bench(rounds=3)
-    found = {Place(1, 1): [answers(config, Place(1, 1), f) for f in (3.0, 1.0, 2.0)]}
+    found = {MatrixPoint(1, 1): [answers(config, MatrixPoint(1, 1), f) for f in (3.0, 1.0, 2.0)]}
     (result,) = results_of(config, found)
     assert result.parts.compute == pytest.approx(2 * TRUTH.computing.ms(64))
     assert sorted(result.rounds_ms)[1] == result.step_ms
@@ -193,12 +197,12 @@ def situation(**parts: float) -> Situation:
         name="2 workers",
         kind="workers",
         devices=2,
-        parts=Parts(**shares),
+        parts=TimeParts(**shares),
         run=FitConfig(),
         weak=False,
         gradient_bytes=4_000_000,
         collectives=9,
-        link=Link(1e-6, 10e-9),
+        link=NetworkModel(1e-6, 10e-9),
         cores=4,
         reader_threads=2,
     )
@@ -235,14 +239,14 @@ def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
     assert "--sync_every" not in words
     (words,) = but(at, weak=True)
     assert "a larger --per_replica_batch_size" in words
-    (words,) = but(at, link=Link(2e-3, 1e-9))
+    (words,) = but(at, link=NetworkModel(2e-3, 1e-9))
     assert "mostly the latency of 9 collectives; try a larger" in words
     assert "--gradient_compression" not in words
     (words,) = but(at, run=FitConfig(gradient_compression="float16"))
     assert "--gradient_compression" not in words
-    (words,) = but(at, link=Link(2e-3, 1e-9), synchronized=4)
+    (words,) = but(at, link=NetworkModel(2e-3, 1e-9), synchronized=4)
     assert "mostly the latency of 9 collectives; try --nosync_batch_norm (8 collectives" in words
-    (words,) = but(at, link=Link(1e-4, 1e-9), synchronized=4)
+    (words,) = but(at, link=NetworkModel(1e-4, 1e-9), synchronized=4)
     assert (
         "mostly waiting for the slowest replica in 9 collectives, which alone would take" in words
     )

@@ -13,7 +13,7 @@ from tests.support.mounts import mounted, needs_root
 from tests.unit.test_reader import Counting
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.io.files import cache_folder
-from tfmulti.data.source import Part
+from tfmulti.data.source import SourceSlice
 from tfmulti.data.transforms import cache
 from tfmulti.data.transforms.cache import InMemory, OnDisk, cached
 from tfmulti.errors import DataError
@@ -150,10 +150,10 @@ def test_what_needs_no_cache_stays_as_it_is() -> None:
 
 def test_a_part_is_cached_by_its_whole(tmp_path: Path) -> None:
     source = Known()
-    one = Part(source, 0, 12).changed(lambda s: OnDisk(s, tmp_path))
+    one = SourceSlice(source, 0, 12).changed(lambda s: OnDisk(s, tmp_path))
     one.read(np.arange(12))
     again = Known()
-    Part(again, 10, 20).changed(lambda s: OnDisk(s, tmp_path)).read(np.arange(10))
+    SourceSlice(again, 10, 20).changed(lambda s: OnDisk(s, tmp_path)).read(np.arange(10))
     assert sorted(again.read_rows) == list(range(12, 20))
 
 

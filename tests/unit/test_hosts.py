@@ -21,18 +21,18 @@ import pytest
 from tests.support.launching import wait_for
 from tests.support.processes import is_alive
 from tfmulti.errors import ConfigError
-from tfmulti.launch import remote
+from tfmulti.launch import remote_machine
 from tfmulti.launch.agent import forwarded, serve
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import Door, begin_of, over_ssh, ssh_command
+from tfmulti.launch.connect import JoinListener, begin_of, over_ssh, ssh_command
 from tfmulti.launch.flags import parse
+from tfmulti.launch.host_manager import limits_of, name_here
 from tfmulti.launch.hosts import Host, discover, is_here, parse_hosts, read_hostfile, slots_of
 from tfmulti.launch.machine import Unreachable
-from tfmulti.launch.members import Absence, Limits, Standing, after, choose
+from tfmulti.launch.membership import Absence, Limits, Standing, after, choose
 from tfmulti.launch.policy import Attempt, Failure
-from tfmulti.launch.pool import limits_of, name_here
-from tfmulti.launch.remote import There
-from tfmulti.launch.workers import Order
+from tfmulti.launch.remote_machine import RemoteMachine
+from tfmulti.launch.workers import StartRequest
 
 JOB = LaunchConfig(program=("x",), module=True)
 SECRET = "known to both machines"
@@ -223,7 +223,7 @@ time.sleep(60)
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[tuple[There, list[tuple[int, str, bytes]], int]]:
+def there(tmp_path: Path) -> Iterator[tuple[RemoteMachine, list[tuple[int, str, bytes]], int]]:
     """Gives a machine whose agent is a process of its own, the lines that come, and its number."""
     (tmp_path / "script.py").write_text(SCRIPT)
     config = LaunchConfig(program=(str(tmp_path / "script.py"),), shutdown_grace_s=1.0)
@@ -236,7 +236,7 @@ def there(tmp_path: Path) -> Iterator[tuple[There, list[tuple[int, str, bytes]],
     theirs.close()
     lines: list[tuple[int, str, bytes]] = []
     begin = begin_of(config, os.environ, "127.0.0.1", f"test-{os.getpid()}")
-    made = There(
+    made = RemoteMachine(
         "127.0.0.1", link_of_pair(ours), begin, lambda *line: lines.append(line), lambda: "gone"
     )
     try:
@@ -250,18 +250,18 @@ def there(tmp_path: Path) -> Iterator[tuple[There, list[tuple[int, str, bytes]],
             time.sleep(0.05)
 
 
-def link_of_pair(end: socket.socket) -> remote.Link:
-    return remote.Link(
+def link_of_pair(end: socket.socket) -> remote_machine.AgentConnection:
+    return remote_machine.AgentConnection(
         end.makefile("rb"), end.makefile("wb"), lambda: end.shutdown(socket.SHUT_RDWR)
     )
 
 
-def order(addresses: list[str]) -> Order:
-    return Order(0, 0, 1, tuple(addresses), "run", 0, "")
+def order(addresses: list[str]) -> StartRequest:
+    return StartRequest(0, 0, 1, tuple(addresses), "run", 0, "")
 
 
 def test_a_machine_behind_a_connection(
-    there: tuple[There, list[tuple[int, str, bytes]], int],
+    there: tuple[RemoteMachine, list[tuple[int, str, bytes]], int],
 ) -> None:
     machine, lines, _ = there
     assert machine.cores == os.cpu_count()
@@ -286,14 +286,14 @@ def test_a_machine_behind_a_connection(
 
 
 def test_workers_of_a_machine_that_is_cut_off_end(
-    there: tuple[There, list[tuple[int, str, bytes]], int], monkeypatch: pytest.MonkeyPatch
+    there: tuple[RemoteMachine, list[tuple[int, str, bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher notices after a time without a word; the agent does as soon."""
     machine, lines, agent = there
     machine.start([order(machine.reserve(1))])
     wait_for(lambda: len(lines) == 2)
     [seen] = machine.look()
-    monkeypatch.setattr(remote, "LOST_S", 0.5)
+    monkeypatch.setattr(remote_machine, "LOST_S", 0.5)
     os.kill(agent, signal.SIGSTOP)
     time.sleep(0.8)
     with pytest.raises(Unreachable, match="no word from it for 0"):
@@ -329,7 +329,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     server = threading.Thread(target=serve, args=(link_of_pair(theirs), None, {}))
     server.start()
     with pytest.raises(ConfigError, match=r"h: no folder .*none\. Jobs need it on each machine"):
-        There("h", link_of_pair(ours), begin, lambda *_: None, lambda: "")
+        RemoteMachine("h", link_of_pair(ours), begin, lambda *_: None, lambda: "")
     server.join()
 
 
@@ -375,7 +375,7 @@ def test_a_machine_that_the_first_does_not_want(
     config = parse(
         ["--hosts", hosts, "--node-rank", "0", "--master-port", str(port), "-m", "y"], ""
     )
-    door = Door(dataclasses.replace(config, secret=SECRET), "127.0.0.1", ["127.0.0.1", "b"])
+    door = JoinListener(dataclasses.replace(config, secret=SECRET), "127.0.0.1", ["127.0.0.1", "b"])
     request.addfinalizer(lambda: door.close(0))
     flags = ["--hosts", hosts, "--node-rank", "1", "--master-port", str(port)]
     flags += ["--start-timeout", "1"]

@@ -11,7 +11,7 @@ import pytest
 
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import Data
+from tfmulti.data.data_set import DataSet
 from tfmulti.data.formats import pixels
 from tfmulti.data.source import Leaf
 from tfmulti.data.sources import images
@@ -215,7 +215,7 @@ def test_only_training_is_augmented_and_a_cache_changes_nothing(tmp_path: Path) 
     make_folder(tmp_path, 10)
     options = {"dataset": f"images:{tmp_path},size=24x24", "augment": "flip,crop", "model": "cnn"}
 
-    def parts(**more: Any) -> Data:
+    def parts(**more: Any) -> DataSet:
         config = FitConfig(**options, **more)  # type: ignore[arg-type]
         return prepared(images.load(config.dataset.partition(":")[2], 0), config)
 
@@ -229,6 +229,6 @@ def test_only_training_is_augmented_and_a_cache_changes_nothing(tmp_path: Path) 
     assert np.array_equal(plain.validation.read(seen, 0)[0], plain.validation.read(seen, 1)[0])
     with pytest.raises(DataError, match="--augment flip needs images"):
         prepared(
-            Data(ArraySource((np.zeros((4, 3)), np.zeros(4)))),
+            DataSet(ArraySource((np.zeros((4, 3)), np.zeros(4)))),
             FitConfig(dataset="regression", augment="flip", validation_fraction=0.0),
         )

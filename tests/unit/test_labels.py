@@ -14,7 +14,7 @@ from tfmulti.data.arrays import ArraySource
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
 from tfmulti.data.formats.records import Records
 from tfmulti.data.loader import cores
-from tfmulti.data.source import Leaf, Part, Source
+from tfmulti.data.source import Leaf, Source, SourceSlice
 from tfmulti.data.transforms.augmentation import Augmented
 from tfmulti.data.transforms.cache import InMemory
 from tfmulti.data.transforms.class_weights import Weighted
@@ -54,7 +54,7 @@ def test_labels_are_read_alone(tmp_path: Path) -> None:
 
 def test_they_are_those_of_the_examples_of_whatever_is_made_of_a_source(tmp_path: Path) -> None:
     train = source(tmp_path, "01234")
-    part = Part(train, 1, 4, Backwards())
+    part = SourceSlice(train, 1, 4, Backwards())
     for made in (part, InMemory(part), Augmented(part, ("flip",), 0), Weighted(part, {0: 1.0})):
         labels = read_labels(made)
         assert labels is not None
@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_told_or_left_out(tmp_path: Path) -> None:
     assert labels is not None
     assert (labels.found.tolist(), labels.examples) == ([0, 1, 2], 4)
     with pytest.raises(DataError, match=r"a, record 3: 'y' is 2, out of range 0\.\.1"):
-        read_labels(Part(source(tmp_path, "0102", classes=2), 1, 4))
+        read_labels(SourceSlice(source(tmp_path, "0102", classes=2), 1, 4))
 
 
 def test_none_are_read_where_that_takes_all_of_an_example(tmp_path: Path) -> None:

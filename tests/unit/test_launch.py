@@ -24,8 +24,8 @@ from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.flags import parse
 from tfmulti.launch.heartbeat import (
     SAVED,
-    Teller,
-    Told,
+    Heartbeat,
+    HeartbeatRecord,
     read_error,
     read_progress,
     saved_before,
@@ -33,9 +33,9 @@ from tfmulti.launch.heartbeat import (
 )
 from tfmulti.launch.idle import Idle, Use
 from tfmulti.launch.output import Output
-from tfmulti.launch.policy import Attempt, Budget, Failure, Pace, Restart, Stop, next_action
+from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, StepTiming, Stop, next_action
 from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
-from tfmulti.launch.workers import Order, command, worker_env
+from tfmulti.launch.workers import StartRequest, command, worker_env
 
 CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
 
@@ -85,13 +85,13 @@ def test_the_cause_is_what_was_first() -> None:
     assert Attempt((early,)).cause == early
 
 
-WAITS = Pace(True, since_s=80.0, longest_s=0.1, idle_since_s=80.0)
-COMPUTES = Pace(True, since_s=100.0, longest_s=0.1, idle_since_s=110.0)
-SLOW = Pace(True, since_s=80.0, longest_s=9.0, idle_since_s=80.0)
-SAVES = Pace(False, since_s=80.0, longest_s=0.1, idle_since_s=109.0)
-FIRST = Pace(False, since_s=80.0, longest_s=0.0, idle_since_s=81.0, first=True)
-TRACES = Pace(False, since_s=80.0, longest_s=0.0, idle_since_s=109.0, first=True)
-HANGS = Pace(False, since_s=80.0, longest_s=0.1, idle_since_s=81.0)
+WAITS = StepTiming(True, since_s=80.0, longest_s=0.1, idle_since_s=80.0)
+COMPUTES = StepTiming(True, since_s=100.0, longest_s=0.1, idle_since_s=110.0)
+SLOW = StepTiming(True, since_s=80.0, longest_s=9.0, idle_since_s=80.0)
+SAVES = StepTiming(False, since_s=80.0, longest_s=0.1, idle_since_s=109.0)
+FIRST = StepTiming(False, since_s=80.0, longest_s=0.0, idle_since_s=81.0, first=True)
+TRACES = StepTiming(False, since_s=80.0, longest_s=0.0, idle_since_s=109.0, first=True)
+HANGS = StepTiming(False, since_s=80.0, longest_s=0.1, idle_since_s=81.0)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ HANGS = Pace(False, since_s=80.0, longest_s=0.1, idle_since_s=81.0)
         ([], False),
     ],
 )
-def test_a_job_stands_still(paces: list[Pace], stands: bool) -> None:
+def test_a_job_stands_still(paces: list[StepTiming], stands: bool) -> None:
     assert policy.stalled(paces, now_s=110.0, timeout_s=15) is stands
     assert policy.stalled(paces, now_s=1000.0, timeout_s=15) is bool(paces)
 
@@ -197,8 +197,8 @@ def test_gpus_are_shared_evenly_or_not_at_all(workers: int, gpus: int, words: st
 MODULE = LaunchConfig(program=("x",), module=True, shutdown_grace_s=7.0)
 
 
-def order(rank: int = 1, **others: Any) -> Order:
-    return Order(rank, rank, 2, ("a:1", "b:2"), "job", 3, "/logs", **others)
+def order(rank: int = 1, **others: Any) -> StartRequest:
+    return StartRequest(rank, rank, 2, ("a:1", "b:2"), "job", 3, "/logs", **others)
 
 
 def test_each_worker_gets_its_place_and_its_devices() -> None:
@@ -273,23 +273,23 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     times = iter([10.0, 11.0, 14.0, 15.0, 15.5, 16.0, 16.2, 17.0, 18.0])
     path = tmp_path / "progress"
     assert read_progress(path) is None
-    teller, one, other = Teller(str(path), lambda: next(times)), Kind(), Kind()
+    teller, one, other = Heartbeat(str(path), lambda: next(times)), Kind(), Kind()
     teller.begin()
     with teller.working(one):  # traces, for three seconds
-        assert read_progress(path) == Told(0, "first", 11.0, 0.0)
+        assert read_progress(path) == HeartbeatRecord(0, "first", 11.0, 0.0)
     teller.step(7)
-    assert read_progress(path) == Told(7, "busy", 14.0, 0.0)
+    assert read_progress(path) == HeartbeatRecord(7, "busy", 14.0, 0.0)
     with teller.working(one):
-        assert read_progress(path) == Told(7, "first", 15.0, 0.0)
+        assert read_progress(path) == HeartbeatRecord(7, "first", 15.0, 0.0)
     teller.step(8)
-    assert read_progress(path) == Told(8, "busy", 15.5, 0.0)
+    assert read_progress(path) == HeartbeatRecord(8, "busy", 15.5, 0.0)
     with teller.working(one):
-        assert read_progress(path) == Told(8, "training", 16.0, 0.5)
+        assert read_progress(path) == HeartbeatRecord(8, "training", 16.0, 0.5)
     with teller.working(other):  # which traces, too
-        assert read_progress(path) == Told(8, "first", 17.0, 0.0)
+        assert read_progress(path) == HeartbeatRecord(8, "first", 17.0, 0.0)
     teller.saved(8, "/runs/a long name/b")
     teller.asked()
-    told = Told(8, "busy", 18.0, 0.0, asked=True, saved=8, folder="/runs/a long name/b")
+    told = HeartbeatRecord(8, "busy", 18.0, 0.0, asked=True, saved=8, folder="/runs/a long name/b")
     assert read_progress(path) == told
     teller.saved(9, "/b")
     assert read_progress(path) == dataclasses.replace(told, saved=9, folder="/b")
@@ -299,7 +299,7 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
 
 def test_who_goes_on_after_an_error_is_in_no_step(tmp_path: Path) -> None:
     path, kind = tmp_path / "progress", Kind()
-    teller = Teller(str(path), lambda: 1.0)
+    teller = Heartbeat(str(path), lambda: 1.0)
     with pytest.raises(ValueError, match="caught"), teller.working(kind):
         raise ValueError("caught by the script")
     told = read_progress(path)
@@ -309,7 +309,7 @@ def test_who_goes_on_after_an_error_is_in_no_step(tmp_path: Path) -> None:
 
 def test_another_kind_at_the_same_place_is_not_the_same(tmp_path: Path) -> None:
     path, times = tmp_path / "progress", itertools.count()
-    teller = Teller(str(path), lambda: float(next(times)))
+    teller = Heartbeat(str(path), lambda: float(next(times)))
     places = set()
     for _ in range(3):
         kind = Kind()
@@ -327,7 +327,7 @@ def test_a_later_trace_is_no_stalled_step(tmp_path: Path) -> None:
     """Steps were short, and then one is traced for another shape: for minutes, perhaps."""
     now = [0.0]
     path = tmp_path / "progress"
-    teller = Teller(str(path), lambda: now[0])
+    teller = Heartbeat(str(path), lambda: now[0])
 
     class Kind:
         pass

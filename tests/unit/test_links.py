@@ -15,8 +15,8 @@ import pytest
 
 from tfmulti.cluster.job_secret import NONCE_BYTES, PROOF_BYTES
 from tfmulti.cluster.listening import listen
-from tfmulti.distribution.transport.channel import ENOUGH_BYTES, THREAD, LinkError, Links
-from tfmulti.distribution.transport.rendezvous import join
+from tfmulti.distribution.transport.channel import ENOUGH_BYTES, THREAD, Channel, ChannelError
+from tfmulti.distribution.transport.rendezvous import connect_workers
 
 KEY = b"0123456789abcdef"
 LIMIT_S = 30
@@ -46,16 +46,16 @@ class Patience:
 
 def connected(
     workers: int, check: Callable[[], None] | None = None
-) -> tuple[list[Links], list[dict[int, socket.socket]]]:
+) -> tuple[list[Channel], list[dict[int, socket.socket]]]:
     listeners = [listen("localhost", ["localhost"]) for _ in range(workers)]
     where = addresses_of(listeners)
     made = at_once(
         *(
-            lambda rank=rank: join(listeners[rank], rank, where, KEY)  # type: ignore[misc]
+            lambda rank=rank: connect_workers(listeners[rank], rank, where, KEY)  # type: ignore[misc]
             for rank in range(workers)
         )
     )
-    return [Links(each, check or Patience()) for each in made], made
+    return [Channel(each, check or Patience()) for each in made], made
 
 
 def text(found: list[np.ndarray]) -> list[str]:
@@ -107,7 +107,7 @@ def test_any_size_travels_both_ways_at_once(size: int) -> None:
 def test_many_messages_under_way_stay_apart() -> None:
     (one, two), _ = connected(2)
 
-    def work(links: Links, shift: int) -> list[int]:
+    def work(links: Channel, shift: int) -> list[int]:
         found = []
         for step in range(200):
             count = 1 + (step * 7919) % 50_000
@@ -135,10 +135,10 @@ def test_who_waits_for_a_worker_that_ends_is_told() -> None:
     waits.start()
     waits.join(LIMIT_S)
     connections[1][0].shutdown(socket.SHUT_RDWR)
-    with pytest.raises(LinkError, match=r"worker 1 is lost: .*closed"):
+    with pytest.raises(ChannelError, match=r"worker 1 is lost: .*closed"):
         one.receive(2)
     one.send(3, [of("")])
-    with pytest.raises(LinkError, match="worker 1 is lost"):
+    with pytest.raises(ChannelError, match="worker 1 is lost"):
         one.receive(3)
     assert text(one.receive(1)) == ["last"]
 
@@ -156,7 +156,7 @@ def test_a_third_worker_hears_of_it_only_where_it_needs_the_lost_one() -> None:
         link.shutdown(socket.SHUT_RDWR)
     for rank in (0, 1):
         links[rank].send(2, [of("")] * 2)
-        with pytest.raises(LinkError, match="worker 2 is lost"):
+        with pytest.raises(ChannelError, match="worker 2 is lost"):
             links[rank].receive(2)
 
 
@@ -187,7 +187,7 @@ def test_strangers_are_turned_away() -> None:
     wrong.sendall(b"another program!" + b"\1\0\0\0" + bytes(32))
     same = socket.create_connection(where[0])
     same.sendall(bytes(16) + b"\0\0\0\0")  # says that it is who it calls
-    met = at_once(*(lambda r=r: join(listeners[r], r, where, KEY) for r in range(2)))  # type: ignore[misc]
+    met = at_once(*(lambda r=r: connect_workers(listeners[r], r, where, KEY) for r in range(2)))  # type: ignore[misc]
     assert [list(each) for each in met] == [[1], [0]]
     assert met[0][1].getpeername() == met[1][0].getsockname()  # each other, and no stranger
     for stranger, answered in ((wrong, NONCE_BYTES + 4 + PROOF_BYTES), (same, 0)):
@@ -207,8 +207,8 @@ def test_another_program_at_the_address_is_noticed() -> None:
 
     def reach() -> str:
         where = [("localhost", other.getsockname()[1]), *addresses_of([listener])]
-        with pytest.raises(LinkError) as error:
-            join(listener, 1, where, KEY)
+        with pytest.raises(ChannelError) as error:
+            connect_workers(listener, 1, where, KEY)
         return str(error.value)
 
     _, said = at_once(answer, reach)
@@ -222,8 +222,8 @@ def test_workers_of_another_secret_do_not_meet() -> None:
     where = addresses_of(listeners)
 
     def meet(rank: int) -> str:
-        with pytest.raises(LinkError) as error:
-            join(listeners[rank], rank, where, KEY + bytes([rank]), timeout_s=1.0)
+        with pytest.raises(ChannelError) as error:
+            connect_workers(listeners[rank], rank, where, KEY + bytes([rank]), timeout_s=1.0)
         return str(error.value)
 
     said = at_once(*(lambda r=r: meet(r) for r in range(2)))  # type: ignore[misc]
@@ -237,7 +237,7 @@ def test_silent_strangers_keep_no_worker_waiting() -> None:
     where = addresses_of(listeners)
     strangers = [socket.create_connection(where[0]) for _ in range(20)]
     join_in = [
-        lambda r=r: join(listeners[r], r, where, KEY, timeout_s=10.0)  # type: ignore[misc]
+        lambda r=r: connect_workers(listeners[r], r, where, KEY, timeout_s=10.0)  # type: ignore[misc]
         for r in range(2)
     ]
     assert [list(each) for each in at_once(*join_in)] == [[1], [0]]
@@ -247,8 +247,8 @@ def test_silent_strangers_keep_no_worker_waiting() -> None:
 
 def test_who_never_comes_is_waited_for_so_long() -> None:
     listener = listen("localhost", ["localhost"])
-    with pytest.raises(LinkError, match="worker 0 does not reach all others: timed out"):
-        join(listener, 0, [("localhost", 1), ("localhost", 2)], KEY, timeout_s=0.2)
+    with pytest.raises(ChannelError, match="worker 0 does not reach all others: timed out"):
+        connect_workers(listener, 0, [("localhost", 1), ("localhost", 2)], KEY, timeout_s=0.2)
 
 
 def test_who_is_told_wrong_addresses_takes_nobody_for_another() -> None:
@@ -259,8 +259,9 @@ def test_who_is_told_wrong_addresses_takes_nobody_for_another() -> None:
 
     def meet(rank: int) -> str:
         try:
-            return f"met {list(join(listeners[rank], rank, told[rank], KEY, timeout_s=1.0))}"
-        except LinkError as error:
+            met = connect_workers(listeners[rank], rank, told[rank], KEY, timeout_s=1.0)
+            return f"met {list(met)}"
+        except ChannelError as error:
             return str(error)
 
     said = at_once(*(lambda r=r: meet(r) for r in range(3)))  # type: ignore[misc]
@@ -276,10 +277,10 @@ def test_closed_links_end_who_waits_everywhere() -> None:
     links[0].close()
     for each in links:
         each.send(1, [of("of another step")] * 2)
-    with pytest.raises(LinkError, match="an error ended the exchanges"):
+    with pytest.raises(ChannelError, match="an error ended the exchanges"):
         [links[0].receive(1) for _ in range(2)]
     for each in links[1:]:
-        with pytest.raises(LinkError, match="worker 0 is lost"):
+        with pytest.raises(ChannelError, match="worker 0 is lost"):
             [each.receive(1) for _ in range(2)]
 
 
@@ -297,7 +298,7 @@ def test_closed_links_leave_no_thread_and_no_connection() -> None:
     assert len(threads) == 2
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     other.send(1, [np.zeros(1)])
-    with pytest.raises(LinkError):
+    with pytest.raises(ChannelError):
         other.receive(1)
 
 
@@ -311,7 +312,7 @@ def test_a_child_process_keeps_no_connection_open() -> None:
     try:
         connections[1][0].close()  # as when the process ends; its child still lives
         one.send(0, [of("")])
-        with pytest.raises(LinkError, match="worker 1 is lost"):
+        with pytest.raises(ChannelError, match="worker 1 is lost"):
             one.receive(0)
     finally:
         os.write(writes, b".")
@@ -325,14 +326,14 @@ def test_who_waits_reads_what_is_there_by_itself(monkeypatch: pytest.MonkeyPatch
     """The thread, which would have to be woken, reads what is large or comes late."""
     (one, two), _ = connected(2)
     readers: list[str] = []
-    read = Links._read
+    read = Channel._read
 
-    def noted(links: Links, peer: Any) -> None:
+    def noted(links: Channel, peer: Any) -> None:
         if links is one:
             readers.append(threading.current_thread().name)
         read(links, peer)
 
-    monkeypatch.setattr(Links, "_read", noted)
+    monkeypatch.setattr(Channel, "_read", noted)
     two.send(1, [of("small")])
     one.send(1, [of("")])
     assert text(one.receive(1)) == ["small"]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tfmulti.training.state import trainer_state
-from tfmulti.training.step.pace import CALL_S, TARGET_S, TRIALS, Pace
+from tfmulti.training.step.steps_per_execution import CALL_S, TARGET_S, TRIALS, StepsPerExecution
 
 COMPILED_S = 1.0
 
 
-def measured(step_s: float, outside_s: float, steps_left: int, *, most: int | None = None) -> Pace:
+def measured(
+    step_s: float, outside_s: float, steps_left: int, *, most: int | None = None
+) -> StepsPerExecution:
     """A pace that has seen its trials: the first was compiled, and lasted a second."""
-    pace = Pace(None, most=most)
+    pace = StepsPerExecution(None, most=most)
     for number in range(TRIALS + 2):
         inside_s = COMPILED_S if number == 0 else step_s - outside_s
         pace.add(inside_s + outside_s, inside_s, steps_left)
@@ -21,7 +23,7 @@ def measured(step_s: float, outside_s: float, steps_left: int, *, most: int | No
 
 
 def test_a_given_number_stays() -> None:
-    pace = Pace(7)
+    pace = StepsPerExecution(7)
     for _ in range(TRIALS + 5):
         pace.add(0.001, 0.0005, 10**6)
     assert (pace.at_once, pace.wish) == (7, 0)

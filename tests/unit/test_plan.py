@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfmulti.data.batch_plan import Plan
+from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.hashing import key_of, uniform
 from tfmulti.data.permutation import HELD, Permutation
 
 
-def epoch_of(plan: Plan, epoch: int, workers: int = 1, local: int = 1) -> list[int]:
+def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> list[int]:
     """Returns the examples of an epoch, in order, as the replicas' shares put together."""
     found: list[int] = []
     for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
@@ -29,7 +29,7 @@ def epoch_of(plan: Plan, epoch: int, workers: int = 1, local: int = 1) -> list[i
 
 @pytest.mark.parametrize(("workers", "local"), [(1, 1), (1, 3), (3, 1), (2, 4), (1, 8)])
 def test_each_example_once_whatever_the_replicas(workers: int, local: int) -> None:
-    plan = Plan(examples=25, global_batch_size=6, seed=3)
+    plan = BatchPlan(examples=25, global_batch_size=6, seed=3)
     found = epoch_of(plan, 0, workers, local)
     assert sorted(found) == list(range(25))
     assert found == epoch_of(plan, 0)
@@ -37,16 +37,19 @@ def test_each_example_once_whatever_the_replicas(workers: int, local: int) -> No
 
 @pytest.mark.parametrize("examples", [200, HELD + 300])
 def test_each_epoch_is_shuffled_anew(examples: int) -> None:
-    plan = Plan(examples, examples, seed=3)
+    plan = BatchPlan(examples, examples, seed=3)
     orders = [plan.examples_at(epoch, 0, examples) for epoch in range(3)]
-    orders += [np.arange(examples), Plan(examples, examples, seed=4).examples_at(0, 0, examples)]
+    orders += [
+        np.arange(examples),
+        BatchPlan(examples, examples, seed=4).examples_at(0, 0, examples),
+    ]
     for one, other in itertools.combinations(orders, 2):
         assert (one == other).sum() < 10  # one on average, by chance
-    assert np.array_equal(orders[0], Plan(examples, 7, seed=3).examples_at(0, 0, examples))
+    assert np.array_equal(orders[0], BatchPlan(examples, 7, seed=3).examples_at(0, 0, examples))
 
 
 def test_without_a_seed_the_order_stays() -> None:
-    assert epoch_of(Plan(25, 6), 1, 3) == list(range(25))
+    assert epoch_of(BatchPlan(25, 6), 1, 3) == list(range(25))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, HELD, HELD + 1, 70_000, 317**2, 317**2 + 1])
@@ -111,7 +114,7 @@ def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.Monke
         "_once",
         lambda self, numbers: asked.append(len(numbers)) or once(self, numbers),
     )
-    plan = Plan(10**9, 256, seed=1)
+    plan = BatchPlan(10**9, 256, seed=1)
     part = plan.part(plan.steps_per_epoch - 2, 3, 1, 4)
     examples = plan.examples_of(part)
     assert len(set(examples.tolist())) == 64
@@ -132,7 +135,7 @@ def test_shares_know_where_they_stand(
 ) -> None:
     """Each share begins where the one before ends, on any number of workers."""
     workers, local = shape
-    plan = Plan(examples, batch, seed=2)
+    plan = BatchPlan(examples, batch, seed=2)
     at = 0
     for rank in range(workers):
         part = plan.part(step, rank * local, local, workers * local)

@@ -11,7 +11,7 @@ import pytest
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.data.data_set import Data
+from tfmulti.data.data_set import DataSet
 from tfmulti.errors import ConfigError, DeviceError, ModelError
 from tfmulti.run import validation
 
@@ -86,7 +86,7 @@ def test_what_depends_on_the_training_rows_is_there_before_the_run(
 
 def test_a_built_in_model_needs_plain_arrays() -> None:
     with pytest.raises(ModelError, match="gives no plain arrays"):
-        validation.check_model_takes(FitConfig(model="cnn"), Data(object(), spec=None))
+        validation.check_model_takes(FitConfig(model="cnn"), DataSet(object(), spec=None))
 
 
 @pytest.fixture

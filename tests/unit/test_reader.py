@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tfmulti.config.reading import Reading
+from tfmulti.config.reading import ReadOptions
 from tfmulti.data import loader
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.batch_plan import Plan
-from tfmulti.data.loader import AHEAD, Batch, Reader, cores, empty, reason_of
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.loader import AHEAD, Batch, Loader, cores, empty, reason_of
 from tfmulti.errors import ConfigError, DataError
 
 
@@ -93,9 +93,14 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def batches(
-    source: ArraySource, plan: Plan, place: Place, count: int, reading: Reading, first: int = 0
+    source: ArraySource,
+    plan: BatchPlan,
+    place: Place,
+    count: int,
+    reading: ReadOptions,
+    first: int = 0,
 ) -> list[Batch]:
-    with contextlib.closing(Reader(source, plan, place, reading).batches(first)) as found:
+    with contextlib.closing(Loader(source, plan, place, reading).batches(first)) as found:
         return list(itertools.islice(found, count))
 
 
@@ -110,10 +115,10 @@ def own(batch: Batch) -> list[int]:
 def test_each_worker_reads_its_own_rows_alone(
     workers: int, local: int, threads: int | None
 ) -> None:
-    plan = Plan(26, 8, seed=5)  # 8, 8, 8 and 2 rows
+    plan = BatchPlan(26, 8, seed=5)  # 8, 8, 8 and 2 rows
     sources = [Counting(26) for _ in range(workers)]
     parts = [
-        batches(source, plan, Place(rank, workers, local), 4, Reading(threads))
+        batches(source, plan, Place(rank, workers, local), 4, ReadOptions(threads))
         for rank, source in enumerate(sources)
     ]
     for step in range(4):
@@ -127,16 +132,16 @@ def test_each_worker_reads_its_own_rows_alone(
 
 @pytest.mark.parametrize("threads", [0, 3])
 def test_it_starts_at_any_step(threads: int) -> None:
-    plan, place = Plan(20, 6, seed=1), Place(0, 1, 2)
-    whole = [own(b) for b in batches(Counting(20), plan, place, 9, Reading(threads))]
+    plan, place = BatchPlan(20, 6, seed=1), Place(0, 1, 2)
+    whole = [own(b) for b in batches(Counting(20), plan, place, 9, ReadOptions(threads))]
     for first in range(9):
-        rest = batches(Counting(20), plan, place, 9 - first, Reading(threads), first)
+        rest = batches(Counting(20), plan, place, 9 - first, ReadOptions(threads), first)
         assert [own(b) for b in rest] == whole[first:]
 
 
 def test_no_more_is_read_ahead_than_is_stated() -> None:
     source = Counting(1000)
-    found = Reader(source, Plan(1000, 10), Place(), Reading(2)).batches()
+    found = Loader(source, BatchPlan(1000, 10), Place(), ReadOptions(2)).batches()
     with contextlib.closing(found):
         for taken in range(1, 6):
             next(found)
@@ -146,7 +151,7 @@ def test_no_more_is_read_ahead_than_is_stated() -> None:
 @pytest.mark.parametrize(("threads", "in_work"), [(None, 1), (0, 1), (2, 2)])
 def test_what_was_not_begun_is_not_read_after_a_stop(threads: int | None, in_work: int) -> None:
     source, ended = Gated(64), list[type]()
-    made = Reader(source, Plan(64, 16), Place(0, 1, 2), Reading(threads))
+    made = Loader(source, BatchPlan(64, 16), Place(0, 1, 2), ReadOptions(threads))
 
     def read() -> None:
         try:
@@ -167,10 +172,10 @@ def test_what_was_not_begun_is_not_read_after_a_stop(threads: int | None, in_wor
 
 def test_all_threads_work_on_one_batch() -> None:
     source = Counting(64)
-    batches(source, Plan(64, 64), Place(), 1, Reading(2))
+    batches(source, BatchPlan(64, 64), Place(), 1, ReadOptions(2))
     assert source.calls[:8] == [8] * 8
     source = Counting(64)
-    batches(source, Plan(64, 64), Place(0, 1, 4), 1, Reading(2))
+    batches(source, BatchPlan(64, 64), Place(0, 1, 4), 1, ReadOptions(2))
     assert source.calls[:8] == [8] * 8  # not more pieces on more replicas
 
 
@@ -186,7 +191,7 @@ def test_threads_are_used_where_reading_is_slow(
 
     monkeypatch.setattr(loader.time, "perf_counter", clock)
     monkeypatch.setattr(loader, "cores", lambda: 2)
-    made = Reader(Counting(64), Plan(64, 64), Place(), Reading())
+    made = Loader(Counting(64), BatchPlan(64, 64), Place(), ReadOptions())
     assert made.threads is None
     with contextlib.closing(made.batches()) as found:
         assert own(next(found)) == list(range(64))
@@ -203,7 +208,7 @@ def test_cores_are_shared_by_the_workers_of_a_machine() -> None:
 @pytest.mark.parametrize("threads", [0, 2])
 def test_the_first_bad_example_is_named(threads: int) -> None:
     source = Counting(12, bad=(7,))
-    made = Reader(source, Plan(12, 4), Place(), Reading(threads))
+    made = Loader(source, BatchPlan(12, 4), Place(), ReadOptions(threads))
     with contextlib.closing(made.batches()) as found:
         assert own(next(found)) == [0, 1, 2, 3]
         with pytest.raises(DataError, match=r"file, record 7: Input/output error\. Mend or remove"):
@@ -213,7 +218,7 @@ def test_the_first_bad_example_is_named(threads: int) -> None:
 @pytest.mark.parametrize("threads", [0, 2])
 def test_bad_examples_are_left_out_where_that_is_asked_for(threads: int) -> None:
     source = Counting(12, bad=(5, 6))
-    first, second, third = batches(source, Plan(12, 4), Place(), 3, Reading(threads, 2))
+    first, second, third = batches(source, BatchPlan(12, 4), Place(), 3, ReadOptions(threads, 2))
     assert (own(first), own(second), own(third)) == ([0, 1, 2, 3], [4, 7], [8, 9, 10, 11])
     assert (first.lost, second.rows, second.own_rows) == ((), 2, (2,))
     assert second.lost == tuple(f"file, record {i}: Input/output error." for i in (5, 6))
@@ -223,7 +228,7 @@ def test_bad_examples_are_left_out_where_that_is_asked_for(threads: int) -> None
 def test_other_workers_are_told_of_a_bad_example(threads: int) -> None:
     """Its row is another example's, so that the step, which tells them, can be run."""
     source = Counting(12, bad=(1, 4))
-    (batch,) = batches(source, Plan(12, 12), Place(0, 2, 2), 1, Reading(threads))
+    (batch,) = batches(source, BatchPlan(12, 12), Place(0, 2, 2), 1, ReadOptions(threads))
     assert [x.tolist() for (x,) in batch.data] == [[0, 0, 2], [3, 0, 5]]
     assert (batch.rows, batch.own_rows, batch.first_rows) == (12, (3, 3), (0, 3))
     assert batch.lost == tuple(f"file, record {i}: Input/output error." for i in (1, 4))
@@ -233,21 +238,24 @@ def test_other_workers_are_told_of_a_bad_example(threads: int) -> None:
 def test_where_the_others_rows_cannot_be_read_either(threads: int) -> None:
     """As on a worker whose disk is gone: the step is run on nothing, and tells the others."""
     source = Counting(12, bad=tuple(range(12)))
-    (batch,) = batches(source, Plan(12, 12), Place(0, 2, 2), 1, Reading(threads))
+    (batch,) = batches(source, BatchPlan(12, 12), Place(0, 2, 2), 1, ReadOptions(threads))
     assert [x.tolist() for (x,) in batch.data] == [[0] * 3] * 2
     assert len(batch.lost) == 6
 
 
 def test_the_next_step_goes_with_how_it_is_read() -> None:
-    for reading, words in ((Reading(0), "or give --skip"), (Reading(keeps_each=True), "a row for")):
+    for reading, words in (
+        (ReadOptions(0), "or give --skip"),
+        (ReadOptions(keeps_each=True), "a row for"),
+    ):
         with pytest.raises(DataError, match=rf"record 1: Input/output error\. Mend .* {words}"):
-            batches(Counting(12, bad=(1,)), Plan(12, 12), Place(), 1, reading)
+            batches(Counting(12, bad=(1,)), BatchPlan(12, 12), Place(), 1, reading)
 
 
 def test_rows_close_up_where_some_are_left_out() -> None:
     """4 replicas of 3 rows: what is lost moves the others' places, as on one device."""
     source = Counting(12, bad=(1, 3, 4, 5))
-    (batch,) = batches(source, Plan(12, 12), Place(0, 1, 4), 1, Reading(0, 9))
+    (batch,) = batches(source, BatchPlan(12, 12), Place(0, 1, 4), 1, ReadOptions(0, 9))
     assert batch.own_rows == (2, 0, 3, 3)
     assert batch.first_rows == (0, 2, 2, 5)
     assert batch.rows == 8
@@ -256,14 +264,14 @@ def test_rows_close_up_where_some_are_left_out() -> None:
 
 def test_what_others_lost_is_not_known_here() -> None:
     source = Counting(12, bad=(1,))
-    (batch,) = batches(source, Plan(12, 12), Place(0, 2, 1), 1, Reading(0, 9))
+    (batch,) = batches(source, BatchPlan(12, 12), Place(0, 2, 1), 1, ReadOptions(0, 9))
     assert (batch.rows, batch.own_rows, batch.first_rows) == (12, (5,), (0,))
 
 
 def test_what_a_replica_without_rows_cannot_read_is_not_counted() -> None:
     """3 rows on 2 workers × 2: the fourth replica reads the third's row, which counts once."""
     source = Counting(3, bad=(2,))
-    (batch,) = batches(source, Plan(3, 3), Place(1, 2, 2), 1, Reading(0, 9))
+    (batch,) = batches(source, BatchPlan(3, 3), Place(1, 2, 2), 1, ReadOptions(0, 9))
     assert batch.own_rows == (0, 0)
     assert len(batch.lost) == 1
     assert [x.tolist() for (x,) in batch.data] == [[0], [0]]
@@ -272,7 +280,7 @@ def test_what_a_replica_without_rows_cannot_read_is_not_counted() -> None:
 def test_nothing_that_can_be_read() -> None:
     source = Counting(4, bad=(0, 1, 2, 3))
     with pytest.raises(DataError, match="none of the first 4 examples can be read"):
-        batches(source, Plan(4, 2), Place(), 1, Reading(0, 9))
+        batches(source, BatchPlan(4, 2), Place(), 1, ReadOptions(0, 9))
 
 
 def test_a_piece_that_fails_once_is_read_again() -> None:
@@ -282,14 +290,14 @@ def test_a_piece_that_fails_once_is_read_again() -> None:
                 raise OSError(110, "Connection timed out")
             super().read_into(indices, epoch, out)
 
-    (batch,) = batches(Once(6), Plan(6, 6), Place(), 1, Reading(0))
+    (batch,) = batches(Once(6), BatchPlan(6, 6), Place(), 1, ReadOptions(0))
     assert own(batch) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ["threads", "skip_bad_records"])
 def test_reading_takes_no_negative_numbers(name: str) -> None:
     with pytest.raises(ConfigError, match="is -1, but it must be at least 0"):
-        Reading(**{name: -1})
+        ReadOptions(**{name: -1})
 
 
 def test_memory_is_aligned_for_tensorflow() -> None:

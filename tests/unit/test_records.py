@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 from tests.support.records import framed, write_records
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Plan
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import record_index
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
 from tfmulti.data.formats.record_index import index_of, index_places
 from tfmulti.data.formats.records import Records
 from tfmulti.data.io.open_files import LocalFile, OpenFiles, write_whole
-from tfmulti.data.loader import Batch, Reader
+from tfmulti.data.loader import Batch, Loader
 from tfmulti.data.source import Leaf
 from tfmulti.errors import DataError
 
@@ -357,9 +357,9 @@ def test_damaged_records_are_lost_alike_on_any_number_of_workers(file: Path) -> 
     damage = both(flip(header_of(2)), flip(header_of(5)), lambda content: content[:-1])
     file.write_bytes(damage(file.read_bytes()))
     source = numbers(Records([str(file)], keep_damage=True))
-    plan = Plan(8, 8, seed=3)
+    plan = BatchPlan(8, 8, seed=3)
     with pytest.raises(DataError, match=r"a.tfrecord, record [257]: .* Mend or remove it, or"):
-        next(Reader(source, plan, Alone(), Reading()).batches())
+        next(Loader(source, plan, Alone(), ReadOptions()).batches())
     (alone,) = read(source, plan, Alone)
     workers = read(source, plan, *(worker(rank, 3) for rank in range(3)))
     rows = [n for batch in workers for n in batch.data[0][0][: batch.own_rows[0]].tolist()]
@@ -370,9 +370,9 @@ def test_damaged_records_are_lost_alike_on_any_number_of_workers(file: Path) -> 
     assert [words.partition(": ")[0][-8:] for words in lost] == [f"record {i}" for i in (2, 5, 7)]
 
 
-def read(source: EncodedSource, plan: Plan, *places: Any) -> list[Batch]:
+def read(source: EncodedSource, plan: BatchPlan, *places: Any) -> list[Batch]:
     """Returns the first batch of each worker."""
-    return [next(Reader(source, plan, place(), Reading(0, 9)).batches()) for place in places]
+    return [next(Loader(source, plan, place(), ReadOptions(0, 9)).batches()) for place in places]
 
 
 def worker(rank: int, workers: int) -> type[Alone]:
@@ -439,8 +439,8 @@ def test_flipped_data_is_told_with_file_and_record(file: Path, at: int) -> None:
     with pytest.raises(
         DataError, match=r"a.tfrecord, record 3: the checksum is wrong \(the file is damaged\)\."
     ):
-        next(Reader(source, Plan(8, 8), Alone(), Reading()).batches())
-    batch = next(Reader(source, Plan(8, 8), Alone(), Reading(0, 9)).batches())
+        next(Loader(source, BatchPlan(8, 8), Alone(), ReadOptions()).batches())
+    batch = next(Loader(source, BatchPlan(8, 8), Alone(), ReadOptions(0, 9)).batches())
     assert batch.own_rows == (7,)
     assert batch.data[0][0].tolist() == [len(r) for i, r in enumerate(RECORDS) if i != 3]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import Data
+from tfmulti.data.data_set import DataSet
 from tfmulti.data.options import parse_options
 from tfmulti.data.sources import digits, keras_datasets, npy, npz, regression, synthetic
 from tfmulti.data.transforms.splits import with_validation
@@ -87,17 +87,17 @@ def test_a_default_of_text_takes_any_text() -> None:
 
 
 def test_validation_is_taken_from_training_once() -> None:
-    data = with_validation(Data(ArraySource((X, Y))), 0.25, seed=1)
+    data = with_validation(DataSet(ArraySource((X, Y))), 0.25, seed=1)
     parts = (data.train, data.validation)
     rows = [set(p.read(np.arange(len(p)))[0][:, 0].tolist()) for p in parts]
     assert (len(rows[0]), len(rows[1])) == (15, 5)
     assert not rows[0] & rows[1]
-    assert with_validation(Data(ArraySource((X, Y))), 0.0, seed=1).validation is None
+    assert with_validation(DataSet(ArraySource((X, Y))), 0.0, seed=1).validation is None
 
 
 def test_a_validation_fraction_that_leaves_nothing() -> None:
     with pytest.raises(DataError, match="leaves one part empty"):
-        with_validation(Data(ArraySource((X, Y))), 0.01, seed=1)
+        with_validation(DataSet(ArraySource((X, Y))), 0.01, seed=1)
 
 
 def test_array_source_reads_rows_in_any_order() -> None:

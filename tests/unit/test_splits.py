@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.unit.test_plan import check_uniform
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import Data
+from tfmulti.data.data_set import DataSet
 from tfmulti.data.transforms.splits import parse_split, with_splits, with_validation
 from tfmulti.errors import ConfigError, DataError
 
 
-def data(rows: int = 100, **parts: int) -> Data:
+def data(rows: int = 100, **parts: int) -> DataSet:
     others: dict[str, Any] = {name: source(count) for name, count in parts.items()}
-    return Data(source(rows), **others)
+    return DataSet(source(rows), **others)
 
 
 def source(rows: int) -> ArraySource:
@@ -30,7 +30,7 @@ def examples(part: Any) -> list[int]:
     return found
 
 
-def split(rows: int, seed: int = 0, /, **splits: str | None) -> Data:
+def split(rows: int, seed: int = 0, /, **splits: str | None) -> DataSet:
     asked = {"train": None, "validation": None, "test": None} | splits
     return with_splits(data(rows), asked, seed)
 
@@ -124,7 +124,7 @@ def test_mistakes(splits: dict[str, str], message: str) -> None:
 
 def test_batches_cannot_be_sliced() -> None:
     with pytest.raises(DataError, match="comes in batches, of which none can be taken out"):
-        with_splits(Data(object()), {"train": "train[:9%]"}, 0)
+        with_splits(DataSet(object()), {"train": "train[:9%]"}, 0)
 
 
 def test_parts_of_other_names() -> None:

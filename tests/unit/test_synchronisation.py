@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfmulti.config.local_sync import Synchronisation
+from tfmulti.config.local_sync import SyncOptions
 from tfmulti.errors import ConfigError
 
 
@@ -21,13 +21,13 @@ from tfmulti.errors import ConfigError
 )
 def test_mistakes_are_named(values: tuple[float, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        Synchronisation(*values)  # type: ignore[arg-type]
+        SyncOptions(*values)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 def test_workers_have_one_replica_each() -> None:
     message = "--sync_every 10 needs workers of one replica each, but each of the 2 workers has 4"
     with pytest.raises(ConfigError, match=f"{message}.*--nproc-per-node 4"):
-        Synchronisation(10).check_place(workers=2, local_replicas=4)
-    Synchronisation(10).check_place(workers=1, local_replicas=4)  # no effect there
-    Synchronisation().check_place(workers=2, local_replicas=4)
+        SyncOptions(10).check_place(workers=2, local_replicas=4)
+    SyncOptions(10).check_place(workers=1, local_replicas=4)  # no effect there
+    SyncOptions().check_place(workers=2, local_replicas=4)

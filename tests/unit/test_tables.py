@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.data.data_set import Data, fitted
+from tfmulti.data.data_set import DataSet, fitted
 from tfmulti.data.formats import arrow, csv_tables, parquet_tables
 from tfmulti.data.sources import tables
 from tfmulti.data.transforms.splits import with_validation
@@ -39,7 +39,7 @@ def column(name: str, values: Sequence[object], y: str = "ab") -> str:
     return "\n".join([f"{name},y", *rows]) + "\n"
 
 
-def loaded(options: str, fraction: float = 0.0, most_bad: int = 0) -> Data:
+def loaded(options: str, fraction: float = 0.0, most_bad: int = 0) -> DataSet:
     data = tables.load_csv(options, 0, skip_bad_records=most_bad)
     return fitted(with_validation(data, fraction, seed=1))
 
@@ -399,7 +399,7 @@ def test_mistakes_in_options(tmp_path: Path, options: str, message: str) -> None
 RAGGED = "n,color,y\n1,red,a\n\n2\n2,blue,b\n3,red,b,9\n4,blue,a\n5,x\n"
 
 
-def prepared_from(options: str, skip_bad_records: int = 0, form: str = "csv") -> Data:
+def prepared_from(options: str, skip_bad_records: int = 0, form: str = "csv") -> DataSet:
     config = FitConfig(
         dataset=f"{form}:{options}", skip_bad_records=skip_bad_records, validation_fraction=0.0
     )

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.unit.test_folders import made
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Plan
-from tfmulti.data.loader import Reader
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.loader import Loader
 from tfmulti.data.sources import text
 from tfmulti.data.transforms.splits import with_validation
 from tfmulti.errors import ConfigError, DataError
@@ -78,7 +78,7 @@ def test_a_file_that_is_no_text_is_named_when_it_is_read(tmp_path: Path) -> None
         (Path.unlink, "No such file or directory"),
     ):
         damage(tmp_path / "a" / "2.txt")
-        reader = Reader(data.train, Plan(3, 3), Alone(), Reading())
+        reader = Loader(data.train, BatchPlan(3, 3), Alone(), ReadOptions())
         with pytest.raises(DataError, match=f"{root}/a/2.txt: {reason}"):
             next(reader.batches())
 

@@ -25,7 +25,7 @@ _DATA = {
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class MatrixPoint:
     """Where a run is measured: replicas of one process, or workers of one replica each."""
 
     workers: int
@@ -102,10 +102,10 @@ class BenchConfig:
         )
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[MatrixPoint, ...]:
         """All places, each once: of one process first, by their size."""
-        found = [Place(1, count) for count in sorted(self.replicas)]
-        found += [Place(count, 1) for count in sorted(self.workers)]
+        found = [MatrixPoint(1, count) for count in sorted(self.replicas)]
+        found += [MatrixPoint(count, 1) for count in sorted(self.workers)]
         return tuple(dict.fromkeys(found))
 
     @property
@@ -116,15 +116,15 @@ class BenchConfig:
         assert found is not None  # FitConfig has asked for one
         return found
 
-    def global_batch_of(self, place: Place) -> int:
+    def global_batch_of(self, place: MatrixPoint) -> int:
         """Returns the rows of a step of all replicas at a place."""
         return self.batch * place.devices if self.weak else self.batch
 
-    def share_of(self, place: Place) -> int:
+    def share_of(self, place: MatrixPoint) -> int:
         """Returns the rows of the largest share of a step at a place."""
         return -(-self.global_batch_of(place) // place.devices)
 
-    def run_of(self, place: Place) -> FitConfig:
+    def run_of(self, place: MatrixPoint) -> FitConfig:
         """Returns the run at a place."""
         batch, dataset = self.global_batch_of(place), self.run.dataset
         if dataset == "synthetic":  # whole batches alone
@@ -147,7 +147,7 @@ class BenchConfig:
             verbose="0",
         )
 
-    def checked_run(self, place: Place) -> FitConfig:
+    def checked_run(self, place: MatrixPoint) -> FitConfig:
         """Returns the run at a place as one process can check it, before workers are there."""
         run = self.run_of(place)
         if place.kind == "workers":
@@ -168,7 +168,7 @@ class BenchConfig:
         check_writable("output_dir", path)
 
 
-def cores_of(place: Place, cores: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
+def cores_of(place: MatrixPoint, cores: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
     """Returns the cores of each process at a place, such that each replica has as many.
 
     Args:

@@ -34,7 +34,7 @@ from tfmulti.config.local_sync import GATHER_BYTES, PACK_BYTES
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkModel:
     """What joins the workers: the latency of a message (or round), and seconds a byte.
 
     `message_s` is what one more message of a round takes; None: they go round a ring.
@@ -64,9 +64,9 @@ class Link:
         return sum(self.parts_s(workers, size, collectives))
 
 
-def fit_link(
+def fit_network(
     points: Sequence[tuple[int, int, float]], message_s: float | None = None
-) -> Link | None:
+) -> NetworkModel | None:
     """Returns the link that all-reduces were measured on, or None without any.
 
     Least squares of the relative errors, so that small sizes tell the latency and large ones the
@@ -74,10 +74,10 @@ def fit_link(
 
     Args:
         points: workers (from 2), bytes and seconds of each.
-        message_s: see `Link`.
+        message_s: see `NetworkModel`.
     """
     rows, rest = [], []
-    messages = Link(0.0, 0.0, message_s)
+    messages = NetworkModel(0.0, 0.0, message_s)
     for n, size, seconds in points:
         if n > 1 and seconds > 0:
             rounds = messages.rounds(n, size)
@@ -85,7 +85,7 @@ def fit_link(
             rest.append(max(0.0, 1 - messages.all_reduce_s(n, size) / seconds))
     if not rows:
         return None
-    return Link(*_least_squares(rows, rest), message_s)
+    return NetworkModel(*_least_squares(rows, rest), message_s)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class CostModel:
     example of a share.
     """
 
-    link: Link
+    link: NetworkModel
     computing: Computing
     exposed: float
     gradient_bytes: int

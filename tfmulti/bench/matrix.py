@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tfmulti.bench.config import BenchConfig, Place, cores_of
-from tfmulti.bench.order import Answer, Order
+from tfmulti.bench.config import BenchConfig, MatrixPoint, cores_of
+from tfmulti.bench.request import MeasureRequest, MeasureResult
 from tfmulti.config.console import Say, number
 from tfmulti.config.run_directory import write_text
 from tfmulti.errors import TfmultiError
@@ -48,7 +48,7 @@ class Matrix:
     env: Mapping[str, str]
     say: Say
     launch: Launch = supervisor.run
-    found: dict[Place, list[list[Answer]]] = field(default_factory=dict)
+    found: dict[MatrixPoint, list[list[MeasureResult]]] = field(default_factory=dict)
 
     def measure(self) -> None:
         """Measures all rounds: every second one from the last place to the first.
@@ -68,14 +68,14 @@ class Matrix:
                     f"{number(step.examples / step.seconds)} examples/s",
                 )
 
-    def _measured(self, place: Place, number_of_round: int) -> list[Answer]:
+    def _measured(self, place: MatrixPoint, number_of_round: int) -> list[MeasureResult]:
         words = place.name.replace(" ", "_")
         folder = (
             self.config.output_dir / "logs" / f"round_{number_of_round + 1}" / words
         ).absolute()
         folder.mkdir(parents=True)
         profile = self.config.output_dir / "profile" / words
-        order = Order(
+        order = MeasureRequest(
             run=self.config.run_of(place),
             cores=cores_of(place, self.cores, max(p.devices for p in self.config.places)),
             steps=self.config.steps,
@@ -109,10 +109,11 @@ class Matrix:
                 code,
             )
         return [
-            Answer.from_json(order.answer_file(rank).read_text()) for rank in range(place.workers)
+            MeasureResult.from_json(order.answer_file(rank).read_text())
+            for rank in range(place.workers)
         ]
 
-    def _rows_alone(self, place: Place) -> int | None:
+    def _rows_alone(self, place: MatrixPoint) -> int | None:
         """Returns the rows of a step of one device that does the work of a place's process.
 
         Replicas of one process that are CPUs share its cores: one device has all of these, and all

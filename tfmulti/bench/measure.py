@@ -20,13 +20,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.bench.all_reduces import all_reduce_times, message_seconds
-from tfmulti.bench.order import Answer, Order
 from tfmulti.bench.parts import Phase
+from tfmulti.bench.request import MeasureRequest, MeasureResult
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.selection import BatchSizes
 from tfmulti.config.local_sync import PACK_BYTES
 from tfmulti.data.source import Source
-from tfmulti.distribution.connections import links_of
+from tfmulti.distribution.connections import channel_of
 from tfmulti.distribution.strategies import Placement, device_names
 from tfmulti.errors import DataError
 from tfmulti.keras_patches import keras_compat
@@ -46,7 +46,7 @@ _PROFILED = 5
 _TURNS = 5
 
 
-def answer(order: Order, cluster: Cluster | None) -> Answer:
+def answer(order: MeasureRequest, cluster: Cluster | None) -> MeasureResult:
     """Returns what this process measured. Every process of the place calls it.
 
     Raises:
@@ -76,7 +76,7 @@ def answer(order: Order, cluster: Cluster | None) -> Answer:
         collectives = -(-collectives // local_steps.steps_at_once(model))
     told, rows = bytes_told(setup, model) or (sum(sizes), 0.0)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(model).specs)
-    return Answer(
+    return MeasureResult(
         devices=device_names(setup.strategy),
         parameters=model.count_params(),
         gradient_bytes=told,
@@ -183,7 +183,7 @@ def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
     that a batch has. None where it cannot be: on one worker, and by TensorFlow's collectives. Every
     process calls it.
     """
-    workers, links = setup.place.workers, links_of(setup.place)
+    workers, links = setup.place.workers, channel_of(setup.place)
     if links is None:
         return None
     sent = []

@@ -40,7 +40,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Parts:
+class TimeParts:
     """Milliseconds of a step; the four parts add up to `step_ms`.
 
     - `host`: between two calls of the compiled step, Python's part.
@@ -60,7 +60,7 @@ class Parts:
         return self.compute + self.communication + self.input + self.host
 
     @classmethod
-    def of(cls, phase: Phase, alone: Phase | None) -> Parts:
+    def of(cls, phase: Phase, alone: Phase | None) -> TimeParts:
         """Returns the parts of one process' steps.
 
         Args:
@@ -74,7 +74,7 @@ class Parts:
         return cls(compute, working - compute, waiting, host)
 
     @classmethod
-    def mean(cls, parts: Sequence[Parts]) -> Parts:
+    def mean(cls, parts: Sequence[TimeParts]) -> TimeParts:
         """Returns the mean of several processes' parts: they add up to that of their steps."""
         count = len(parts)
         return cls(*(sum(getattr(part, name) for part in parts) / count for name in PARTS))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfmulti.bench.config import BenchConfig
-from tfmulti.bench.cost import CostModel, Link
+from tfmulti.bench.cost import CostModel, NetworkModel
 from tfmulti.bench.matrix import Matrix
 from tfmulti.bench.parts import PARTS
 from tfmulti.bench.results import (
@@ -150,7 +150,7 @@ def _row_words(example_bytes: float) -> str:
     return f" and {example_bytes:,.0f} bytes of rows an example" if example_bytes else ""
 
 
-def _latency_words(link: Link) -> str:
+def _latency_words(link: NetworkModel) -> str:
     if link.message_s is None:
         return f"latency {1e6 * link.latency_s:,.0f} µs a message"
     each = 1e6 * link.message_s

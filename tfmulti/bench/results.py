@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tfmulti.bench.config import BenchConfig, Place
-from tfmulti.bench.cost import CostModel, Link, fit_computing, fit_exposed, fit_link
-from tfmulti.bench.order import Answer
-from tfmulti.bench.parts import Parts
+from tfmulti.bench.config import BenchConfig, MatrixPoint
+from tfmulti.bench.cost import CostModel, NetworkModel, fit_computing, fit_exposed, fit_network
+from tfmulti.bench.parts import TimeParts
+from tfmulti.bench.request import MeasureResult
 
-Found = Mapping[Place, Sequence[Sequence[Answer]]]
+Found = Mapping[MatrixPoint, Sequence[Sequence[MeasureResult]]]
 
 PREDICTED = (1, 2, 4, 8, 16, 32, 64)  # workers
 
@@ -26,14 +26,14 @@ class Result:
     the smallest place.
     """
 
-    place: Place
+    place: MatrixPoint
     global_batch: int
-    parts: Parts
+    parts: TimeParts
     percentiles_ms: Mapping[str, float]
     rounds_ms: tuple[float, ...]
     examples_per_sec: float
     efficiency: float
-    answers: tuple[Answer, ...]
+    answers: tuple[MeasureResult, ...]
 
     @property
     def step_ms(self) -> float:
@@ -74,7 +74,7 @@ def results_of(config: BenchConfig, found: Found) -> list[Result]:
     """Returns each place's result, in the order of the places."""
     middle, rounds_ms = {}, {}
     for place, rounds in found.items():
-        steps = [Parts.mean([answer.parts for answer in answers]).step_ms for answers in rounds]
+        steps = [TimeParts.mean([answer.parts for answer in answers]).step_ms for answers in rounds]
         middle[place] = rounds[steps.index(statistics.median_low(steps))]
         rounds_ms[place] = tuple(steps)
     speeds = {place: examples_per_sec(answers) for place, answers in middle.items()}
@@ -83,7 +83,7 @@ def results_of(config: BenchConfig, found: Found) -> list[Result]:
         Result(
             place,
             config.global_batch_of(place),
-            Parts.mean([answer.parts for answer in middle[place]]),
+            TimeParts.mean([answer.parts for answer in middle[place]]),
             middle[place][0].step_ms,
             rounds_ms[place],
             speeds[place],
@@ -94,10 +94,10 @@ def results_of(config: BenchConfig, found: Found) -> list[Result]:
     ]
 
 
-def examples_per_sec(answers: Sequence[Answer]) -> float:
+def examples_per_sec(answers: Sequence[MeasureResult]) -> float:
     """Returns the examples of all replicas in a second of the mean step of the processes."""
     step = answers[0].together
-    return 1000 * step.examples / step.steps / Parts.mean([a.parts for a in answers]).step_ms
+    return 1000 * step.examples / step.steps / TimeParts.mean([a.parts for a in answers]).step_ms
 
 
 def all_reduces_of(found: Found, kind: str) -> list[tuple[int, int, float]]:
@@ -114,7 +114,7 @@ def all_reduces_of(found: Found, kind: str) -> list[tuple[int, int, float]]:
     return [(n, size, statistics.median(each)) for (n, size), each in sorted(times.items())]
 
 
-def link_of(found: Found, kind: str) -> Link | None:
+def link_of(found: Found, kind: str) -> NetworkModel | None:
     """Returns what joins the replicas of a kind of places, or None where it was not measured."""
     messages = [
         answer.message_s
@@ -125,7 +125,7 @@ def link_of(found: Found, kind: str) -> Link | None:
         if answer.message_s is not None
     ]
     message_s = statistics.median(messages) if messages else None
-    return fit_link(all_reduces_of(found, kind), message_s)
+    return fit_network(all_reduces_of(found, kind), message_s)
 
 
 def cost_model(
@@ -178,7 +178,7 @@ def prediction(
     base = min(results, key=lambda result: result.place.devices)
     first = base.examples_per_sec / base.place.devices
     for workers in sorted({*PREDICTED, *config.workers}):
-        place = Place(workers, 1)
+        place = MatrixPoint(workers, 1)
         batch = config.global_batch_of(place)
         if batch < workers:
             break

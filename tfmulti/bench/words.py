@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfmulti.bench.cost import Link
-from tfmulti.bench.parts import Parts
+from tfmulti.bench.cost import NetworkModel
+from tfmulti.bench.parts import TimeParts
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.data.advice import MUCH, advice
 
@@ -28,13 +28,13 @@ class Situation:
     name: str
     kind: str
     devices: int
-    parts: Parts
+    parts: TimeParts
     run: FitConfig
     weak: bool
     gradient_bytes: int
     collectives: int = 1
     synchronized: int = 0
-    link: Link | None = None
+    link: NetworkModel | None = None
     computing_alone: float | None = None
     reader_threads: int | None = None
     cores: int = 1

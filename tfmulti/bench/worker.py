@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfmulti.bench.order import Order
+from tfmulti.bench.request import MeasureRequest
 from tfmulti.cluster.environments import find_cluster
 from tfmulti.config.run_directory import write_text
 from tfmulti.errors import EXIT_DONE, TfmultiError
@@ -22,7 +22,7 @@ from tfmulti.launch.workers import THREADS
 
 def main(argv: Sequence[str]) -> int:
     """Measures what an order asks for, and returns the exit code."""
-    order = Order.from_json(Path(argv[0]).read_text())
+    order = MeasureRequest.from_json(Path(argv[0]).read_text())
     cluster, _ = find_cluster(os.environ)
     rank = 0 if cluster is None else cluster.rank
     take_cores(order.cores[rank])

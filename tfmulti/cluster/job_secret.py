@@ -88,7 +88,7 @@ def is_proof(given: bytes, key: bytes, *parts: bytes) -> bool:
     return hmac.compare_digest(given, proof(key, *parts))
 
 
-class Seal:
+class MessageAuthenticator:
     """Signs the messages of one direction of a connection, and checks those of the other.
 
     A message that was changed, left out, repeated, or put elsewhere does not pass.

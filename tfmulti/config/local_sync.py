@@ -12,7 +12,7 @@ GATHER_BYTES = 32_768  # what is shorter is gathered and then summed: one way in
 
 
 @dataclass(frozen=True)
-class Synchronisation:
+class SyncOptions:
     """How often workers meet (`local_steps`).
 
     Each worker takes `every` steps of its own (None: all steps are taken together, exactly). The

@@ -10,7 +10,7 @@ NEXT_STEP = "Mend or remove it, or give --skip_bad_records N to leave out up to 
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How the examples of a source are read.
 
     `threads` is how many examples are read at a time by each worker (0: in the thread that

@@ -18,7 +18,7 @@ from tfmulti.data.permutation import Permutation
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerPart:
     """What one worker reads of a global batch: the rows [begin, end) of it.
 
     `shares` has, for each of its replicas, the rows [first, last) that it reads, and whether
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The global batches of `examples` examples over all epochs; the last of one may be smaller.
 
     `seed` None keeps the order of the data; else each epoch has an order of its own.
@@ -53,7 +53,7 @@ class Plan:
         """Whether all global batches have the same number of rows."""
         return self.examples % self.global_batch_size == 0
 
-    def part(self, step: int, first_replica: int, local_replicas: int, replicas: int) -> Part:
+    def part(self, step: int, first_replica: int, local_replicas: int, replicas: int) -> WorkerPart:
         """Returns what a worker reads in a step.
 
         Args:
@@ -70,9 +70,9 @@ class Plan:
             start, stop = sharding.share_bounds(rows, replicas, replica)
             shares.append((*sharding.rows_to_read(start, stop, rows), stop > start))
         begin, end = min(s[0] for s in shares), max(s[1] for s in shares)
-        return Part(step, epoch, rows, begin, end, tuple(shares))
+        return WorkerPart(step, epoch, rows, begin, end, tuple(shares))
 
-    def examples_of(self, part: Part) -> np.ndarray:
+    def examples_of(self, part: WorkerPart) -> np.ndarray:
         """Returns the examples of a part, int64 [end - begin]."""
         first = part.step % self.steps_per_epoch * self.global_batch_size
         return self.examples_at(part.epoch, first + part.begin, first + part.end)

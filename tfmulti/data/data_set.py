@@ -64,7 +64,7 @@ class DataSpec:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSet:
     """A data set: training, validation and test part.
 
     A part is a `Source`, or what else `Model.fit` takes (a `tf.data.Dataset` of global
@@ -89,16 +89,16 @@ class Data:
     spec: DataSpec | None = None
     validation: Any = None
     test: Any = None
-    fit: Callable[[Data], Data] | None = None
+    fit: Callable[[DataSet], DataSet] | None = None
     features: tuple[str, ...] | None = None
-    share: Callable[[Data, FromChief], Data] | None = None
+    share: Callable[[DataSet, FromChief], DataSet] | None = None
     vocabulary: tuple[str, ...] | None = None
-    finish: Callable[[int], Data] | None = None
+    finish: Callable[[int], DataSet] | None = None
     warning: str | None = None
     lost: tuple[Lost, ...] = ()
 
 
-def fitted(data: Data) -> Data:
+def fitted(data: DataSet) -> DataSet:
     """Returns the data with what is computed from its training part. Its parts stand already.
 
     Raises:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Part, Plan
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan, WorkerPart
 from tfmulti.data.source import Source, leaves_of, map_nest
 from tfmulti.errors import DataError
 
@@ -33,7 +33,7 @@ QUICK_S = 0.001  # a batch that is read in this time is read without threads
 ALIGNMENT = 64  # TensorFlow takes such memory as it is, and copies any other
 
 
-class Place(Protocol):
+class ReplicaRange(Protocol):
     """Where a worker stands among the replicas."""
 
     @property
@@ -72,12 +72,12 @@ class _Share:
 
 
 class _Begun(NamedTuple):
-    part: Part
+    part: WorkerPart
     shares: list[_Share]
     waiting: list[Future[None]]
 
 
-class Reader:
+class Loader:
     """Reads the batches of a plan from a source.
 
     Args:
@@ -90,9 +90,9 @@ class Reader:
     def __init__(
         self,
         source: Source,
-        plan: Plan,
-        place: Place,
-        reading: Reading,
+        plan: BatchPlan,
+        place: ReplicaRange,
+        reading: ReadOptions,
     ) -> None:
         self._source, self._plan, self._place = source, plan, place
         self._threads, self._most_lost = reading.threads, reading.skip_bad_records
@@ -144,7 +144,7 @@ class Reader:
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _part(self, step: int) -> Part:
+    def _part(self, step: int) -> WorkerPart:
         place = self._place
         return self._plan.part(step, place.first_replica, place.local_replicas, place.replicas)
 

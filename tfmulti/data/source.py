@@ -133,16 +133,18 @@ class OverSource(Source):
         return self.below.read_labels(indices)
 
 
-class Order(Protocol):
+class IndexOrder(Protocol):
     """What gives examples for positions, such as a `Permutation`."""
 
     def at(self, positions: np.ndarray) -> np.ndarray: ...
 
 
-class Part(Source):
+class SourceSlice(Source):
     """The examples at the positions [start, stop) of an order of another source."""
 
-    def __init__(self, whole: Source, start: int, stop: int, order: Order | None = None) -> None:
+    def __init__(
+        self, whole: Source, start: int, stop: int, order: IndexOrder | None = None
+    ) -> None:
         self.whole, self.start, self.stop, self.order = whole, start, stop, order
 
     def __len__(self) -> int:
@@ -175,7 +177,7 @@ class Part(Source):
         return whole._replace(rows_of=lambda indices: whole.rows_of(self._in_whole(indices)))
 
     def changed(self, change: Callable[[Source], Source]) -> Source:
-        return Part(self.whole.changed(change), self.start, self.stop, self.order)
+        return SourceSlice(self.whole.changed(change), self.start, self.stop, self.order)
 
     def _in_whole(self, indices: np.ndarray) -> np.ndarray:
         positions = np.asarray(indices, np.int64) + self.start

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import rows_of_all
-from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.errors import ModelError
 
 LAYERS = (
@@ -25,7 +25,7 @@ LAYERS = (
 
 
 def mixed(
-    original: Callable[..., Any], share: Share, layer: Any, data: Any, training: bool = True
+    original: Callable[..., Any], share: ReplicaSlice, layer: Any, data: Any, training: bool = True
 ) -> Any:
     """Returns this share's rows of what a layer makes of the global batch.
 

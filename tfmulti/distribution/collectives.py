@@ -1,4 +1,4 @@
-"""Sums and gathers between workers, over connections of our own (`links`).
+"""Sums and gathers between workers, over connections of our own (`channel`).
 
 TensorFlow's collectives travel between CPUs by gRPC, which takes most of the time of a small
 network's step: a sum of 7.4 MB between two workers of one machine takes 13 ms of a core. Here a
@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.config.local_sync import GATHER_BYTES
-from tfmulti.distribution.connections import links_now, links_of, noting
+from tfmulti.distribution.connections import channel_now, channel_of, noting
 from tfmulti.distribution.strategies import Placement
 
 SEND, RECEIVE = "links_send", "links_receive"  # names of the operations
@@ -92,7 +92,7 @@ def _send_op(
     def send(value: np.ndarray) -> None:
         value = np.ascontiguousarray(value)
         given = [value[other] if each_its_row else value for other in others]
-        links_now(placement).send(key, given, are_rows=any_rows)
+        channel_now(placement).send(key, given, are_rows=any_rows)
 
     with tf.control_dependencies(after):
         return tf.numpy_function(noting(send), [value], [], name=SEND)
@@ -103,7 +103,9 @@ def _receive_op(placement: Placement, key: int, dtype: tf.DType, shape: tf.Tenso
     sizes = [-1 if size is None else size for size in shape]
 
     def receive() -> list[np.ndarray]:
-        return [part.view(numpy_dtype).reshape(sizes) for part in links_now(placement).receive(key)]
+        return [
+            part.view(numpy_dtype).reshape(sizes) for part in channel_now(placement).receive(key)
+        ]
 
     count = placement.workers - 1
     found = tf.numpy_function(noting(receive), [], [dtype] * count, name=RECEIVE)
@@ -125,7 +127,7 @@ def serving(name: str, placement: Placement) -> Iterator[None]:
     Args:
         name: of the graph, among those that one call of a compiled function runs.
     """
-    links = None if tf.executing_eagerly() else links_of(placement)
+    links = None if tf.executing_eagerly() else channel_of(placement)
     token = _serving.set(None if links is None else _Serving(name, placement))
     try:
         yield

@@ -1,4 +1,4 @@
-"""This process' connections to the other workers (`links`), and what their errors become.
+"""This process' connections to the other workers (`channel`), and what their errors become.
 
 While an exchange waits TensorFlow is asked each second whether all workers live, so one that dies
 or freezes ends the step with TensorFlow's own error, within its own time.
@@ -21,17 +21,17 @@ from tfmulti.cluster.cluster import host_of
 from tfmulti.cluster.job_secret import proof, secret_of
 from tfmulti.cluster.listening import LOOPBACK, is_here, listen
 from tfmulti.distribution.strategies import Placement
-from tfmulti.distribution.transport.channel import LinkError, Links
-from tfmulti.distribution.transport.rendezvous import join
+from tfmulti.distribution.transport.channel import Channel, ChannelError
+from tfmulti.distribution.transport.rendezvous import connect_workers
 
 _GROUP_KEY = 0x7466_6D75  # TensorFlow counts its own from 1
 
-_connected: dict[tuple[str, ...], Links | None] = {}
+_connected: dict[tuple[str, ...], Channel | None] = {}
 _ended: set[tuple[str, ...]] = set()  # by an error: to be connected anew
 _raised: list[BaseException] = []  # in an operation, since `own_errors` was entered
 
 
-def links_of(placement: Placement) -> Links | None:
+def channel_of(placement: Placement) -> Channel | None:
     """Returns connections to all other workers; None where one cannot reach another.
 
     And where TensorFlow's collectives serve: in a process by itself, for several replicas each and
@@ -45,7 +45,7 @@ def links_of(placement: Placement) -> Links | None:
     return _connected[placement.addresses]
 
 
-def links_now(placement: Placement) -> Links:
+def channel_now(placement: Placement) -> Channel:
     """Returns the connections that there are, for what runs in a step.
 
     Raises:
@@ -53,11 +53,13 @@ def links_now(placement: Placement) -> Links:
     """
     links = _connected.get(placement.addresses)
     if links is None:
-        raise LinkError("the connections to the other workers have ended, and cannot be had again")
+        raise ChannelError(
+            "the connections to the other workers have ended, and cannot be had again"
+        )
     return links
 
 
-def _connect(placement: Placement) -> Links | None:
+def _connect(placement: Placement) -> Channel | None:
     """Returns connections to all other workers; None where one cannot reach another."""
     hosts = [host_of(address) for address in placement.addresses]
     if len(set(hosts)) == 1 and is_here(hosts[0]):
@@ -70,15 +72,15 @@ def _connect(placement: Placement) -> Links | None:
     # TensorFlow's collectives can be listened to: without a secret this keeps out other jobs only.
     key = proof(secret_of(os.environ).encode(), b"workers", told[0, 2:].tobytes())
     try:
-        found = join(listener, placement.rank, where, key)
-    except LinkError as error:
+        found = connect_workers(listener, placement.rank, where, key)
+    except ChannelError as error:
         logging.warning("gradients travel by gRPC, which is slower: %s", error)
         found = None
     if not _tell(placement, "reached", [found is not None]).all() or found is None:
         for link in (found or {}).values():
             link.close()
         return None
-    return Links(found, lambda: _check(placement))
+    return Channel(found, lambda: _check(placement))
 
 
 def _check(placement: Placement) -> None:
@@ -152,7 +154,7 @@ def own_errors(placement: Placement) -> Iterator[None]:
         tf.errors.UnavailableError: another worker has ended, or such a call of its has failed.
     """
     if placement.addresses in _ended:
-        links_of(placement)
+        channel_of(placement)
         _ended.discard(placement.addresses)
     try:
         yield
@@ -165,7 +167,7 @@ def own_errors(placement: Placement) -> Iterator[None]:
         if not _raised:
             raise
         first = _raised[0]
-        if isinstance(first, LinkError):
+        if isinstance(first, ChannelError):
             raise tf.errors.UnavailableError(None, None, str(first)) from None
         raise first from None
     finally:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import reduce_gradients
-from tfmulti.distribution.replica_slice import Share
+from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.errors import ModelError
 
 Original = Callable[..., Any]
@@ -22,7 +22,7 @@ Original = Callable[..., Any]
 
 def average_loss(
     original: Original,
-    share: Share,
+    share: ReplicaSlice,
     per_example_loss: Any,
     sample_weight: Any = None,
     global_batch_size: Any = None,
@@ -35,19 +35,23 @@ def average_loss(
     return tf.math.divide_no_nan(total, part)
 
 
-def regularization_loss(original: Original, share: Share, regularization_loss: Any) -> tf.Tensor:
+def regularization_loss(
+    original: Original, share: ReplicaSlice, regularization_loss: Any
+) -> tf.Tensor:
     """Returns the sum: it is the same on all replicas, and so is its mean."""
     return tf.reduce_sum(regularization_loss)
 
 
 def clip_by_global_norm(
-    original: Original, share: Share, t_list: Any, clip_norm: Any, *args: Any, **kwargs: Any
+    original: Original, share: ReplicaSlice, t_list: Any, clip_norm: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Clips the gradients of the global batch; the optimizer's mean of them changes nothing."""
     return original(_global(t_list), clip_norm, *args, **kwargs)
 
 
-def global_norm(original: Original, share: Share, t_list: Any, *args: Any, **kwargs: Any) -> Any:
+def global_norm(
+    original: Original, share: ReplicaSlice, t_list: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Returns the norm of the gradients of the global batch."""
     return original(_global(t_list), *args, **kwargs)
 

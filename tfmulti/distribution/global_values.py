@@ -24,7 +24,7 @@ import tensorflow as tf
 from tfmulti.distribution import row_labels
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import of_all_replicas, rows_of_all, total
-from tfmulti.distribution.replica_slice import Share
+from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.distribution.row_labels import label_of
 from tfmulti.distribution.row_rules import Kind, Label, is_shape_input, varying_inputs
 from tfmulti.errors import ModelError
@@ -44,12 +44,12 @@ class _Made:
 _made: weakref.WeakKeyDictionary[tf.Graph, _Made] = weakref.WeakKeyDictionary()
 
 
-def are_known(share: Share) -> bool:
+def are_known(share: ReplicaSlice) -> bool:
     """Whether values of the graph that is built now can be made those of the global batch."""
     return row_labels.are_kept() and not share.is_local and not share.is_whole
 
 
-def averaged(share: Share, value: Any) -> Any:
+def averaged(share: ReplicaSlice, value: Any) -> Any:
     """Returns a value whose mean over the replicas, by rows, is the value of one device.
 
     What is not understood stays as it is: see `note_unknown`.
@@ -70,7 +70,7 @@ def averaged(share: Share, value: Any) -> Any:
     return found
 
 
-def of_one_device(share: Share, value: Any) -> Any:
+def of_one_device(share: ReplicaSlice, value: Any) -> Any:
     """Returns the value of one device, the same on every replica."""
     if not are_known(share) or not isinstance(value, tf.Tensor):
         return value
@@ -83,7 +83,7 @@ def of_one_device(share: Share, value: Any) -> Any:
     return found
 
 
-def part_of_sum(share: Share, value: Any) -> Any:
+def part_of_sum(share: ReplicaSlice, value: Any) -> Any:
     """Returns a value whose sum over the replicas is the value of one device."""
     if not are_known(share) or not isinstance(value, tf.Tensor):
         return value
@@ -93,7 +93,7 @@ def part_of_sum(share: Share, value: Any) -> Any:
     return _Builder(share, value.graph).part(value)
 
 
-def own_rows(share: Share, value: Any) -> Any:
+def own_rows(share: ReplicaSlice, value: Any) -> Any:
     """Returns a replica's rows that count, of a value that has rows, as one device has them."""
     if not isinstance(value, tf.Tensor):
         return value[: share.own_rows]
@@ -113,7 +113,7 @@ def own_rows(share: Share, value: Any) -> Any:
     return value[each * first : each * (first + share.own_rows)]
 
 
-def note_unknown(share: Share, value: Any) -> None:
+def note_unknown(share: ReplicaSlice, value: Any) -> None:
     """Notes why it is not known how a value depends on the rows, where that is so."""
     label = label_of(value)
     if label.kind is Kind.LOCAL:
@@ -123,7 +123,9 @@ def note_unknown(share: Share, value: Any) -> None:
 Gradient = Callable[..., Any]
 
 
-def gradient(share: Share, original: Gradient, target: Any, sources: Any, **options: Any) -> Any:
+def gradient(
+    share: ReplicaSlice, original: Gradient, target: Any, sources: Any, **options: Any
+) -> Any:
     """Returns the gradients of what one device would have computed, as a share must have them.
 
     Those by variables count by this replica's weight, as all gradients; those by rows are of these
@@ -169,7 +171,7 @@ def _labelled_rows(source: tf.Tensor, value: Any) -> Any:
     return value
 
 
-def _by_source(share: Share, sources: Any, gradients: Any) -> Any:
+def _by_source(share: ReplicaSlice, sources: Any, gradients: Any) -> Any:
     """Labels gradients, and gives those by rows the value that they have on one device."""
     flat_sources, flat = tf.nest.flatten(sources), tf.nest.flatten(gradients)
     if len(flat_sources) != len(flat):
@@ -194,7 +196,7 @@ def _by_source(share: Share, sources: Any, gradients: Any) -> Any:
 class _Builder:
     """Builds values of the global batch in the graph of one replica's step."""
 
-    def __init__(self, share: Share, graph: tf.Graph) -> None:
+    def __init__(self, share: ReplicaSlice, graph: tf.Graph) -> None:
         self._share = share
         self._made = _made.setdefault(graph, _Made())
 
@@ -494,7 +496,7 @@ class _Builder:
         return made.outputs[value.value_index]
 
 
-def _of_all_replicas(share: Share, made: _Made, upstream: tf.Tensor) -> tf.Tensor:
+def _of_all_replicas(share: ReplicaSlice, made: _Made, upstream: tf.Tensor) -> tf.Tensor:
     """Returns the gradient of the whole by a value that is the same on every replica.
 
     Where that value has no use but in what all replicas compute alike, each has it already.

@@ -44,7 +44,7 @@ def lookups_in(gradient: tf.IndexedSlices) -> list[Lookup]:
     ]
 
 
-def joined(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.IndexedSlices:
+def joined_lookups(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.IndexedSlices:
     """Returns the gradient of several lookups."""
     if len(lookups) == 1:
         return tf.IndexedSlices(lookups[0].values, lookups[0].indices, like.dense_shape)
@@ -61,4 +61,4 @@ def added(first: tf.IndexedSlices, second: tf.IndexedSlices) -> tf.IndexedSlices
         else [one, other]
         for one, other in zip(lookups_in(first), lookups_in(second), strict=True)
     ]
-    return joined([lookup for lookups in found for lookup in lookups], first)
+    return joined_lookups([lookup for lookups in found for lookup in lookups], first)

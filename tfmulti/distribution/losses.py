@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import row_labels
 from tfmulti.distribution.replica_context import gather_rows, sum_together
-from tfmulti.distribution.replica_slice import PerThread, Share, computing
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing
 from tfmulti.errors import ModelError
 
 _compiled = PerThread(False)
@@ -29,7 +29,7 @@ _divisors: PerThread[Divisors | None] = PerThread(None)
 _seen: PerThread[Seen | None] = PerThread(None)
 
 
-def compiled() -> contextlib.AbstractContextManager[bool]:
+def compiled_loss() -> contextlib.AbstractContextManager[bool]:
     """Inside the context, losses are those given to `compile`, which Keras' own step handles."""
     return _compiled.set_to(True)
 
@@ -55,7 +55,7 @@ class Divisors:
         self._next = 0
         return _divisors.set_to(self)
 
-    def sum_up(self, share: Share) -> None:
+    def sum_up(self, share: ReplicaSlice) -> None:
         """Ends the measuring: the divisors are those of all passes of all replicas that meet."""
         self._totals = _of_all(share, self._own) if self._own else []
 
@@ -77,7 +77,7 @@ def in_passes() -> bool:
 
 
 def scaled_to_global(
-    share: Share, loss: Any, reduction: str | None, divisor: Callable[[], tf.Tensor | None]
+    share: ReplicaSlice, loss: Any, reduction: str | None, divisor: Callable[[], tf.Tensor | None]
 ) -> Any:
     """Returns a reduced loss of a share, scaled so that the shares' mean is the global loss.
 
@@ -110,11 +110,11 @@ def scaled_to_global(
     return loss * tf.cast(tf.math.divide_no_nan(part, share.weight), loss.dtype)
 
 
-def _of_all(share: Share, values: list[tf.Tensor]) -> list[tf.Tensor]:
+def _of_all(share: ReplicaSlice, values: list[tf.Tensor]) -> list[tf.Tensor]:
     return values if share.is_local else sum_together(values)
 
 
-def summed_gradient(share: Share, loss: Any) -> Any:
+def summed_gradient(share: ReplicaSlice, loss: Any) -> Any:
     """Returns the same vector of losses, with the gradient of a part of one long vector.
 
     The gradient of a vector is that of its sum, over all replicas: see `scaled_to_global`. A number
@@ -125,7 +125,7 @@ def summed_gradient(share: Share, loss: Any) -> Any:
     return _with_gradient_times(loss, tf.math.reciprocal_no_nan(share.weight))
 
 
-def added_loss(share: Share, loss: Any) -> Any:
+def added_loss(share: ReplicaSlice, loss: Any) -> Any:
     """Returns what `add_loss` was given, summed as Keras does, as a part of the global sum.
 
     One number is taken for a mean over rows, or for what has nothing to do with them.
@@ -157,7 +157,7 @@ def note_reduction(of_one_number: bool) -> None:
 
 
 def from_all_rows(
-    share: Share,
+    share: ReplicaSlice,
     compute: Callable[..., Any],
     y_true: Any,
     y_pred: Any,
@@ -194,19 +194,19 @@ def from_all_rows(
     return _with_gradient_times(loss, tf.math.reciprocal_no_nan(share.weight))
 
 
-def _own_rows(share: Share, value: Any) -> Any:
+def _own_rows(share: ReplicaSlice, value: Any) -> Any:
     if value is None:
         return None
     value = tf.convert_to_tensor(value)
     return value[: share.own_rows] if value.shape.rank else value
 
 
-def _all_rows(share: Share, value: Any) -> Any:
+def _all_rows(share: ReplicaSlice, value: Any) -> Any:
     own = _own_rows(share, value)
     return own if own is None or not own.shape.rank else gather_rows(own)
 
 
-def _all_rows_of_variable(share: Share, value: Any, attached: Sequence[str]) -> Any:
+def _all_rows_of_variable(share: ReplicaSlice, value: Any, attached: Sequence[str]) -> Any:
     """Returns the rows of all replicas; this one's own carry the gradient."""
     value = tf.convert_to_tensor(value)
     if not value.shape.rank:

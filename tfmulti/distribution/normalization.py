@@ -19,11 +19,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti.distribution import replica_context
-from tfmulti.distribution.replica_slice import Share
+from tfmulti.distribution.replica_slice import ReplicaSlice
 
 
 def normalized(
-    share: Share, x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, epsilon: float
+    share: ReplicaSlice, x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, epsilon: float
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns normalized values, and count, mean and variance of what they were normalized by.
 
@@ -100,7 +100,7 @@ def _keras_moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _statistics(
-    share: Share, x: tf.Tensor, moments: Moments
+    share: ReplicaSlice, x: tf.Tensor, moments: Moments
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance of each channel over the rows of all."""
     mean, variance = moments(x)
@@ -143,7 +143,7 @@ Gradients = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 
 
 def _gradients_of_share(
-    share: Share,
+    share: ReplicaSlice,
     dy: tf.Tensor,
     x: tf.Tensor,
     gamma: tf.Tensor,
@@ -227,7 +227,7 @@ def _kernel_gradients(
 
 
 def global_moments(
-    share: Share, x: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]
+    share: ReplicaSlice, x: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns mean and variance over the given axes and the rows of all replicas.
 

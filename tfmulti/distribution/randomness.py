@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import row_labels
-from tfmulti.distribution.replica_slice import Share
+from tfmulti.distribution.replica_slice import ReplicaSlice
 
 Draw = Callable[..., Any]  # (Keras' own function, share, drawn seed, Keras' arguments)
 
@@ -27,7 +27,7 @@ _BITS = 128  # of one value of Philox' counter
 
 
 def by_parts(
-    draw: Callable[..., Any], share: Share, seed: tf.Tensor, arguments: dict[str, Any]
+    draw: Callable[..., Any], share: ReplicaSlice, seed: tf.Tensor, arguments: dict[str, Any]
 ) -> Any:
     """Returns `draw(share, seed, **arguments)`, part by part where rows were concatenated.
 
@@ -80,7 +80,13 @@ def _parts_of(value: Any) -> tuple[int, ...] | None:
 
 
 def uniform(
-    original: Draw, share: Share, seed: tf.Tensor, shape: Any, minval: Any, maxval: Any, dtype: Any
+    original: Draw,
+    share: ReplicaSlice,
+    seed: tf.Tensor,
+    shape: Any,
+    minval: Any,
+    maxval: Any,
+    dtype: Any,
 ) -> tf.Tensor:
     """Returns uniform numbers in [minval, maxval), as `tf.random.stateless_uniform` has them.
 
@@ -99,7 +105,13 @@ def uniform(
 
 
 def randint(
-    original: Draw, share: Share, seed: tf.Tensor, shape: Any, minval: Any, maxval: Any, dtype: Any
+    original: Draw,
+    share: ReplicaSlice,
+    seed: tf.Tensor,
+    shape: Any,
+    minval: Any,
+    maxval: Any,
+    dtype: Any,
 ) -> tf.Tensor:
     """Returns whole numbers in [minval, maxval); see `uniform`."""
     known = keras.backend.standardize_dtype(dtype) in ("int32", "int64")
@@ -108,7 +120,13 @@ def randint(
 
 
 def normal(
-    original: Draw, share: Share, seed: tf.Tensor, shape: Any, mean: Any, stddev: Any, dtype: Any
+    original: Draw,
+    share: ReplicaSlice,
+    seed: tf.Tensor,
+    shape: Any,
+    mean: Any,
+    stddev: Any,
+    dtype: Any,
 ) -> tf.Tensor:
     """Returns normal numbers, as `tf.random.stateless_normal` has them; see `uniform`."""
     dtype = tf.as_dtype(dtype)
@@ -119,7 +137,7 @@ def normal(
 
 
 def dropout(
-    original: Draw, share: Share, seed: tf.Tensor, inputs: Any, rate: float, noise_shape: Any
+    original: Draw, share: ReplicaSlice, seed: tf.Tensor, inputs: Any, rate: float, noise_shape: Any
 ) -> tf.Tensor:
     """Returns the inputs with some elements 0 and the others scaled by 1 / (1 - rate)."""
 
@@ -135,7 +153,7 @@ def dropout(
 
 
 def from_whole(
-    original: Draw, share: Share, seed: tf.Tensor, shape: Any, **parameters: Any
+    original: Draw, share: ReplicaSlice, seed: tf.Tensor, shape: Any, **parameters: Any
 ) -> tf.Tensor:
     """Returns this share's rows of the numbers of the global batch.
 
@@ -157,7 +175,7 @@ def from_whole(
 
 
 def categorical(
-    original: Draw, share: Share, seed: tf.Tensor, logits: Any, num_samples: int, dtype: Any
+    original: Draw, share: ReplicaSlice, seed: tf.Tensor, logits: Any, num_samples: int, dtype: Any
 ) -> tf.Tensor:
     """Returns samples for each row of `logits`, as one device draws them for the whole batch."""
     logits = tf.convert_to_tensor(logits)
@@ -170,7 +188,7 @@ def categorical(
     return original(padded, num_samples, dtype, seed=_Drawn(seed))[before:]
 
 
-def shuffle(original: Draw, share: Share, seed: tf.Tensor, x: Any, axis: int) -> tf.Tensor:
+def shuffle(original: Draw, share: ReplicaSlice, seed: tf.Tensor, x: Any, axis: int) -> tf.Tensor:
     """Returns `x` in another order along `axis`: the rows of a share among themselves."""
     size = shape_of(tf.convert_to_tensor(x))[axis]
     return original(x, axis, seed=_Drawn(seed_of_share(share, seed, [size])))
@@ -190,7 +208,7 @@ DRAWS: dict[str, Draw] = {
 }
 
 
-def seed_of_share(share: Share, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
+def seed_of_share(share: ReplicaSlice, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
     """Returns a seed that differs from share to share, where the first axis counts rows."""
     rows = _rows_per_row(share, shape)
     if rows is None:
@@ -215,7 +233,7 @@ def shape_of(value: Any) -> list[Any]:
 
 
 def _aligned(
-    share: Share,
+    share: ReplicaSlice,
     shape: Any,
     bytes_each: int,
     seed: tf.Tensor,
@@ -258,7 +276,7 @@ def _at_least_one(size: Any) -> tf.Tensor:
     return tf.maximum(tf.cast(size, tf.int64), 1)
 
 
-def _rows_per_row(share: Share, shape: list[Any]) -> tf.Tensor | None:
+def _rows_per_row(share: ReplicaSlice, shape: list[Any]) -> tf.Tensor | None:
     """Returns how many rows of `shape` an example has; None or 0 where its rows are none.
 
     A first axis that is known before the step runs, where the rows are not, does not count

@@ -18,8 +18,8 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_threads, row_labels
-from tfmulti.distribution.lookup_gradients import Lookup, joined, lookups_in
-from tfmulti.distribution.replica_slice import Share, current, hinder
+from tfmulti.distribution.lookup_gradients import Lookup, joined_lookups, lookups_in
+from tfmulti.distribution.replica_slice import ReplicaSlice, current, refuse_to_compile
 from tfmulti.errors import ModelError
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -89,7 +89,7 @@ def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes
             else:
                 total = Lookup(total, lookup.indices, True)
             found.append(total)
-        return joined(found, gradient)
+        return joined_lookups(found, gradient)
 
     return [
         of_lookups(gradient) if isinstance(gradient, tf.IndexedSlices) else next(totals)
@@ -225,7 +225,7 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
     The replicas may have different numbers of rows. Where `all_gather` gathers them, it gathers
     their numbers, too: it promises no order over several workers with several replicas each.
     """
-    hinder("takes the rows of all replicas")
+    refuse_to_compile("takes the rows of all replicas")
     if value.dtype == tf.bool:
         return tf.cast(gather_rows(tf.cast(value, tf.int32)), tf.bool)
     if value.dtype == tf.string:
@@ -247,13 +247,13 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
 
 def total(value: tf.Tensor) -> tf.Tensor:
     """Returns a value, whose shape is known, summed over all replicas."""
-    hinder("takes a sum over all replicas")
+    refuse_to_compile("takes a sum over all replicas")
     begun = collectives.begin_totals([value])
     found = _all_reduced([value]) if begun is None else begun()
     return _with_gradient(value, found[0], total)
 
 
-def of_all_replicas(share: Share, upstream: tf.Tensor) -> tf.Tensor:
+def of_all_replicas(share: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
     """Returns the gradient by a value that all replicas have, out of this replica's part of it.
 
     Gradients meet as the mean by weight over replicas (`reduce_gradients`), so what a replica sends
@@ -263,7 +263,7 @@ def of_all_replicas(share: Share, upstream: tf.Tensor) -> tf.Tensor:
 
 
 def rows_of_all(
-    share: Share,
+    share: ReplicaSlice,
     rows: tf.Tensor,
     each: Any = 1,
     of_all: Callable[[tf.Tensor], tf.Tensor] | None = None,
@@ -293,7 +293,7 @@ def rows_of_all(
 
 def of_each(value: tf.Tensor) -> tf.Tensor:
     """Returns every replica's value, `[replicas, ...]` in their order; of a known shape."""
-    hinder("takes the statistics of all replicas")
+    refuse_to_compile("takes the statistics of all replicas")
     context = tf.distribute.get_replica_context()
     number, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
     found = collectives.gather(value)

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import tensorflow as tf
 
 
-class Share(NamedTuple):
+class ReplicaSlice(NamedTuple):
     """The rows of the global batch that one replica computes at a time.
 
     Attributes:
@@ -60,7 +60,7 @@ class Share(NamedTuple):
         """This share's part of the global batch's rows, float64 scalar."""
         return part_of(self.own_rows, self.global_rows) if self.is_local else self.weight
 
-    def alone(self) -> Share:
+    def alone(self) -> ReplicaSlice:
         """Returns the same as if nobody had other rows: Keras' own numbers of what is there."""
         return self._replace(is_whole=True)
 
@@ -95,26 +95,26 @@ class PerThread(Generic[Value]):
             self._thread.value = before
 
 
-_share: PerThread[Share | None] = PerThread(None)
+_share: PerThread[ReplicaSlice | None] = PerThread(None)
 
 
-def computing(share: Share) -> contextlib.AbstractContextManager[Share | None]:
+def computing(share: ReplicaSlice) -> contextlib.AbstractContextManager[ReplicaSlice | None]:
     """Inside the context, in this thread, `current()` is this share."""
     return _share.set_to(share)
 
 
-def current() -> Share | None:
+def current() -> ReplicaSlice | None:
     """Returns the share that this thread computes, or None outside a prepared model's step."""
     return _share.get()
 
 
-def partial() -> Share | None:
+def partial() -> ReplicaSlice | None:
     """Returns the share that this thread computes, where it may be less than the whole."""
     share = current()
     return None if share is None or share.is_whole else share
 
 
-class Hindered(Exception):
+class CannotCompile(Exception):
     """What XLA is to compile for a replica cannot be computed there, or not to the same numbers."""
 
 
@@ -122,14 +122,14 @@ _hindrances: PerThread[list[str] | None] = PerThread(None)
 
 
 def compiling(hindrances: list[str]) -> contextlib.AbstractContextManager[list[str] | None]:
-    """Inside the context, in this thread, `hinder` is an error.
+    """Inside the context, in this thread, `refuse_to_compile` is an error.
 
     What it says comes to `hindrances`, since Keras puts words of its own around an error.
     """
     return _hindrances.set_to(hindrances)
 
 
-def hinder(what: str) -> None:
+def refuse_to_compile(what: str) -> None:
     """Says that what follows takes all replicas, or is another number in a compiled function.
 
     Raises:
@@ -138,4 +138,4 @@ def hinder(what: str) -> None:
     hindrances = _hindrances.get()
     if hindrances is not None:
         hindrances.append(what)
-        raise Hindered(what)
+        raise CannotCompile(what)

@@ -78,7 +78,14 @@ from tfmulti.distribution import (
     row_labels,
 )
 from tfmulti.distribution.replica_context import metric_variables
-from tfmulti.distribution.replica_slice import PerThread, Share, computing, current, hinder, partial
+from tfmulti.distribution.replica_slice import (
+    PerThread,
+    ReplicaSlice,
+    computing,
+    current,
+    partial,
+    refuse_to_compile,
+)
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
@@ -290,7 +297,7 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
-def _is_by_rows(share: Share, values: Any) -> bool:
+def _is_by_rows(share: ReplicaSlice, values: Any) -> bool:
     """Whether a loss has a value for each row, or it is not known that it has none."""
     kinds = (Kind.ROWS, Kind.LOCAL)
     return (
@@ -392,7 +399,7 @@ def _mean_of_shares(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_state
 
 
-def _counted_once(share: Share, values: Any, weight: Any) -> tuple[Any, Any]:
+def _counted_once(share: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, Any]:
     """Returns what a metric gets on this replica, so that the replicas' states add up.
 
     What is no value of rows, such as a batch's loss, counts once, whoever computed it.
@@ -763,7 +770,7 @@ def made_global_generator() -> keras.random.SeedGenerator:
     return global_seed_generator()
 
 
-def _seed(share: Share, seed: Any) -> tf.Tensor:
+def _seed(share: ReplicaSlice, seed: Any) -> tf.Tensor:
     if seed is not None:
         return random_module._cast_seed(draw_seed(seed))
     generator = share.seeds or global_seed_generator()
@@ -779,7 +786,7 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
         mine = functools.partial(draw, original)
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            hinder("draws random numbers, and XLA's are others")
+            refuse_to_compile("draws random numbers, and XLA's are others")
             share = partial()
             if share is None:
                 return original(*args, **kwargs)

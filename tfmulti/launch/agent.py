@@ -2,7 +2,7 @@
 
     python -m tfmulti.launch.agent
 
-is run over SSH and obeys the lines on its standard input (`remote`). Where the command was
+is run over SSH and obeys the lines on its standard input (`remote_machine`). Where the command was
 started by hand on each machine, `serve` obeys those that come from the first one. When the
 connection ends, or is silent for eight seconds, the agent ends, and its guard ends the workers:
 SIGTERM first, and SIGKILL after the grace period.
@@ -31,9 +31,9 @@ from typing import Any
 from tfmulti.errors import ConfigError
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import STOPPING
-from tfmulti.launch.machine import Here
-from tfmulti.launch.remote import LOST_S, Link
-from tfmulti.launch.workers import Order, Seen
+from tfmulti.launch.machine import LocalMachine
+from tfmulti.launch.remote_machine import LOST_S, AgentConnection
+from tfmulti.launch.workers import StartRequest, WorkerStatus
 
 LOOK_S = 0.1  # between two looks at the workers
 WORD_S = 1.0  # between two words to the launcher, at most
@@ -51,7 +51,7 @@ def forwarded(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(
-    link: Link,
+    link: AgentConnection,
     config: LaunchConfig | None,
     env: Mapping[str, str],
     first: dict[str, Any] | None = None,
@@ -92,7 +92,7 @@ def serve(
         _alone(place) as lock,
         tempfile.TemporaryDirectory(prefix="tfmulti-") as folder,
     ):
-        here = Here(config, env, begin["name"], _sink(link))
+        here = LocalMachine(config, env, begin["name"], _sink(link))
         code = Agent(link, here, Path(folder)).run()
         if code is not None:
             lock.unlink(missing_ok=True)
@@ -137,7 +137,7 @@ def _own_folder() -> Path:
     return path
 
 
-def _sink(link: Link) -> Callable[[int, str, bytes], None]:
+def _sink(link: AgentConnection) -> Callable[[int, str, bytes], None]:
     def send(rank: int, stream: str, line: bytes) -> None:
         with contextlib.suppress(OSError):
             link.send({"line": [rank, stream, line.decode("latin-1")]})
@@ -148,7 +148,7 @@ def _sink(link: Link) -> Callable[[int, str, bytes], None]:
 class Agent:
     """Obeys the lines of a launcher."""
 
-    def __init__(self, link: Link, here: Here, folder: Path) -> None:
+    def __init__(self, link: AgentConnection, here: LocalMachine, folder: Path) -> None:
         self._link, self._here, self._folder = link, here, folder
         self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._heard_s = time.monotonic()
@@ -165,7 +165,7 @@ class Agent:
         self._link.send({"hello": {"cores": self._here.cores, "gpus": self._here.gpus}})
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._end_if_stuck, daemon=True).start()
-        said: list[Seen] | None = None
+        said: list[WorkerStatus] | None = None
         said_s = 0.0
         parent = os.getppid()
         while time.monotonic() - self._heard_s < LOST_S:
@@ -227,10 +227,10 @@ class Agent:
             return here.silent([str(address) for address in given[0]])
         return {"stacks": here.stacks, "stop": here.stop, "kill": here.kill}[verb]()
 
-    def _order(self, values: dict[str, Any]) -> Order:
+    def _order(self, values: dict[str, Any]) -> StartRequest:
         numbers = {name: operator.index(values[name]) for name in _NUMBERS}
         place = f"attempt_{numbers['attempt']}/worker_{numbers['rank']}"
-        return Order(
+        return StartRequest(
             **numbers,
             addresses=tuple(str(address) for address in values["addresses"]),
             run_id=str(values["run_id"]),
@@ -259,7 +259,7 @@ def main() -> int:
     # The workers' and this program's own prints must not get between the lines.
     writer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    serve(Link(sys.stdin.buffer, writer), None, os.environ)
+    serve(AgentConnection(sys.stdin.buffer, writer), None, os.environ)
     return 0
 
 

@@ -15,7 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from tfmulti.cluster.job_secret import NONCE_BYTES, SECRET, Seal, is_proof, nonce, proof
+from tfmulti.cluster.job_secret import (
+    NONCE_BYTES,
+    SECRET,
+    MessageAuthenticator,
+    is_proof,
+    nonce,
+    proof,
+)
 from tfmulti.cluster.listening import keep_alive, listen
 from tfmulti.errors import EXIT_USER, ConfigError, TfmultiError
 from tfmulti.launch.agent import forwarded, sent_config, serve
@@ -24,7 +31,7 @@ from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.hosts import Host
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import say
-from tfmulti.launch.remote import MOST_BYTES, Link, There
+from tfmulti.launch.remote_machine import MOST_BYTES, AgentConnection, RemoteMachine
 from tfmulti.launch.workers import Sink
 
 CONNECT_S = 10
@@ -72,7 +79,7 @@ def ssh_command(config: LaunchConfig, name: str) -> list[str]:
 
 def over_ssh(
     config: LaunchConfig, env: Mapping[str, str], host: Host, run_id: str, sink: Sink
-) -> There:
+) -> RemoteMachine:
     """Starts an agent on a machine.
 
     Raises:
@@ -109,9 +116,9 @@ def over_ssh(
             os.killpg(ssh.pid, signal.SIGKILL)
         ssh.wait()
 
-    link = Link(ssh.stdout, ssh.stdin, close)
+    link = AgentConnection(ssh.stdout, ssh.stdin, close)
     try:
-        return There(host.name, link, begin_of(config, env, host.name, run_id), sink, why)
+        return RemoteMachine(host.name, link, begin_of(config, env, host.name, run_id), sink, why)
     except Unreachable as error:
         close()
         said = why()
@@ -135,7 +142,7 @@ def _keep(source: IO[bytes], words: list[str]) -> None:
                 words.append(text)
 
 
-class Door:
+class JoinListener:
     """Where the machines on which the command was started by hand come in.
 
     Both sides prove that they know the job's secret, and sign what they say from then on.
@@ -161,12 +168,14 @@ class Door:
             ) from None
         self._closed = False
         self._greeted = threading.BoundedSemaphore(GREETED_AT_ONCE)
-        self._waiting: dict[str, Link] = {}
+        self._waiting: dict[str, AgentConnection] = {}
         self._refused: dict[str, str] = {}  # of those that were looked for
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def come_in(self, host: Host, env: Mapping[str, str], run_id: str, sink: Sink) -> There:
+    def accept_machine(
+        self, host: Host, env: Mapping[str, str], run_id: str, sink: Sink
+    ) -> RemoteMachine:
         """Returns the machine of that name.
 
         Raises:
@@ -178,7 +187,7 @@ class Door:
         if link is None:
             raise Unreachable(refused or "the command has not been started there")
         begin = begin_of(self._config, env, host.name, run_id)
-        return There(host.name, link, begin, sink, lambda: "")
+        return RemoteMachine(host.name, link, begin, sink, lambda: "")
 
     def close(self, code: int) -> None:
         """Lets nobody in any more; who waits is told that the job has ended, and how."""
@@ -243,7 +252,7 @@ class Door:
         if before is not None:
             before.close()
 
-    def _proven(self, link: Link) -> str | None:
+    def _proven(self, link: AgentConnection) -> str | None:
         """Returns the name of who comes, once it has proven that it knows the secret."""
         greeting = link.receive() or {}
         name, theirs = greeting.get("name"), _bytes_of(greeting, "nonce")
@@ -257,7 +266,9 @@ class Door:
         if not is_proof(_bytes_of(link.receive() or {}, "proof"), self._key, _OTHER, *said):
             self._refuse(name, f"who came in its name does not know the job's secret ({SECRET})")
             return None
-        link.seal = Seal(*(proof(self._key, b"seal", side, *said) for side in (_FIRST, _OTHER)))
+        link.seal = MessageAuthenticator(
+            *(proof(self._key, b"seal", side, *said) for side in (_FIRST, _OTHER))
+        )
         return name
 
     def _refuse(self, name: str, why: str) -> None:
@@ -274,7 +285,7 @@ def _bytes_of(message: dict[str, Any], name: str) -> bytes:
         return b""
 
 
-def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> Link:
+def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> AgentConnection:
     """Returns the lines of a connection, of so many bytes at most."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(connection)
@@ -284,10 +295,10 @@ def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> Link:
             connection.shutdown(socket.SHUT_RDWR)
         connection.close()
 
-    return Link(connection.makefile("rb"), connection.makefile("wb"), close, most_bytes)
+    return AgentConnection(connection.makefile("rb"), connection.makefile("wb"), close, most_bytes)
 
 
-def join(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str]) -> int:
+def join_job(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str]) -> int:
     """Serves the first machine until the job is done; returns the job's exit code.
 
     When the connection is lost the workers here are ended, and it is tried again: the job may
@@ -363,7 +374,7 @@ def _wait(child: int, asked: list[int]) -> int:
         time.sleep(0.05)
 
 
-def _prove(link: Link, key: bytes, name: str) -> bool:
+def _prove(link: AgentConnection, key: bytes, name: str) -> bool:
     """Proves to the first machine that this one knows the secret; returns whether it does, too.
 
     Raises:
@@ -378,7 +389,9 @@ def _prove(link: Link, key: bytes, name: str) -> bool:
     if not is_proof(_bytes_of(answer, "proof"), key, _FIRST, *said):
         return False
     link.send({"proof": proof(key, _OTHER, *said).hex()})
-    link.seal = Seal(*(proof(key, b"seal", side, *said) for side in (_OTHER, _FIRST)))
+    link.seal = MessageAuthenticator(
+        *(proof(key, b"seal", side, *said) for side in (_OTHER, _FIRST))
+    )
     return True
 
 

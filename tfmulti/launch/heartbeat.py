@@ -29,7 +29,7 @@ TRAINING, FIRST, BUSY = "training", "first", "busy"
 
 
 @dataclass(frozen=True)
-class Told:
+class HeartbeatRecord:
     """What a worker told last: its step, since when it does what, and the longest such so far.
 
     It was `asked` to stop where the signal came to this worker itself. `saved` is the step of the
@@ -48,7 +48,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Failed:
+class WorkerFailure:
     """Why a worker failed, as its error.json has it; `time_s` is of `time.monotonic` there."""
 
     message: str
@@ -58,7 +58,7 @@ class Failed:
     time_s: float
 
 
-class Teller:
+class Heartbeat:
     """Writes this worker's step where the launcher reads it: one line, always in its place.
 
     Args:
@@ -142,23 +142,23 @@ class Teller:
                     os.pwrite(self._file, line.encode(), 0)
 
 
-_teller: Teller | None = None
+_teller: Heartbeat | None = None
 
 
-def teller(env: Mapping[str, str] | None = None) -> Teller:
+def heartbeat(env: Mapping[str, str] | None = None) -> Heartbeat:
     """Returns this process' teller."""
     global _teller
     if _teller is None:
-        _teller = Teller((os.environ if env is None else env).get(PROGRESS_FILE))
+        _teller = Heartbeat((os.environ if env is None else env).get(PROGRESS_FILE))
     return _teller
 
 
-def read_progress(path: Path) -> Told | None:
+def read_progress(path: Path) -> HeartbeatRecord | None:
     """Returns what a worker told last, or None if it has not yet."""
     try:
         line = path.read_text().split("\n", 1)[0]  # what follows is left of a longer one
         step, phase, since_s, longest_s, asked, saved, *folder = line.split(maxsplit=6)
-        return Told(
+        return HeartbeatRecord(
             int(step),
             phase,
             float(since_s),
@@ -179,7 +179,7 @@ def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
 
 def write_error(path: Path, error: BaseException, rank: int) -> None:
     """Writes error.json: what went wrong in this worker, when, and where."""
-    failed = Failed(
+    failed = WorkerFailure(
         message=str(error) or type(error).__name__,
         type=type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
@@ -192,9 +192,9 @@ def write_error(path: Path, error: BaseException, rank: int) -> None:
         os.replace(partial, path)
 
 
-def read_error(path: Path) -> Failed | None:
+def read_error(path: Path) -> WorkerFailure | None:
     """Returns the content of error.json, or None where there is none that is whole."""
     try:
-        return json_values.build(Failed, json_values.parse(path.read_bytes()))
+        return json_values.build(WorkerFailure, json_values.parse(path.read_bytes()))
     except (OSError, ValueError):
         return None

@@ -138,7 +138,7 @@ def _distinct(hosts: Sequence[Host], place: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-class Sources:
+class HostSources:
     """Where the hosts of a job come from, and what that says now.
 
     Args:

@@ -1,7 +1,7 @@
 """A machine of the job as the launcher sees it: its workers, its ports, its devices.
 
-`Machine` says what every machine can do, `Here` is the one on which this process runs; the one
-behind a connection is `remote.There`.
+`Machine` says what every machine can do. `LocalMachine` is the one on which this process runs, and
+`remote_machine.RemoteMachine` one behind a connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from tfmulti.launch.addresses import reserved, silent
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send
 from tfmulti.launch.idle import Idle
-from tfmulti.launch.workers import Order, Seen, Sink, Standby, Worker, command, start, worker_env
+from tfmulti.launch.workers import (
+    Sink,
+    Standby,
+    StartRequest,
+    Worker,
+    WorkerStatus,
+    command,
+    start,
+    worker_env,
+)
 
 STACKS_WAIT_S = 0.5  # for faulthandler to write
 
@@ -41,10 +50,10 @@ class Machine(Protocol):
     def reserve(self, count: int) -> list[str]:
         """Returns addresses for so many workers, kept from others until they are killed."""
 
-    def start(self, orders: Sequence[Order]) -> None:
+    def start(self, orders: Sequence[StartRequest]) -> None:
         """Starts workers, each in a process group of its own."""
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[WorkerStatus]:
         """Returns what can be seen of the workers."""
 
     def silent(self, addresses: Sequence[str]) -> list[int]:
@@ -53,7 +62,7 @@ class Machine(Protocol):
     def stacks(self) -> dict[int, str]:
         """Returns the Python stacks of the workers that run, by rank."""
 
-    def prepare(self, orders: Sequence[Order]) -> None:
+    def prepare(self, orders: Sequence[StartRequest]) -> None:
         """Makes processes ready that can become these workers in another attempt."""
 
     def stop(self) -> None:
@@ -66,7 +75,7 @@ class Machine(Protocol):
         """Ends everything that was started there; `code` is the exit code of the job."""
 
 
-class Here:
+class LocalMachine:
     """The machine on which this process runs. Make it before any thread is started."""
 
     def __init__(self, config: LaunchConfig, env: Mapping[str, str], name: str, sink: Sink) -> None:
@@ -84,7 +93,7 @@ class Here:
     def reserve(self, count: int) -> list[str]:
         return self._ports.enter_context(reserved(count, self.name))
 
-    def start(self, orders: Sequence[Order]) -> None:
+    def start(self, orders: Sequence[StartRequest]) -> None:
         for order in orders:
             order = self._with_folder(order)
             folder = Path(order.folder)
@@ -97,14 +106,14 @@ class Here:
             self._workers.append(worker)
             worker.read(self._sink)
 
-    def _with_folder(self, order: Order) -> Order:
+    def _with_folder(self, order: StartRequest) -> StartRequest:
         try:
             Path(order.folder).mkdir(parents=True, exist_ok=True)
         except OSError:  # a full disk
             return dataclasses.replace(order, folder=tempfile.mkdtemp(prefix="tfmulti-worker-"))
         return order
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[WorkerStatus]:
         self._guard.check()
         seen = []
         for worker in self._workers:
@@ -124,7 +133,7 @@ class Here:
         time.sleep(STACKS_WAIT_S)
         return {worker.rank: worker.stacks() for worker in running}
 
-    def prepare(self, orders: Sequence[Order]) -> None:
+    def prepare(self, orders: Sequence[StartRequest]) -> None:
         self._standby.fill([self._child_env(order) for order in orders])
 
     def stop(self) -> None:
@@ -152,5 +161,5 @@ class Here:
         self._standby.end()
         self._guard.close()
 
-    def _child_env(self, order: Order) -> dict[str, str]:
+    def _child_env(self, order: StartRequest) -> dict[str, str]:
         return worker_env(self._config, self._env, order, self._gpus, self.cores)

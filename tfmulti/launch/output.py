@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.heartbeat import Failed
+from tfmulti.launch.heartbeat import WorkerFailure
 
 _CHATTER = re.compile(
     rb"[IW]\d{4,} |WARNING: All log messages before|To enable the following instr"
@@ -81,7 +81,7 @@ class Output:
                     return line.decode(errors="replace").strip()
         return ""
 
-    def keep_error(self, rank: int, error: Failed) -> None:
+    def keep_error(self, rank: int, error: WorkerFailure) -> None:
         """Writes a worker's error.json, if it stands on another machine."""
         path = self.folder_of(rank) / "error.json"
         with contextlib.suppress(OSError):

@@ -142,7 +142,7 @@ def words_of_exit(returncode: int) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepTiming:
     """How a worker goes: since when it does what it does, and since when without using a core.
 
     It `computes` a step, in which workers wait for each other; `longest_s` is the longest such so
@@ -162,7 +162,7 @@ class Pace:
         return self.computes or self.first
 
 
-def stalled(paces: Sequence[Pace], now_s: float, timeout_s: float) -> bool:
+def stalled(paces: Sequence[StepTiming], now_s: float, timeout_s: float) -> bool:
     """Whether the job stands still: all wait, and at least one of them in a step.
 
     Args:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 from tfmulti.errors import ConfigError
-from tfmulti.launch.heartbeat import teller
+from tfmulti.launch.heartbeat import heartbeat
 
 GRACE = "TFMULTI_GRACE_S"  # how long who sends SIGTERM waits before SIGKILL: the launcher tells
 GRACE_S = 4.0  # to the end of a step; Ctrl-C is to end everything within five seconds
@@ -155,7 +155,7 @@ class SignalWatch:
         if self._seen and number == signal.SIGTERM and GRACE in os.environ:
             return  # of the launcher and of the system both; it ends with SIGKILL what stays
         self._seen += 1
-        teller().asked()
+        heartbeat().asked()
         if self.stop is None or self._seen > 1:
             self._end(number, "nothing more is saved" if self._seen > 1 else "nothing was begun")
         elif not self._done.is_set():

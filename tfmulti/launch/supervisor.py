@@ -16,18 +16,18 @@ from types import FrameType
 
 from tfmulti.cluster import job_secret
 from tfmulti.errors import EXIT_FAILED, ConfigError
-from tfmulti.launch import members, policy
+from tfmulti.launch import membership, policy
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import join
-from tfmulti.launch.crew import Crew
+from tfmulti.launch.connect import join_job
 from tfmulti.launch.guard import STOPPING
+from tfmulti.launch.host_manager import HostManager, TooFew, check_secret, name_here, sources_of
 from tfmulti.launch.isolation import isolate
-from tfmulti.launch.members import Placement, Standing
+from tfmulti.launch.membership import Placement, Standing
 from tfmulti.launch.output import Output, say
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
-from tfmulti.launch.pool import Pool, TooFew, check_secret, name_here, sources_of
-from tfmulti.launch.remote import LOST_S
+from tfmulti.launch.remote_machine import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
+from tfmulti.launch.worker_group import WorkerGroup
 
 SETTLE_S = 0.1  # after the first failure: for the workers that failed before it was seen
 FAILING_S = 1.0  # for one that has written its error down, until it has ended
@@ -51,12 +51,12 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
     if config.by_hand and config.node_rank:
         name = name_here(config, hosts)
         assert name is not None
-        return join(config, hosts[0], name, env)
+        return join_job(config, hosts[0], name, env)
     if config.isolate:
         isolate()
     output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
-    pool = Pool(config, env, run_id, output.line, say)
+    pool = HostManager(config, env, run_id, output.line, say)
     code = EXIT_FAILED
     try:
         code = Job(config, pool, output, run_id).run()
@@ -68,7 +68,9 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
 class Job:
     """One job over its attempts: what is remembered from one to the next."""
 
-    def __init__(self, config: LaunchConfig, pool: Pool, output: Output, run_id: str) -> None:
+    def __init__(
+        self, config: LaunchConfig, pool: HostManager, output: Output, run_id: str
+    ) -> None:
         self._config, self._pool, self._output = config, pool, output
         self._run_id = run_id
         self._budget = Budget(config.max_restarts)
@@ -131,10 +133,10 @@ class Job:
         before = self._standing
         hosts = {
             rank: host
-            for rank, (host, _, _) in members.ranks_of(placement).items()
+            for rank, (host, _, _) in membership.ranks_of(placement).items()
             if host in self._pool.machines  # one that does not answer is not there anyway
         }
-        self._standing = members.after(
+        self._standing = membership.after(
             before,
             found,
             hosts,
@@ -147,7 +149,7 @@ class Job:
 
     def _say_who(self, placement: Placement) -> None:
         if self._before is not None and placement != self._before:
-            say(f"going on with {members.words_of(placement)}")
+            say(f"going on with {membership.words_of(placement)}")
         self._before = placement
 
     def _attempt(self, placement: Placement, folder: Path, signals: Signals) -> Attempt | None:
@@ -155,8 +157,8 @@ class Job:
 
         Returns None where the job is to go on with other machines.
         """
-        self._output.begin(folder, len(members.ranks_of(placement)))
-        with Crew(self._pool.machines, placement, self._pool.lost) as crew:
+        self._output.begin(folder, len(membership.ranks_of(placement)))
+        with WorkerGroup(self._pool.machines, placement, self._pool.lost) as crew:
             watch = Watch(
                 self._config, crew, self._output, lambda: self._wants_others(placement), say
             )
@@ -184,13 +186,13 @@ class Job:
         choice = self._pool.choice(self._standing)
         return choice if choice and sorted(choice) != sorted(placement) else None
 
-    def _note_backups(self, crew: Crew) -> list[int]:
+    def _note_backups(self, crew: WorkerGroup) -> list[int]:
         """Returns the steps that the workers told, and notes the newest backups."""
         told = [seen.told for seen in crew.look() if seen.told]
         self._saved.update((one.folder, one.saved) for one in told if one.folder)
         return [one.step for one in told]
 
-    def _settled(self, crew: Crew, watch: Watch, failures: list[Failure]) -> list[Failure]:
+    def _settled(self, crew: WorkerGroup, watch: Watch, failures: list[Failure]) -> list[Failure]:
         """Returns also what is found soon after the first failure.
 
         One that was asked to stop takes all others with it at the same step: they get the time

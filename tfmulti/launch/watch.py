@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from tfmulti.launch import policy
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.crew import Crew
 from tfmulti.launch.heartbeat import FIRST, TRAINING
-from tfmulti.launch.members import Placement, words_of
+from tfmulti.launch.membership import Placement, words_of
 from tfmulti.launch.output import Output
-from tfmulti.launch.policy import Failure, Pace, stalled
-from tfmulti.launch.workers import Seen
+from tfmulti.launch.policy import Failure, StepTiming, stalled
+from tfmulti.launch.worker_group import WorkerGroup
+from tfmulti.launch.workers import WorkerStatus
 
 FROZEN_S = 5.0  # a worker that is stopped for so long does not go on by itself
 
@@ -33,7 +33,7 @@ class Watch:
     def __init__(
         self,
         config: LaunchConfig,
-        crew: Crew,
+        crew: WorkerGroup,
         output: Output,
         wants_others: Callable[[], Placement | None],
         show: Callable[[str], None],
@@ -63,14 +63,14 @@ class Watch:
             self._look_for_others(seen)
             time.sleep(self._config.monitor_interval_s)
 
-    def failed(self, seen: list[Seen]) -> list[Failure]:
+    def failed(self, seen: list[WorkerStatus]) -> list[Failure]:
         """Returns the failures of the workers that ended badly, are out of reach or frozen."""
         ended = [found for one in seen if (found := self._exit_of(one)) is not None]
         if ended and all(failure.follows for failure in ended):
             ended += self._left_early(seen)
         return ended + self._unreachable(seen) + self._frozen(seen)
 
-    def _left_early(self, seen: list[Seen]) -> list[Failure]:
+    def _left_early(self, seen: list[WorkerStatus]) -> list[Failure]:
         """Returns those that ended well while the others still needed them."""
         words = "ended with exit code 0 before the others"
         return [
@@ -79,7 +79,7 @@ class Watch:
             if one.returncode == 0
         ]
 
-    def _unreachable(self, seen: list[Seen]) -> list[Failure]:
+    def _unreachable(self, seen: list[WorkerStatus]) -> list[Failure]:
         lost = self._crew.lost
         return [
             self._failure(
@@ -93,13 +93,13 @@ class Watch:
             if host in lost
         ]
 
-    def _prepare(self, seen: list[Seen]) -> None:
+    def _prepare(self, seen: list[WorkerStatus]) -> None:
         """Prepares for a restart, once all workers train: before, it would slow the start."""
         if not self._is_prepared and all(one.told and one.told.step > 0 for one in seen):
             self._crew.prepare()
             self._is_prepared = True
 
-    def _look_for_others(self, seen: list[Seen]) -> None:
+    def _look_for_others(self, seen: list[WorkerStatus]) -> None:
         others = self._wants_others()
         if others is None:
             self._saved_before = None
@@ -111,7 +111,7 @@ class Watch:
         elif saved > self._saved_before:
             raise Regroup
 
-    def _frozen(self, seen: list[Seen]) -> list[Failure]:
+    def _frozen(self, seen: list[WorkerStatus]) -> list[Failure]:
         now = time.monotonic()
         found = []
         for one in seen:
@@ -124,7 +124,7 @@ class Watch:
                 found.append(self._failure(one.rank, one, words, 128 + signal.SIGSTOP, since))
         return found
 
-    def _silent(self, seen: list[Seen]) -> list[Failure]:
+    def _silent(self, seen: list[WorkerStatus]) -> list[Failure]:
         """Returns the workers that do not listen although others have for long."""
         now = time.monotonic()
         if self._all_listen or now - self._asked_s < 1.0:
@@ -160,7 +160,7 @@ class Watch:
             if one.rank in missing
         ]
 
-    def _idle_at_start(self, seen: list[Seen]) -> list[Failure]:
+    def _idle_at_start(self, seen: list[WorkerStatus]) -> list[Failure]:
         """Returns the workers that have not begun to train, where none has done anything for long.
 
         They wait for each other, as behind a proxy that takes what is sent, or for something else.
@@ -185,14 +185,14 @@ class Watch:
         for rank, stacks in self._crew.stacks().items():
             self._show(f"worker {rank} stands at:\n{stacks}")
 
-    def _stalled(self, seen: list[Seen]) -> list[Failure]:
+    def _stalled(self, seen: list[WorkerStatus]) -> list[Failure]:
         """Returns all workers if the job stands still.
 
         The cause is who is not in a step, where there is one: the others wait for it there.
         """
         running = [(one, one.told) for one in seen if one.runs and one.told is not None]
         paces = [
-            Pace(
+            StepTiming(
                 told.phase == TRAINING,
                 told.since_s,
                 told.longest_s,
@@ -217,7 +217,7 @@ class Watch:
             found.append(self._failure(one.rank, one, words, 1, told.since_s, follows=follows))
         return found
 
-    def _exit_of(self, one: Seen) -> Failure | None:
+    def _exit_of(self, one: WorkerStatus) -> Failure | None:
         if not one.returncode:
             return None
         what, code = policy.words_of_exit(one.returncode)
@@ -245,7 +245,7 @@ class Watch:
     def _failure(
         self,
         rank: int,
-        one: Seen | None,
+        one: WorkerStatus | None,
         what: str,
         code: int,
         found_s: float,

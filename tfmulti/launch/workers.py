@@ -23,8 +23,8 @@ from tfmulti.launch.heartbeat import (
     ERROR_FILE,
     PROGRESS_FILE,
     SAVED,
-    Failed,
-    Told,
+    HeartbeatRecord,
+    WorkerFailure,
     read_error,
     read_progress,
 )
@@ -38,7 +38,7 @@ Sink = Callable[[int, str, bytes], None]  # takes rank, stream and line of what 
 
 
 @dataclass(frozen=True)
-class Order:
+class StartRequest:
     """A worker to start: its place in the job, and what it is told of it."""
 
     rank: int
@@ -53,15 +53,15 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WorkerStatus:
     """A worker at one look. Times are in seconds of the launcher's `time.monotonic`."""
 
     rank: int
     pid: int
     returncode: int | None = None
     ended_s: float | None = None
-    told: Told | None = None
-    error: Failed | None = None
+    told: HeartbeatRecord | None = None
+    error: WorkerFailure | None = None
     frozen: bool = False
     idle_since_s: float = float("inf")  # since when it and its children use no core
 
@@ -70,7 +70,7 @@ class Seen:
         """Whether it has not ended."""
         return self.returncode is None
 
-    def shifted(self, by_s: float) -> Seen:
+    def shifted(self, by_s: float) -> WorkerStatus:
         """Returns the same in the time of another clock, which shows `by_s` more."""
         told = self.told and dataclasses.replace(self.told, since_s=self.told.since_s + by_s)
         ended_s = None if self.ended_s is None else self.ended_s + by_s
@@ -95,7 +95,11 @@ def command(config: LaunchConfig) -> list[str]:
 
 
 def worker_env(
-    config: LaunchConfig, env: Mapping[str, str], order: Order, gpus: Sequence[str], cores: int
+    config: LaunchConfig,
+    env: Mapping[str, str],
+    order: StartRequest,
+    gpus: Sequence[str],
+    cores: int,
 ) -> dict[str, str]:
     """Returns the environment of a worker: `env`, its place in the cluster, and its devices.
 
@@ -140,13 +144,13 @@ class Worker:
     ended_s: float | None = None
     silent_s: list[float] = field(default_factory=lambda: [float("inf")])  # its output's end
 
-    def look(self, idle: Idle) -> Seen:
+    def look(self, idle: Idle) -> WorkerStatus:
         """Returns what can be seen of it now."""
         returncode = self.process.poll()
         if returncode is not None and self.ended_s is None:
             # The end of its output is nearer to its own than the next look at it.
             self.ended_s = min(time.monotonic(), *self.silent_s)
-        return Seen(
+        return WorkerStatus(
             self.rank,
             self.process.pid,
             returncode,

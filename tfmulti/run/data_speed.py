@@ -17,7 +17,7 @@ from tfmulti.data.source import Source, leaves_of, map_nest
 from tfmulti.run.callbacks.throughput import Throughput
 from tfmulti.run.callbacks.waiting import Waiting
 from tfmulti.run.setup import Setup, compile_model, first_batch, make_model, plan_of, reading_of
-from tfmulti.training.input.prefetcher import stream_of
+from tfmulti.training.input.prefetcher import prefetcher_of
 from tfmulti.training.state.trainer_state import state_of
 
 _MEASURED_STEPS, MEASURED_S = 200, 3.0
@@ -65,7 +65,7 @@ def show_speed(setup: Setup, say: Say) -> None:
 def _data_alone(setup: Setup) -> tuple[float, int, int]:
     """Returns the seconds of a batch, how many threads read, and the bytes of a batch."""
     with contextlib.closing(
-        stream_of(setup.data.train, plan_of(setup), setup.place, 0, reading_of(setup))
+        prefetcher_of(setup.data.train, plan_of(setup), setup.place, 0, reading_of(setup))
     ) as stream:
         size = sum(bytes_of_tensors(data) for data in stream.take().data)
         for _ in range(3):  # what was read ahead meanwhile

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfmulti.config.console import Say, number, speaker
 from tfmulti.config.run_directory import replacing
-from tfmulti.data.data_set import CLASSIFICATION, Data, DataSpec, size_of
+from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, size_of
 from tfmulti.data.source import Leaf, Source, leaves_of, map_nest
 from tfmulti.data.transforms.labels import Labels, read_labels
 from tfmulti.run import validation
@@ -186,7 +186,7 @@ def _show_batches(setup: Setup, say: Say, kind: str) -> None:
         say("plan", f"{setup.steps_per_epoch:,} steps an epoch")
 
 
-def _kind(data: Data) -> str:
+def _kind(data: DataSet) -> str:
     if isinstance(data.train, tf.data.Dataset):
         return "a tf.data.Dataset"
     return f"a PyDataset ({type(data.train).__name__})"

@@ -17,10 +17,10 @@ from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.config import registry
 from tfmulti.config.console import left_out, quiet_stderr, speaker
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Plan
-from tfmulti.data.data_set import CLASSIFICATION, Data, size_of
-from tfmulti.data.loader import Reader
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.data_set import CLASSIFICATION, DataSet, size_of
+from tfmulti.data.loader import Loader
 from tfmulti.data.lost import lost_examples
 from tfmulti.data.sharding import steps_per_epoch
 from tfmulti.data.sources import user as user_data
@@ -44,7 +44,7 @@ class Setup:
     selection: Selection
     strategy: tf.distribute.Strategy
     place: Placement
-    data: Data
+    data: DataSet
     batch: BatchSizes
     steps_per_epoch: int | None
 
@@ -93,14 +93,14 @@ def set_up(job: validation.Job) -> Setup:
     return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
 
 
-def shared(data: Data, strategy: tf.distribute.Strategy) -> Data:
+def shared(data: DataSet, strategy: tf.distribute.Strategy) -> DataSet:
     """Returns the data with what the chief makes for all workers. Every worker calls it."""
     if data.share is None:
         return data
     return replace(data.share(data, functools.partial(from_chief, strategy)), share=None)
 
 
-def load_user_data(config: FitConfig, batch: BatchSizes) -> Data:
+def load_user_data(config: FitConfig, batch: BatchSizes) -> DataSet:
     function = registry.load_place("dataset", config.dataset)
     data = user_data.load(config.dataset, function, batch.global_batch_size)
     validation.check_model_takes(config, data)
@@ -109,7 +109,7 @@ def load_user_data(config: FitConfig, batch: BatchSizes) -> Data:
     return prepared(data, config)
 
 
-def count_steps(config: FitConfig, data: Data, batch: BatchSizes) -> int | None:
+def count_steps(config: FitConfig, data: DataSet, batch: BatchSizes) -> int | None:
     """Returns the steps of an epoch, or None where only reading the data tells."""
     if config.steps_per_epoch is not None:
         return config.steps_per_epoch
@@ -160,7 +160,7 @@ def make_model(setup: Setup) -> keras.Model:
     return model
 
 
-def _build_for(name: str, build: Callable[..., keras.Model], data: Data) -> keras.Model:
+def _build_for(name: str, build: Callable[..., keras.Model], data: DataSet) -> keras.Model:
     assert data.spec is not None
     try:
         return build(data.spec)
@@ -210,19 +210,21 @@ def total_steps(setup: Setup) -> int:
     return setup.config.warmup_steps + 1
 
 
-def plan_of(setup: Setup) -> Plan:
+def plan_of(setup: Setup) -> BatchPlan:
     """Returns which example is in which step of training."""
-    return Plan(len(setup.data.train), setup.batch.global_batch_size, setup.config.seed)
+    return BatchPlan(len(setup.data.train), setup.batch.global_batch_size, setup.config.seed)
 
 
-def reading_of(setup: Setup) -> Reading:
+def reading_of(setup: Setup) -> ReadOptions:
     """Returns how the examples are read."""
     config = setup.config
-    return Reading(config.reader_threads, config.skip_bad_records, lost_examples(setup.data.lost))
+    return ReadOptions(
+        config.reader_threads, config.skip_bad_records, lost_examples(setup.data.lost)
+    )
 
 
 def first_batch(setup: Setup) -> Any:
     """Returns the first batch of training as one device reads it; without what cannot be read."""
-    reader = Reader(setup.data.train, plan_of(setup), Placement(0, 1, 1), reading_of(setup))
+    reader = Loader(setup.data.train, plan_of(setup), Placement(0, 1, 1), reading_of(setup))
     with contextlib.closing(reader.batches()) as batches:
         return next(batches).data[0]

@@ -14,9 +14,9 @@ from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.cluster.selection import batch_sizes, select
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig, check_same_run, read_config_file
-from tfmulti.config.local_sync import Synchronisation
+from tfmulti.config.local_sync import SyncOptions
 from tfmulti.config.run_directory import RunDir, check_writable
-from tfmulti.data.data_set import Data, size_of
+from tfmulti.data.data_set import DataSet, size_of
 from tfmulti.data.formats.pixels import limit_pixels
 from tfmulti.data.transforms.stages import prepared
 from tfmulti.errors import ConfigError, ModelError, ResumeError, RunDirError
@@ -33,7 +33,7 @@ class Job:
 
     config: FitConfig
     cluster: Cluster | None
-    data: Data | None
+    data: DataSet | None
     done: FitReport | None = None
 
 
@@ -82,9 +82,9 @@ def check(
     return Job(resolved, None if config.ignore_cluster else cluster, data, done)
 
 
-def synchronisation_of(config: FitConfig) -> Synchronisation:
+def synchronisation_of(config: FitConfig) -> SyncOptions:
     """Returns how often workers meet, as a value."""
-    return Synchronisation(config.sync_every, config.outer_learning_rate, config.outer_momentum)
+    return SyncOptions(config.sync_every, config.outer_learning_rate, config.outer_momentum)
 
 
 def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
@@ -116,7 +116,7 @@ def _report_of(run_dir: RunDir, config: FitConfig) -> FitReport | None:
     return report if whole and report.epochs_asked >= (config.epochs or 0) else None
 
 
-def load_data(config: FitConfig) -> Data | None:
+def load_data(config: FitConfig) -> DataSet | None:
     """Returns the data of a built-in `--dataset`, or None for a user's own function."""
     place, options = registry.dataset_place(config.dataset)
     if options is None:
@@ -126,11 +126,11 @@ def load_data(config: FitConfig) -> Data | None:
     if registry.recipe_of(config.dataset).skips_damage:
         own["skip_bad_records"] = config.skip_bad_records
     data = registry.load_place("dataset", place)(options, config.seed, **own)
-    assert isinstance(data, Data)
+    assert isinstance(data, DataSet)
     return prepared(data, config)
 
 
-def check_model_takes(config: FitConfig, data: Data) -> None:
+def check_model_takes(config: FitConfig, data: DataSet) -> None:
     """Checks that a built-in model takes data of this form.
 
     Raises:
@@ -154,7 +154,7 @@ def check_model_takes(config: FitConfig, data: Data) -> None:
         )
 
 
-def check_batch(config: FitConfig, data: Data, replicas: int) -> None:
+def check_batch(config: FitConfig, data: DataSet, replicas: int) -> None:
     """Checks the batch against the training data.
 
     Raises:

@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from tfmulti.config import run_directory
 from tfmulti.config.fit_config import COMPRESSIONS
-from tfmulti.config.local_sync import PACK_BYTES, Synchronisation
-from tfmulti.config.reading import Reading
+from tfmulti.config.local_sync import PACK_BYTES, SyncOptions
+from tfmulti.config.reading import ReadOptions
 from tfmulti.distribution import connections, losses
 from tfmulti.distribution.replica_context import own_gradients, reduce_gradients
 from tfmulti.distribution.strategies import Placement, placement_of
@@ -45,8 +45,8 @@ from tfmulti.training.state.trainer_state import TrainerState, remember, state_o
 from tfmulti.training.step import local_steps
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
-from tfmulti.training.step.pace import Pace
 from tfmulti.training.step.prediction import make_prediction
+from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.verification import verification
 
 Model = TypeVar("Model", bound=keras.Model)
@@ -146,9 +146,9 @@ def prepare(
     if verify_steps < 1:
         raise ConfigError(f"verify_steps is {verify_steps}, but it must be at least 1.")
     place = placement_of(model.distribute_strategy)
-    synchronisation = Synchronisation(sync_every, outer_learning_rate, outer_momentum)
+    synchronisation = SyncOptions(sync_every, outer_learning_rate, outer_momentum)
     synchronisation.check_place(place.workers, place.local_replicas)
-    reading = Reading(reader_threads, skip_bad_records)
+    reading = ReadOptions(reader_threads, skip_bad_records)
     state = TrainerState(
         seed, microbatches, sync_batch_norm, gradient_compression, reading, synchronisation
     )
@@ -217,7 +217,7 @@ class DistributedModel(keras.Model):
         wire = None if compression == "none" else tf.as_dtype(compression)
         return {"wire": wire, "by_bytes": PACK_BYTES}
 
-    def _pace(self, backup: Backup | None) -> Pace:
+    def _pace(self, backup: Backup | None) -> StepsPerExecution:
         """Returns how many steps executions have: as compiled, or chosen if that was asked for.
 
         On GPUs a step by itself takes its data there while the one before runs.
@@ -225,8 +225,8 @@ class DistributedModel(keras.Model):
         given = local_steps.steps_at_once(self)
         chosen = state_of(self).chooses_pace and given == 1 and not local_steps.is_on(self)
         if not chosen or self.run_eagerly or self._placement.gpus:
-            return Pace(given)
-        return Pace(None, most=backup.every_steps if backup else None)
+            return StepsPerExecution(given)
+        return StepsPerExecution(None, most=backup.every_steps if backup else None)
 
     @property
     def _placement(self) -> Placement:
@@ -241,7 +241,7 @@ class DistributedModel(keras.Model):
         training: bool = True,
     ) -> Any:
         """Returns the loss of this replica's rows as a part of the global one; see Keras."""
-        with losses.compiled():
+        with losses.compiled_loss():
             return super().compute_loss(x, y, y_pred, sample_weight, training)
 
     @_on_all_workers
@@ -322,7 +322,7 @@ class DistributedModel(keras.Model):
             keeper = None
             if backup is not None:
                 feeds = {"training": feed} | ({"validation": validation} if validation else {})
-                keeper = resume.Keeper(self, backup, record, all_callbacks, feeds, seed)
+                keeper = resume.CheckpointManager(self, backup, record, all_callbacks, feeds, seed)
             training = epochs_loop.Training(
                 feed,
                 all_callbacks,
@@ -396,7 +396,7 @@ class DistributedModel(keras.Model):
             placement=self._placement,
             batch_size=batch_size,
             steps_per_epoch=steps,
-            reading=Reading(state_of(self).reading.threads, keeps_each=True),
+            reading=ReadOptions(state_of(self).reading.threads, keeps_each=True),
         )
         count = _steps_of(feed, steps)
         tools = _callback_list(self, callbacks, verbose, 1, count)

@@ -18,7 +18,7 @@ X = _rng.standard_normal((96, 6)).astype(np.float32)
 Y = _rng.integers(3, size=96).astype(np.int32)
 
 
-class Here:
+class LocalMachine:
     """Where the behaviours run; set before the first."""
 
     strategy: tf.distribute.Strategy
@@ -26,7 +26,7 @@ class Here:
     shared: Path  # one folder for all workers
 
 
-here = Here()
+here = LocalMachine()
 
 BEHAVIOURS: dict[str, Callable[[], Any]] = {}
 

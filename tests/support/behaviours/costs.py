@@ -19,8 +19,8 @@ from tests.support.threads import left_since
 from tfmulti import prepare
 from tfmulti.distribution import collectives, connections, replica_threads
 from tfmulti.distribution.transport import channel, rendezvous
-from tfmulti.training.input.prefetcher import AnyStream
-from tfmulti.training.step import pace
+from tfmulti.training.input.prefetcher import Prefetcher
+from tfmulti.training.step import steps_per_execution
 
 ROUND_TRIPS = {
     "TFE_Py_Execute": "calls",  # of functions
@@ -106,15 +106,15 @@ def calls_of_a_step() -> Any:
             if event == "c_call" and argument.__name__ in ROUND_TRIPS:
                 count[ROUND_TRIPS[argument.__name__]] += 1
 
-        def closed(stream: AnyStream) -> None:
+        def closed(stream: Prefetcher) -> None:
             sys.setprofile(None)  # it empties the queue, which has more in it or less
             close(stream)
             sys.setprofile(note)
 
-        close = AnyStream.close
+        close = Prefetcher.close
         sys.setprofile(note)
         try:
-            with mock.patch.object(AnyStream, "close", closed):
+            with mock.patch.object(Prefetcher, "close", closed):
                 fit(made, x=x, y=y, epochs=1, steps_per_epoch=steps)
         finally:
             sys.setprofile(None)
@@ -218,7 +218,10 @@ def the_chiefs_pace() -> Any:
 
     Each time with the weights: one step a call, as many as were chosen, and where steps gather.
     """
-    best, pace.Pace._best = pace.Pace._best, lambda self, left: 7 - here.place.rank  # type: ignore[method-assign]
+    best, steps_per_execution.StepsPerExecution._best = (
+        steps_per_execution.StepsPerExecution._best,
+        lambda self, left: 7 - here.place.rank,
+    )  # type: ignore[method-assign]
     seen: list[int] = []
 
     class Sees(keras.callbacks.Callback):
@@ -234,7 +237,7 @@ def the_chiefs_pace() -> Any:
             fit(made, x=x, y=y, epochs=1, callbacks=[Sees()])
             found.append([list(seen), [weight.tolist() for weight in made.get_weights()]])
     finally:
-        pace.Pace._best = best  # type: ignore[method-assign]
+        steps_per_execution.StepsPerExecution._best = best  # type: ignore[method-assign]
     return found
 
 
@@ -255,8 +258,8 @@ def without_connections() -> Any:
     def fails(*args: Any) -> Any:
         if here.place.rank == here.place.workers - 1:
             args[0].close()
-            raise channel.LinkError("no route to host")
-        return rendezvous.join(*args, timeout_s=1.0)
+            raise channel.ChannelError("no route to host")
+        return rendezvous.connect_workers(*args, timeout_s=1.0)
 
     found = [trained()]
     known = dict(connections._connected)
@@ -265,6 +268,6 @@ def without_connections() -> Any:
     try:
         found.append(trained())
     finally:
-        connections.join = rendezvous.join
+        connections.join = rendezvous.connect_workers
         connections._connected.update(known)
     return found

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, behaviour, fit, here, on_all_replicas
 from tfmulti import prepare
-from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.keras_patches import keras_compat
 
 
@@ -32,9 +32,11 @@ def upstream_uneven_first_batch() -> Any:
     return fit(plain_model(), batch_size=25)
 
 
-def _share(weight: float, rows: int) -> Share:
+def _share(weight: float, rows: int) -> ReplicaSlice:
     count = tf.constant(rows, tf.int64)
-    return Share(tf.constant(weight), count, tf.constant(0, tf.int64), 2 * count, rows, False, True)
+    return ReplicaSlice(
+        tf.constant(weight), count, tf.constant(0, tf.int64), 2 * count, rows, False, True
+    )
 
 
 @behaviour

@@ -7,13 +7,13 @@ from importlib import resources
 
 import numpy as np
 
-from tfmulti.data.data_set import CLASSIFICATION, Data, DataSpec, labelled
+from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, labelled
 
 _HELD_OUT = 300  # of each, validation and test: 0.33 points of accuracy an image
 _SPLIT_SEED = 1998  # the split is the data set's own: it does not change with --seed
 
 
-def load(options: str, seed: int) -> Data:
+def load(options: str, seed: int) -> DataSet:
     """Returns 1,197 training, 300 validation and 300 test images, uint8 [8, 8, 1].
 
     Source: https://doi.org/10.24432/C50P49 (CC BY 4.0; LICENSE.md stands beside the file).
@@ -24,7 +24,7 @@ def load(options: str, seed: int) -> Data:
     table = table[np.random.default_rng(_SPLIT_SEED).permutation(len(table))]
     images, labels = table[:, :64].reshape(-1, 8, 8, 1), table[:, 64]
     first, second = len(table) - 2 * _HELD_OUT, len(table) - _HELD_OUT
-    return Data(
+    return DataSet(
         train=labelled(images[:first], labels[:first]),
         validation=labelled(images[first:second], labels[first:second]),
         test=labelled(images[second:], labels[second:]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmulti.data.data_set import CLASSIFICATION, Data, DataSpec
+from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec
 from tfmulti.data.formats import pixels
 from tfmulti.data.io import files
 from tfmulti.data.io.folders import Classes, find_classes, find_parts
@@ -18,7 +18,7 @@ from tfmulti.errors import ConfigError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
-def load(options: str, seed: int) -> Data:
+def load(options: str, seed: int) -> DataSet:
     """Returns the images of `FOLDER[,size=HEIGHTxWIDTH,channels=3]`, uint8, and their classes.
 
     `FOLDER/CLASS/FILE` is training data; `FOLDER/train/CLASS/FILE` has `validation` (or `val`)
@@ -55,7 +55,7 @@ def load(options: str, seed: int) -> Data:
         input_scale=1 / 255,
         class_names=train.names,
     )
-    return Data(ImageFolder(train, shape), spec, **others)
+    return DataSet(ImageFolder(train, shape), spec, **others)
 
 
 class ImageFolder(Source):

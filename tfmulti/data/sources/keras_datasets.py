@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from tfmulti.data.data_set import CLASSIFICATION, Data, DataSpec, labelled, with_channels
+from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, labelled, with_channels
 from tfmulti.errors import DataError
 
 _GOOGLE = "storage.googleapis.com"
@@ -23,12 +23,12 @@ _FASHION = ",".join(
 _TORONTO = "www.cs.toronto.edu"
 
 
-def mnist(options: str, seed: int) -> Data:
+def mnist(options: str, seed: int) -> DataSet:
     """Returns 60,000 training and 10,000 test digits, uint8 [28, 28, 1]."""
     return _load("mnist", "mnist.npz", f"https://{_GOOGLE}/tensorflow/tf-keras-datasets/mnist.npz")
 
 
-def fashion_mnist(options: str, seed: int) -> Data:
+def fashion_mnist(options: str, seed: int) -> DataSet:
     """Returns 60,000 training and 10,000 test pieces of clothing, uint8 [28, 28, 1]."""
     folder = f"https://{_GOOGLE}/tensorflow/tf-keras-datasets/"
     return _load(
@@ -36,19 +36,19 @@ def fashion_mnist(options: str, seed: int) -> Data:
     )
 
 
-def cifar10(options: str, seed: int) -> Data:
+def cifar10(options: str, seed: int) -> DataSet:
     """Returns 50,000 training and 10,000 test photographs of 10 classes, uint8 [32, 32, 3]."""
     url = f"https://{_TORONTO}/~kriz/cifar-10-python.tar.gz"
     return _load("cifar10", "cifar-10-batches-py-target_archive", url)
 
 
-def cifar100(options: str, seed: int) -> Data:
+def cifar100(options: str, seed: int) -> DataSet:
     """Returns 50,000 training and 10,000 test photographs of 100 classes, uint8 [32, 32, 3]."""
     url = f"https://{_TORONTO}/~kriz/cifar-100-python.tar.gz"
     return _load("cifar100", "cifar-100-python-target_archive", url)
 
 
-def _load(name: str, cached_as: str, url: str) -> Data:
+def _load(name: str, cached_as: str, url: str) -> DataSet:
     cached = keras_cache() / cached_as
     if not cached.exists():
         _check_network(name, cached, url)
@@ -61,7 +61,7 @@ def _load(name: str, cached_as: str, url: str) -> Data:
         except Exception as error:  # Keras raises a bare Exception where a download fails
             raise DataError(_where_to_put(name, cached, url, str(error))) from None
     x, x_test = with_channels(x), with_channels(x_test)
-    return Data(
+    return DataSet(
         train=labelled(x, y),
         test=labelled(x_test, y_test),
         spec=DataSpec(x.shape[1:], "uint8", CLASSIFICATION, int(y.max()) + 1, 1 / 255),

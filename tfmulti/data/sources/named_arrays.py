@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, Data, DataSpec, with_channels
+from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSet, DataSpec, with_channels
 from tfmulti.errors import DataError
 
 # What may follow `x`, `y` and `weight` in the names of the arrays of a part.
 NAMES = {"train": ("", "_train"), "validation": ("_val", "_validation"), "test": ("_test",)}
 
 
-def data_of(arrays: dict[str, np.ndarray], place: str, classes: int | None) -> Data:
+def data_of(arrays: dict[str, np.ndarray], place: str, classes: int | None) -> DataSet:
     """Returns the data of arrays named `x`, `y` and, for weights of the rows, `weight`.
 
     `x_val`, `y_val` are validation, `x_test`, `y_test` test. Whole-number `y` are class labels,
@@ -44,7 +44,7 @@ def data_of(arrays: dict[str, np.ndarray], place: str, classes: int | None) -> D
     sources: dict[str, Any] = {
         name: _source(place, name, given, spec) for name, given in parts.items() if given
     }
-    return Data(spec=spec, **sources)
+    return DataSet(spec=spec, **sources)
 
 
 def _given(arrays: dict[str, np.ndarray], place: str, part: str) -> tuple[np.ndarray, ...] | None:

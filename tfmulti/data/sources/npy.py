@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from tfmulti.data.data_set import Data
+from tfmulti.data.data_set import DataSet
 from tfmulti.data.formats.npy_format import array_of, read_head
 from tfmulti.data.io import files
 from tfmulti.data.lost import Lost
@@ -22,7 +22,7 @@ from tfmulti.errors import DataError, did_you_mean
 _ENDING = ".npy"
 
 
-def load(options: str, seed: int) -> Data:
+def load(options: str, seed: int) -> DataSet:
     """Returns the data of `FOLDER[,classes=N]`, read row by row when it is needed.
 
     The folder holds `x.npy` and `y.npy` (or `x_train.npy`, …), under the names that an npz

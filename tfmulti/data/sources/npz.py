@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 
-from tfmulti.data.data_set import Data
+from tfmulti.data.data_set import DataSet
 from tfmulti.data.formats.npy_format import read_head
 from tfmulti.data.io import files
 from tfmulti.data.options import parse_options
@@ -20,7 +20,7 @@ from tfmulti.errors import DataError
 _NOT_SKIPPED = "which --skip_bad_records cannot mend: how many examples are lost is not known."
 
 
-def load(options: str, seed: int) -> Data:
+def load(options: str, seed: int) -> DataSet:
     """Returns the data of `PATH[,classes=N]`, read without unpickling anything.
 
     The arrays' names are those of `named_arrays`. All of the file is read into memory.

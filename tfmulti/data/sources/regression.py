@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import REGRESSION, Data, DataSpec
+from tfmulti.data.data_set import REGRESSION, DataSet, DataSpec
 
 _ROWS, _VALUES = 100, 10
 
 
-def load(options: str, seed: int) -> Data:
+def load(options: str, seed: int) -> DataSet:
     """Returns x [100, 10] and y [100, 1], both normal; y is linear in x, with noise.
 
     Validation and test have 20 rows each, drawn from the same distribution.
@@ -24,4 +24,4 @@ def load(options: str, seed: int) -> Data:
         return ArraySource((x, y))
 
     spec = DataSpec((_VALUES,), "float32", REGRESSION, outputs=1)
-    return Data(train=rows(_ROWS), validation=rows(20), test=rows(20), spec=spec)
+    return DataSet(train=rows(_ROWS), validation=rows(20), test=rows(20), spec=spec)

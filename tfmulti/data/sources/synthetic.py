@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmulti.data.data_set import CLASSIFICATION, Data, DataSpec, labelled
+from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, labelled
 from tfmulti.data.options import parse_options
 from tfmulti.errors import ConfigError
 
@@ -19,7 +19,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def load(options: str, seed: int) -> Data:
+def load(options: str, seed: int) -> DataSet:
     """Returns seeded examples around one centre a class.
 
     `shape=28x28x1,classes=10,examples=1024` gives float32 examples of that shape;
@@ -51,7 +51,7 @@ def load(options: str, seed: int) -> Data:
         own = rng.random((rows, length)) < 0.1
         x[own] = np.broadcast_to(labels[:, None] + 1, x.shape)[own]
         spec = DataSpec((length,), "int32", CLASSIFICATION, classes, vocabulary_size=vocabulary)
-    return Data(
+    return DataSet(
         train=labelled(x[:examples], labels[:examples]),
         validation=labelled(x[examples:], labels[examples:]),
         spec=spec,

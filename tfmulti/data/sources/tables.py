@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, Data, DataSpec
+from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSet, DataSpec
 from tfmulti.data.formats.columns import (
     CSV,
     PARQUET,
@@ -54,7 +54,7 @@ from tfmulti.errors import ConfigError, DataError, did_you_mean
 _OPTIONS = ("target", "weight", "task", "drop", "missing", "validation", "test")
 
 
-def load_csv(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
+def load_csv(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     """Returns the data of `PATTERN,target=COLUMN[,…]`; see the module.
 
     Raises:
@@ -65,12 +65,12 @@ def load_csv(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
     return _load(CSV, options, skip_bad_records)
 
 
-def load_parquet(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
+def load_parquet(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     """Returns the data of `PATTERN,target=COLUMN[,…]`, as `load_csv` does."""
     return _load(PARQUET, options, skip_bad_records)
 
 
-def _load(form: str, options: str, most_bad: int) -> Data:
+def _load(form: str, options: str, most_bad: int) -> DataSet:
     pattern, _, rest = options.partition(",")
     place = f"--dataset {form}:{pattern}"
     if not pattern:
@@ -106,10 +106,10 @@ def _load(form: str, options: str, most_bad: int) -> Data:
     }
     kinds = {name: columns["train"].kinds[name] for name in features}
     fit = functools.partial(_fitted, place, kinds, target)
-    return Data(fit=fit, lost=lost, **sources)
+    return DataSet(fit=fit, lost=lost, **sources)
 
 
-def _fitted(place: str, kinds: dict[str, str], target: Target, data: Data) -> Data:
+def _fitted(place: str, kinds: dict[str, str], target: Target, data: DataSet) -> DataSet:
     """Returns the data as vectors. What makes them so is computed from the training part."""
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     rows = {name: p.read(np.arange(len(p))) for name, p in parts.items() if p is not None}

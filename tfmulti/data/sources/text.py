@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import CLASSIFICATION, Data, DataSpec, FromChief
+from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, FromChief
 from tfmulti.data.formats.columns import (
     CSV,
     EXTENSIONS,
@@ -58,7 +58,7 @@ _SPECIAL_TOKENS = 2  # padding, and a word that is not in the vocabulary
 _AT_A_TIME = 256  # texts in memory while the vocabulary is computed
 
 
-def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
+def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     """Returns the data of `FOLDER[,…]` or `PATTERN,text=COLUMN,target=COLUMN[,…]`.
 
     Its parts are texts until `share` has made them tokens.
@@ -91,7 +91,7 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
         vocabulary_size=chosen["vocabulary"],
         class_names=names,
     )
-    return Data(spec=spec, share=functools.partial(_shared, place), **parts)
+    return DataSet(spec=spec, share=functools.partial(_shared, place), **parts)
 
 
 class TextFiles(Source):
@@ -201,7 +201,7 @@ def make_vocabulary(place: str, source: Source, size: int) -> tuple[str, ...]:
     return words
 
 
-def _shared(place: str, data: Data, from_chief: FromChief) -> Data:
+def _shared(place: str, data: DataSet, from_chief: FromChief) -> DataSet:
     """Returns the data as tokens, with the vocabulary of the chief's training texts."""
     assert data.spec is not None
     assert data.spec.vocabulary_size is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmulti.data.data_set import CLASSIFICATION, Data
+from tfmulti.data.data_set import CLASSIFICATION, DataSet
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
 from tfmulti.data.formats.features import is_label, spec_of
 from tfmulti.data.formats.pixels import decode_into
@@ -96,7 +96,7 @@ class Parse:
                     rows[row] = found[name]
 
 
-def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
+def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     """Returns the data of `NAME[,config=…,version=…,data_dir=PATH,size=HxW,…]`.
 
     `data_dir` is `$TFDS_DATA_DIR`, or else `~/tensorflow_datasets`; of several versions the last
@@ -128,7 +128,7 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
         part: EncodedSource(_records(tfds, builder, split, skip_bad_records > 0), decoder)
         for part, split in _splits(place, builder, chosen).items()
     }
-    return Data(spec=spec, **sources)
+    return DataSet(spec=spec, **sources)
 
 
 def _tfds(place: str) -> Any:

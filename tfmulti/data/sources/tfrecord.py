@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfmulti.data.data_set import Data, DataSpec
+from tfmulti.data.data_set import DataSet, DataSpec
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
 from tfmulti.data.formats.examples import parse_into, parse_numbers_into
 from tfmulti.data.formats.features import Features, is_label, read_features, spec_of
@@ -36,7 +36,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
+def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     """Returns the data of `PATTERN[,spec=FILE,validation=PATTERN,test=PATTERN,classes=N]`.
 
     A pattern is a file, a folder or one with `*`; local, or what `tf.io.gfile` reads. A mere
@@ -80,7 +80,7 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> Data:
     sources: dict[str, Any] = {
         name: EncodedSource(opened(paths), decoder) for name, paths in parts.items()
     }
-    return Data(spec=spec, warning=warning, **sources)
+    return DataSet(spec=spec, warning=warning, **sources)
 
 
 def _unpacked(paths: list[str]) -> Records:
@@ -206,7 +206,7 @@ def _streamed(
     spec: DataSpec | None,
     seed: int,
     buffer: int,
-) -> Data:
+) -> DataSet:
     warning = (
         f"GZIP files cannot be read at random: every worker decompresses all of them, training "
         f"shuffles within {buffer:,} records alone (buffer=N), and a resumed run reads again up to "
@@ -214,7 +214,7 @@ def _streamed(
         + ("" if "validation" in parts else " Without validation=PATTERN there is no validation.")
     )
 
-    def finish(global_batch_size: int) -> Data:
+    def finish(global_batch_size: int) -> DataSet:
         orders = {"train": {"seed": seed, "buffer": buffer}}
         datasets = {
             name: make(paths, global_batch_size=global_batch_size, **orders.get(name, {}))
@@ -222,6 +222,6 @@ def _streamed(
         }
         for name, paths in parts.items():
             remember(datasets[name], paths, decoder)
-        return Data(spec=spec, warning=warning, **datasets)
+        return DataSet(spec=spec, warning=warning, **datasets)
 
-    return Data(None, spec, finish=finish)
+    return DataSet(None, spec, finish=finish)

@@ -11,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, Data, DataSpec
+from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSet, DataSpec
 from tfmulti.data.source import Source
 from tfmulti.errors import DataError
 
 
-def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Data:
+def load(place: str, function: Callable[..., Any], global_batch_size: int) -> DataSet:
     """Returns the data of `package.module:function`.
 
     The function returns `train`, `(train, validation)` or `(train, validation, test)`, or a
@@ -38,7 +38,7 @@ def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Da
             "validation, test) of which each is (x, y) or a Dataset."
         )
     sources = {name: _source(place, p) for name, p in parts.items() if p is not None}
-    return Data(spec=_spec(sources["train"]), **sources)
+    return DataSet(spec=_spec(sources["train"]), **sources)
 
 
 def rows_of_batches(train: Any) -> int | None:
@@ -55,7 +55,7 @@ def rows_of_batches(train: Any) -> int | None:
     return None
 
 
-def check_labels(place: str, data: Data) -> None:
+def check_labels(place: str, data: DataSet) -> None:
     """Checks that labels are classes that a built-in model has: those of the training part.
 
     Raises:

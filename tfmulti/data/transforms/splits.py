@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tfmulti.data.data_set import Data
+from tfmulti.data.data_set import DataSet
 from tfmulti.data.hashing import key_of
 from tfmulti.data.permutation import Permutation
-from tfmulti.data.source import Part, Source
+from tfmulti.data.source import Source, SourceSlice
 from tfmulti.errors import ConfigError, DataError, did_you_mean
 
 PARTS = ("train", "validation", "test")
@@ -55,7 +55,7 @@ def parse_split(flag: str, text: str) -> Slice:
     return Slice(text, match[1], match[2], match[3])
 
 
-def with_splits(data: Data, splits: dict[str, str | None], seed: int) -> Data:
+def with_splits(data: DataSet, splits: dict[str, str | None], seed: int) -> DataSet:
     """Returns the data with its parts as asked for.
 
     Args:
@@ -80,7 +80,7 @@ def with_splits(data: Data, splits: dict[str, str | None], seed: int) -> Data:
     return replace(data, **sliced)
 
 
-def with_validation(data: Data, fraction: float, seed: int) -> Data:
+def with_validation(data: DataSet, fraction: float, seed: int) -> DataSet:
     """Returns the data with a validation part, taken at random from the training part.
 
     Data that has one, or is no `Source`, stays as it is.
@@ -100,8 +100,8 @@ def with_validation(data: Data, fraction: float, seed: int) -> Data:
     order = Permutation(rows, key_of(seed, rows))
     return replace(
         data,
-        train=Part(data.train, count, rows, order),
-        validation=Part(data.train, 0, count, order),
+        train=SourceSlice(data.train, count, rows, order),
+        validation=SourceSlice(data.train, 0, count, order),
     )
 
 
@@ -115,7 +115,7 @@ def _position(bound: str, rows: int) -> int:
     return min(max(at + rows if bound.startswith("-") else at, 0), rows)
 
 
-def _sliced(data: Data, part: str, asked: Slice, seed: int) -> Source:
+def _sliced(data: DataSet, part: str, asked: Slice, seed: int) -> Source:
     whole = getattr(data, asked.part)
     if whole is None:
         there = ", ".join(name for name in PARTS if getattr(data, name) is not None)
@@ -135,10 +135,10 @@ def _sliced(data: Data, part: str, asked: Slice, seed: int) -> Source:
         )
     if asked.start is None and asked.stop is None:
         return whole
-    return Part(whole, start, stop, Permutation(rows, key_of(seed, rows)))
+    return SourceSlice(whole, start, stop, Permutation(rows, key_of(seed, rows)))
 
 
-def _check_apart(data: Data, slices: dict[str, Slice]) -> None:
+def _check_apart(data: DataSet, slices: dict[str, Slice]) -> None:
     """Checks that no example is in two parts."""
     for i, (part, one) in enumerate(slices.items()):
         for other_part, other in list(slices.items())[i + 1 :]:

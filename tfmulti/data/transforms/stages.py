@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.data.data_set import Data, fitted
+from tfmulti.data.data_set import DataSet, fitted
 from tfmulti.data.loader import workers_here
 from tfmulti.data.lost import check_lost
 from tfmulti.data.source import Source
@@ -17,7 +17,7 @@ from tfmulti.data.transforms.splits import PARTS, with_splits, with_validation
 from tfmulti.errors import ConfigError, DataError
 
 
-def prepared(data: Data, config: FitConfig) -> Data:
+def prepared(data: DataSet, config: FitConfig) -> DataSet:
     """Returns the data as a configuration asks for it.
 
     What is random in it comes after what is cached, and only training has it.
@@ -66,7 +66,7 @@ def _check_is_asked_of_no_stream(config: FitConfig) -> None:
             )
 
 
-def _with_cache(data: Data, kind: str) -> Data:
+def _with_cache(data: DataSet, kind: str) -> DataSet:
     """Returns the data with each part cached; in memory, within what is free for all of them."""
     free_bytes = free_memory() // workers_here()
 
@@ -95,7 +95,7 @@ def _augmented(train: Any, config: FitConfig) -> Source:
     return train.changed(lambda source: augmentation.Augmented(source, changes, config.seed))
 
 
-def _weighted(data: Data, config: FitConfig) -> Source:
+def _weighted(data: DataSet, config: FitConfig) -> Source:
     if not isinstance(data.train, Source):
         raise DataError(
             "--class_weight needs data with random access, not batches. Give each batch its "

@@ -33,7 +33,7 @@ ALIGNED = 64  # bytes: TensorFlow takes such memory as it is, and copies other
 _HEADER = struct.Struct("<QQ")  # key, bytes
 
 
-class LinkError(ConnectionError):
+class ChannelError(ConnectionError):
     """A worker cannot be reached, or has ended."""
 
 
@@ -43,11 +43,11 @@ class _Exchange:
     def __init__(self, others: int) -> None:
         self.received: dict[int, np.ndarray] = {}
         self.left = 2 * others  # messages to send and to receive
-        self.error: LinkError | None = None
+        self.error: ChannelError | None = None
         self.done = threading.Lock()
         self.done.acquire()
 
-    def end(self, error: LinkError | None = None) -> None:
+    def end(self, error: ChannelError | None = None) -> None:
         if self.done.locked():
             self.error = error
             self.done.release()
@@ -67,7 +67,7 @@ class _Peer:
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         self.rank, self.link = rank, link
-        self.lost: LinkError | None = None
+        self.lost: ChannelError | None = None
         # Whoever sends holds it: who begins an exchange, or the thread.
         self.sending = threading.Lock()
         self.outgoing: deque[tuple[list[memoryview], _Exchange]] = deque()
@@ -81,7 +81,7 @@ class _Peer:
         self.early: dict[int, deque[np.ndarray]] = defaultdict(deque)
 
 
-class Links:
+class Channel:
     """Exchanges messages with all other workers, as long as the process lives or to `close`.
 
     Args:
@@ -304,7 +304,7 @@ class Links:
         with self._lock:
             if peer.lost is not None:
                 return
-            peer.lost = LinkError(f"worker {peer.rank} is lost: {error}")
+            peer.lost = ChannelError(f"worker {peer.rank} is lost: {error}")
             with contextlib.suppress(OSError, ValueError):  # it may have been closed
                 self._epoll.unregister(peer.link)
             for exchange in (e for each in self._open.values() for e in each):
@@ -312,7 +312,7 @@ class Links:
                     exchange.end(peer.lost)
 
 
-def _forget(links: weakref.ref[Links]) -> None:
+def _forget(links: weakref.ref[Channel]) -> None:
     found = links()
     if found is not None:
         found.forget()

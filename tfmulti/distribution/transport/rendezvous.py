@@ -1,4 +1,4 @@
-"""Brings the workers of a job together: a TCP connection from each to each (`links`).
+"""Brings the workers of a job together: a TCP connection from each to each (`channel`).
 
 Each worker listens, calls those of lower ranks, and answers those of higher ones. Who calls and who
 answers say their ranks and prove to each other that they know the job's key, which is never sent.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from tfmulti.cluster.job_secret import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from tfmulti.cluster.listening import keep_alive
-from tfmulti.distribution.transport.channel import LinkError
+from tfmulti.distribution.transport.channel import ChannelError
 
 _HELLO = struct.Struct(f"<{NONCE_BYTES}sI")  # random bytes, rank
 _STRANGER_S = 3.0  # for who calls to say who it is
@@ -24,7 +24,7 @@ _ANSWERED_AT_ONCE = 64
 _LOOK_S = 0.1
 
 
-def join(
+def connect_workers(
     listener: socket.socket,
     rank: int,
     addresses: Sequence[tuple[str, int]],
@@ -52,7 +52,7 @@ def join(
     except OSError as error:
         for link in found.values():
             link.close()
-        raise LinkError(f"worker {rank} does not reach all others: {error}") from error
+        raise ChannelError(f"worker {rank} does not reach all others: {error}") from error
     for link in found.values():
         _set_up(link)
     return found
@@ -84,7 +84,7 @@ def _call(
         theirs = its_proof = b""
     if not is_proof(its_proof, key, b"answers", ours, theirs) or _HELLO.unpack(theirs)[1] != other:
         link.close()
-        raise LinkError(
+        raise ChannelError(
             f"another program answers at {address[0]}:{address[1]}, or one of a job with another "
             "secret"
         )
@@ -160,6 +160,6 @@ def _exactly(link: socket.socket, count: int, deadline_s: float) -> bytes:
         link.settimeout(_left(deadline_s))
         more = link.recv(count - len(found))
         if not more:
-            raise LinkError("the connection was closed")
+            raise ChannelError("the connection was closed")
         found += more
     return found

@@ -21,7 +21,7 @@ from typing import Any
 import keras
 
 from tfmulti.errors import ConfigError, ResumeError
-from tfmulti.launch.heartbeat import saved_before, teller
+from tfmulti.launch.heartbeat import heartbeat, saved_before
 from tfmulti.training.checkpoint.file_format import Backups, Record
 from tfmulti.training.checkpoint.owner import NotOwner, ownership_of
 
@@ -176,7 +176,7 @@ class Backup(keras.callbacks.Callback):
     def _write(self, record: Record) -> None:
         try:
             path = self._backups.write(record)
-            teller().saved(record.step, str(path.parent.absolute()))
+            heartbeat().saved(record.step, str(path.parent.absolute()))
         except NotOwner as error:
             self._ownership.end(error)
         except Exception as error:  # no fault of a backup ends the run

@@ -16,7 +16,7 @@ import keras
 from tfmulti.distribution.broadcast import broadcast
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError
-from tfmulti.launch.heartbeat import teller
+from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.launch.signals import SignalWatch, is_watched
 from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback import Backup, say
@@ -156,7 +156,7 @@ def _of_known_form() -> Iterator[None]:
         ) from error
 
 
-class Keeper:
+class CheckpointManager:
     """The backups of one `fit`: `record` is where it resumes, or None."""
 
     def __init__(
@@ -221,7 +221,7 @@ class Keeper:
     def keep(self, progress: Progress, *, wait: bool = False) -> None:
         """Makes a backup of here; the chief writes it, in the background unless `wait`."""
         state = state_of(self._model)
-        with teller().working(self):  # all workers take part
+        with heartbeat().working(self):  # all workers take part
             moving = self._before or self._moving()
             trained = run_state.capture_trained(self._model)
             apart = local_steps.capture(self._model)
@@ -268,7 +268,7 @@ class Keeper:
     @contextlib.contextmanager
     def again_if_stopped(self) -> Iterator[None]:
         """Where training is stopped inside, the backup is of before: it is done again on resume."""
-        with teller().working(self):
+        with heartbeat().working(self):
             self._before = self._moving()
         yield
         if state_of(self._model).stopped_by is None:

@@ -28,7 +28,7 @@ from tfmulti.training.input.positions import (
     reads_ahead,
     set_position,
 )
-from tfmulti.training.input.shards import PREFETCH_STEPS
+from tfmulti.training.input.worker_batch import PREFETCH_STEPS
 
 
 class DatasetFeed:

@@ -9,17 +9,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.config.reading import Reading
+from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.batch_plan import Plan
+from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.source import Source, map_nest
 from tfmulti.data.transforms.class_weights import Weighted
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ModelError
 from tfmulti.training.input.dataset_feed import DatasetFeed, InOrder, PyDatasetFeed
 from tfmulti.training.input.positions import State
-from tfmulti.training.input.prefetcher import DEFAULT, AnyStream, specs_of, stream_of
-from tfmulti.training.input.shards import Ahead
+from tfmulti.training.input.prefetcher import DEFAULT, Prefetcher, prefetcher_of, specs_of
+from tfmulti.training.input.worker_batch import Ahead
 
 DEFAULT_BATCH_SIZE = 32  # Keras' own
 
@@ -61,7 +61,7 @@ class Feed(Protocol):
         """Whether one iterator is known to give so many batches; None: without end."""
 
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        """Returns an iterator of global batches, or an outlet of this worker's `Shards`.
+        """Returns an iterator of global batches, or an outlet of this worker's `WorkerBatch`.
 
         A feed with random access starts at that step, counted over all epochs; another one
         starts a pass of its data after the first `skipped` batches: at once where `begin_after`
@@ -69,7 +69,7 @@ class Feed(Protocol):
         """
 
     def next(self) -> Any:
-        """Returns the next `Shards` of the outlet in use, or an Optional of a global batch.
+        """Returns the next `WorkerBatch` of the outlet in use, or an Optional of a global batch.
 
         None at the end of a pass.
         """
@@ -126,14 +126,14 @@ class SourceFeed:
     def __init__(
         self,
         source: Source,
-        plan: Plan,
+        plan: BatchPlan,
         placement: Placement,
-        reading: Reading = DEFAULT,
+        reading: ReadOptions = DEFAULT,
     ) -> None:
         self._source, self._plan, self._placement = source, plan, placement
         self._reading = reading
         self.passes = self.unread = 0
-        self._stream: AnyStream | None = None
+        self._stream: Prefetcher | None = None
         self._taken: Any = None
         self._is_at_start = False
 
@@ -162,11 +162,11 @@ class SourceFeed:
         return self._source
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> BatchPlan:
         return self._plan
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ReadOptions:
         return self._reading
 
     def again(self) -> SourceFeed:
@@ -180,7 +180,7 @@ class SourceFeed:
         self.passes += 1
         if self._stream is None or first_step or not self._is_at_start:
             self.close()
-            self._stream = stream_of(
+            self._stream = prefetcher_of(
                 self._source, self._plan, self._placement, first_step, self._reading
             )
             self._taken = self._stream.shards
@@ -241,7 +241,7 @@ def make_feed(
     class_weight: Mapping[int, float] | None = None,
     seed: int | None = None,
     steps_per_epoch: int | None = None,
-    reading: Reading = DEFAULT,
+    reading: ReadOptions = DEFAULT,
     is_training: bool = False,
 ) -> Feed:
     """Returns the feed of what Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
@@ -263,7 +263,7 @@ def make_feed(
         if class_weight is not None:
             x = Weighted(x, class_weight)
         size = batch_size or DEFAULT_BATCH_SIZE
-        return SourceFeed(x, Plan(len(x), size, seed), placement, reading)
+        return SourceFeed(x, BatchPlan(len(x), size, seed), placement, reading)
     if isinstance(x, tf.distribute.DistributedDataset):
         raise ModelError(
             "a DistributedDataset was given, which hides how many rows each replica gets. Give "

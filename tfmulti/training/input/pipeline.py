@@ -18,7 +18,7 @@ from tfmulti.data import sharding
 from tfmulti.distribution.replica_context import rows_of
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.training.input.shards import PREFETCH_STEPS, Shards
+from tfmulti.training.input.worker_batch import PREFETCH_STEPS, WorkerBatch
 
 DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
 
@@ -35,14 +35,14 @@ def read_ahead(dataset: tf.data.Dataset, batches: int = PREFETCH_STEPS) -> tf.da
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def from_batch(batch: Any, placement: Placement) -> Shards:
-    """Returns this worker's `Shards` of one global batch of tensors."""
+def from_batch(batch: Any, placement: Placement) -> WorkerBatch:
+    """Returns this worker's `WorkerBatch` of one global batch of tensors."""
     with tf.control_dependencies(_checks(batch)):  # or something else would fail first
         batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
     rows = _rows(batch)
     nothing = tf.constant(0, tf.int64)
     if placement.replicas == 1:
-        return Shards((batch,), (rows,), (nothing,), rows, tf.constant(-1), nothing)
+        return WorkerBatch((batch,), (rows,), (nothing,), rows, tf.constant(-1), nothing)
     data, own_rows, first_rows = [], [], []
     for local in range(placement.local_replicas):
         replica = tf.constant(placement.first_replica + local, tf.int64)
@@ -52,7 +52,7 @@ def from_batch(batch: Any, placement: Placement) -> Shards:
         own_rows.append(stop - start)
         first_rows.append(begin)
     digest = _digest(batch) if placement.workers > 1 else tf.constant(-1)
-    return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest, nothing)
+    return WorkerBatch(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest, nothing)
 
 
 def _rows(batch: Any) -> tf.Tensor:

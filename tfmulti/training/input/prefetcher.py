@@ -4,7 +4,7 @@ A thread runs ahead of the steps by a few batches and puts what it makes into a 
 TensorFlow's, out of which the compiled step takes (`shards.Outlet`). The position is one number,
 the steps so far.
 
-    Stream        examples, read by a `Reader`
+    Stream        examples, read by a `Loader`
     ArrayStream   numbers of examples, for arrays in memory: the step itself gathers the rows
 """
 
@@ -22,42 +22,42 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.config.console import left_out
-from tfmulti.config.reading import Reading
-from tfmulti.data.batch_plan import Plan
-from tfmulti.data.loader import ALIGNMENT, Batch, Reader, bytes_of, empty
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.loader import ALIGNMENT, Batch, Loader, bytes_of, empty
 from tfmulti.data.source import Arrays, Leaf, Source, leaves_of, map_nest
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.training.input.shards import (
+from tfmulti.training.input.worker_batch import (
     PREFETCH_STEPS,
-    ArrayOutlet,
-    Outlet,
-    Shards,
-    array_outlet_of,
-    outlet_of,
+    BatchQueue,
+    IndexQueue,
+    WorkerBatch,
+    index_queue_of,
+    queue_of,
 )
 
 MOST_COPIED = 1 << 30  # bytes of arrays that TensorFlow gets a copy of, to gather from
 _BLOCK_BYTES = 1 << 17  # of examples' numbers that are planned at a time
 
-DEFAULT = Reading()
+DEFAULT = ReadOptions()
 
 
-def stream_of(
+def prefetcher_of(
     source: Source,
-    plan: Plan,
+    plan: BatchPlan,
     placement: Placement,
     first_step: int = 0,
-    reading: Reading = DEFAULT,
-) -> AnyStream:
+    reading: ReadOptions = DEFAULT,
+) -> Prefetcher:
     """Returns this worker's part of a plan's batches from a step on. Close it when it is done."""
     arrays = source.arrays()
     if arrays is not None and reading.threads is None and bytes_of(arrays.data) <= MOST_COPIED:
-        return ArrayStream(arrays, plan, placement, first_step)
-    return Stream(source, plan, placement, first_step, reading)
+        return IndexPrefetcher(arrays, plan, placement, first_step)
+    return RowPrefetcher(source, plan, placement, first_step, reading)
 
 
-class AnyStream(ABC):
+class Prefetcher(ABC):
     """A queue of batches, and the thread that fills it.
 
     `shards` is where the step takes them. `error` is why the data cannot be read on, if that
@@ -71,7 +71,7 @@ class AnyStream(ABC):
         self.lost: set[str] = set()
         self.is_closed = False
         self._queue = queue
-        self._reader: Reader | None = None
+        self._reader: Loader | None = None
 
     def _start(self, filled: Iterator[Any]) -> None:
         self._thread = threading.Thread(
@@ -87,14 +87,14 @@ class AnyStream(ABC):
     def threads(self) -> int | None:
         """How many threads read examples; None before the first was read."""
 
-    def take(self) -> Shards:
+    def take(self) -> WorkerBatch:
         """Returns the next batch, outside of a step.
 
         Raises:
             DataError: the data cannot be read on.
         """
         try:
-            found: Shards = self.shards.take()
+            found: WorkerBatch = self.shards.take()
         except tf.errors.OutOfRangeError:
             if self.error is not None:
                 raise self.error from None
@@ -128,7 +128,7 @@ class AnyStream(ABC):
             self.close()
 
 
-class Stream(AnyStream):
+class RowPrefetcher(Prefetcher):
     """Examples of any source.
 
     It holds at most `PREFETCH_STEPS` batches that wait, and those that the reader makes
@@ -138,18 +138,18 @@ class Stream(AnyStream):
     def __init__(
         self,
         source: Source,
-        plan: Plan,
+        plan: BatchPlan,
         placement: Placement,
         first_step: int = 0,
-        reading: Reading = DEFAULT,
+        reading: ReadOptions = DEFAULT,
     ) -> None:
         alike = plan.is_even and not reading.skip_bad_records
         form = specs_of(source.specs, _known_rows(placement, plan.global_batch_size, alike))
         types = [spec.dtype for spec in leaves_of(form)] * placement.local_replicas
         with tf.device("CPU:0"):
             super().__init__(tf.queue.FIFOQueue(PREFETCH_STEPS, [*types, tf.int64]))
-        self.shards: Outlet = outlet_of(self._queue, form, placement.local_replicas)
-        reader = self._reader = Reader(source, plan, placement, reading)
+        self.shards: BatchQueue = queue_of(self._queue, form, placement.local_replicas)
+        reader = self._reader = Loader(source, plan, placement, reading)
         self._start(_components(weakref.ref(self), reader, first_step))
 
     @property
@@ -157,7 +157,7 @@ class Stream(AnyStream):
         return self._reader.threads if self._reader is not None else None
 
 
-class ArrayStream(AnyStream):
+class IndexPrefetcher(Prefetcher):
     """Rows of arrays in memory, of which TensorFlow gets a copy.
 
     A row is copied in less time than threads take to hand it over, so only the numbers of the
@@ -167,7 +167,7 @@ class ArrayStream(AnyStream):
     threads = 0  # none but the one that plans
 
     def __init__(
-        self, arrays: Arrays, plan: Plan, placement: Placement, first_step: int = 0
+        self, arrays: Arrays, plan: BatchPlan, placement: Placement, first_step: int = 0
     ) -> None:
         local = placement.local_replicas
         most = -(-plan.global_batch_size // placement.replicas)
@@ -177,7 +177,7 @@ class ArrayStream(AnyStream):
             shapes = [[local, most], [3 * local + 1]]
             super().__init__(tf.queue.FIFOQueue(2 * at_a_time, [tf.int64, tf.int64], shapes))
         known = _known_rows(placement, plan.global_batch_size, plan.is_even)
-        self.shards: ArrayOutlet = array_outlet_of(
+        self.shards: IndexQueue = index_queue_of(
             self._queue, data, specs_of(arrays.specs, known), local
         )
         self._start(_numbers(arrays, plan, placement, first_step, at_a_time))
@@ -201,7 +201,9 @@ def _known_rows(placement: Placement, rows: int, alike: bool) -> int | None:
     return rows if alike and placement.replicas == 1 else None
 
 
-def _fill(stream: weakref.ref[AnyStream], filled: Iterator[Any], queue: tf.queue.QueueBase) -> None:
+def _fill(
+    stream: weakref.ref[Prefetcher], filled: Iterator[Any], queue: tf.queue.QueueBase
+) -> None:
     """Runs in a thread: puts what is made into the queue, until that is closed."""
     with contextlib.closing(filled):  # type: ignore[type-var]
         try:
@@ -221,7 +223,9 @@ def _fill(stream: weakref.ref[AnyStream], filled: Iterator[Any], queue: tf.queue
             queue.close()  # what is in it is still taken, and then the step finds no more
 
 
-def _components(stream: weakref.ref[Stream], reader: Reader, first_step: int) -> Iterator[Any]:
+def _components(
+    stream: weakref.ref[RowPrefetcher], reader: Loader, first_step: int
+) -> Iterator[Any]:
     """Yields the queue's elements: the leaves for each replica, and the counts."""
     with contextlib.closing(reader.batches(first_step)) as batches:
         for batch in batches:
@@ -235,7 +239,7 @@ def _components(stream: weakref.ref[Stream], reader: Reader, first_step: int) ->
 
 
 def _numbers(
-    arrays: Arrays, plan: Plan, placement: Placement, step: int, at_a_time: int
+    arrays: Arrays, plan: BatchPlan, placement: Placement, step: int, at_a_time: int
 ) -> Iterator[Any]:
     """Yields many of the queue's elements: numbers for each replica, filled up, and the counts.
 
@@ -258,14 +262,14 @@ def _numbers(
         yield [numbers, counts], True
 
 
-def _say_lost(stream: Stream | None, batch: Batch) -> None:
+def _say_lost(stream: RowPrefetcher | None, batch: Batch) -> None:
     for words in batch.lost:
         if stream is not None and words not in stream.lost:
             stream.lost.add(words)
             left_out(words)
 
 
-def _note_error(stream: Stream | None, batch: Batch, next_step: str) -> None:
+def _note_error(stream: RowPrefetcher | None, batch: Batch, next_step: str) -> None:
     """Makes the first example that cannot be read the stream's error; the step tells the others."""
     if batch.lost and stream is not None and stream.error is None:
         stream.error = DataError(f"{batch.lost[0]} {next_step}")

@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmulti.data.loader import Reader
+from tfmulti.data.loader import Loader
 from tfmulti.distribution.strategies import Placement
 from tfmulti.training.input.dataset_feed import DatasetFeed
 from tfmulti.training.input.feed import Feed, SourceFeed
-from tfmulti.training.input.shards import Replay
+from tfmulti.training.input.worker_batch import Replay
 
 
 class Trial:
@@ -83,7 +83,7 @@ class Trial:
 
 def _read_apart(feed: SourceFeed, count: int) -> list[Any]:
     """Returns global batches as tensors; this worker reads all of their rows."""
-    reader = Reader(feed.source, feed.plan, Placement(0, 1, 1), feed.reading)
+    reader = Loader(feed.source, feed.plan, Placement(0, 1, 1), feed.reading)
     with contextlib.closing(reader.batches()) as batches:
         found = [batch.data[0] for batch in itertools.islice(batches, count)]
 

@@ -18,21 +18,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.config.reading import Reading
+from tfmulti.config.reading import ReadOptions
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches import keras_compat
-from tfmulti.launch.heartbeat import teller
-from tfmulti.training.checkpoint.resume import Keeper, Progress
+from tfmulti.launch.heartbeat import heartbeat
+from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.feed import Feed
 from tfmulti.training.loop.data_faults import found_by_any, told_by
-from tfmulti.training.loop.step_clock import Clock
+from tfmulti.training.loop.step_clock import StepClock
 from tfmulti.training.state import trainer_state
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import local_steps
 from tfmulti.training.step.execution import Execution
-from tfmulti.training.step.pace import Pace
-from tfmulti.training.step.step_result import Outcome
+from tfmulti.training.step.step_result import StepResult
+from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.step.votes import gather, make_vote
 
 Logs = dict[str, Any]
@@ -54,8 +54,8 @@ class Training:
     validation: Feed | None = None
     validation_steps: int | None = None
     validation_freq: Any = 1
-    keeper: Keeper | None = None
-    pace: Pace = field(default_factory=lambda: Pace(1))
+    keeper: CheckpointManager | None = None
+    pace: StepsPerExecution = field(default_factory=lambda: StepsPerExecution(1))
 
     @property
     def steps(self) -> int | None:
@@ -91,8 +91,8 @@ def train(model: keras.Model, training: Training) -> Logs:
     resumed = keeper.start() if keeper else None
     at = resumed or Progress(keras_compat.initial_epoch_of(model, training.initial_epoch))
     logs, iterator = dict(at.logs), None
-    teller().begin()
-    trained, clock = False, Clock()
+    heartbeat().begin()
+    trained, clock = False, StepClock()
     if keeper is not None and resumed and (not at.step or at.epoch >= training.epochs):
         keeper.restore()
     while at.epoch < training.epochs and not at.is_over:
@@ -166,7 +166,7 @@ def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
     return feed.holds(None if count is None else at.batches + count - at.step)
 
 
-def _lost(model: keras.Model, feed: Feed, outcome: Outcome, before: int) -> int:
+def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> int:
     """Returns how many examples of a pass could not be read so far; alike on all workers.
 
     Raises:
@@ -186,7 +186,7 @@ def _lost(model: keras.Model, feed: Feed, outcome: Outcome, before: int) -> int:
     return lost
 
 
-def _too_many_lost(lost: int, reading: Reading) -> str:
+def _too_many_lost(lost: int, reading: ReadOptions) -> str:
     loaded = reading.lost_at_loading
     besides = f" and {loaded} when it was loaded," if loaded else ","
     return (
@@ -212,7 +212,7 @@ def _first_step(training: Training, at: Progress) -> int:
 
 
 def _epoch(
-    model: keras.Model, iterator: Any, training: Training, at: Progress, clock: Clock
+    model: keras.Model, iterator: Any, training: Training, at: Progress, clock: StepClock
 ) -> tuple[bool, bool]:
     """Trains the rest of an epoch.
 
@@ -225,7 +225,7 @@ def _epoch(
     sure = _is_sure(training.feed, training.steps, at)
     if not sure:
         local_steps.check_length_is_known(model)
-    pace = training.pace if sure else Pace(1)
+    pace = training.pace if sure else StepsPerExecution(1)
     per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
     before = _first_step(training, at) - at.step
     for first, last in _executions(training.steps, pace, at.step, per_pass, before):
@@ -249,7 +249,7 @@ def _epoch(
         pace.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
         at.lost = _lost(model, training.feed, outcome, at.lost)
         at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.epoch_logs
-        teller().step(state.steps)
+        heartbeat().step(state.steps)
         training.callbacks.on_train_batch_end(last, outcome.logs)
         stops = _stops(model, bool(model.stop_training), outcome.votes)
         if keeper is not None and trainer_state.wants_backup(outcome.votes):
@@ -273,7 +273,9 @@ def evaluate(
     logs: Logs = {}
     iterator, sure, taken, lost = feed.iterate(0), feed.holds(count), 0, 0
     stops = False
-    for first, last in _executions(count, Pace(model.steps_per_execution if sure else 1)):
+    for first, last in _executions(
+        count, StepsPerExecution(model.steps_per_execution if sure else 1)
+    ):
         source = iterator if sure else _next_of(feed)
         if source is None:
             _check_data_was_enough(count, first, first)
@@ -303,7 +305,7 @@ def predict(
     batches = []
     several = placement_of(model.distribute_strategy).workers > 1
     iterator, sure = feed.iterate(0), feed.holds(count)
-    for first, last in _executions(count, Pace(1)):
+    for first, last in _executions(count, StepsPerExecution(1)):
         source = iterator if sure else _next_of(feed)
         if source is None:
             _check_data_was_enough(count, first, first)
@@ -329,8 +331,8 @@ def run(
     count: int,
     wish: bool,
     backup: bool = False,
-    pace: Pace | None = None,
-) -> Outcome:
+    pace: StepsPerExecution | None = None,
+) -> StepResult:
     """Returns what an execution gave.
 
     `wish` is whether this worker wants to stop, `backup` whether it wants one afterwards, and
@@ -339,7 +341,7 @@ def run(
     Raises:
         DataError: the workers do not read the same batches; on all workers alike.
     """
-    with teller().working(execute):
+    with heartbeat().working(execute):
         place = placement_of(model.distribute_strategy)
         steps_wanted = 0
         # Steps that gather rows run one by one (`Execution`): several a call would gain nothing.
@@ -410,7 +412,7 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
 
 def _executions(
     count: int | None,
-    pace: Pace,
+    pace: StepsPerExecution,
     start: int = 0,
     per_pass: int | None = None,
     before: int = 0,

@@ -8,10 +8,10 @@ from typing import Any
 
 from tfmulti.training.input.feed import Feed
 from tfmulti.training.state.trainer_state import TrainerState
-from tfmulti.training.step.step_result import Outcome
+from tfmulti.training.step.step_result import StepResult
 
 
-class Clock:
+class StepClock:
     """The seconds of an epoch's steps, and those of them that went by without data.
 
     The first execution of all, which is traced, counts in neither. What an execution says is
@@ -42,7 +42,7 @@ class Clock:
         """Says that an execution begins."""
         self._started = time.perf_counter()
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: StepResult) -> None:
         """Counts an execution that has just ended."""
         now = time.perf_counter()
         self.period_s, self.inside_s = now - self._began, now - self._started

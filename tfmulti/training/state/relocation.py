@@ -42,7 +42,7 @@ _SHORT_LIST = 1000
 
 
 @dataclass
-class Place:
+class VariableHolder:
     """Where a `tf.Variable` of TensorFlow's own is kept, and what puts another one there."""
 
     name: str
@@ -62,7 +62,7 @@ class State:
     """
 
     variables: list[Any] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[VariableHolder] = field(default_factory=list)
     models: list[keras.Model] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     metrics: list[keras.metrics.Metric] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _Search:
             if not self._is_known(thing):
                 self.state.variables.append(thing)
         elif isinstance(thing, tf.Variable):
-            self.state.places.append(Place(name, thing, put))  # each place of it
+            self.state.places.append(VariableHolder(name, thing, put))  # each place of it
         elif isinstance(thing, (list, tuple, set, frozenset, Mapping)):
             if not self._is_known(thing):
                 self._look_into(thing, name, put)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfmulti.config.local_sync import Synchronisation
-from tfmulti.config.reading import Reading
+from tfmulti.config.local_sync import SyncOptions
+from tfmulti.config.reading import ReadOptions
 
 REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
 VOTES = (*REASONS, "backup", "pace")  # what travels with each execution
@@ -50,8 +50,8 @@ class TrainerState:
     microbatches: int = 1
     sync_batch_norm: bool = True
     gradient_compression: str = "none"
-    reading: Reading = field(default_factory=Reading)
-    synchronisation: Synchronisation = field(default_factory=Synchronisation)
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    synchronisation: SyncOptions = field(default_factory=SyncOptions)
     outer: Any = None
     verify: bool | None = None
     verify_steps: int = 1

@@ -2,7 +2,7 @@
 
 An execution takes one or several steps from an iterator and returns what all replicas
 found, with one collective for all metrics together. The iterator yields global batches, of
-which a step keeps its `Shards`: this worker's part, one share a local replica.
+which a step keeps its `WorkerBatch`: this worker's part, one share a local replica.
 """
 
 from __future__ import annotations
@@ -16,28 +16,34 @@ import tensorflow as tf
 from tfmulti.distribution import connections
 from tfmulti.distribution.strategies import Placement
 from tfmulti.keras_patches import keras_compat
-from tfmulti.launch.heartbeat import teller
-from tfmulti.training.input.shards import Ahead, Replay, Shards, on_devices, with_any_rows
+from tfmulti.launch.heartbeat import heartbeat
+from tfmulti.training.input.worker_batch import (
+    Ahead,
+    Replay,
+    WorkerBatch,
+    on_devices,
+    with_any_rows,
+)
 from tfmulti.training.state import run_state
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import local_steps
-from tfmulti.training.step.step import agreed, compiled, make_step, taken, warn_of_unknown
+from tfmulti.training.step.step import agreed, make_step, taken, warn_of_unknown, without_autograph
 from tfmulti.training.step.step_logs import StepLogs
-from tfmulti.training.step.step_result import Outcome, Summary, Taken, time_of
+from tfmulti.training.step.step_result import StepResult, Summary, Taken, time_of
 
 
 class Execution:
     """`execution(source, steps, votes)`, for training or for evaluation.
 
-    It runs `steps` steps from an outlet or an iterator of global batches, or one step on `Shards`
-    or an Optional of a batch, and returns their `Outcome`; `votes` are this worker's. An iterator
-    must have that many batches: a step that finds none would still do what needs no data, draw
-    seeds and count itself.
+    It runs `steps` steps from a queue or an iterator of global batches, or one step on a
+    `WorkerBatch` or an Optional of a batch, and returns their `StepResult`. `votes` are this
+    worker's. An iterator must have that many batches: a step without a batch would still do what
+    needs no data, draw seeds and count itself.
 
     Attributes:
         one: takes a source and votes, and runs a step.
         several: takes an iterator, the number of steps, and votes.
-        one_and_next: takes an outlet, `Shards` and votes: see `Ahead`.
+        one_and_next: takes an outlet, `WorkerBatch` and votes: see `Ahead`.
         is_verified: whether its first steps were compared with one device's (`verification`).
     """
 
@@ -61,19 +67,21 @@ class Execution:
         self.one: Any = self._one
         self.several: Any = self._several
         if compiles:
-            self.one = compiled(self._one)
-            self.several = compiled(self._several)
-        self.one_and_next = compiled(self._one_and_next)
-        self._first = compiled(lambda outlet: on_devices(self._taken(outlet), placement.gpus))
+            self.one = without_autograph(self._one)
+            self.several = without_autograph(self._several)
+        self.one_and_next = without_autograph(self._one_and_next)
+        self._first = without_autograph(
+            lambda outlet: on_devices(self._taken(outlet), placement.gpus)
+        )
 
-    def __call__(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:
+    def __call__(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
         with connections.own_errors(self._placement):
             found = self._call(source, steps, votes)
         name = "train_step" if self._training else "test_step"
         warn_of_unknown(self._model, self._placement, name)
         return found
 
-    def _call(self, source: Any, steps: int, votes: Sequence[float]) -> Outcome:
+    def _call(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
         vote = tf.constant(votes, tf.float32)
         if isinstance(source, Replay):
             source = source.source(steps)
@@ -81,7 +89,7 @@ class Execution:
             if self._goes_ahead:
                 return self._ahead(source, vote)
             source = source.outlet
-        found: Outcome
+        found: StepResult
         traced = self._traced_for(source)
         if traced is not None:
             found = traced(source, vote) if steps == 1 else traced(source, tf.constant(steps), vote)
@@ -130,10 +138,10 @@ class Execution:
         traced, self._traced = self._traced, None
         return traced[1] if traced is not None and traced[0] is source else None
 
-    def _taken(self, source: Any) -> Shards:
+    def _taken(self, source: Any) -> WorkerBatch:
         return taken(source, self._placement)
 
-    def _one(self, source: Any, votes: tf.Tensor) -> Outcome:
+    def _one(self, source: Any, votes: tf.Tensor) -> StepResult:
         _tell_of_trace()
         before = self._summary.before()
         taken = Taken.nothing(self._placement)  # it waits from here on
@@ -142,8 +150,8 @@ class Execution:
         return self._summary.after(shards, self._step(shards), votes, before, taken)
 
     def _one_and_next(
-        self, source: Any, shards: Shards, votes: tf.Tensor
-    ) -> tuple[Outcome, Shards]:
+        self, source: Any, shards: WorkerBatch, votes: tf.Tensor
+    ) -> tuple[StepResult, WorkerBatch]:
         """Runs a step on a batch that is on the GPUs, and brings the next one there meanwhile."""
         _tell_of_trace()
         before = self._summary.before()
@@ -153,7 +161,7 @@ class Execution:
         taken = taken.after(found).waited_for(time_of(following))
         return self._summary.after(shards, found, votes, before, taken), following
 
-    def _several(self, iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> Outcome:
+    def _several(self, iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> StepResult:
         _tell_of_trace()
         before = self._summary.before()
         taken = Taken.nothing(self._placement)
@@ -171,20 +179,20 @@ class Execution:
         taken = taken.counted(shards).waited_for(time_of(shards))
         return self._summary.after(shards, self._step(shards), votes, before, taken)
 
-    def _one_by_one(self, source: Any, steps: int, vote: tf.Tensor) -> Outcome:
+    def _one_by_one(self, source: Any, steps: int, vote: tf.Tensor) -> StepResult:
         found = [self.one(source, vote) for _ in range(steps)]
         summed = ("rows", "lost", "waited_s")
         sums = {name: tf.add_n([getattr(each, name) for each in found]) for name in summed}
-        last: Outcome = found[-1]
+        last: StepResult = found[-1]
         return last._replace(**sums)
 
-    def _ahead(self, ahead: Ahead, vote: tf.Tensor) -> Outcome:
+    def _ahead(self, ahead: Ahead, vote: tf.Tensor) -> StepResult:
         held = self._first(ahead.outlet) if ahead.held is None else ahead.held
         if self.one_and_next.experimental_get_tracing_count() == 0:
             # Once for any number of rows, and not again for the last batch.
             self.one_and_next.get_concrete_function(ahead.outlet, with_any_rows(held), vote)
             run_state.restore_late(self._model)
-        found: Outcome
+        found: StepResult
         run = self._traced_for(ahead.outlet) or self.one_and_next
         found, ahead.held = run(ahead.outlet, held, vote)
         return found
@@ -199,4 +207,4 @@ class Execution:
 def _tell_of_trace() -> None:
     """Tells the launcher that an execution is traced: the code of a function runs only then."""
     if not tf.executing_eagerly():
-        teller().tracing()
+        heartbeat().tracing()

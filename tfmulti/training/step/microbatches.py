@@ -19,11 +19,11 @@ from tfmulti.data import sharding
 from tfmulti.distribution import lookup_gradients
 from tfmulti.distribution.losses import Divisors
 from tfmulti.distribution.replica_context import rows_of, weighed
-from tfmulti.distribution.replica_slice import PerThread, Share, current, part_of
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, current, part_of
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches import keras_compat
 
-Step = Callable[[Any, Share], dict[str, Any]]
+Step = Callable[[Any, ReplicaSlice], dict[str, Any]]
 
 
 class Taker(Protocol):
@@ -95,7 +95,9 @@ def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     return True
 
 
-def run(model: keras.Model, step: Step, data: Any, share: Share, passes: int) -> dict[str, Any]:
+def run(
+    model: keras.Model, step: Step, data: Any, share: ReplicaSlice, passes: int
+) -> dict[str, Any]:
     """Returns the logs of a step that takes several passes over a replica's rows.
 
     Args:
@@ -117,7 +119,7 @@ def run(model: keras.Model, step: Step, data: Any, share: Share, passes: int) ->
     return _combined(logs, [part.weight for _, part in parts])
 
 
-def _part(data: Any, share: Share, passes: int, number: int) -> tuple[Any, Share]:
+def _part(data: Any, share: ReplicaSlice, passes: int, number: int) -> tuple[Any, ReplicaSlice]:
     """Returns the rows of one pass, and what part of the global batch they are."""
     start, stop = sharding.share_bounds(
         share.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
@@ -138,7 +140,9 @@ def _part(data: Any, share: Share, passes: int, number: int) -> tuple[Any, Share
     return rows_of(data, begin, end), part
 
 
-def _measured(model: keras.Model, step: Step, parts: Sequence[tuple[Any, Share]]) -> Divisors:
+def _measured(
+    model: keras.Model, step: Step, parts: Sequence[tuple[Any, ReplicaSlice]]
+) -> Divisors:
     """Returns what the losses divide by, over all passes and replicas.
 
     The passes are computed without effect: what only the losses' values need is no part of

@@ -19,9 +19,9 @@ from tfmulti.distribution import (
 from tfmulti.distribution.replica_slice import computing
 from tfmulti.distribution.strategies import Placement
 from tfmulti.keras_patches import keras_compat
-from tfmulti.training.input.shards import Ahead, Outlet
+from tfmulti.training.input.worker_batch import Ahead, BatchQueue
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step.step import compiled, step_of, taken, warn_of_unknown
+from tfmulti.training.step.step import step_of, taken, warn_of_unknown, without_autograph
 from tfmulti.training.step.step_result import first_local
 
 
@@ -38,8 +38,8 @@ class Predicted(NamedTuple):
 def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Predicted]:
     """Returns `predict(source)`, which takes a global batch and returns what it `Predicted`.
 
-    The source is an outlet, an iterator of global batches, `Shards`, or an Optional of a batch.
-    Every worker gets all rows.
+    The source is a queue, an iterator of global batches, a `WorkerBatch`, or an Optional of a
+    batch. Every worker gets all rows.
     """
     strategy = model.distribute_strategy
     keras_compat.install()
@@ -51,7 +51,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     def predict(source: Any) -> Predicted:
         shards = taken(source, placement)
         shards = shards.of_any_rows() if any_rows else shards
-        may_lose = placement.workers > 1 and isinstance(source, Outlet)  # alone, reading ends
+        may_lose = placement.workers > 1 and isinstance(source, BatchQueue)  # alone, reading ends
 
         def replica_step() -> Predicted:
             with collectives.serving("prediction", placement):
@@ -88,7 +88,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
         )
         return Predicted(outputs, shards.lost)
 
-    called = predict if model.run_eagerly else compiled(predict)
+    called = predict if model.run_eagerly else without_autograph(predict)
 
     @connections.own_errors(placement)
     def call(source: Any) -> Predicted:

@@ -11,11 +11,11 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_context, row_labels
-from tfmulti.distribution.replica_slice import Share, computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.strategies import Placement
 from tfmulti.keras_patches import keras_compat
 from tfmulti.training.input.pipeline import from_batch
-from tfmulti.training.input.shards import ArrayOutlet, Outlet, Shards
+from tfmulti.training.input.worker_batch import BatchQueue, IndexQueue, WorkerBatch
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import microbatches, xla
@@ -23,7 +23,7 @@ from tfmulti.training.step.step_logs import StepLogs
 from tfmulti.training.step.step_result import first_local
 
 
-def compiled(function: Callable[..., Any]) -> Any:
+def without_autograph(function: Callable[..., Any]) -> Any:
     """Returns a function of ours compiled, without AutoGraph, to which we leave nothing to do.
 
     It would read each of our functions that the first step calls, about a second in all.
@@ -44,21 +44,21 @@ def step_of(model: keras.Model, name: str) -> Callable[[Any], Any]:
     return step if is_keras or model.run_eagerly else keras_compat.by_autograph(step)
 
 
-def taken(source: Any, placement: Placement) -> Shards:
+def taken(source: Any, placement: Placement) -> WorkerBatch:
     """Returns what a step takes; of a global batch it keeps this worker's rows, on the host."""
-    if isinstance(source, Shards):
+    if isinstance(source, WorkerBatch):
         return source
-    if isinstance(source, (Outlet, ArrayOutlet)):
+    if isinstance(source, (BatchQueue, IndexQueue)):
         return source.take()
     found: Any = source if isinstance(source, tf.experimental.Optional) else next(source)
     batch = found.get_value() if isinstance(found, tf.experimental.Optional) else found
     with tf.device("CPU:0"):
-        shards: Shards = from_batch(batch, placement)
+        shards: WorkerBatch = from_batch(batch, placement)
     return shards
 
 
-def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], Shards] | None:
-    """Returns what takes `Shards` that say of all workers' rows how many there are, if need be.
+def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], WorkerBatch] | None:
+    """Returns a function that adds the numbers of all workers' rows to a batch, if needed.
 
     Where examples that cannot be read are left out, no worker knows how many rows the others
     have: they tell each other, by one small collective a step.
@@ -68,7 +68,7 @@ def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], Shards] 
     strategy = model.distribute_strategy
     local = range(placement.first_replica, placement.first_replica + placement.local_replicas)
 
-    def take(source: Any) -> Shards:
+    def take(source: Any) -> WorkerBatch:
         shards = taken(source, placement)
 
         def rows_of_all() -> tf.Tensor:
@@ -98,7 +98,7 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
 
 def make_step(
     model: keras.Model, placement: Placement, seeds: Any, logs: StepLogs | None, *, training: bool
-) -> Callable[[Shards], Any]:
+) -> Callable[[WorkerBatch], Any]:
     """Returns a function that runs one step on all local replicas and returns their logs.
 
     It returns the replicas' values of their metrics' variables, too. Without `logs` it returns
@@ -109,9 +109,9 @@ def make_step(
     passes = state.microbatches if training else 1
     step = step_of(model, "train_step" if training else "test_step")
     if training:
-        step = xla.compiled(model, step, placement)
+        step = xla.xla_compiled(model, step, placement)
 
-    def compute(data: Any, share: Share) -> Any:
+    def compute(data: Any, share: ReplicaSlice) -> Any:
         fixed = share.read_rows is not None and not model.run_eagerly
         variables = [] if fixed or share.is_whole else replica_context.metric_variables(model)
         before = [tf.identity(v.value) for v in variables]
@@ -130,7 +130,7 @@ def make_step(
 
     has_labels = placement.replicas > 1 and not model.run_eagerly
 
-    def replica_step(shards: Shards, states: dict[int, str]) -> Any:
+    def replica_step(shards: WorkerBatch, states: dict[int, str]) -> Any:
         shards = shards.of_any_rows() if has_labels else shards
         local = replica_context.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.sync_batch_norm
@@ -152,11 +152,11 @@ def make_step(
         # while the weights are updated.
         return found, [tf.identity(v.value) for v in replica_context.metric_variables(model)]
 
-    def one_step(shards: Shards) -> Any:
+    def one_step(shards: WorkerBatch) -> Any:
         python = random.getstate()
         states = states_of_its_own(model) if has_labels else {}
 
-        def alike(shards: Shards = shards) -> Any:
+        def alike(shards: WorkerBatch = shards) -> Any:
             random.setstate(python)  # AugMix draws by it, once, when a replica is traced
             return replica_step(shards, states)
 
@@ -164,7 +164,7 @@ def make_step(
         keras_compat.share_generator(seeds)
         return found
 
-    return one_step if model.run_eagerly else compiled(one_step)
+    return one_step if model.run_eagerly else without_autograph(one_step)
 
 
 def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None:

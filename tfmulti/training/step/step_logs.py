@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import global_values
-from tfmulti.distribution.replica_slice import Share
+from tfmulti.distribution.replica_slice import ReplicaSlice
 
 Logs = dict[str, tf.Tensor]
 
@@ -87,7 +87,7 @@ class StepLogs:
         """Returns how often this thread has updated a metric."""
         return self._updates.get((threading.get_ident(), number), 0)
 
-    def taken(self, logs: Any, share: Share) -> Logs:
+    def taken(self, logs: Any, share: ReplicaSlice) -> Logs:
         """Returns a step's logs by name; inside `recorded`, before the metrics change again.
 
         Those that are no metric's result are such that their mean over the replicas, by rows, is

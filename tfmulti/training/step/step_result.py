@@ -10,13 +10,13 @@ import tensorflow as tf
 from tfmulti.distribution import collectives, replica_context
 from tfmulti.distribution.strategies import Placement
 from tfmulti.keras_patches import keras_compat
-from tfmulti.training.input.shards import Shards
+from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import local_steps
 from tfmulti.training.step.step_logs import Logs, StepLogs
 
 
-class Outcome(NamedTuple):
+class StepResult(NamedTuple):
     """What an execution returns, the same on every worker.
 
     `logs` are the last step's logs over the global data, and `epoch_logs` those of an epoch that
@@ -53,7 +53,7 @@ class Taken(NamedTuple):
         rows = tuple(tf.constant(0, tf.int64) for _ in range(placement.local_replicas + 1))
         return cls(rows, tf.constant(0, tf.int64), tf.constant(0, tf.float64), now())
 
-    def counted(self, shards: Shards) -> Taken:
+    def counted(self, shards: WorkerBatch) -> Taken:
         """Returns the same with the rows of a step."""
         more = (*shards.own_rows, shards.rows)
         rows = tuple(a + b for a, b in zip(self.rows, more, strict=True))
@@ -83,7 +83,7 @@ def now() -> tf.Tensor:
     return tf.timestamp()
 
 
-def time_of(shards: Shards) -> tf.Tensor:
+def time_of(shards: WorkerBatch) -> tf.Tensor:
     """Returns the time at which a batch has come."""
     leaves = tf.nest.flatten(shards.data[0], expand_composites=True)
     data = [leaf for leaf in leaves if leaf is not None][:1]
@@ -129,7 +129,7 @@ class Statistics:
 
 
 class Summary:
-    """Makes the `Outcome` of a model's executions.
+    """Makes the `StepResult` of a model's executions.
 
     `outer` moves the weights of workers that take steps of their own (`local_steps`).
     """
@@ -148,8 +148,8 @@ class Summary:
         return statistics, self._outer.now() if self._outer else ()
 
     def after(
-        self, shards: Shards, found: Any, votes: tf.Tensor, before: Any, taken: Taken
-    ) -> Outcome:
+        self, shards: WorkerBatch, found: Any, votes: tf.Tensor, before: Any, taken: Taken
+    ) -> StepResult:
         """Returns what the steps found, and gives all replicas the same state.
 
         Args:
@@ -161,22 +161,22 @@ class Summary:
         if self._traces:
             state_of(self._model).traces += 1  # each function of an execution comes here once
 
-        def on_replica(found: Any, before: Any, weights: Any) -> Outcome:
+        def on_replica(found: Any, before: Any, weights: Any) -> StepResult:
             with collectives.serving("outcome", self._placement):
                 return self._on_replica(shards, found, votes, taken, before, weights)
 
-        outcome: Outcome = first_local(strategy, strategy.run(on_replica, args=(found, *before)))
+        outcome: StepResult = first_local(strategy, strategy.run(on_replica, args=(found, *before)))
         return outcome
 
     def _on_replica(
         self,
-        shards: Shards,
+        shards: WorkerBatch,
         found: Any,
         votes: tf.Tensor,
         taken: Taken,
         before: list[tf.Tensor],
         weights: list[tf.Tensor],
-    ) -> Outcome:
+    ) -> StepResult:
         logs, metrics = found
         local = replica_context.local_index(self._placement.local_replicas)
         weight = tf.math.divide_no_nan(
@@ -194,12 +194,12 @@ class Summary:
         self,
         logs: Logs,
         metrics: list[tf.Tensor],
-        shards: Shards,
+        shards: WorkerBatch,
         local: int,
         votes: tf.Tensor,
         taken: Taken,
         moved: list[tf.Tensor],
-    ) -> tuple[Outcome, list[tf.Tensor]]:
+    ) -> tuple[StepResult, list[tf.Tensor]]:
         """Returns what all replicas found, and `moved` summed over them, from one collective."""
         weight = shards.weight(local)
         place = self._placement
@@ -216,7 +216,7 @@ class Summary:
         )
         counted, digests, lost, waited_s = sums[len(parts) : len(parts) + 4]
         waited_s /= place.replicas
-        outcome = Outcome(*final, counted, digests, taken.rows[-1], lost, waited_s)
+        outcome = StepResult(*final, counted, digests, taken.rows[-1], lost, waited_s)
         return outcome, sums[len(parts) + 4 :]
 
 

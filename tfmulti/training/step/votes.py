@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import replica_context
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.launch.heartbeat import teller
+from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.step.step_result import first_local
 
 
@@ -28,7 +28,7 @@ def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], l
     compiled = tf.function(total, autograph=False)
 
     def vote(values: Sequence[float]) -> list[float]:
-        with teller().working(compiled):
+        with heartbeat().working(compiled):
             counted: list[float] = compiled(tf.constant(values, tf.float32)).numpy().tolist()
         return counted
 

@@ -25,7 +25,7 @@ from tfmulti.training.step.microbatches import giving_gradients_to
 Step = Callable[[Any], Any]
 
 
-def compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
+def xla_compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
     """Returns a step whose passes XLA compiles, or the same where it shall or can not.
 
     Where it was asked for and cannot be done, a warning says why.

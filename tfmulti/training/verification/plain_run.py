@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.keras_patches import keras_compat
-from tfmulti.training.input.shards import of_any_rows
+from tfmulti.training.input.worker_batch import of_any_rows
 from tfmulti.training.state import relocation
 from tfmulti.training.verification import comparison, recording
 

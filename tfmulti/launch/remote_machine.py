@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from tfmulti.cluster.job_secret import Seal
+from tfmulti.cluster.job_secret import MessageAuthenticator
 from tfmulti.config import json_values
 from tfmulti.errors import ConfigError
 from tfmulti.launch.machine import Unreachable
-from tfmulti.launch.workers import Order, Seen, Sink
+from tfmulti.launch.workers import Sink, StartRequest, WorkerStatus
 
 PING_S = 1.0
 LOST_S = 8.0  # without a word, after which the other side is taken for gone
@@ -32,7 +32,7 @@ _NO_AGENT = "what answers there is no agent of tfmulti's, or one of another vers
 MOST_BYTES = 1 << 24  # of a line: a worker may write long ones
 
 
-class Link:
+class AgentConnection:
     """Lines of JSON in both directions. Writing is safe from any thread.
 
     A line of more than `most_bytes` ends what is received, and so does one that does not pass the
@@ -48,7 +48,7 @@ class Link:
     ) -> None:
         self._reader, self._writer, self._close = reader, writer, close
         self.most_bytes = most_bytes
-        self.seal: Seal | None = None
+        self.seal: MessageAuthenticator | None = None
         self._lock = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Link:
         self._close()
 
 
-class There:
+class RemoteMachine:
     """A machine whose agent is at the other end of a link.
 
     Args:
@@ -98,12 +98,17 @@ class There:
     """
 
     def __init__(
-        self, name: str, link: Link, begin: dict[str, Any], sink: Sink, why: Callable[[], str]
+        self,
+        name: str,
+        link: AgentConnection,
+        begin: dict[str, Any],
+        sink: Sink,
+        why: Callable[[], str],
     ) -> None:
         self.name = name
         self._link, self._sink, self._why = link, sink, why
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._looks: list[Seen] = []
+        self._looks: list[WorkerStatus] = []
         self._ranks: set[int] = set()  # of the workers there
         self._unseen = self._is_showing = False
         self._ended = False
@@ -132,11 +137,11 @@ class There:
             raise Unreachable(_NO_AGENT)
         return list(found)
 
-    def start(self, orders: Sequence[Order]) -> None:
+    def start(self, orders: Sequence[StartRequest]) -> None:
         self._ranks = {order.rank for order in orders}
         self._ask("start", [dataclasses.asdict(order) for order in orders])
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[WorkerStatus]:
         if self._unseen:  # what it said before its connection ended
             self._unseen = False
             return self._looks
@@ -156,7 +161,7 @@ class There:
         except (AttributeError, ValueError):
             raise Unreachable(_NO_AGENT) from None
 
-    def prepare(self, orders: Sequence[Order]) -> None:
+    def prepare(self, orders: Sequence[StartRequest]) -> None:
         self._ask("prepare", [dataclasses.asdict(order) for order in orders])
 
     def stop(self) -> None:
@@ -234,7 +239,9 @@ class There:
             return
         if "looks" in message:
             shift_s = time.monotonic() - float(message["now_s"])
-            looks = [json_values.build(Seen, look).shifted(shift_s) for look in message["looks"]]
+            looks = [
+                json_values.build(WorkerStatus, look).shifted(shift_s) for look in message["looks"]
+            ]
             if not all(seen.rank in self._ranks for seen in looks):
                 raise ValueError("a look at no worker there")
             self._looks = looks

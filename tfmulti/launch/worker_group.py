@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from tfmulti.launch.machine import Machine, Unreachable
-from tfmulti.launch.members import Placement, ranks_of
-from tfmulti.launch.workers import Order, Seen
+from tfmulti.launch.membership import Placement, ranks_of
+from tfmulti.launch.workers import StartRequest, WorkerStatus
 
 T = TypeVar("T")
 
 
-class Crew:
+class WorkerGroup:
     """The workers of an attempt. A context: whatever happens, none is left at its end.
 
     Args:
@@ -35,10 +35,10 @@ class Crew:
         self.lost_s = 0.0
         self._machines = {name: machines[name] for name, _ in placement}
         self._when_lost = lost
-        self._last: dict[int, Seen] = {}
-        self._orders: dict[str, list[Order]] = {}
+        self._last: dict[int, WorkerStatus] = {}
+        self._orders: dict[str, list[StartRequest]] = {}
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerGroup:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -51,7 +51,7 @@ class Crew:
         saved: Mapping[str, int],
         folder: Callable[[int], Path],
     ) -> None:
-        """Starts all workers at once; see `Order` for what they are told."""
+        """Starts all workers at once; see `StartRequest` for what they are told."""
         counts = dict(self.placement)
         found = self._on_each(lambda machine: machine.reserve(counts[machine.name]))
         if self.lost:
@@ -59,7 +59,7 @@ class Crew:
         self.addresses = [address for name, _ in self.placement for address in found[name]]
         gpus = min(self._machines[name].gpus // count for name, count in self.placement)
         for rank, (name, local, count) in self.places.items():
-            order = Order(
+            order = StartRequest(
                 rank,
                 local,
                 count,
@@ -73,7 +73,7 @@ class Crew:
             self._orders.setdefault(name, []).append(order)
         self._on_each(lambda machine: machine.start(self._orders[machine.name]))
 
-    def look(self) -> list[Seen]:
+    def look(self) -> list[WorkerStatus]:
         """Returns what was seen last of each worker, by rank.
 
         Those of machines that do not answer any more are as they were: see `lost`.
@@ -82,11 +82,11 @@ class Crew:
             self._last.update((seen.rank, seen) for seen in looks)
         return [self._last[rank] for rank in sorted(self._last)]
 
-    def within_reach(self, seen: Seen) -> bool:
+    def within_reach(self, seen: WorkerStatus) -> bool:
         """Whether a worker's machine answers."""
         return self.places[seen.rank][0] not in self.lost
 
-    def running(self) -> list[Seen]:
+    def running(self) -> list[WorkerStatus]:
         """Returns the workers within reach that have not ended."""
         return [seen for seen in self.look() if seen.runs and self.within_reach(seen)]
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmulti.data.source import leaves_of
-from tfmulti.distribution.replica_slice import Share, part_of
+from tfmulti.distribution.replica_slice import ReplicaSlice, part_of
 
 PREFETCH_STEPS = 2  # batches that wait for the step; the reader makes others meanwhile
 
 
-class Shards(NamedTuple):
+class WorkerBatch(NamedTuple):
     """This worker's part of one global batch.
 
     `data[i]` are the rows that local replica `i` reads, from row `first_rows[i]` of the
@@ -36,7 +36,7 @@ class Shards(NamedTuple):
         """Returns the part of the global batch that a local replica has, float64."""
         return part_of(self.own_rows[local], self.rows)  # of nothing, where all rows were lost
 
-    def of_any_rows(self) -> Shards:
+    def of_any_rows(self) -> WorkerBatch:
         """Returns the same data, whose number of rows is not known when a step is traced.
 
         A step must ask a tensor for it: a number would be that of this share (`row_labels`).
@@ -45,10 +45,10 @@ class Shards(NamedTuple):
 
     def share(
         self, local: int, *, alone: bool, sync_batch_norm: bool, is_local: bool = False
-    ) -> Share:
+    ) -> ReplicaSlice:
         """Returns a local replica's share; `alone` if there is no other replica."""
         own = self.own_rows[local]
-        return Share(
+        return ReplicaSlice(
             part_of(own, own) if is_local else self.weight(local),
             self.own_rows[local],
             self.first_rows[local],
@@ -72,21 +72,21 @@ def of_any_rows(data: Any) -> Any:
     return tf.nest.map_structure(loosened, data)
 
 
-class Outlet(tf.experimental.ExtensionType):  # type: ignore[misc]
-    """The end of a queue of `Shards` that a compiled step takes from.
+class BatchQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
+    """The end of a queue of `WorkerBatch` that a compiled step takes from.
 
     An argument of the step: another queue of the same form is no reason to trace it anew. Taken
     from the queue itself a batch costs a fifth of what an iterator of tf.data adds.
 
     `handle` is the queue's. It holds, for each of `replicas` local replicas, the leaves of its
-    rows, and then `Shards`' counts in one vector (`counts`).
+    rows, and then `WorkerBatch`' counts in one vector (`counts`).
     """
 
     handle: tf.Tensor
     form: str  # names a nest of tf.TensorSpec
     replicas: int
 
-    def take(self) -> Shards:
+    def take(self) -> WorkerBatch:
         """Returns the next batch; waits until there is one.
 
         Raises:
@@ -104,10 +104,12 @@ class Outlet(tf.experimental.ExtensionType):  # type: ignore[misc]
         counts = tf.ensure_shape(counts, [2 * self.replicas + 2])
         *numbers, rows, lost = tf.unstack(counts)
         own_rows, first_rows = numbers[: self.replicas], numbers[self.replicas :]
-        return Shards(tuple(data), tuple(own_rows), tuple(first_rows), rows, tf.constant(-1), lost)
+        return WorkerBatch(
+            tuple(data), tuple(own_rows), tuple(first_rows), rows, tf.constant(-1), lost
+        )
 
 
-class ArrayOutlet(tf.experimental.ExtensionType):  # type: ignore[misc]
+class IndexQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
     """The end of a queue of examples' numbers, of which a compiled step gathers the rows.
 
     `arrays` are the leaves of all examples, in the host's memory. The queue holds, for each of
@@ -119,7 +121,7 @@ class ArrayOutlet(tf.experimental.ExtensionType):  # type: ignore[misc]
     form: str  # names a nest of tf.TensorSpec
     replicas: int
 
-    def take(self) -> Shards:
+    def take(self) -> WorkerBatch:
         """Returns the next batch; waits until its numbers are there."""
         nest = _FORMS[self.form]
         specs = leaves_of(nest)
@@ -139,7 +141,7 @@ class ArrayOutlet(tf.experimental.ExtensionType):  # type: ignore[misc]
         own_rows = tuple(counts[self.replicas : 2 * self.replicas])
         first_rows = tuple(counts[2 * self.replicas : -1])
         nothing = tf.constant(0, tf.int64)
-        return Shards(tuple(data), own_rows, first_rows, counts[-1], tf.constant(-1), nothing)
+        return WorkerBatch(tuple(data), own_rows, first_rows, counts[-1], tf.constant(-1), nothing)
 
 
 class Ahead:
@@ -148,9 +150,9 @@ class Ahead:
     `held` is the batch that was taken so; None at the beginning.
     """
 
-    def __init__(self, outlet: Outlet | ArrayOutlet, gpus: Sequence[str]) -> None:
+    def __init__(self, outlet: BatchQueue | IndexQueue, gpus: Sequence[str]) -> None:
         self.outlet, self.gpus = outlet, gpus
-        self.held: Shards | None = None
+        self.held: WorkerBatch | None = None
 
 
 class Replay:
@@ -170,7 +172,7 @@ class Replay:
         return self._first
 
 
-def on_devices(shards: Shards, devices: Sequence[str]) -> Shards:
+def on_devices(shards: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
     """Returns the same with each replica's rows on its device; text stays with the host."""
 
     def copied(tensor: tf.Tensor, device: str) -> tf.Tensor:
@@ -186,7 +188,7 @@ def on_devices(shards: Shards, devices: Sequence[str]) -> Shards:
     return shards._replace(data=data)
 
 
-def with_any_rows(shards: Shards) -> Shards:
+def with_any_rows(shards: WorkerBatch) -> WorkerBatch:
     """Returns the form of all batches, out of one: any number of rows."""
     return shards._replace(
         data=tf.nest.map_structure(
@@ -198,16 +200,14 @@ def with_any_rows(shards: Shards) -> Shards:
 _FORMS: dict[str, Any] = {}
 
 
-def outlet_of(queue: tf.queue.QueueBase, form: Any, replicas: int) -> Outlet:
+def queue_of(queue: tf.queue.QueueBase, form: Any, replicas: int) -> BatchQueue:
     """Returns the outlet of a queue whose examples have this form, a nest of tf.TensorSpec."""
-    return Outlet(handle=queue.queue_ref, form=_named(form), replicas=replicas)
+    return BatchQueue(handle=queue.queue_ref, form=_named(form), replicas=replicas)
 
 
-def array_outlet_of(
-    queue: tf.queue.QueueBase, arrays: Any, form: Any, replicas: int
-) -> ArrayOutlet:
+def index_queue_of(queue: tf.queue.QueueBase, arrays: Any, form: Any, replicas: int) -> IndexQueue:
     """Returns the outlet of a queue of numbers; `arrays` is a nest as `form`, of all examples."""
-    return ArrayOutlet(
+    return IndexQueue(
         handle=queue.queue_ref,
         arrays=tuple(leaves_of(arrays)),
         form=_named(form),

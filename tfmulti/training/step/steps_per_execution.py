@@ -11,7 +11,7 @@ CALL_S = (
 )
 
 
-class Pace:
+class StepsPerExecution:
     """How many steps the next execution takes.
 
     `steps` is a number given, or None: then each is one step, until `TRIALS` were measured. More

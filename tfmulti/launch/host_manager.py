@@ -11,10 +11,10 @@ from tfmulti.cluster.job_secret import SECRET
 from tfmulti.errors import ConfigError, TfmultiError
 from tfmulti.launch.addresses import LOOPBACK
 from tfmulti.launch.config import LaunchConfig, check_devices
-from tfmulti.launch.connect import Door, over_ssh
-from tfmulti.launch.hosts import LOOPBACK_NAMES, Host, Sources, is_here, slots_of
-from tfmulti.launch.machine import Here, Machine, Unreachable
-from tfmulti.launch.members import Limits, Placement, Standing, choose
+from tfmulti.launch.connect import JoinListener, over_ssh
+from tfmulti.launch.hosts import LOOPBACK_NAMES, Host, HostSources, is_here, slots_of
+from tfmulti.launch.machine import LocalMachine, Machine, Unreachable
+from tfmulti.launch.membership import Limits, Placement, Standing, choose
 from tfmulti.launch.workers import Sink
 
 RETRY_S = 3.0  # between two tries to reach a machine
@@ -28,7 +28,7 @@ class TooFew(TfmultiError):
     """Not enough machines answer."""
 
 
-class Pool:
+class HostManager:
     """Looks for the machines that the configuration names, in the background.
 
     Make it before any thread is started. `poll` never waits; it is to be called often.
@@ -53,11 +53,11 @@ class Pool:
         self._sources = sources_of(config)
         self.hosts = self._sources.now()
         self._here_name = name_here(config, self.hosts)
-        self._here = Here(config, env, self._here_name or LOOPBACK, sink)
+        self._here = LocalMachine(config, env, self._here_name or LOOPBACK, sink)
         self._door = None
         if config.by_hand:
             names = [host.name for host in self.hosts]
-            self._door = Door(config, self._here_name or LOOPBACK, names)
+            self._door = JoinListener(config, self._here_name or LOOPBACK, names)
         self.machines: dict[str, Machine] = {}
         self.reasons: dict[str, str] = {}
         self._tried: set[str] = set()
@@ -205,7 +205,7 @@ class Pool:
     def _seek(self, host: Host) -> None:
         try:
             if self._door is not None:
-                there = self._door.come_in(host, self._env, self._run_id, self._sink)
+                there = self._door.accept_machine(host, self._env, self._run_id, self._sink)
             else:
                 there = over_ssh(self._config, self._env, host, self._run_id, self._sink)
             self._found.put((host.name, there))
@@ -228,12 +228,12 @@ class Pool:
         self._next_try[name] = time.monotonic() + wait_s
 
 
-def sources_of(config: LaunchConfig) -> Sources:
+def sources_of(config: LaunchConfig) -> HostSources:
     """Returns where the machines of a configuration are named; without, this one."""
     hosts = config.hosts
     if not (hosts or config.hostfile or config.discovery):
         hosts = (Host(LOOPBACK),)
-    return Sources(hosts, config.hostfile, config.discovery)
+    return HostSources(hosts, config.hostfile, config.discovery)
 
 
 def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:

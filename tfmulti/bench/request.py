@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfmulti.bench.parts import Parts, Phase
+from tfmulti.bench.parts import Phase, TimeParts
 from tfmulti.config.fit_config import FitConfig
 
 
 @dataclass(frozen=True)
-class Order:
+class MeasureRequest:
     """One measurement, alike for all processes of a place.
 
     Args:
@@ -23,7 +23,7 @@ class Order:
         rows_alone: of a step of one device without peers, the same work on the same cores or
             device; None: there are no peers.
         profile: the folder for a trace, or None.
-        answers: the folder for `Answer`s, one file a rank.
+        answers: the folder for `MeasureResult`s, one file a rank.
     """
 
     run: FitConfig
@@ -37,7 +37,7 @@ class Order:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Order:
+    def from_json(cls, text: str) -> MeasureRequest:
         values = json.loads(text)
         values["run"] = FitConfig(**values["run"])
         values["cores"] = tuple(map(tuple, values["cores"]))
@@ -48,7 +48,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Answer:
+class MeasureResult:
     """What one process measured.
 
     `step_ms` are percentiles; `alone` is without peers; `all_reduces` are bytes and seconds, and
@@ -75,14 +75,14 @@ class Answer:
     row_bytes: float = 0.0
 
     @property
-    def parts(self) -> Parts:
-        return Parts.of(self.together, self.alone)
+    def parts(self) -> TimeParts:
+        return TimeParts.of(self.together, self.alone)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Answer:
+    def from_json(cls, text: str) -> MeasureResult:
         values: dict[str, Any] = json.loads(text)
         values["devices"] = tuple(values["devices"])
         values["all_reduces"] = tuple((int(size), s) for size, s in values["all_reduces"])
