@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.input_data import BATCHES, TARGET
 from benchmarks.peers.input_measure import measure
 from benchmarks.peers.input_step import rows_of_next
-from tfmulti.keras_patches.keras_compat import batches_of
+from tfmulti.keras_patches.datasets import batches_of
 
 
 class Batches(keras.utils.PyDataset):

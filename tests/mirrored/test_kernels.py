@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +17,7 @@ from keras import layers
 
 from tests.mirrored.test_normalization import part, whole
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches import installation
 
 Make = Callable[[str], Any]  # of a type
 
@@ -71,7 +74,7 @@ def found(make: Make, shapes: Shapes, share: ReplicaSlice | None, dtype: str = "
 
     They are Keras' own without a share.
     """
-    keras_compat.install()
+    installation.install()
     rng = np.random.default_rng(0)
     inputs = [tf.constant((1.5 + rng.standard_normal(s)).astype(np.float32)) for s in shapes]
     inputs = [tf.cast(x, dtype) for x in inputs]
@@ -146,7 +149,7 @@ def test_attention_without_einsum_takes_no_more_than_six_products() -> None:
             outputs = attend()("float32")(query, query, query)
         return tape.gradient(outputs, query)
 
-    keras_compat.install()
+    installation.install()
     with computing(whole(2)):
         graph = step.get_concrete_function(query).graph
     kinds = [operation.type for operation in graph.get_operations()]
@@ -155,7 +158,7 @@ def test_attention_without_einsum_takes_no_more_than_six_products() -> None:
 
 def test_softmax_leaves_its_logits_for_the_loss() -> None:
     """A loss of probabilities would take their logarithm, of rounded numbers."""
-    keras_compat.install()
+    installation.install()
     layer = layers.Dense(2, "softmax", kernel_initializer="identity")
     with computing(whole(1)):
         probabilities = layer(tf.constant([[[200.0, 0.0], [0.0, 300.0]]]))
@@ -166,3 +169,40 @@ def test_softmax_leaves_its_logits_for_the_loss() -> None:
 def test_keras_still_takes_einsum_for_attention() -> None:
     """The reason for `kernels.attention`: where this fails, it can go."""
     assert "Einsum" in found(*KNOWN["attention"], None)[1]
+
+
+WITHOUT_KERNELS = """
+import sys
+import keras, numpy as np
+import tfmulti
+
+def trained(prepared):
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential([
+        keras.Input((8, 6)), layers.Dense(6), layers.LayerNormalization(),
+        layers.Flatten(), layers.BatchNormalization(), layers.Dense(2),
+    ])
+    if prepared:
+        tfmulti.prepare(model, seed=1)
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(12, 8, 6)).astype("float32")
+    model.fit(x, x[:, 0, :2], batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+plain, prepared = trained(False), trained(True)
+same = all(np.array_equal(a, b) for a, b in zip(plain, prepared, strict=True))
+replaced = hasattr(keras.layers.LayerNormalization.call, "_tfmulti")
+sys.exit(f"same={same} replaced={replaced}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("switch", "words"), [("0", "same=True replaced=False"), ("1", "same=False replaced=True")]
+)
+def test_the_environment_switches_the_kernels_off(switch: str, words: str) -> None:
+    """Without them one device has Keras' numbers to the bit; they round otherwise."""
+    env = {**os.environ, "TFMULTI_CPU_KERNELS": switch, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    argv = [sys.executable, "-c", WITHOUT_KERNELS]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)
+    assert done.stderr.strip().splitlines()[-1] == words

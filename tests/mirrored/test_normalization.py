@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import normalization
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches import installation
 
 KERNEL = "FusedBatchNormGradV3"
 ROWS = 6
@@ -32,7 +32,7 @@ def gradients_of(
     layer: Any, x: np.ndarray, upstream: np.ndarray, share: ReplicaSlice | None = None
 ) -> tuple[Any, set[str]]:
     """Returns the gradients in a share (None: the whole), and the kinds of what computes them."""
-    keras_compat.install()
+    installation.install()
     layer.build(x.shape)
 
     @tf.function
@@ -126,7 +126,7 @@ def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
             norm = tf.reduce_sum(tf.square(inner.gradient(loss, x)))
         return outer.gradient(norm, x)
 
-    keras_compat.install()
+    installation.install()
     plain = penalty.python_function(None)
     with computing(make(ROWS)):
         mine = penalty.python_function(None)
@@ -135,7 +135,7 @@ def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
 
 def test_of_no_rows_nothing_is_learned() -> None:
     """A pass, or a batch all of whose rows were lost, reads a row that does not count."""
-    keras_compat.install()
+    installation.install()
     x = tf.constant(np.random.default_rng(0).standard_normal((1, 4, 4, 3)).astype(np.float32))
     layer = keras.layers.BatchNormalization(moving_mean_initializer="ones")
     layer.build(x.shape)

@@ -29,7 +29,7 @@ from tfmulti.data.source import Source
 from tfmulti.distribution.connections import channel_of
 from tfmulti.distribution.strategies import Placement, device_names
 from tfmulti.errors import DataError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import layers_of
 from tfmulti.run import validation
 from tfmulti.run.callbacks.flops import peak_of_devices, training_flops
 from tfmulti.run.callbacks.step_times import StepTimes
@@ -165,7 +165,7 @@ def synchronized_layers(setup: Setup, model: keras.Model) -> int:
         return 0
     return sum(
         layer.trainable and (setup.config.sync_batch_norm or layer.synchronized)
-        for layer in keras_compat.layers_of(model)
+        for layer in layers_of(model)
         if isinstance(layer, keras.layers.BatchNormalization)
     )
 

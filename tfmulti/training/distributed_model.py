@@ -27,7 +27,9 @@ from tfmulti.distribution import connections, losses
 from tfmulti.distribution.replica_context import own_gradients, reduce_gradients
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ConfigError, ModelError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.classes import derived_class
+from tfmulti.keras_patches.losses import watch_losses
+from tfmulti.keras_patches.optimizers import take_reduced_gradients
 from tfmulti.training.checkpoint import resume
 from tfmulti.training.checkpoint.callback import Backup
 from tfmulti.training.input.feed import (
@@ -157,7 +159,7 @@ def prepare(
     state.verify, state.verify_steps = verify, verify_steps
     if not isinstance(model, DistributedModel):
         cls = type(model)
-        derived = keras_compat.derived_class(cls, (cls, DistributedModel))
+        derived = derived_class(cls, (cls, DistributedModel))
         object.__setattr__(model, "__class__", derived)
     for name in ("train_function", "test_function", "predict_function"):
         setattr(model, name, None)
@@ -195,13 +197,13 @@ class DistributedModel(keras.Model):
             all_meet = functools.partial(reduce_gradients, **self._wire)
             reduce = all_meet if outer is None else own_gradients
             for optimizer in model_checks.optimizers_of(self):
-                keras_compat.take_reduced_gradients(optimizer, reduce, take)
-            keras_compat.watch_losses(self)
+                take_reduced_gradients(optimizer, reduce, take)
+            watch_losses(self)
             self.train_function = Execution(self, self._placement, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
         if self.test_function is None or force:
-            keras_compat.watch_losses(self)
+            watch_losses(self)
             self.test_function = Execution(self, self._placement, training=False)
 
     def make_predict_function(self, force: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What Keras alone still gets wrong: the reasons for `keras_compat`."""
+"""What Keras alone still gets wrong: the reasons for `keras_patches`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, behaviour, fit, here, on_all_replicas
 from tfmulti import prepare
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches import installation
+from tfmulti.keras_patches.optimizers import take_reduced_gradients
 
 
 def plain_model(**options: Any) -> keras.Model:
@@ -41,7 +42,7 @@ def _share(weight: float, rows: int) -> ReplicaSlice:
 
 @behaviour
 def upstream_loss_is_divided_by_replicas() -> Any:
-    keras_compat.install()
+    installation.install()
 
     def losses() -> Any:
         loss = keras.losses.MeanSquaredError()
@@ -110,7 +111,7 @@ def upstream_masks_are_the_same_on_all_replicas() -> Any:
     """Returns, by Keras and by tfmulti, the masks that two replicas draw."""
     with here.strategy.scope():
         layer = keras.layers.Dropout(0.5, seed=4)
-    keras_compat.install()
+    installation.install()
 
     def masks() -> Any:
         alone = layer(tf.ones((4, 20)), training=True)
@@ -139,7 +140,7 @@ def upstream_synchronized_statistics_lose_digits() -> Any:
     with here.strategy.scope():
         layer = keras.layers.BatchNormalization(momentum=0.0, synchronized=True)
         layer.build((None, 1))
-    keras_compat.install()
+    installation.install()
 
     def variances() -> Any:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -170,7 +171,7 @@ def _within_a_condition(name: str, *, mended: bool) -> list[Any]:
         optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
         optimizer.build([variable])
     if mended:
-        keras_compat.take_reduced_gradients(optimizer, list, lambda *_: False)
+        take_reduced_gradients(optimizer, list, lambda *_: False)
 
     def replica_step() -> Any:
         gradients = [tf.ones(1)]
@@ -219,7 +220,7 @@ def _first_step_of_a_loop(name: str) -> list[Any]:
         with computing(_share(0.5, 2)):
             return tf.stack([alone, functions[name]()])
 
-    keras_compat.install()
+    installation.install()
     return on_all_replicas(step)[0]
 
 
@@ -240,7 +241,7 @@ def _clipped_step(*, mended: bool) -> float:
         optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
         optimizer.build([variable])
     if mended:
-        keras_compat.take_reduced_gradients(
+        take_reduced_gradients(
             optimizer,
             lambda gradients: [
                 g / 2 for g in tf.distribute.get_replica_context().all_reduce("SUM", gradients)

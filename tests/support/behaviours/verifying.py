@@ -17,7 +17,7 @@ from tfmulti import prepare, verify
 from tfmulti.distribution import global_values, replica_context
 from tfmulti.distribution.lookup_gradients import Lookup
 from tfmulti.errors import VerificationError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches import layers, losses
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.step_logs import StepLogs
@@ -335,14 +335,14 @@ NOT_KNOWN = (global_values, "are_known", lambda share: False)
 MENDS = {
     "losses left by other replicas": Mend(
         _loss_before_normalization,
-        [(keras_compat, "_left_by_trace", lambda layer: {})],
+        [(layers, "_left_by_trace", lambda layer: {})],
         kinds=("mirrored",),
     ),
     "rows of a table that all replicas look up": Mend(
         _same_lookups_on_all,
         [(replica_context, "lookups_in", lambda g: [Lookup(g.values, g.indices, False)])],
     ),
-    "logits of gathered rows": Mend(_loss_by_logits, [NOT_KNOWN, (keras_compat, "ATTACHED", ())]),
+    "logits of gathered rows": Mend(_loss_by_logits, [NOT_KNOWN, (losses, "ATTACHED", ())]),
     "a result under another name": Mend(
         _result_under_another_name,
         [NOT_KNOWN, (StepLogs, "_result_of", lambda self, value: None)],

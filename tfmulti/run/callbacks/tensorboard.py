@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorboard.compat.proto import event_pb2
 
 from tfmulti.config.run_directory import remove, replacing
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import flush_tensorboard
 
 
 class TensorBoard(keras.callbacks.TensorBoard):
@@ -31,7 +31,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def get_state(self) -> dict[str, Any]:
         """Returns nothing; writes what it has to the disk, since a backup is made."""
-        keras_compat.flush_tensorboard(self)
+        flush_tensorboard(self)
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:

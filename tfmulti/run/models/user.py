@@ -10,7 +10,7 @@ import keras
 
 from tfmulti.data.data_set import DataSpec
 from tfmulti.errors import ModelError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import last_operations
 
 
 def build(place: str, function: Callable[..., Any], spec: DataSpec | None) -> keras.Model:
@@ -42,7 +42,7 @@ def ends_in_logits(place: str, model: keras.Model) -> bool:
     Raises:
         ModelError: its last layer does not tell.
     """
-    last = keras_compat.last_operations(model) if model.built else None
+    last = last_operations(model) if model.built else None
     layer = last[0] if last is not None and len(last) == 1 else None
     activation = getattr(layer, "activation", None)
     if isinstance(layer, keras.layers.Softmax) or activation is keras.activations.softmax:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.errors import DataError, ResumeError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.datasets import batches_of
 from tfmulti.training.input import pipeline
 from tfmulti.training.input.positions import (
     Position,
@@ -63,7 +63,7 @@ class DatasetFeed:
 
     def _build(self) -> None:
         try:
-            self._adapter = keras_compat.batches_of(self._x, self._class_weight)
+            self._adapter = batches_of(self._x, self._class_weight)
         except ValueError as error:
             raise DataError(str(error)) from None
         self._dataset = self._adapter.get_tf_dataset()

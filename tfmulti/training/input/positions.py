@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.datasets import kind_of, parts_of
 
 MOST_BYTES = 1 << 26  # 64 MB: of a larger one (a long shuffle buffer) a backup would take too long
 
@@ -56,15 +56,15 @@ def draws_when_read(dataset: tf.data.Dataset) -> bool:
 
 def reads_ahead(dataset: tf.data.Dataset) -> bool:
     """Whether what a dataset ends in reads ahead of who takes from it."""
-    kind = keras_compat.kind_of(dataset)
+    kind = kind_of(dataset)
     if kind == "_OptionsDataset":
-        return all(map(reads_ahead, keras_compat.parts_of(dataset)))
+        return all(map(reads_ahead, parts_of(dataset)))
     return kind == "_PrefetchDataset" or kind.startswith("_Parallel")
 
 
 def _has_drawing_below(dataset: tf.data.Dataset, *kinds: str) -> bool:
     """Whether a shuffle is below one of these kinds, or where datasets follow each other."""
-    kind, parts = keras_compat.kind_of(dataset), keras_compat.parts_of(dataset)
+    kind, parts = kind_of(dataset), parts_of(dataset)
     if kind in kinds or (len(parts) > 1 and kind != _AT_ONCE):
         return any(map(_drawing, parts))
     return any(_has_drawing_below(part, *kinds) for part in parts)
@@ -72,8 +72,8 @@ def _has_drawing_below(dataset: tf.data.Dataset, *kinds: str) -> bool:
 
 def _drawing(dataset: tf.data.Dataset) -> int:
     """Returns how many parts of a dataset draw."""
-    below = sum(map(_drawing, keras_compat.parts_of(dataset)))
-    return below + (keras_compat.kind_of(dataset) in _DRAWING)
+    below = sum(map(_drawing, parts_of(dataset)))
+    return below + (kind_of(dataset) in _DRAWING)
 
 
 def in_passes(dataset: tf.data.Dataset, *, unread: bool = False) -> tf.data.Dataset:
@@ -108,7 +108,7 @@ def form_of(dataset: tf.data.Dataset) -> str:
     """
 
     def kinds(part: tf.data.Dataset) -> list[Any]:
-        return [keras_compat.kind_of(part), *map(kinds, keras_compat.parts_of(part))]
+        return [kind_of(part), *map(kinds, parts_of(part))]
 
     return f"{tf.__version__} {dataset.element_spec} {kinds(dataset)}"
 

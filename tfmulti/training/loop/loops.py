@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfmulti.config.reading import ReadOptions
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import initial_epoch_of
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.feed import Feed
@@ -89,7 +89,7 @@ def train(model: keras.Model, training: Training) -> Logs:
     vote = make_vote(model.distribute_strategy) if several else None
     callbacks, state, keeper = training.callbacks, state_of(model), training.keeper
     resumed = keeper.start() if keeper else None
-    at = resumed or Progress(keras_compat.initial_epoch_of(model, training.initial_epoch))
+    at = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
     logs, iterator = dict(at.logs), None
     heartbeat().begin()
     trained, clock = False, StepClock()

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.errors import ModelError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.classes import original_classes
+from tfmulti.keras_patches.model_structure import build_from_specs, layers_of
+from tfmulti.keras_patches.optimizers import inner_optimizers, take_reduced_gradients
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
 
@@ -55,7 +57,7 @@ def check_rows_are_free(model: keras.Model) -> None:
     """Raises ModelError where a layer keeps something for each row, and replicas share rows."""
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
-    for layer in keras_compat.layers_of(model):
+    for layer in layers_of(model):
         if getattr(layer, "stateful", False):
             raise ModelError(
                 f"the layer {layer.name!r} is stateful: it keeps a state for each row of a batch, "
@@ -93,8 +95,8 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def as_made(model: keras.Model) -> Iterator[None]:
     """Inside, the model and its optimizers have the classes that the user made them of."""
     things = [model, *optimizers_of(model)]
-    things += [inner for t in things[1:] for inner in keras_compat.inner_optimizers(t)]
-    with keras_compat.original_classes(*things):
+    things += [inner for t in things[1:] for inner in inner_optimizers(t)]
+    with original_classes(*things):
         yield
 
 
@@ -109,7 +111,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     _build_by_own_step(model, specs)
     try:
         with model.distribute_strategy.scope():
-            keras_compat.build_from_specs(model, specs)
+            build_from_specs(model, specs)
     except Exception as error:
         if "Mixing different tf.distribute.Strategy" in str(error):
             raise ModelError(
@@ -139,7 +141,7 @@ def _build_by_own_step(model: keras.Model, specs: Any) -> None:
     """
     if type(model).train_step is keras.Model.train_step or state_of(model).taken is not None:
         return
-    if any(not layer.built for layer in keras_compat.layers_of(model)):
+    if any(not layer.built for layer in layers_of(model)):
         _trace_without_effect(model, specs)
 
 
@@ -174,7 +176,7 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
         return True
 
     for optimizer in optimizers_of(model):
-        keras_compat.take_reduced_gradients(optimizer, list, note)
+        take_reduced_gradients(optimizer, list, note)
     without_effect = keras.StatelessScope()
     without_effect.__enter__()
     outside = relocation.without_strategy(None)  # a tape takes no variables of all replicas

@@ -26,7 +26,17 @@ from tfmulti.cluster.environments import find_cluster
 from tfmulti.distribution import strategies
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ClusterError, ModelError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.tracing import eager_mode
+from tfmulti.keras_patches.variables import (
+    exchange_keys,
+    new_tf_variable,
+    restore_keys,
+    set_strategy,
+    set_tf_variable,
+    strategy_of,
+    tf_variable_of,
+    variable_keys,
+)
 
 # Objects of these packages are looked into only where they are one of `_OF_KERAS`.
 _LIBRARIES = ("keras", "tensorflow", "numpy", "tfmulti", "builtins")
@@ -73,7 +83,7 @@ class State:
         """Returns every `tf.Variable` once, by a name that a user knows it by."""
         found: dict[str, Any] = {}
         seen: set[int] = set()
-        pairs = [(v.path, keras_compat.tf_variable_of(v)) for v in self.variables]
+        pairs = [(v.path, tf_variable_of(v)) for v in self.variables]
         pairs += [(place.name, place.variable) for place in self.places]
         for name, variable in pairs:
             if variable is None or id(variable) in seen:
@@ -269,7 +279,7 @@ def without_strategy(device: str | None) -> Iterator[None]:
     A strategy's scope belongs to the default graph, so another graph has none. TensorFlow
     refuses to enter the default strategy's scope within another one's.
     """
-    with tf.Graph().as_default(), keras_compat.eager_mode(), tf.device(device):
+    with tf.Graph().as_default(), eager_mode(), tf.device(device):
         yield
 
 
@@ -281,34 +291,34 @@ def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[i
     that it had before, whose values have not changed. It gives the plain variables by the ids of
     those that they stand for.
     """
-    old = [(v, keras_compat.tf_variable_of(v)) for v in state.variables]
+    old = [(v, tf_variable_of(v)) for v in state.variables]
     old = [(v, now) for v, now in old if now is not None]
-    strategies = [(each, keras_compat.strategy_of(each)) for each in _with_strategy(state)]
+    strategies = [(each, strategy_of(each)) for each in _with_strategy(state)]
     with without_strategy(device):
         made: dict[int, tf.Variable] = {}
-        keys = keras_compat.variable_keys(state.optimizers, state.variables)
+        keys = variable_keys(state.optimizers, state.variables)
         exchanged: list[Any] = []
         try:
             for variable, now in old:
                 if id(now) not in made:
                     made[id(now)] = _plain(now, variable)
-                keras_compat.set_tf_variable(variable, made[id(now)])
+                set_tf_variable(variable, made[id(now)])
             for place in state.places:
                 if id(place.variable) not in made:
                     made[id(place.variable)] = _plain(place.variable, place.variable)
                 place.put(made[id(place.variable)])
             for each, _ in strategies:
-                keras_compat.set_strategy(each, None)
-            exchanged = keras_compat.exchange_keys(state.optimizers, keys)
+                set_strategy(each, None)
+            exchanged = exchange_keys(state.optimizers, keys)
             yield made
         finally:
             for variable, now in old:
-                keras_compat.set_tf_variable(variable, now)
+                set_tf_variable(variable, now)
             for place in state.places:
                 place.put(place.variable)
             for each, strategy in strategies:
-                keras_compat.set_strategy(each, strategy)
-            keras_compat.restore_keys(exchanged)
+                set_strategy(each, strategy)
+            restore_keys(exchanged)
 
 
 def _plain(variable: tf.Variable, like: Any) -> tf.Variable:
@@ -332,7 +342,7 @@ def enter(model: keras.Model) -> None:
         ClusterError: the environment names several workers, and no strategy was made of them.
         ModelError: a variable was made in the scope of another strategy.
     """
-    strategy = keras_compat.strategy_of(model)
+    strategy = strategy_of(model)
     if strategy is None and tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()
     if strategy is None:
@@ -361,28 +371,26 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
     """
     state = find(model)
     for each in _with_strategy(state):
-        if keras_compat.strategy_of(each) is not strategy:
-            keras_compat.set_strategy(each, strategy)
+        if strategy_of(each) is not strategy:
+            set_strategy(each, strategy)
     created = strategy.extended.variable_created_in_scope
     outside = [
-        v
-        for v in state.variables
-        if (now := keras_compat.tf_variable_of(v)) is not None and not created(now)
+        v for v in state.variables if (now := tf_variable_of(v)) is not None and not created(now)
     ]
     places = [place for place in state.places if not created(place.variable)]
     if not outside and not places:
         return 0
-    _check_plain([keras_compat.tf_variable_of(v) for v in outside])
+    _check_plain([tf_variable_of(v) for v in outside])
     _check_plain([place.variable for place in places])
     placement = placement_of(strategy)
-    keys = keras_compat.variable_keys(state.optimizers, state.variables)
+    keys = variable_keys(state.optimizers, state.variables)
     with strategy.scope():
         made: dict[int, tf.Variable] = {}
         for variable in outside:
-            now = keras_compat.tf_variable_of(variable)
+            now = tf_variable_of(variable)
             if id(now) not in made:
                 made[id(now)] = _in_scope(variable, np.asarray(now), placement)
-            keras_compat.set_tf_variable(variable, made[id(now)])
+            set_tf_variable(variable, made[id(now)])
         for place in places:
             now = place.variable
             if id(now) not in made:
@@ -394,13 +402,13 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
                     aggregation=now.aggregation,
                 )
             place.put(made[id(now)])
-    keras_compat.exchange_keys(state.optimizers, keys)
+    exchange_keys(state.optimizers, keys)
     return len(made)
 
 
 def _in_scope(variable: Any, value: np.ndarray, placement: Placement) -> tf.Variable:
     """Returns a new `tf.Variable` for a Keras variable, in the scope that is in effect."""
-    new = keras_compat.new_tf_variable(variable, value)
+    new = new_tf_variable(variable, value)
     if variable.synchronization == "on_read" and variable.aggregation == "sum":
         # The replicas' parts are added up, so one of them has the value.
         for local, part in enumerate(components(new)):

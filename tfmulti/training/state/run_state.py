@@ -19,7 +19,8 @@ import tensorflow as tf
 from tfmulti.distribution import replica_context
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ResumeError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import SEED
+from tfmulti.keras_patches.random_numbers import global_generator, made_global_generator
 from tfmulti.training.state.model_checks import optimizers_of
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.state.variable_names import named_variables, places_of
@@ -33,7 +34,7 @@ def capture(model: keras.Model) -> Tree:
     An evaluation changes no more than this.
     """
     state = state_of(model)
-    generator = keras_compat.global_generator()
+    generator = global_generator()
     variables = {name: _value(v) for name, v in _variables(model, trained=False).items()}
     return {
         "variables": state.saved_variables | variables,
@@ -71,13 +72,13 @@ def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
     state.saved_variables = late
     _set_metric_states(model, tree["metrics"])
     if tree.get("generator") is not None:
-        keras_compat.made_global_generator().state.assign(tree["generator"])
+        made_global_generator().state.assign(tree["generator"])
     set_random_states(tree["random"])
 
 
 def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> bool:
     """Whether a variable is a seed of a layer that is there, but not built yet."""
-    if name in variables or not re.search(rf"/{keras_compat.SEED}( \d+)?$", name):
+    if name in variables or not re.search(rf"/{SEED}( \d+)?$", name):
         return False
     within = [(place, layer) for place, layer in places_of(model).items() if name.startswith(place)]
     return any(not layer.built for place, layer in within if name[len(place)] == "/")

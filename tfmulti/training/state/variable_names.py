@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tfmulti.distribution import replica_context
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import own_variables, sublayers
 from tfmulti.training.state.model_checks import optimizers_of
 
 
@@ -36,7 +36,7 @@ def named_variables(model: keras.Model) -> dict[str, Any]:
         named[unique], names[id(variable)] = variable, unique
 
     for place, layer in places_of(model).items():
-        for variable in keras_compat.own_variables(layer):
+        for variable in own_variables(layer):
             add(f"{place}/{variable.name}", variable)
     for variable in model.variables:
         add(f"{type(model).__name__}/{variable.name}", variable)
@@ -56,7 +56,7 @@ def places_of(model: keras.Model) -> dict[str, Any]:
 def _places(layer: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     seen.add(id(layer))
     yield place, layer
-    for number, inner in enumerate(keras_compat.sublayers(layer)):
+    for number, inner in enumerate(sublayers(layer)):
         if id(inner) not in seen:
             yield from _places(inner, f"{place}/{number} {type(inner).__name__}", seen)
 

@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from tfmulti.distribution import connections
 from tfmulti.distribution.strategies import Placement
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches import installation
+from tfmulti.keras_patches.random_numbers import step_generator
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.input.worker_batch import (
     Ahead,
@@ -51,8 +52,8 @@ class Execution:
         self.is_verified = False
         self._traced: tuple[Any, Any] | None = None  # a source, and the execution that takes it
         self._training = training
-        keras_compat.install()
-        seeds = keras_compat.step_generator(model)
+        installation.install()
+        seeds = step_generator(model)
         self._model, self._placement, self._state = model, placement, state_of(model)
         logs = StepLogs(model)
         self._step = make_step(model, placement, seeds, logs, training=training)

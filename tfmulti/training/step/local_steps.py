@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfmulti.distribution import replica_context
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import DataError, ModelError, ResumeError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.optimizers import inner_optimizers
 from tfmulti.training.state.model_checks import optimizers_of
 from tfmulti.training.state.trainer_state import state_of
 
@@ -102,7 +102,7 @@ def make_outer(model: keras.Model, wire: dict[str, Any]) -> OuterOptimizer | Non
         return None
     every = state_of(model).synchronisation.every
     for optimizer in optimizers_of(model):
-        for each in (optimizer, *keras_compat.inner_optimizers(optimizer)):
+        for each in (optimizer, *inner_optimizers(optimizer)):
             if getattr(each, "use_ema", False):
                 raise ModelError(
                     f"the {type(each).__name__} has use_ema=True, and with --sync_every {every} "

@@ -21,7 +21,7 @@ from tfmulti.distribution.losses import Divisors
 from tfmulti.distribution.replica_context import rows_of, weighed
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, current, part_of
 from tfmulti.errors import ModelError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import seed_variables
 
 Step = Callable[[Any, ReplicaSlice], dict[str, Any]]
 
@@ -105,7 +105,7 @@ def run(
     """
     parts = [_part(data, share, passes, number) for number in range(passes)]
     divisors = _measured(model, step, parts)
-    seeds = keras_compat.seed_variables(model)
+    seeds = seed_variables(model)
     drawn = [tf.identity(seed.value) for seed in seeds]
     sums, logs = Collector(), []
     for number, (rows, part) in enumerate(parts):

@@ -18,7 +18,8 @@ from tfmulti.distribution import (
 )
 from tfmulti.distribution.replica_slice import computing
 from tfmulti.distribution.strategies import Placement
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches import installation
+from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.step import step_of, taken, warn_of_unknown, without_autograph
@@ -42,8 +43,8 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     batch. Every worker gets all rows.
     """
     strategy = model.distribute_strategy
-    keras_compat.install()
-    seeds = keras_compat.step_generator(model)
+    installation.install()
+    seeds = step_generator(model)
     state = state_of(model)
     any_rows = placement.replicas > 1 and not model.run_eagerly
     step = step_of(model, "predict_step")
@@ -79,7 +80,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
             return Predicted(tf.nest.map_structure(replica_context.gather_rows, outputs), lost)
 
         found = strategy.run(replica_step)
-        keras_compat.share_generator(seeds)
+        share_generator(seeds)
         if placement.workers > 1:
             of_all: Predicted = first_local(strategy, found)
             return of_all

@@ -13,7 +13,10 @@ import tensorflow as tf
 from tfmulti.distribution import collectives, replica_context, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.strategies import Placement
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches import layers
+from tfmulti.keras_patches.model_structure import all_metric_variables
+from tfmulti.keras_patches.random_numbers import share_generator
+from tfmulti.keras_patches.tracing import by_autograph
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.worker_batch import BatchQueue, IndexQueue, WorkerBatch
 from tfmulti.training.state import relocation
@@ -41,7 +44,7 @@ def step_of(model: keras.Model, name: str) -> Callable[[Any], Any]:
     step = getattr(model, name)
     step = getattr(step, "python_function", step)
     is_keras = getattr(type(model), name, None) is getattr(keras.Model, name)
-    return step if is_keras or model.run_eagerly else keras_compat.by_autograph(step)
+    return step if is_keras or model.run_eagerly else by_autograph(step)
 
 
 def taken(source: Any, placement: Placement) -> WorkerBatch:
@@ -91,9 +94,9 @@ def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], WorkerBa
 
 
 def states_of_its_own(model: keras.Model) -> dict[int, str]:
-    """Returns the variables that code of the user's own changes in a step: `Share.states`."""
+    """Returns the variables that the user's own code changes in a step (`ReplicaSlice.states`)."""
     places = relocation.find(model).places  # variables of TensorFlow's own
-    return keras_compat.states_of_its_own(model) | {id(p.variable): "layer" for p in places}
+    return layers.states_of_its_own(model) | {id(p.variable): "layer" for p in places}
 
 
 def make_step(
@@ -116,7 +119,7 @@ def make_step(
         variables = [] if fixed or share.is_whole else replica_context.metric_variables(model)
         before = [tf.identity(v.value) for v in variables]
         if not share.is_whole:
-            row_labels.begin(data, keras_compat.all_metric_variables(model))
+            row_labels.begin(data, all_metric_variables(model))
         with computing(share):
             if logs is None:
                 found = step(data)
@@ -161,7 +164,7 @@ def make_step(
             return replica_step(shards, states)
 
         found = strategy.run(alike)
-        keras_compat.share_generator(seeds)
+        share_generator(seeds)
         return found
 
     return one_step if model.run_eagerly else without_autograph(one_step)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_context
 from tfmulti.distribution.strategies import Placement
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import moving_statistics
 from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import local_steps
@@ -103,9 +103,7 @@ class Statistics:
         sync = state_of(model).sync_batch_norm
         several = placement.replicas > 1
         self._variables = (
-            keras_compat.moving_statistics(
-                model, sync_batch_norm=sync, is_local=local_steps.is_on(model)
-            )
+            moving_statistics(model, sync_batch_norm=sync, is_local=local_steps.is_on(model))
             if several
             else []
         )

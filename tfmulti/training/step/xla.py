@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfmulti.distribution.replica_slice import compiling
 from tfmulti.distribution.strategies import Placement
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import layers_of
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.microbatches import giving_gradients_to
 
@@ -49,7 +49,7 @@ def _hindrance(model: keras.Model) -> str | None:
         return "a train_step of your own may use what its updates leave"
     if state_of(model).microbatches > 1:
         return "--microbatches takes several passes"
-    if any(not layer.supports_jit for layer in keras_compat.layers_of(model)):
+    if any(not layer.supports_jit for layer in layers_of(model)):
         return "a layer does not support it"
     return None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import function_of, layers_of, operations_of
 from tfmulti.training.state.model_checks import optimizers_of
 
 _KNOWN = ("keras", "tfmulti")
@@ -48,13 +48,13 @@ def own_parts(model: keras.Model) -> list[str]:
         if _is_own(loss) or _is_own(getattr(loss, "fn", None)):
             found.append(f"the loss {_name(loss)}")
     for metric in _metrics_of(model):
-        if _is_own(metric) or _is_own(keras_compat.function_of(metric)):
+        if _is_own(metric) or _is_own(function_of(metric)):
             found.append(f"the metric {_name(metric)}")
-    for layer in keras_compat.layers_of(model):
+    for layer in layers_of(model):
         plain = layer is model and not _calls_of_its_own(model)
         if isinstance(layer, keras.layers.Lambda) or (_is_own(layer) and not plain):
             found.append(f"the layer {layer.name}")
-    for operation in keras_compat.operations_of(model):
+    for operation in operations_of(model):
         if type(operation).__name__ not in _BY_ELEMENT:
             found.append(f"the operation {type(operation).__name__}")
     for optimizer in optimizers_of(model):

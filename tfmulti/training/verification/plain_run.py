@@ -10,7 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.random_numbers import made_global_generator
+from tfmulti.keras_patches.tracing import traces_of
+from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.worker_batch import of_any_rows
 from tfmulti.training.state import relocation
 from tfmulti.training.verification import comparison, recording
@@ -60,7 +62,7 @@ class PlainRun:
         self._model, self._variables, self._begin = model, variables, begin
         self._drawn_by, self._unit = drawn_by, unit
         # Keras' weights keep the objects: those that are trained are moved by some digits.
-        of = keras_compat.tf_variable_of
+        of = tf_variable_of
         self._trained = {id(of(v)) for v in model.trainable_variables}
         self._moves = tf.Variable(False, trainable=False)
 
@@ -136,7 +138,7 @@ class PlainRun:
             variable.assign(value)
         # The replicas draw by it what one device draws by Keras' own.
         if self._drawn_by is not None:
-            keras_compat.made_global_generator().state.assign(self._drawn_by)
+            made_global_generator().state.assign(self._drawn_by)
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:
@@ -183,7 +185,7 @@ def random_operations(step: Any) -> tuple[tuple[str, ...], str | None]:
         return (), None
     found: set[str] = set()
     line = None
-    for concrete in keras_compat.traces_of(step):
+    for concrete in traces_of(step):
         definition = concrete.graph.as_graph_def(add_shapes=False)
         nodes = [*definition.node]
         for function in definition.library.function:

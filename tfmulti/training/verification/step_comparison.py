@@ -16,7 +16,13 @@ import tensorflow as tf
 
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.strategies import Placement, placement_of
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import is_seed, layers_of, step_replaced
+from tfmulti.keras_patches.random_numbers import (
+    global_generator,
+    step_generator,
+    with_global_generator,
+)
+from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
@@ -75,9 +81,9 @@ class StepComparison:
         self._python = random.getstate()
         self._trace()
         generators = run_state.random_states()  # what a trace draws, it draws once, as in Keras
-        generator = keras_compat.step_generator(model) or keras_compat.global_generator()
+        generator = step_generator(model) or global_generator()
         self._roots = [model, *([generator] if generator else [])]
-        own = keras_compat.step_generator(model)
+        own = step_generator(model)
         self._drawn_by = None if own is None else keras.ops.convert_to_numpy(own.state)
         self._state = relocation.find(*self._roots)
         originals = relocation.values_of(self._state)
@@ -100,7 +106,7 @@ class StepComparison:
     def begin_elsewhere(self, number: int) -> None:
         """Has the next steps begin from other weights: those of the beginning, moved a little."""
         self._trial.begin_again()
-        of = keras_compat.tf_variable_of
+        of = tf_variable_of
         trained = {id(of(v)) for v in self._model.trainable_variables}
         rng = np.random.default_rng(number)  # on all workers alike
         for name, variable in self._state.named().items():
@@ -156,10 +162,10 @@ class StepComparison:
         else:
             parts = []
             for v in variables:
-                parts.append(np.stack(after[names[id(keras_compat.tf_variable_of(v))]]))
+                parts.append(np.stack(after[names[id(tf_variable_of(v))]]))
         found = {}
         for variable, part in zip(variables, parts, strict=True):
-            name = names[id(keras_compat.tf_variable_of(variable))]
+            name = names[id(tf_variable_of(variable))]
             if variable.aggregation == "mean":
                 found[name] = part.mean(0, dtype=part.dtype)
             elif variable.aggregation == "only_first_replica":
@@ -196,7 +202,7 @@ class StepComparison:
         with (
             relocation.on_one_device(self._state, self._device) as plain,
             model_checks.as_made(self._model),
-            keras_compat.with_global_generator(),
+            with_global_generator(),
         ):
             if not self._trial.draws:
                 random.setstate(self._python)  # a trace may draw by it, as AugMix does
@@ -230,11 +236,11 @@ class StepComparison:
     def _kinds(self) -> dict[str, str]:
         """Returns what each variable is, by name; without those that cannot be compared."""
         model, kinds = self._model, {}
-        of = keras_compat.tf_variable_of
+        of = tf_variable_of
         weights = {id(of(v)) for v in model.trainable_variables}
         slots = {id(of(v)) for o in self._state.optimizers for v in o.variables}
         metrics = {id(of(v)) for v in metric_variables(model)}
-        seeds = {id(of(v)) for v in self._state.variables if keras_compat.is_seed(v)}
+        seeds = {id(of(v)) for v in self._state.variables if is_seed(v)}
         on_read = {id(of(v)) for v in self._state.variables if v.synchronization == "on_read"}
         for name, variable in self._state.named().items():
             at = id(variable)
@@ -276,8 +282,8 @@ class StepComparison:
         shards = from_batch(batch, self.place)
         with recording.watched():
             step = steps.step_of(model, "train_step")
-            seeds = keras_compat.step_generator(model)
-            with keras_compat.step_replaced(model, recording.recorded(step, here.append)):
+            seeds = step_generator(model)
+            with step_replaced(model, recording.recorded(step, here.append)):
                 one_step = steps.make_step(model, self.place, seeds, None, training=True)
             found, _ = one_step(shards)
             locals_ = [self._of_replica(found, i) for i in range(self.place.local_replicas)]
@@ -379,7 +385,7 @@ def _decided(found: Difference) -> Difference:
 
 def _unit_of(model: keras.Model, place: Placement) -> float:
     """Returns the last digit of what the model computes with, where that is less than float32."""
-    types = {layer.compute_dtype for layer in keras_compat.layers_of(model)}
+    types = {layer.compute_dtype for layer in layers_of(model)}
     if "bfloat16" in types:
         return 2.0**-8
     short = tf.config.experimental.tensor_float_32_execution_enabled()

@@ -20,7 +20,8 @@ from tfmulti.distribution import strategies
 from tfmulti.distribution.broadcast import broadcast
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, DataError, ModelError, VerificationError
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches.model_structure import layers_of
+from tfmulti.keras_patches.variables import strategy_of
 from tfmulti.training.input.feed import Feed, SourceFeed, make_feed
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
@@ -55,7 +56,7 @@ def reason_to_skip(model: keras.Model) -> str | None:
     """Returns why a model's numbers on replicas are not to be one device's, if that is so."""
     state, place = state_of(model), placement_of(model.distribute_strategy)
     several = place.replicas > 1
-    layers = keras_compat.layers_of(model)
+    layers = layers_of(model)
     policies = {layer.dtype_policy.name for layer in layers}
     normalizes = any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers)
     reasons = {
@@ -216,7 +217,7 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
     """
     started = time.perf_counter()
     made = strategies.made()
-    if made is not None and keras_compat.strategy_of(model) is None:
+    if made is not None and strategy_of(model) is None:
         raise VerificationError(
             f"verify: the model trains on one device, although this process made a strategy of "
             f"{made.num_replicas_in_sync} replicas. Make and compile the model inside 'with "

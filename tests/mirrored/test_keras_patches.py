@@ -1,6 +1,6 @@
 """Each private touch of Keras: a test that fails when Keras no longer needs it.
 
-When one fails after an upgrade, look whether `keras_compat` can lose that function.
+When one fails after an upgrade, look whether its file in `keras_patches` can lose that function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,29 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti.keras_patches import keras_compat
+from tfmulti.keras_patches import datasets, installation, random_numbers
+from tfmulti.keras_patches.datasets import kind_of, parts_of
+from tfmulti.keras_patches.model_structure import (
+    flush_tensorboard,
+    function_of,
+    initial_epoch_of,
+    last_operations,
+    moving_statistics,
+    operations_of,
+)
+from tfmulti.keras_patches.random_numbers import _next_global_seed
+from tfmulti.keras_patches.tracing import traces_of
+from tfmulti.keras_patches.variables import (
+    exchange_keys,
+    new_tf_variable,
+    restore_keys,
+    set_strategy,
+    set_tf_variable,
+    strategy_of,
+    tf_variable_of,
+    variable_keys,
+)
+from tfmulti.keras_patches.versions import warn_of_untested
 from tfmulti.training.state import relocation
 
 Behaviours = Callable[..., list[dict[str, Any]]]
@@ -103,7 +125,7 @@ class CellThatIsNoLayer:
 
 
 def test_a_cell_need_not_be_a_layer() -> None:
-    keras_compat.install()
+    installation.install()
     x = np.ones((4, 3, 2), np.float32)
     np.testing.assert_array_equal(keras.layers.RNN(CellThatIsNoLayer())(x), np.full((4, 2), 3.0))
 
@@ -138,9 +160,9 @@ def test_statistics_are_those_that_move() -> None:
     inner = keras.Sequential([keras.Input((2,)), moving, keras.layers.Dropout(0.5)])
     made = keras.Sequential([keras.Input((2,)), frozen, inner, together, keras.layers.Dense(2)])
     made.compile("sgd", "mse", metrics=["mae"])
-    found = keras_compat.moving_statistics(made, sync_batch_norm=False)
+    found = moving_statistics(made, sync_batch_norm=False)
     assert {id(v) for v in found} == {id(moving.moving_mean), id(moving.moving_variance)}
-    assert keras_compat.moving_statistics(made, sync_batch_norm=True) == []
+    assert moving_statistics(made, sync_batch_norm=True) == []
 
 
 def test_upstream_synchronized_statistics_still_lose_digits(behaviours: Behaviours) -> None:
@@ -192,30 +214,30 @@ def test_upstream_still_clips_before_reducing(behaviours: Behaviours) -> None:
 
 def test_data_adapters_are_still_not_exported() -> None:
     assert not hasattr(keras.utils, "get_data_adapter")
-    assert callable(keras_compat.data_adapters.get_data_adapter)
+    assert callable(datasets.data_adapters.get_data_adapter)
 
 
 def test_backup_and_restore_still_speaks_through_a_private_name() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    assert keras_compat.initial_epoch_of(model, 2) == 2
+    assert initial_epoch_of(model, 2) == 2
     model._initial_epoch = 5
-    assert keras_compat.initial_epoch_of(model, 2) == 5
+    assert initial_epoch_of(model, 2) == 5
 
 
 def test_tensorboard_still_has_no_flush_of_its_own(tmp_path: Path) -> None:
     """The reason for `flush_tensorboard`."""
     callback = keras.callbacks.TensorBoard(str(tmp_path))
     assert not hasattr(callback, "flush")
-    keras_compat.flush_tensorboard(callback)
+    flush_tensorboard(callback)
 
 
 def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
     """The reason for `step_generator`: replicas are traced in threads of their own."""
-    found = [keras_compat.global_seed_generator()]
-    thread = threading.Thread(target=lambda: found.append(keras_compat.global_seed_generator()))
+    found = [random_numbers.global_seed_generator()]
+    thread = threading.Thread(target=lambda: found.append(random_numbers.global_seed_generator()))
     thread.start()
     thread.join()
-    assert found[0] is keras_compat.global_seed_generator()
+    assert found[0] is random_numbers.global_seed_generator()
     assert found[0] is not found[1]
 
 
@@ -225,11 +247,11 @@ def test_tensorflow_still_does_not_tell_what_a_dataset_is_made_of() -> None:
     dataset = tf.data.Dataset.range(3).shuffle(3).cache().repeat()
     kinds = []
     while dataset is not None:
-        kinds.append(keras_compat.kind_of(dataset))
-        dataset = next(iter(keras_compat.parts_of(dataset)), None)
+        kinds.append(kind_of(dataset))
+        dataset = next(iter(parts_of(dataset)), None)
     assert kinds == ["_RepeatDataset", "CacheDataset", "_ShuffleDataset", "_RangeDataset"]
     both = tf.data.Dataset.zip(tf.data.Dataset.range(3), tf.data.Dataset.random())
-    assert list(map(keras_compat.kind_of, keras_compat.parts_of(both))) == [
+    assert list(map(kind_of, parts_of(both))) == [
         "_RangeDataset",
         "_RandomDataset",
     ]
@@ -240,11 +262,11 @@ def test_keras_still_makes_its_generator_by_a_draw_from_pythons() -> None:
     keras.utils.clear_session()
     random.seed(1)
     before = random.getstate()
-    expected = keras_compat._next_global_seed()
+    expected = _next_global_seed()
     assert random.getstate() == before
-    assert keras_compat.global_seed_generator().state.numpy().tolist() == expected
+    assert random_numbers.global_seed_generator().state.numpy().tolist() == expected
     assert random.getstate() != before
-    assert keras_compat._next_global_seed() is keras_compat.global_seed_generator().state
+    assert _next_global_seed() is random_numbers.global_seed_generator().state
 
 
 def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
@@ -255,19 +277,19 @@ def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
     inner = keras.Model(inputs, outputs)
     layer = keras.layers.Activation("linear", dtype="float32")
     for model in (inner, keras.Sequential([inputs, inner]), keras.Sequential([inner, layer])):
-        assert keras_compat.last_operations(model) == [inner.layers[-1]]
-    assert keras_compat.last_operations(keras.Model()) is None
+        assert last_operations(model) == [inner.layers[-1]]
+    assert last_operations(keras.Model()) is None
 
 
 def test_a_variable_still_holds_its_value_in_one_place() -> None:
     """The reason for `_value` and `_initialize`: no public name gives a variable another one."""
     variable = keras.Variable([1.0, 2.0], trainable=False)
-    other = keras_compat.new_tf_variable(variable, np.array([3.0, 4.0], np.float32))
+    other = new_tf_variable(variable, np.array([3.0, 4.0], np.float32))
     assert isinstance(other, tf.Variable)
     assert np.asarray(variable).tolist() == [1.0, 2.0]
-    keras_compat.set_tf_variable(variable, other)
+    set_tf_variable(variable, other)
     assert np.asarray(variable).tolist() == [3.0, 4.0]
-    assert keras_compat.tf_variable_of(variable) is other
+    assert tf_variable_of(variable) is other
     with pytest.raises(AttributeError):
         variable.value = other
 
@@ -277,16 +299,16 @@ def test_optimizers_still_know_variables_by_keys_of_their_own() -> None:
     variable = keras.Variable([1.0, 2.0])
     optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
     optimizer.build([variable])
-    keys = keras_compat.variable_keys([optimizer], [variable])
+    keys = variable_keys([optimizer], [variable])
     value = np.array([1.0, 2.0], np.float32)
-    keras_compat.set_tf_variable(variable, keras_compat.new_tf_variable(variable, value))
+    set_tf_variable(variable, new_tf_variable(variable, value))
     gradient = tf.ones(2)
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply([gradient], [variable])
-    before = keras_compat.exchange_keys([optimizer], keys)
+    before = exchange_keys([optimizer], keys)
     optimizer.apply([gradient], [variable])
     assert np.asarray(variable).tolist() == [0.5, 1.5]
-    keras_compat.restore_keys(before)
+    restore_keys(before)
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply([gradient], [variable])
 
@@ -295,11 +317,11 @@ def test_models_and_optimizers_still_keep_the_strategy_they_were_made_in() -> No
     model, optimizer = keras.Sequential(), keras.optimizers.SGD()
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     for each in (model, optimizer):
-        assert keras_compat.strategy_of(each) is None
-        keras_compat.set_strategy(each, strategy)
-        assert keras_compat.strategy_of(each) is strategy
-        keras_compat.set_strategy(each, None)
-        assert keras_compat.strategy_of(each) is None
+        assert strategy_of(each) is None
+        set_strategy(each, strategy)
+        assert strategy_of(each) is strategy
+        set_strategy(each, None)
+        assert strategy_of(each) is None
 
 
 def test_a_scope_still_cannot_be_left_in_public() -> None:
@@ -316,25 +338,25 @@ def test_a_scope_still_cannot_be_left_in_public() -> None:
 def test_operations_metrics_and_traces_are_still_private() -> None:
     inputs = keras.Input((3,))
     made = keras.Model(inputs, keras.ops.flip(keras.layers.Dense(3)(inputs), 0))
-    assert [type(o).__name__ for o in keras_compat.operations_of(made)] == ["Flip"]
+    assert [type(o).__name__ for o in operations_of(made)] == ["Flip"]
     assert not hasattr(made, "operations") or made.operations  # public since Keras has it
     metric = keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error)
-    assert keras_compat.function_of(metric) is keras.losses.mean_squared_error
+    assert function_of(metric) is keras.losses.mean_squared_error
     function = tf.function(lambda x: x + 1)
-    assert keras_compat.traces_of(function) == []
+    assert traces_of(function) == []
     function(tf.constant(1))
-    assert len(keras_compat.traces_of(function)) == 1
+    assert len(traces_of(function)) == 1
 
 
 def test_a_version_that_was_not_tested_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    keras_compat.warn_of_untested.cache_clear()
+    warn_of_untested.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        keras_compat.warn_of_untested()
+        warn_of_untested()
     monkeypatch.setattr(keras, "__version__", "3.16.2")
-    keras_compat.warn_of_untested.cache_clear()
+    warn_of_untested.cache_clear()
     with pytest.warns(UserWarning, match=r"tested with Keras 3\.15 .* here is Keras 3\.16\.2\."):
-        keras_compat.warn_of_untested()
+        warn_of_untested()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        keras_compat.warn_of_untested()
+        warn_of_untested()

@@ -1,0 +1,150 @@
+"""Batch statistics over the rows of all replicas (`distribution.normalization`).
+
+| what | private name | upstream | can go when |
+|---|---|---|---|
+| batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
+| recurrent cells where replicas meet | public: `RNN.inner_loop`; private: `Layer._call_has_training_arg` | none | replicas of one process can meet inside a loop |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmulti.distribution import (
+    normalization,
+)
+from tfmulti.distribution.replica_slice import (
+    current,
+    partial,
+)
+from tfmulti.errors import ModelError
+from tfmulti.keras_patches.cpu_speed.installation import is_enabled, is_on_gpu
+from tfmulti.keras_patches.model_structure import layers_of
+from tfmulti.keras_patches.patching import replace
+
+
+def install() -> None:
+    replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
+    replace(keras.layers.BatchNormalization, "call", _fused)
+    replace(keras.layers.RNN, "inner_loop", _unrolled)
+
+
+def _needs_meetings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the layer's method with an error of ours where replicas cannot meet."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "merge_call" not in str(error) or partial() is None:
+                raise
+            raise ModelError(
+                f"the layer {self.name!r} normalizes by the rows of all replicas, but it stands in "
+                "a loop (such as a cell of keras.layers.RNN) or a tf.function of its own, where "
+                "replicas cannot meet. Make the RNN with unroll=True, use LayerNormalization "
+                "there, or train on one device."
+            ) from None
+
+    return call
+
+
+def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras' layer is many operations on all values, and their gradients many more."""
+
+    def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        share = current()
+        if share is None or mask is not None or not _can_be_fused(self, inputs, training):
+            return original(self, inputs, training=training, mask=mask)
+        channels = inputs.shape[-1]
+        gamma = tf.convert_to_tensor(self.gamma) if self.scale else tf.ones([channels])
+        beta = tf.convert_to_tensor(self.beta) if self.center else tf.zeros([channels])
+        of_all = self.synchronized or share.sync_batch_norm
+        by_itself = not share.is_whole and (share.is_local or not of_all)
+        group = share.alone() if by_itself else share
+        outputs, count, *found = normalization.normalized(group, inputs, gamma, beta, self.epsilon)
+        if by_itself:
+            count *= tf.cast(share.own_rows > 0, count.dtype)
+        moving = (self.moving_mean, self.moving_variance)
+        for variable, value in zip(moving, found, strict=True):
+            before = tf.convert_to_tensor(variable.value)
+            moved = before * self.momentum + value * (1.0 - self.momentum)
+            variable.assign(tf.where(count > 0, moved, before))  # of no rows nothing is learned
+        return outputs
+
+    return _needs_meetings(call)
+
+
+def _can_be_fused(layer: Any, inputs: Any, training: Any) -> bool:
+    known = tf.is_tensor(inputs) and inputs.shape.rank is not None and inputs.shape.rank > 1
+    return bool(
+        known
+        and is_enabled()
+        and not is_on_gpu()
+        and training is True
+        and layer.trainable
+        and not layer.renorm
+        and layer.axis in (-1, inputs.shape.rank - 1)
+        and inputs.shape[-1] is not None
+        and inputs.dtype == layer.compute_dtype == layer.variable_dtype == "float32"
+    )
+
+
+def _unrolled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the loop of a recurrent layer, unrolled where replicas meet in its cell.
+
+    Keras calls the cell once before its loop, to learn what the cell returns. That call changes the
+    cell's states, so it is made here, too.
+    """
+
+    def inner_loop(self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any) -> Any:
+        may_unroll = not self.unroll and sequences.shape[1] is not None
+        if partial() is None or not may_unroll or not _normalizes(self.cell):
+            return original(self, sequences, initial_state, mask, training)
+        options = {"training": training} if self.cell._call_has_training_arg else {}
+        states = initial_state if keras.tree.is_nested(initial_state) else [initial_state]
+        self.cell(sequences[:, -1 if self.go_backwards else 0], states, **options)
+        self.unroll = True
+        try:
+            return original(self, sequences, initial_state, mask, training)
+        finally:
+            self.unroll = False
+
+    return inner_loop
+
+
+def _normalizes(cell: Any) -> bool:
+    """Whether a recurrent cell, which need not be a layer, holds a BatchNormalization."""
+    return isinstance(cell, keras.layers.Layer) and any(
+        isinstance(part, keras.layers.BatchNormalization) for part in layers_of(cell)
+    )
+
+
+def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+        share = current()
+        if share is None or (mask is not None and share.is_whole):
+            return original(self, inputs, mask)
+        context = tf.distribute.get_replica_context()
+        synchronized = (self.synchronized or share.sync_batch_norm) and not share.is_local
+        if synchronized and context.num_replicas_in_sync > 1:
+            return normalization.global_moments(share, inputs, mask, self._reduction_axes)
+        if share.is_whole:  # Keras' own for several replicas loses digits, and is not needed
+            return keras.ops.moments(inputs, self._reduction_axes)
+        # What reads a row that does not count learns nothing from it.
+        known = (tf.cast(v, inputs.dtype) for v in (self.moving_mean, self.moving_variance))
+        if share.is_local and mask is None:  # Keras' own might be synchronized
+            own = keras.ops.moments(inputs, self._reduction_axes)
+        else:
+            own = original(self, inputs, mask)
+        return tuple(
+            tf.where(share.own_rows > 0, found, before)
+            for found, before in zip(own, known, strict=True)
+        )
+
+    return moments

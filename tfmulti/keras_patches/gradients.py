@@ -1,0 +1,46 @@
+"""`tf.GradientTape.gradient` (public), whose result is the gradient of the global batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmulti.distribution import (
+    global_values,
+    losses,
+    row_labels,
+)
+from tfmulti.distribution.replica_slice import (
+    partial,
+)
+from tfmulti.keras_patches.patching import replace
+
+
+def install() -> None:
+    replace(tf.GradientTape, "gradient", _gradient)
+
+
+def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(
+        self: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        options = {
+            "output_gradients": output_gradients,
+            "unconnected_gradients": unconnected_gradients,
+        }
+        share = partial()
+        if share is None or output_gradients is not None:
+            return original(self, target, sources, **options)
+        if not row_labels.are_kept() and not share.is_local:
+            target = tf.nest.map_structure(lambda t: losses.summed_gradient(share, t), target)
+        compute = functools.partial(original, self)
+        return global_values.gradient(share, compute, target, sources, **options)
+
+    return gradient

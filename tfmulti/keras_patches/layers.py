@@ -1,0 +1,146 @@
+"""Layers and states of the user's own, inside a step of several replicas.
+
+| what | name | upstream | can go when |
+|---|---|---|---|
+| states of steps | public: `keras.Variable.assign`; private: `DistributedVariable.assign`, `assign_add`, `assign_sub` | none | a variable that a step changes gets the value of the global batch |
+| labels of rows | public: `Layer.__call__` | none | none: it tells which rows a layer's outputs belong to |
+| layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` | none | these layers know of replicas |
+| steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know of replicas |
+| traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; private: `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
+
+from tfmulti.distribution import (
+    batch_dependent_layers,
+    custom_steps,
+    global_values,
+    row_labels,
+)
+from tfmulti.distribution.replica_slice import (
+    PerThread,
+    partial,
+)
+from tfmulti.keras_patches.model_structure import is_seed, layers_of, own_variables
+from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
+
+
+def install() -> None:
+    replace(tf.distribute.ReplicaContext, "merge_call", _keeping_traces)
+    replace(keras.layers.Layer, "__call__", _labelled_layer)
+    for variable in (keras.Variable, DistributedVariable):
+        for name in ("assign", "assign_add", "assign_sub"):
+            # Keras' other methods call `assign`.
+            if name == "assign" or variable is DistributedVariable:
+                replace(variable, name, _assigned)
+    for owner, name, function in custom_steps.FUNCTIONS:
+        replace(owner, name, in_replica_slice(function))
+    for layer in batch_dependent_layers.LAYERS:
+        replace(layer, "call", in_replica_slice(batch_dependent_layers.mixed))
+
+
+def states_of_its_own(model: keras.Model) -> dict[int, str]:
+    """Returns what changes by the user's own code in a step: `ReplicaSlice.states`."""
+    found: dict[int, str] = {}
+    for layer in layers_of(model):
+        found |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
+    metrics = [*model.metrics, *keras.Model.metrics.fget(model)]
+    while metrics:
+        metric = metrics.pop()
+        inner = list(getattr(metric, "metrics", ()))  # of the metrics that `compile` was given
+        metrics += inner
+        if not inner:
+            kind = "" if is_of_keras(type(metric)) else "metric"
+            found |= {id(v): kind for v in metric.variables}
+    return found
+
+
+def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
+    def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        share = partial()
+        # Keras' own layers see to their states by themselves.
+        asks = share is not None and not _in_layer_of_keras.get()
+        kind = share.states.get(id(self)) if share is not None and asks else None
+        if share is not None and kind == "layer":
+            value = global_values.of_one_device(share, value)
+        elif share is not None and kind == "metric":
+            value = global_values.part_of_sum(share, value)
+        return original(self, value, *args, **kwargs)
+
+    return assign
+
+
+def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `merge_call` after which the layers hold what this replica's trace left on them.
+
+    While a replica waits in it the others trace the same layers, and leave their losses there.
+    """
+
+    def merge_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        share = partial()
+        if share is None or share.model is None or tf.executing_eagerly():
+            return original(self, *args, **kwargs)
+        left = [(layer, _left_by_trace(layer)) for layer in layers_of(share.model)]
+        found = original(self, *args, **kwargs)
+        for layer, state in left:
+            vars(layer).update(state)
+        return found
+
+    return merge_call
+
+
+def _left_by_trace(layer: Any) -> dict[str, Any]:
+    """Returns copies of a layer's attributes that hold tensors of the graph that is traced.
+
+    Keras' own layers keep their losses alone.
+    """
+    losses = {"_losses": list(layer._losses), "_loss_ids": set(layer._loss_ids)}
+    if is_of_keras(type(layer)):
+        return losses
+    found = {}
+    for name, value in vars(layer).items():
+        parts = value.values() if isinstance(value, dict) else value
+        many = isinstance(value, (dict, list, tuple))
+        if any(map(_is_symbolic, parts if many else [value])):
+            found[name] = type(value)(value) if type(value) in (dict, list) else value
+    return found | losses
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and hasattr(value, "graph")
+
+
+_in_layer_of_keras = PerThread(False)
+
+
+def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = type(self).__module__.startswith("keras.src.layers.")
+        with _in_layer_of_keras.set_to(own and not isinstance(self, keras.layers.Lambda)):
+            outputs = original(self, *args, **kwargs)
+        if row_labels.are_kept() and _works_by_rows(self):
+            row_labels.mark_call((args, kwargs), outputs)
+        return outputs
+
+    return call
+
+
+def _works_by_rows(layer: Any) -> bool:
+    """Whether a layer and all in it are Keras' own, which compute a row from that row alone.
+
+    `mixing` and BatchNormalization see to those that do not.
+    """
+    parts = [layer, *layer._flatten_layers(include_self=False)]
+    return all(
+        type(part).__module__.startswith("keras.src.layers.")
+        and not isinstance(part, keras.layers.Lambda)
+        and is_of_keras(getattr(part, "activation", keras.activations.linear))
+        for part in parts
+    )

@@ -1,0 +1,141 @@
+"""Losses of a replica that sum to the loss of the global batch (`distribution.losses`).
+
+| what | private name | upstream | can go when |
+|---|---|---|---|
+| losses | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values`, `Loss.__call__` | keras#20585 | losses say by which rows they are averaged |
+| `add_loss` of a vector | `Trainer._aggregate_additional_loss` | keras#20585 | the same |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.losses import loss as loss_module
+from keras.src.trainers.trainer import Trainer
+
+from tfmulti.distribution import (
+    global_values,
+    losses,
+    row_labels,
+)
+from tfmulti.distribution.replica_slice import (
+    PerThread,
+    ReplicaSlice,
+    computing,
+    current,
+    partial,
+)
+from tfmulti.distribution.row_rules import Kind
+from tfmulti.keras_patches.patching import is_of_keras, replace
+
+# What Keras leaves on a tensor: the logits of a softmax or sigmoid, and which steps count.
+ATTACHED = ("_keras_logits", "_keras_mask")
+
+
+def install() -> None:
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+        replace(loss_module, name, _only_outside)
+    replace(loss_module, "reduce_weighted_values", _part_of_global)
+    replace(keras.losses.Loss, "__call__", _loss_of_all_rows)
+    replace(Trainer, "_aggregate_additional_loss", _added_loss)
+
+
+def _only_outside(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: original(value) if current() is None else value
+
+
+def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        loss = original(values, sample_weight, mask, reduction, dtype)
+        one_number = tf.convert_to_tensor(values).shape.rank == 0
+        losses.note_reduction(one_number)
+        share = partial()
+        if share is None or one_number or not _is_by_rows(share, values):
+            return loss  # `_loss_of_all_rows` makes the loss of the global batch of it
+        same_rank = loss_module.squeeze_or_expand_to_same_rank
+        part = losses.scaled_to_global(
+            share,
+            loss,
+            reduction,
+            lambda: losses.divisor_of(values, sample_weight, mask, reduction, same_rank),
+        )
+        if part.shape.rank == 0:
+            row_labels.mark(part, row_labels.MEAN)
+        return part
+
+    return reduce
+
+
+def _is_by_rows(share: ReplicaSlice, values: Any) -> bool:
+    """Whether a loss has a value for each row, or it is not known that it has none."""
+    kinds = (Kind.ROWS, Kind.LOCAL)
+    return (
+        of_keras_by_rows.get()
+        or not global_values.are_known(share)
+        or row_labels.label_of(values).kind in kinds
+    )
+
+
+of_keras_by_rows = PerThread(False)
+
+
+def have_rows(*values: Any) -> bool:
+    """Whether all values are rows, of which Keras' own losses and metrics take one by one."""
+    leaves = tf.nest.flatten(values)
+    return all(row_labels.label_of(leaf).kind is Kind.ROWS for leaf in leaves)
+
+
+def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss' `__call__` whose result stands for the loss of the global batch."""
+
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        share = partial()
+        if share is None:
+            return original(self, y_true, y_pred, sample_weight)
+        if global_values.are_known(share):
+            function = getattr(self, "fn", type(self))
+            with of_keras_by_rows.set_to(is_of_keras(function) and have_rows(y_true, y_pred)):
+                found = original(self, y_true, y_pred, sample_weight)
+            kind = row_labels.label_of(found).kind
+            if kind is not Kind.LOCAL and found.shape.rank != 0:
+                return found  # what takes its values makes those of the global batch of them
+            if kind is not Kind.LOCAL:
+                return global_values.averaged(share, found)
+        seen = losses.Seen()
+        with losses.watching(seen), computing(share.alone()):
+            found = original(self, y_true, y_pred, sample_weight)  # to see; not in the step
+        by_rows = not seen.scalar and (seen.reduced or found.shape.rank)
+        if by_rows and is_of_keras(getattr(self, "fn", type(self))):
+            return original(self, y_true, y_pred, sample_weight)
+        compute = functools.partial(original, self)
+        return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight, ATTACHED)
+
+    return call
+
+
+def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def aggregate(self: Any, loss: Any) -> Any:
+        share = partial()
+        if share is not None and not global_values.are_known(share):
+            loss = losses.added_loss(share, loss)
+        return original(self, loss)
+
+    return aggregate
+
+
+def watch_losses(model: keras.Model) -> None:
+    """Puts what sees a loss of one number also around `__call__` of the user's own classes."""
+    for loss in keras.tree.flatten(model.loss):
+        if isinstance(loss, keras.losses.Loss):
+            owner = next(cls for cls in type(loss).__mro__ if "__call__" in vars(cls))
+            replace(owner, "__call__", _loss_of_all_rows)

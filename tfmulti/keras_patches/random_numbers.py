@@ -1,0 +1,158 @@
+"""Random numbers of a step: each replica draws those of its rows (`distribution.randomness`).
+
+| what | private name | upstream | can go when |
+|---|---|---|---|
+| draws | `backend.tensorflow.random.*`, `_cast_seed`, `draw_seed` | none | replicas have different masks |
+| draws without a seed | `global_seed_generator`, `make_default_seed`, `GLOBAL_SEED_GENERATOR`, `global_state` | none | the generator has a copy on each replica |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import random as random_module
+from keras.src.random.seed_generator import (
+    GLOBAL_SEED_GENERATOR,
+    draw_seed,
+    global_seed_generator,
+    make_default_seed,
+)
+
+from tfmulti.distribution import (
+    randomness,
+)
+from tfmulti.distribution.replica_slice import (
+    ReplicaSlice,
+    partial,
+    refuse_to_compile,
+)
+from tfmulti.keras_patches.patching import replace
+
+_GENERATOR = "_tfmulti_generator"  # an attribute of a strategy
+_drawn_from: weakref.WeakSet[keras.random.SeedGenerator] = weakref.WeakSet()
+
+
+def install() -> None:
+    for name, draw in randomness.DRAWS.items():
+        replace(random_module, name, _drawn_by(draw))
+
+
+def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
+    """Returns the generator of draws without a seed in the steps of a model; None: Keras' own.
+
+    Keras has one for all such draws, but keeps one a thread, and replicas are traced in threads of
+    their own. This one has a copy on each replica and takes the place of Keras': at once, or, where
+    Keras has made none yet, when a step has drawn from it (`share_generator`).
+    """
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
+        return None
+    made = global_generator()
+    generator: keras.random.SeedGenerator | None = vars(strategy).get(_GENERATOR)
+    if generator is not None and generator is made:
+        return generator
+    if generator is None or generator in _drawn_from:
+        with strategy.scope():
+            generator = keras.random.SeedGenerator(0)  # draws nothing: it has a seed
+        vars(strategy)[_GENERATOR] = generator
+    generator.state.assign(_next_global_seed())
+    if made is not None:
+        _drawn_from.add(generator)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+    return generator
+
+
+def share_generator(generator: keras.random.SeedGenerator | None) -> None:
+    """Makes a generator Keras' own, if a step has drawn from it.
+
+    Call it after the step was traced, where Keras would have made its own, by a draw from Python's.
+    """
+    made = global_generator()
+    if generator is None or generator is made or generator not in _drawn_from:
+        return
+    has_drawn = tf.executing_eagerly()
+    with tf.init_scope():
+        made = global_seed_generator()
+        if not has_drawn:
+            generator.state.assign(made.state)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+
+
+def _next_global_seed() -> Any:
+    """Returns the state of Keras' generator, or the one that it would begin with if made now.
+
+    Keras makes it at the first draw without a seed, by a draw from Python's generator.
+    """
+    made = global_generator()
+    if made is not None:
+        return made.state
+    python = random.getstate()
+    try:
+        return [make_default_seed(), 0]
+    finally:
+        random.setstate(python)
+
+
+@contextlib.contextmanager
+def with_global_generator() -> Iterator[None]:
+    """Inside, Keras' generator of draws without a seed is made; afterwards it is as it was."""
+    before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    python = random.getstate()
+    try:
+        global_seed_generator()
+        random.setstate(python)
+        yield
+    finally:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+
+
+def global_generator() -> keras.random.SeedGenerator | None:
+    """Returns Keras' generator of draws without a seed; None: Keras has made none yet."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def made_global_generator() -> keras.random.SeedGenerator:
+    """Returns Keras' generator of draws without a seed, which is made now if there is none."""
+    return global_seed_generator()
+
+
+def _seed(share: ReplicaSlice, seed: Any) -> tf.Tensor:
+    if seed is not None:
+        return random_module._cast_seed(draw_seed(seed))
+    generator = share.seeds or global_seed_generator()
+    _drawn_from.add(generator)
+    return random_module._cast_seed(generator.next(ordered=False))
+
+
+def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns what makes Keras' function one that calls `draw(share, seed, its arguments)`."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+        mine = functools.partial(draw, original)
+
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            refuse_to_compile("draws random numbers, and XLA's are others")
+            share = partial()
+            if share is None:
+                return original(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = bound.arguments
+            if "dtype" in arguments:
+                arguments["dtype"] = arguments["dtype"] or keras.config.floatx()
+            seed = _seed(share, arguments.pop("seed"))
+            return randomness.by_parts(mine, share, seed, arguments)
+
+        return drawn
+
+    return make

@@ -1,0 +1,34 @@
+"""How TensorFlow traces functions.
+
+| what | private name | upstream | can go when |
+|---|---|---|---|
+| `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
+| `traces_of` | `tf.function`'s `_list_all_concrete_functions` | none | TensorFlow tells them |
+| `eager_mode` | `tf.__internal__.eager_context.eager_mode` | none | TensorFlow has a public way to leave a strategy's scope |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+
+def by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that AutoGraph reads, and what it calls, when a graph is traced."""
+    autograph = tf.__internal__.autograph
+    converted: Callable[..., Any] = autograph.tf_convert(function, autograph.control_status_ctx())
+    return converted
+
+
+def traces_of(function: Any) -> list[Any]:
+    """Returns what a `tf.function` was traced to so far."""
+    return list(function._list_all_concrete_functions())
+
+
+def eager_mode() -> contextlib.AbstractContextManager[None]:
+    """Inside, operations run at once, whatever graph is the default one."""
+    mode: contextlib.AbstractContextManager[None] = tf.__internal__.eager_context.eager_mode()
+    return mode
