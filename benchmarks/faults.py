@@ -43,7 +43,7 @@ class Measured:
 
 
 class Job:
-    """A job under the launcher that has made its first backup. It is ended with the context."""
+    """A job under the launcher that has made its first checkpoint. It is ended with the context."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ def a_second_start_in_one_folder() -> Measured:
 def a_folder_of_a_dead_owner_elsewhere() -> Measured:
     """A machine has lost power; the job is started on another one, with the same folder."""
     with job() as one:
-        owner = one.folder / "backups" / "owner.json"
+        owner = one.folder / "checkpoints" / "owner.json"
         left = {**json.loads(owner.read_text()), "machine": "another one"}
         for rank in (0, 1):
             os.kill(one.pid(rank), signal.SIGKILL)

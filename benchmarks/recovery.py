@@ -118,7 +118,7 @@ def main() -> None:
             print(f"{head} {seconds:6.2f} s, {lost} steps again", flush=True)
     results = {
         "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
-        "a backup every": f"{EVERY} steps",
+        "a checkpoint every": f"{EVERY} steps",
         "sides": {
             name: {
                 "seconds": round(statistics.median(s for s, _ in rounds), 2),

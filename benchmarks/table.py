@@ -35,10 +35,14 @@ def rows() -> list[tuple[str, str, str]]:
                 "recovery",
             )
         )
-    for name, size in result("backups")["sizes"].items():
+    for name, size in result("checkpoints")["sizes"].items():
         share = size["percent_at_the_default_of_60_s"]
         found.append(
-            (f"a backup of {name} with Adam", f"{size['added_s']:.2f} s, {share:.1f} %", "backups")
+            (
+                f"a checkpoint of {name} with Adam",
+                f"{size['added_s']:.2f} s, {share:.1f} %",
+                "checkpoints",
+            )
         )
     pair = result("exactness")["places"]["2 replicas"]["all of it (without: Keras alone)"]
     found.append(

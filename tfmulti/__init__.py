@@ -8,42 +8,80 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfmulti.cluster.cluster import Cluster, Task
     from tfmulti.config.fit_config import FitConfig
+    from tfmulti.data.arrays import ArraySource
+    from tfmulti.data.data_set import DataSpec
     from tfmulti.data.source import Source
     from tfmulti.distribution.strategies import make_strategy
-    from tfmulti.errors import TfmultiError, UserError, VerificationError
+    from tfmulti.errors import (
+        ClusterError,
+        ConfigError,
+        DataError,
+        DeviceError,
+        ModelError,
+        ResumeError,
+        RunDirError,
+        TfmultiError,
+        UserError,
+        VerificationError,
+    )
+    from tfmulti.launch.config import LaunchConfig
     from tfmulti.run.callbacks.throughput import Throughput
     from tfmulti.run.report import FitReport
-    from tfmulti.run.train import fit
-    from tfmulti.training.checkpoint.callback import Backup
+    from tfmulti.run.train import train
+    from tfmulti.training.checkpoint.callback import Backup, Checkpoint
     from tfmulti.training.distributed_model import prepare
     from tfmulti.training.verification.result import Verification
     from tfmulti.training.verification.verification import verify
 
 __version__ = "0.1.0"
 
+# Public name -> the module that holds it. `tfmulti.launch` is a package of its own: a program
+# starts a job by `tfmulti.launch.run(LaunchConfig(...))`.
 _PLACES = {
+    "ArraySource": "tfmulti.data.arrays",
     "Backup": "tfmulti.training.checkpoint.callback",
+    "Checkpoint": "tfmulti.training.checkpoint.callback",
     "Cluster": "tfmulti.cluster.cluster",
-    "Task": "tfmulti.cluster.cluster",
+    "ClusterError": "tfmulti.errors",
+    "ConfigError": "tfmulti.errors",
+    "DataError": "tfmulti.errors",
+    "DataSpec": "tfmulti.data.data_set",
+    "DeviceError": "tfmulti.errors",
     "FitConfig": "tfmulti.config.fit_config",
     "FitReport": "tfmulti.run.report",
-    "TfmultiError": "tfmulti.errors",
-    "UserError": "tfmulti.errors",
-    "Throughput": "tfmulti.run.callbacks.throughput",
+    "LaunchConfig": "tfmulti.launch.config",
+    "ModelError": "tfmulti.errors",
+    "ResumeError": "tfmulti.errors",
+    "RunDirError": "tfmulti.errors",
     "Source": "tfmulti.data.source",
-    "fit": "tfmulti.run.train",
-    "make_strategy": "tfmulti.distribution.strategies",
-    "prepare": "tfmulti.training.distributed_model",
-    "verify": "tfmulti.training.verification.verification",
+    "Task": "tfmulti.cluster.cluster",
+    "TfmultiError": "tfmulti.errors",
+    "Throughput": "tfmulti.run.callbacks.throughput",
+    "UserError": "tfmulti.errors",
     "Verification": "tfmulti.training.verification.result",
     "VerificationError": "tfmulti.errors",
+    "make_strategy": "tfmulti.distribution.strategies",
+    "prepare": "tfmulti.training.distributed_model",
+    "train": "tfmulti.run.train",
+    "verify": "tfmulti.training.verification.verification",
 }
 
 __all__ = [
+    "ArraySource",
     "Backup",
+    "Checkpoint",
     "Cluster",
+    "ClusterError",
+    "ConfigError",
+    "DataError",
+    "DataSpec",
+    "DeviceError",
     "FitConfig",
     "FitReport",
+    "LaunchConfig",
+    "ModelError",
+    "ResumeError",
+    "RunDirError",
     "Source",
     "Task",
     "TfmultiError",
@@ -51,9 +89,9 @@ __all__ = [
     "UserError",
     "Verification",
     "VerificationError",
-    "fit",
     "make_strategy",
     "prepare",
+    "train",
     "verify",
 ]
 

@@ -9,7 +9,7 @@
         ├── DataError            a data set: missing, damaged or of the wrong form
         ├── ModelError           a model that cannot be built or trained as asked
         ├── RunDirError          the run directory
-        └── ResumeError          a run that cannot go on from its backups
+        └── ResumeError          a run that cannot go on from its checkpoints
 
 Each message is one line: the value, the rule, the place and the next step.
 """
@@ -77,7 +77,7 @@ class RunDirError(UserError):
 
 
 class ResumeError(UserError):
-    """The run cannot go on from where its backups say."""
+    """The run cannot go on from where its checkpoints say."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""tfmulti's side of benchmarks.recovery: the same network, a backup every so many steps.
+"""tfmulti's side of benchmarks.recovery: the same network, a checkpoint every so many steps.
 
     python -m tfmulti.launch --nproc-per-node 2 benchmarks/peers/recovery_tfmulti.py \
         FOLDER STEPS EVERY
@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmulti import Backup, make_strategy, prepare
+from tfmulti import Checkpoint, make_strategy, prepare
 from tfmulti.training.state.trainer_state import state_of
 
 BATCH = 128  # 64 each
@@ -53,8 +53,10 @@ def main(folder: str, steps: int, every: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.random((BATCH * steps, 64), np.float32)
     y = rng.integers(0, 10, len(x))
-    backup = Backup(root / "backups", every_steps=every, every_s=None)
-    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[backup, Tells(root / f"steps-{rank}")])
+    checkpoint = Checkpoint(root / "checkpoints", every_steps=every, every_s=None)
+    model.fit(
+        x, y, batch_size=BATCH, verbose=0, callbacks=[checkpoint, Tells(root / f"steps-{rank}")]
+    )
 
 
 if __name__ == "__main__":

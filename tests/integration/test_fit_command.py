@@ -103,7 +103,7 @@ def test_it_leaves_all_files(first: tuple[Path, Finished]) -> None:
         "curves.png",
         "tensorboard",
         "model.keras",
-        "backups",
+        "checkpoints",
     }
     assert (folder / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
     with open(folder / "a" / "history.csv", newline="") as file:
@@ -179,7 +179,15 @@ def test_a_run_killed_at_any_time_ends_like_the_one_that_was_not(
 ) -> None:
     """SIGKILL within the third epoch, in the sixth, and while the resumed one starts."""
     folder, _ = first
-    argv = [*FIT, "--run_dir", str(tmp_path / "r"), "--backup_every_steps", "7", "--verbose", "0"]
+    argv = [
+        *FIT,
+        "--run_dir",
+        str(tmp_path / "r"),
+        "--checkpoint_every_steps",
+        "7",
+        "--verbose",
+        "0",
+    ]
     with processes(tmp_path / "logs") as group:
         for number, until in enumerate((45, 100, 0)):
             progress = tmp_path / f"progress-{number}"
@@ -187,7 +195,7 @@ def test_a_run_killed_at_any_time_ends_like_the_one_that_was_not(
             wait_for_step(progress, until)
             process.kill()
             process.wait()
-        whole = tmp_path / "r" / "backups"
+        whole = tmp_path / "r" / "checkpoints"
         assert len([path for path in whole.iterdir() if path.name.startswith("step-")]) == 2
     done = run(argv, tmp_path / "last", limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
@@ -236,8 +244,8 @@ def test_the_same_command_again_has_nothing_left_to_do(first: tuple[Path, Finish
 def test_fit_in_a_script_has_the_same_result(first: tuple[Path, Finished]) -> None:
     folder, _ = first
     code = textwrap.dedent("""
-        from tfmulti import FitConfig, fit
-        report = fit(FitConfig(strategy="mirrored", run_dir="script", verbose="0"))
+        from tfmulti import FitConfig, train
+        report = train(FitConfig(strategy="mirrored", run_dir="script", verbose="0"))
         print("sha", report.weights_sha256, report.metrics["val_accuracy"])
     """)
     done = run(["-c", code], folder / "logs", limit_s=LIMIT_S, cwd=folder)
@@ -251,9 +259,9 @@ def test_op_determinism_is_a_flag(tmp_path: Path) -> None:
     """With it TensorFlow refuses random ops without a seed, those of others too."""
     code = textwrap.dedent("""
         import tensorflow as tf
-        from tfmulti import FitConfig, fit
+        from tfmulti import FitConfig, train
         flags = {"replicas": 2, "epochs": 1, "run_dir": "a", "verbose": "0"}
-        fit(FitConfig(strategy="mirrored", op_determinism=True, **flags))
+        train(FitConfig(strategy="mirrored", op_determinism=True, **flags))
         try:
             tf.random.set_seed(None)
             tf.random.uniform([2])

@@ -21,7 +21,7 @@ from tests.support.launching import (
     argv,
     assert_as_if_nothing_had_happened,
     assert_the_same_within_rounding,
-    has_backup,
+    has_checkpoint,
     launched,
     wait_for,
 )
@@ -32,18 +32,18 @@ SLOW = {"TFMULTI_TEST_STEP_S": "0.3"}
 
 
 def test_kills_of_any_worker_at_any_time(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    """Worker 0, worker 1, both, in a backup, in the evaluation: five kills in one run."""
+    """Worker 0, worker 1, both, in a checkpoint, in the evaluation: five kills in one run."""
     schedule = "0.0.0.kill 0.4.1.kill 0.v.0.kill 1.1.0.half 1.3.*.kill"
     done = launched(tmp_path, schedule)
     assert done.returncode == 0, done.stderr
     assert_as_if_nothing_had_happened(tmp_path, whole)
     assert done.stderr.count("[launch] starting all workers again") == 5
     assert "[launch] worker 1 was killed by SIGKILL" in done.stderr
-    assert not list((tmp_path / "backups").glob(".partial*99*"))
+    assert not list((tmp_path / "checkpoints").glob(".partial*99*"))
 
 
 def test_errors_freezes_and_notices(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    """An exception, an exit, a frozen worker, a damaged backup, and SIGTERM to one worker."""
+    """An exception, an exit, a frozen worker, a damaged checkpoint, and SIGTERM to one worker."""
     schedule = "0.1.1.raise 0.3.0.exit 1.0.1.stop 1.4.0.damage 2.2.1.term"
     done = launched(tmp_path, schedule)
     assert done.returncode == 0, done.stderr
@@ -61,7 +61,7 @@ def test_errors_freezes_and_notices(tmp_path: Path, whole: dict[str, np.ndarray]
 
 @needs_root
 def test_a_full_disk_loses_nothing(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    folder = tmp_path / "backups"
+    folder = tmp_path / "checkpoints"
     folder.mkdir()
     with mounted(folder, "256k"):
         done = launched(tmp_path, "0.2.0.fill 1.0.0.kill 1.3.0.free 2.0.1.kill")
@@ -126,7 +126,7 @@ def test_the_launcher_itself_is_ended(
     group = Processes(tmp_path / "launcher")
     try:
         launcher = group.start(argv(tmp_path, ""))
-        wait_for(lambda: has_backup(tmp_path))
+        wait_for(lambda: has_checkpoint(tmp_path))
         children = workers_of(launcher.pid)
         assert len(children) in (2, 3, 4)  # two workers, and those in readiness for them
         launcher.send_signal(number)
@@ -144,7 +144,7 @@ def test_a_guard_that_is_killed_is_replaced(tmp_path: Path, whole: dict[str, np.
     """The job does not notice; and a worker that fails later is started again."""
     with processes(tmp_path / "launcher") as group:
         launcher = group.start(argv(tmp_path, "0.3.1.kill"), SLOW)
-        wait_for(lambda: has_backup(tmp_path))
+        wait_for(lambda: has_checkpoint(tmp_path))
         [guard] = guards_of(launcher.pid)
         os.kill(guard, signal.SIGKILL)
         wait_for(lambda: guards_of(launcher.pid) not in ([], [guard]), 15)

@@ -17,7 +17,7 @@ from tests.support.launching import (
     LIMIT_S,
     argv,
     assert_the_same_within_rounding,
-    has_backup,
+    has_checkpoint,
     wait_for,
 )
 from tests.support.networks import Hosts
@@ -63,7 +63,7 @@ def test_a_host_is_cut_off_and_comes_back(
     with processes(tmp_path / "launcher") as group:
         flags = argv(tmp_path, "", "--nnodes", "1:2", *hosts)
         group.start(flags, SLOW_STEPS, before=two.inside(1))
-        wait_for(lambda: has_backup(tmp_path))
+        wait_for(lambda: has_checkpoint(tmp_path))
         two.cut_off(2)
         says(group, f"worker 1 is on {two.address(2)}, which does not answer any more (no word")
         says(group, f"going on with 1 worker: 1 on {two.address(1)}")
@@ -71,48 +71,48 @@ def test_a_host_is_cut_off_and_comes_back(
         [done] = group.wait(LIMIT_S)
     assert done.returncode == 0, done.stderr
     grown = f"going on with 2 workers: 1 on {two.address(1)}, 1 on {two.address(2)}"
-    assert grown.replace("going on with", "from the next backup on there are") in done.stderr
+    assert grown.replace("going on with", "from the next checkpoint on there are") in done.stderr
     assert grown in done.stderr
     assert_the_same_within_rounding(tmp_path, whole)
 
 
 @needs_hosts
-def test_a_chief_that_was_cut_off_leaves_the_backups_alone(
+def test_a_chief_that_was_cut_off_leaves_the_checkpoints_alone(
     tmp_path: Path, two: Hosts, whole: dict[str, np.ndarray]
 ) -> None:
     """It is slow to stop, on storage that it still reaches, while the job moves to another host.
 
-    Before folders had an owner, its last backup removed those of the job that had moved on.
+    Before folders had an owner, its last checkpoint removed those of the job that had moved on.
     """
-    file, backups = tmp_path / "hosts", tmp_path / "backups"
+    file, checkpoints = tmp_path / "hosts", tmp_path / "checkpoints"
     file.write_text(f"{two.address(2)} slots=1\n")
     with processes(tmp_path / "launcher") as group:
         flags = ["--hostfile", str(file), "--nnodes", "1:2", "--ssh", two.ssh()]
         flags += ["--shutdown-grace-s", "60"]
         group.start(argv(tmp_path, "0.4.0.lag", *flags), SLOW_STEPS, before=two.inside(1))
         wait_for((tmp_path / "done-0-0").exists)
-        stale = owner_of(backups)
+        stale = owner_of(checkpoints)
         two.cut_off(2)
         file.write_text(f"{two.address(1)} slots=1\n")
         says(group, f"going on with 1 worker: 1 on {two.address(1)}")
-        wait_for(lambda: owner_of(backups)["attempt"] == 1)
-        assert owner_of(backups)["run_id"] == stale["run_id"]
+        wait_for(lambda: owner_of(checkpoints)["attempt"] == 1)
+        assert owner_of(checkpoints)["run_id"] == stale["run_id"]
         wait_for(lambda: not Path(f"/proc/{stale['pid']}").exists(), 5)
-        left = newest_step(backups)
-        wait_for(lambda: newest_step(backups) > left)
-        assert owner_of(backups)["attempt"] == 1
+        left = newest_step(checkpoints)
+        wait_for(lambda: newest_step(checkpoints) > left)
+        assert owner_of(checkpoints)["attempt"] == 1
         [done] = group.wait(LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert_the_same_within_rounding(tmp_path, whole)
 
 
-def owner_of(backups: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((backups / "owner.json").read_text())
+def owner_of(checkpoints: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((checkpoints / "owner.json").read_text())
     return found
 
 
-def newest_step(backups: Path) -> int:
-    return max(int(path.stem.partition("-")[2]) for path in backups.glob("step-*"))
+def newest_step(checkpoints: Path) -> int:
+    return max(int(path.stem.partition("-")[2]) for path in checkpoints.glob("step-*"))
 
 
 @needs_hosts
@@ -133,7 +133,7 @@ def test_started_by_hand_on_each_host(
         )
         says(group, "worker 1 was killed by SIGKILL")
         assert listening(two, 1, 29500) == [two.address(1)]  # on no other interface
-        wait_for(lambda: (tmp_path / "backups" / "step-000000008.npz").exists())
+        wait_for(lambda: (tmp_path / "checkpoints" / "step-000000008.npz").exists())
         second.send_signal(signal.SIGTERM)
         says(group, f"going on with 1 worker: 1 on {two.address(1)}")
         done = group.wait(LIMIT_S)
@@ -173,7 +173,7 @@ def test_workers_leave_and_come_back(tmp_path: Path, whole: dict[str, np.ndarray
     with processes(tmp_path / "launcher") as group:
         flags = ["--hostfile", str(file), "--min-workers", "2"]
         group.start(argv(tmp_path, "", *flags), SLOW_STEPS)
-        wait_for(lambda: has_backup(tmp_path))
+        wait_for(lambda: has_checkpoint(tmp_path))
         file.write_text("localhost slots=2  # one goes\n")
         says(group, "going on with 2 workers: 2 on localhost")
         file.write_text("localhost slots=3\n")

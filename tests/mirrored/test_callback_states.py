@@ -1,4 +1,4 @@
-"""What callbacks know goes into a backup and comes back, or is named in one line."""
+"""What callbacks know goes into a checkpoint and comes back, or is named in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfmulti import Backup, prepare
+from tfmulti import Checkpoint, prepare
 from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 
@@ -81,7 +81,7 @@ def test_attributes_come_back_with_their_keys_and_classes() -> None:
 def test_what_get_state_returns_is_copied_and_comes_back() -> None:
     before, after = Speaks({1: [1], "a": (2, {3})}), Speaks(None)
     saved = CallbackStates([before]).capture()
-    before.state[1].append(2)  # training goes on while the backup is written
+    before.state[1].append(2)  # training goes on while the checkpoint is written
     CallbackStates([after]).restore(through_a_file(saved))
     assert after.state == {1: [1], "a": (2, {3})}
 
@@ -93,9 +93,11 @@ def test_what_cannot_be_held_is_named_and_the_rest_is_held() -> None:
     holds.found.append(np.array([object()]))
     saved = through_a_file(states.capture())
     assert [line.partition(";")[0] for line in states.left_out] == [
-        "the state of the callback Speaks is not in the backups, since get_state()['a'][1] is a "
+        "the state of the callback Speaks is not in the checkpoints, since get_state()['a'][1] is "
+        "a "
         "object",
-        "the attribute 'found' of the callback Holds is not in the backups, since found[0] is a "
+        "the attribute 'found' of the callback Holds is not in the checkpoints, since found[0] is "
+        "a "
         "NumPy array of object",
     ]
     fresh = Holds()
@@ -103,7 +105,7 @@ def test_what_cannot_be_held_is_named_and_the_rest_is_held() -> None:
     assert (fresh.count, fresh.found) == (5, [])
 
 
-def test_training_goes_on_with_one_line_and_backups(
+def test_training_goes_on_with_one_line_and_checkpoints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = prepare(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
@@ -113,7 +115,7 @@ def test_training_goes_on_with_one_line_and_backups(
         np.ones((8, 1)),
         batch_size=2,
         verbose=0,
-        callbacks=[Speaks({(1, 2): object()}), Backup(tmp_path, every_steps=1)],
+        callbacks=[Speaks({(1, 2): object()}), Checkpoint(tmp_path, every_steps=1)],
     )
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tfmulti:")]
     assert len(said) == 1

@@ -11,7 +11,7 @@ from tests.support.dataset_orders import DATASETS
 from tests.support.processes import ONE_THREAD, processes
 
 LIMIT_S = 300
-KINDS = ("one_device", "with_backup", "two_replicas")
+KINDS = ("one_device", "with_checkpoint", "two_replicas")
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Kind -> Dataset -> the codes of the batches of each call."""
     folder = tmp_path_factory.mktemp("orders")
     with processes(folder / "logs") as group:
-        for kinds in (("plain", "one_device", "with_backup"), ("two_replicas",)):
+        for kinds in (("plain", "one_device", "with_checkpoint"), ("two_replicas",)):
             out = str(folder / f"{kinds[0]}.json")
             group.start(["-m", "tests.support.dataset_orders", out, *kinds], ONE_THREAD)
         finished = group.wait(LIMIT_S)

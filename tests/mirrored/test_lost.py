@@ -10,7 +10,7 @@ import keras
 import pytest
 
 from tests.support.reads import BAD, BATCH, EXAMPLES, Logged
-from tfmulti import Backup, prepare
+from tfmulti import Checkpoint, prepare
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.lost import Lost
@@ -101,7 +101,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path, after: int, steps: int) -> None
     epochs = 12 // steps
 
     def run(most: int, after: int | None = None) -> keras.Model:
-        callbacks = [Backup(tmp_path), Steps(after)]
+        callbacks = [Checkpoint(tmp_path), Steps(after)]
         return trained(model_that_skips(most), epochs, steps, callbacks)
 
     with pytest.raises(SystemExit):
@@ -117,9 +117,9 @@ def test_a_resumed_run_counts_what_was_lost_before(tmp_path: Path, epochs: int, 
     """In the first pass: one example until the stop, and two after it."""
     assert [lost_until(step)[0] for step in (2, 3, 4)] == [1, 1, 3]
     with pytest.raises(SystemExit):
-        trained(model_that_skips(2), epochs, steps, [Backup(tmp_path), Steps(3)])
+        trained(model_that_skips(2), epochs, steps, [Checkpoint(tmp_path), Steps(3)])
     with pytest.raises(DataError, match=r"^3 examples of this pass over the data could not be"):
-        trained(model_that_skips(2), epochs, steps, [Backup(tmp_path)])
+        trained(model_that_skips(2), epochs, steps, [Checkpoint(tmp_path)])
 
 
 @pytest.mark.parametrize("loaded", [1, 2])

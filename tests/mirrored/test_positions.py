@@ -111,7 +111,7 @@ def test_it_goes_on_at_once_from_every_batch(name: str) -> None:
 
 @pytest.mark.usefixtures("watched")
 def test_where_a_shuffle_has_ended_it_is_read_from_the_last_whole_position() -> None:
-    """Where there was a backup: not from the beginning, which may be epochs ago."""
+    """Where there was a checkpoint: not from the beginning, which may be epochs ago."""
     make = DATASETS[WITHOUT_SOME]
     whole = values(make_feed(make(), placement=ALONE).iterate(0), 60)
     feed = make_feed(make(), placement=ALONE)

@@ -16,7 +16,7 @@ from tfmulti import FitConfig, Throughput, make_strategy, prepare
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.run.callbacks import throughput as module
-from tfmulti.run.train import fit
+from tfmulti.run.train import train
 
 X = np.zeros((50, 4), np.float32)
 
@@ -155,8 +155,8 @@ def test_a_run_reports_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     config = FitConfig(
         log_throughput=True, peak_tflops=0.5, run_dir=str(tmp_path / "r"), verbose="2", **same
     )
-    report = fit(config)
-    plain = fit(FitConfig(run_dir=str(tmp_path / "p"), verbose="0", **same))
+    report = train(config)
+    plain = train(FitConfig(run_dir=str(tmp_path / "p"), verbose="0", **same))
     assert report.weights_sha256 == plain.weights_sha256
     assert report.history == plain.history
     assert plain.throughput is None

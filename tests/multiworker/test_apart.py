@@ -85,7 +85,7 @@ def test_all_stop_where_they_meet(workers: Workers) -> None:
 
 @COUNTS
 def test_slots_stay_each_workers_own(workers: Workers, count: int) -> None:
-    """A backup has those of all; of another number of workers each gets the mean."""
+    """A checkpoint has those of all; of another number of workers each gets the mean."""
     found = [worker["slots_of_other_workers"] for worker in workers(count)]
     kept = found[0][1]
     for rank, (own, all_slots, after, velocities) in enumerate(found):

@@ -1,4 +1,4 @@
-"""A Dataset goes on from a backup on any number of workers, and none reads what came before."""
+"""A Dataset goes on from a checkpoint on any number of workers, and none reads what came before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READ_AHEAD = 8 + 8 * BATCH  # the shuffle's buffer, two prefetches, and back to 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives `found(pipeline, workers)`: what each worker found; two make the backups."""
+    """Gives `found(pipeline, workers)`: what each worker found; two make the checkpoints."""
 
     @functools.cache
     def folder_of(pipeline: str) -> Path:
@@ -75,7 +75,9 @@ def test_of_data_without_end_they_read_what_follows_and_a_little_ahead(found: An
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_backup_of_two_workers_goes_on_on_other_numbers_of_them(found: Any, workers: int) -> None:
+def test_a_checkpoint_of_two_workers_goes_on_on_other_numbers_of_them(
+    found: Any, workers: int
+) -> None:
     whole = found("ends", 2)[0]["whole"]
     for worker in found("ends", workers):
         for step in ELSEWHERE:

@@ -42,7 +42,7 @@ def test_it_ends_as_the_run_that_was_not_stopped(behaviours: Behaviours, name: s
 
 
 MATRIX = "float32 of shape (8, 8)"
-DIFFERENCES = [  # variable, in the backup, now
+DIFFERENCES = [  # variable, in the checkpoint, now
     ("Sequential/2 Dense/kernel", MATRIX, "float32 of shape (8, 7)"),
     ("Sequential/2 Other/kernel", "not there", MATRIX),
     ("Sequential/3 Dense/kernel", "float32 of shape (8, 3)", MATRIX),
@@ -60,7 +60,7 @@ DIFFERENCES = [  # variable, in the backup, now
 
 def test_another_model_is_refused_by_what_differs(behaviours: Behaviours) -> None:
     words = [
-        f"the model has changed: its variable {name!r} is {there} in the backup and {here} now."
+        f"the model has changed: its variable {name!r} is {there} in the checkpoint and {here} now."
         for name, there, here in DIFFERENCES
     ]
     assert behaviours("one_device")[0]["resumed_with_another_model"] == words
@@ -73,6 +73,8 @@ def test_another_run_does_not_go_on(behaviours: Behaviours) -> None:
             assert "ResumeError: the model has changed: its variable" in model
             assert "ResumeError: saved seed=4, this run seed=5" in seed
             assert "saved examples=61 of the training data, this run examples=60" in rows
-            assert "holds backups of a run, and resume is 'never'" in never
-            assert "there is no whole backup in" in must
-            assert re.search("a backup at step 4 in .*of another machine, which .* does not", lost)
+            assert "holds checkpoints of a run, and resume is 'never'" in never
+            assert "there is no whole checkpoint in" in must
+            assert re.search(
+                "a checkpoint at step 4 in .*of another machine, which .* does not", lost
+            )

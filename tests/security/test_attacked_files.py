@@ -1,4 +1,4 @@
-"""Crafted backups and data files given to real jobs of two workers: right numbers, or one line."""
+"""Crafted checkpoints and data files in real jobs of two workers: right numbers, or one line."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("change", [paths_of_a_position, attributes_of_a_callback])
-def test_a_crafted_backup_writes_nothing_elsewhere(
+def test_a_crafted_checkpoint_writes_nothing_elsewhere(
     tmp_path: Path, weights: list[np.ndarray], change: Callable[[dict[str, Any], str], None]
 ) -> None:
-    """The newest backup was changed, with all its checksums: the job ends with its numbers."""
+    """The newest checkpoint was changed, with all its checksums: the job ends with its numbers."""
     outside = str(tmp_path / "outside.weights.h5")
     interrupted(tmp_path)
     change_newest(tmp_path, lambda tree: change(tree, outside))
@@ -53,10 +53,10 @@ def test_a_crafted_backup_writes_nothing_elsewhere(
     np.testing.assert_equal(left_in(tmp_path), weights)
 
 
-def test_a_packed_backup_is_passed_over(tmp_path: Path, weights: list[np.ndarray]) -> None:
-    """What unpacks to more than the file is not unpacked: the backup before it is taken."""
+def test_a_packed_checkpoint_is_passed_over(tmp_path: Path, weights: list[np.ndarray]) -> None:
+    """What unpacks to more than the file is not unpacked: the checkpoint before it is taken."""
     interrupted(tmp_path)
-    newest = file_format.Backups(tmp_path / "backups").files()[0]
+    newest = file_format.Checkpoints(tmp_path / "checkpoints").files()[0]
     with zipfile.ZipFile(newest, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.npy", bytes(100 << 20))
     done = saving(tmp_path)
@@ -68,12 +68,12 @@ def test_a_packed_backup_is_passed_over(tmp_path: Path, weights: list[np.ndarray
 def test_a_record_of_another_form_is_one_line(tmp_path: Path) -> None:
     interrupted(tmp_path)
     change_newest(tmp_path, lambda tree: tree.update(progress="../x"))
-    before = sorted((tmp_path / "backups").iterdir())
+    before = sorted((tmp_path / "checkpoints").iterdir())
     done = saving(tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "the newest backup is not as this version writes it" in done.stderr
+    assert "the newest checkpoint is not as this version writes it" in done.stderr
     assert "Traceback" not in done.stderr
-    assert sorted((tmp_path / "backups").iterdir()) == before
+    assert sorted((tmp_path / "checkpoints").iterdir()) == before
 
 
 def saving(folder: Path, *stop: str) -> Finished:
@@ -83,14 +83,14 @@ def saving(folder: Path, *stop: str) -> Finished:
 
 
 def interrupted(folder: Path) -> None:
-    """Runs a job that ends in the midst of its second epoch, and leaves some backups."""
+    """Runs a job that ends in the midst of its second epoch, and leaves some checkpoints."""
     done = saving(folder, "10")
     assert done.returncode == 3, done.stderr
 
 
 def change_newest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the newest backup, with all its checksums."""
-    path = file_format.Backups(folder / "backups").files()[0]
+    """Changes the newest checkpoint, with all its checksums."""
+    path = file_format.Checkpoints(folder / "checkpoints").files()[0]
     record = file_format.from_bytes(path.read_bytes())
     change(record.tree)
     path.write_bytes(file_format.to_bytes(record))

@@ -18,7 +18,7 @@ from tests.support.launching import (
     LIMIT_S,
     argv,
     assert_the_same_within_rounding,
-    has_backup,
+    has_checkpoint,
     wait_for,
 )
 from tests.support.processes import processes
@@ -42,7 +42,7 @@ def test_strangers_at_all_ports_change_nothing(
         give_orders(imposter, tmp_path / "escaped")
         wait_for(lambda: "does not know this job's secret" in group.errors(0))
         first = group.start(argv(tmp_path, "", *flags, "0"), env)
-        wait_for(lambda: has_backup(tmp_path))
+        wait_for(lambda: has_checkpoint(tmp_path))
         ports = listening(first.pid) | listening(second.pid)
         assert (FIRST, port) in ports
         assert len(ports) >= 3  # and TensorFlow's server of each worker

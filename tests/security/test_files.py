@@ -36,7 +36,7 @@ from tfmulti.data.sources import images, npz
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ResumeError, RunDirError
 from tfmulti.training.checkpoint import file_format
-from tfmulti.training.checkpoint.file_format import Backups, DamagedBackup, Record
+from tfmulti.training.checkpoint.file_format import Checkpoints, DamagedCheckpoint, Record
 
 
 def png(width: int, height: int) -> bytes:
@@ -216,7 +216,7 @@ def test_an_npz_of_more_than_the_memory_is_one_line(
 
 
 def rewritten(data: bytes, change: Any, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """Returns a backup whose parts were changed."""
+    """Returns a checkpoint whose parts were changed."""
     out = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(data)) as before,
@@ -250,17 +250,17 @@ def test_a_parquet_file_of_more_than_the_memory_is_one_line(
         parquet_tables.read_parquet(out.getvalue())
 
 
-def test_a_small_backup_takes_little_memory() -> None:
+def test_a_small_checkpoint_takes_little_memory() -> None:
     """As a zip bomb 1 MB took 2 GB: tfmulti writes no compressed parts, and reads none."""
     data = file_format.to_bytes(Record(1, {"x": np.zeros(1000)}))
     same = rewritten(data, lambda name, part: part)
     assert file_format.from_bytes(same).step == 1
     packed = rewritten(data, lambda name, part: part, zipfile.ZIP_DEFLATED)
-    with pytest.raises(DamagedBackup, match="compressed, or larger than the file"):
+    with pytest.raises(DamagedCheckpoint, match="compressed, or larger than the file"):
         file_format.from_bytes(packed)
 
 
-def test_an_array_stands_in_a_backup_once() -> None:
+def test_an_array_stands_in_a_checkpoint_once() -> None:
     """Written again for other workers, each mention of it would be a copy."""
 
     def twice(name: str, part: bytes) -> bytes:
@@ -273,11 +273,11 @@ def test_an_array_stands_in_a_backup_once() -> None:
         return json.dumps(seal).encode()
 
     data = file_format.to_bytes(Record(1, {"x": np.zeros(1000)}))
-    with pytest.raises(DamagedBackup, match="stands in it twice"):
+    with pytest.raises(DamagedCheckpoint, match="stands in it twice"):
         file_format.from_bytes(rewritten(data, twice))
 
 
-def test_parts_of_a_backup_are_not_more_than_the_file() -> None:
+def test_parts_of_a_checkpoint_are_not_more_than_the_file() -> None:
     """Entries of a zip file may lie over each other."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
@@ -285,24 +285,24 @@ def test_parts_of_a_backup_are_not_more_than_the_file() -> None:
         for number in range(9):
             archive.filelist.append(archive.filelist[0])
             archive.NameToInfo[str(number)] = archive.filelist[0]
-    with pytest.raises(DamagedBackup, match="larger than the file"):
+    with pytest.raises(DamagedCheckpoint, match="larger than the file"):
         file_format.from_bytes(out.getvalue())
 
 
-def test_an_array_of_a_backup_is_no_larger_than_its_part() -> None:
+def test_an_array_of_a_checkpoint_is_no_larger_than_its_part() -> None:
     with pytest.raises(ValueError, match=r"declares [0-9,]+ bytes of values, but has 3"):
         file_format.plain.from_npy("", npy((1 << 43,), b"few"))
     with pytest.raises(ValueError, match=r"declares [0-9,]+ bytes of values, but has 3"):
         file_format.plain.from_npy("", npy((1 << 40, 1 << 40), b"few"))
 
 
-def test_a_named_pipe_is_no_backup(tmp_path: Path) -> None:
+def test_a_named_pipe_is_no_checkpoint(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step-000000009.npz")
     (tmp_path / "step-000000008.npz").symlink_to("/dev/zero")
-    backups = Backups(tmp_path)
-    assert backups.newest() == (None, [])
-    backups.write(Record(1, {}))
-    assert [path.stem for path in backups.files()] == ["step-000000001"]
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.newest() == (None, [])
+    checkpoints.write(Record(1, {}))
+    assert [path.stem for path in checkpoints.files()] == ["step-000000001"]
 
 
 class Failing(ArraySource):

@@ -26,7 +26,7 @@ from tests.support.processes import processes
 from tfmulti.config import run_directory
 from tfmulti.errors import ResumeError
 from tfmulti.training.checkpoint import owner
-from tfmulti.training.checkpoint.file_format import Backups, Record
+from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import FILE, NotOwner, Owner, Ownership, ownership_of
 
 LIMIT_S = 120
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder, and an owner that is taken for gone after a second without a touch."""
     monkeypatch.setattr(owner, "SILENT_S", 1.0)
     monkeypatch.setattr(owner, "BEAT_S", 0.1)
-    return tmp_path / "backups"
+    return tmp_path / "checkpoints"
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ time.sleep(2)
 
 def test_of_those_that_start_at_once_one_takes_the_folder(tmp_path: Path) -> None:
     pipe = subprocess.PIPE
-    argv = [sys.executable, "-c", STARTS, str(tmp_path / "backups")]
+    argv = [sys.executable, "-c", STARTS, str(tmp_path / "checkpoints")]
     starts = [
         subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(6)
     ]
@@ -257,8 +257,8 @@ def test_an_earlier_attempt_finds_a_later_one_that_has_ended(folder: Path) -> No
 def test_no_file_of_a_runs_folder_is_replaced_or_removed_by_who_has_lost_it(
     tmp_path: Path,
 ) -> None:
-    stale = Ownership(tmp_path / "backups", job(0), lambda code: None)
-    live = Ownership(tmp_path / "backups", job(1))
+    stale = Ownership(tmp_path / "checkpoints", job(0), lambda code: None)
+    live = Ownership(tmp_path / "checkpoints", job(1))
     stale.take()
     inside, outside = tmp_path / "report.json", tmp_path.parent / "other.json"
     with run_directory.guarded(tmp_path, stale.check):
@@ -340,9 +340,9 @@ def record(step: int) -> Record:
     return Record(step, {"x": np.zeros(3)})
 
 
-def test_newer_backups_are_removed_only_where_they_were_found_damaged(tmp_path: Path) -> None:
+def test_newer_checkpoints_are_removed_only_where_they_were_found_damaged(tmp_path: Path) -> None:
     """A chief that was cut off once removed those of the job that had moved on."""
-    live, stale = Backups(tmp_path), Backups(tmp_path)
+    live, stale = Checkpoints(tmp_path), Checkpoints(tmp_path)
     for step in (10, 20):
         live.write(record(step))
     stale.write(record(15))
@@ -351,7 +351,7 @@ def test_newer_backups_are_removed_only_where_they_were_found_damaged(tmp_path: 
     }
     newest = live.files()[0]
     newest.write_bytes(b"damaged")
-    after = Backups(tmp_path)
+    after = Checkpoints(tmp_path)
     found, wrong = after.newest()
     assert (found and found.step, len(wrong)) == (15, 1)
     after.write(record(16))
@@ -361,13 +361,13 @@ def test_newer_backups_are_removed_only_where_they_were_found_damaged(tmp_path: 
 def test_who_has_lost_the_folder_writes_and_removes_nothing(tmp_path: Path) -> None:
     first = Ownership(tmp_path, job(1), lambda code: None)
     first.take()
-    backups = Backups(tmp_path, 1, first.check)
-    backups.write(record(1))
+    checkpoints = Checkpoints(tmp_path, 1, first.check)
+    checkpoints.write(record(1))
     second = Ownership(tmp_path, job(2))
     second.take()
     with pytest.raises(NotOwner):
-        backups.write(record(2))
-    assert [path.stem for path in backups.files()] == ["step-000000001"]
+        checkpoints.write(record(2))
+    assert [path.stem for path in checkpoints.files()] == ["step-000000001"]
     assert not list(tmp_path.glob(".partial-*"))
     second.release()
 
@@ -375,7 +375,7 @@ def test_who_has_lost_the_folder_writes_and_removes_nothing(tmp_path: Path) -> N
 PROGRAM = """
 import sys, time
 import keras, numpy as np
-from tfmulti import Backup, make_strategy, prepare
+from tfmulti import Checkpoint, make_strategy, prepare
 
 class Slow(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
@@ -387,47 +387,47 @@ with make_strategy().scope():
     model.compile("sgd", "mse")
 x = np.arange(64, dtype="float32").reshape(16, 4) / 64
 model.fit(x, x[:, :1], batch_size=4, epochs=int(sys.argv[2]), verbose=0,
-          callbacks=[Backup(sys.argv[1], every_steps=4), Slow()])
+          callbacks=[Checkpoint(sys.argv[1], every_steps=4), Slow()])
 print("done", model.optimizer.iterations.numpy())
 """
 
 
 def test_a_chief_that_was_cut_off_ends_without_saving(tmp_path: Path) -> None:
     """It stands still, as behind a broken network, while the job moves on without it."""
-    script, backups = tmp_path / "train.py", tmp_path / "backups"
+    script, checkpoints = tmp_path / "train.py", tmp_path / "checkpoints"
     script.write_text(PROGRAM)
     with processes(tmp_path / "logs") as group:
-        stale = group.start([str(script), str(backups), "1000"], job(0))
-        wait_for(lambda: len(list(backups.glob("step-*"))) == 2, 60)
+        stale = group.start([str(script), str(checkpoints), "1000"], job(0))
+        wait_for(lambda: len(list(checkpoints.glob("step-*"))) == 2, 60)
         stale.send_signal(signal.SIGSTOP)
-        live = group.start([str(script), str(backups), "1000"], job(1))
-        wait_for(lambda: Owner(**json.loads((backups / FILE).read_text())).attempt == 1, 60)
-        first = max(backups.glob("step-*"))
-        wait_for(lambda: max(backups.glob("step-*")) > first, 60)
+        live = group.start([str(script), str(checkpoints), "1000"], job(1))
+        wait_for(lambda: Owner(**json.loads((checkpoints / FILE).read_text())).attempt == 1, 60)
+        first = max(checkpoints.glob("step-*"))
+        wait_for(lambda: max(checkpoints.glob("step-*")) > first, 60)
         stale.send_signal(signal.SIGCONT)
         stale.wait(30)
-        at_its_end = max(backups.glob("step-*"))
-        wait_for(lambda: max(backups.glob("step-*")) > at_its_end, 60)  # the job goes on
+        at_its_end = max(checkpoints.glob("step-*"))
+        wait_for(lambda: max(checkpoints.glob("step-*")) > at_its_end, 60)  # the job goes on
         live.send_signal(signal.SIGTERM)
         ended, done = group.wait(LIMIT_S)
     assert ended.returncode == 1
     assert "this process (attempt 0) ends without saving." in ended.stderr
     assert done.returncode == 143, done.stderr
-    assert has_ended(backups)
+    assert has_ended(checkpoints)
 
 
 def test_two_starts_in_one_directory(tmp_path: Path) -> None:
     """The second of the launcher's jobs answers in a line; the first one does not notice."""
-    script, backups = tmp_path / "train.py", tmp_path / "backups"
+    script, checkpoints = tmp_path / "train.py", tmp_path / "checkpoints"
     script.write_text(PROGRAM)
     argv = ["-m", "tfmulti.launch", "--log-dir", str(tmp_path / "out")]
     with processes(tmp_path / "logs") as group:
-        running = group.start([*argv, str(script), str(backups), "1000"])
-        wait_for(lambda: any(backups.glob("step-*")), 60)
-        second = group.start([*argv, str(script), str(backups), "1000"])
+        running = group.start([*argv, str(script), str(checkpoints), "1000"])
+        wait_for(lambda: any(checkpoints.glob("step-*")), 60)
+        second = group.start([*argv, str(script), str(checkpoints), "1000"])
         assert second.wait(60) == 2
-        newest = max(backups.glob("step-*"))
-        wait_for(lambda: max(backups.glob("step-*")) > newest, 60)  # the first goes on
+        newest = max(checkpoints.glob("step-*"))
+        wait_for(lambda: max(checkpoints.glob("step-*")) > newest, 60)  # the first goes on
         running.send_signal(signal.SIGTERM)
         first, refused = group.wait(LIMIT_S)
     assert first.returncode == 143, first.stderr
@@ -436,16 +436,16 @@ def test_two_starts_in_one_directory(tmp_path: Path) -> None:
 
 
 def test_the_record_of_a_run_that_was_killed_blocks_nobody(tmp_path: Path) -> None:
-    script, backups = tmp_path / "train.py", tmp_path / "backups"
+    script, checkpoints = tmp_path / "train.py", tmp_path / "checkpoints"
     script.write_text(PROGRAM)
     with processes(tmp_path / "logs") as group:
-        killed = group.start([str(script), str(backups), "1000"])
-        wait_for(lambda: any(backups.glob("step-*")), 60)
+        killed = group.start([str(script), str(checkpoints), "1000"])
+        wait_for(lambda: any(checkpoints.glob("step-*")), 60)
         killed.kill()
         killed.wait()
-        assert (backups / FILE).exists()
-        shutil.copytree(backups, tmp_path / "kept")
-        group.start([str(script), str(backups), "10"])
+        assert (checkpoints / FILE).exists()
+        shutil.copytree(checkpoints, tmp_path / "kept")
+        group.start([str(script), str(checkpoints), "10"])
         _, done = group.wait(LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "done" in done.stdout

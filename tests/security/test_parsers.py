@@ -53,7 +53,7 @@ from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
 from tfmulti.launch.workers import WorkerStatus
 from tfmulti.training.checkpoint import file_format, owner
-from tfmulti.training.checkpoint.file_format import DamagedBackup, Record
+from tfmulti.training.checkpoint.file_format import DamagedCheckpoint, Record
 from tfmulti.training.checkpoint.owner import Owner
 
 MOST_BYTES = 64 << 20  # of memory, over what the process has, for inputs of some KB
@@ -480,7 +480,7 @@ def test_descriptions_of_records(data: bytes) -> None:
         read_features("features.json", data)
 
 
-# Data and backups.
+# Data and checkpoints.
 
 
 def bytes_of_npz() -> bytes:
@@ -519,20 +519,20 @@ BACKUP = file_format.to_bytes(
 
 @fuzzed
 @given(damaged(BACKUP))
-def test_backups(data: bytes) -> None:
-    with only(DamagedBackup):
+def test_checkpoints(data: bytes) -> None:
+    with only(DamagedCheckpoint):
         assert type(file_format.from_bytes(data).step) is int
 
 
 def parts_of(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """Returns the description of a backup, and the files of its arrays."""
+    """Returns the description of a checkpoint, and the files of its arrays."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         head = json.loads(json.loads(archive.read("record.json"))["text"])
         return head, [archive.read(f"{number}.npy") for number in range(len(head["types"]))]
 
 
 def sealed(head: Any, blobs: list[bytes]) -> bytes:
-    """Returns a backup whose checksums are right, whatever it says."""
+    """Returns a checkpoint whose checksums are right, whatever it says."""
     text, out = json.dumps(head), io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         seal = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
@@ -544,11 +544,11 @@ def sealed(head: Any, blobs: list[bytes]) -> bytes:
 
 @fuzzed
 @given(like(parts_of(BACKUP)[0]), st.data())
-def test_backups_that_somebody_made(head: Any, data: st.DataObject) -> None:
+def test_checkpoints_that_somebody_made(head: Any, data: st.DataObject) -> None:
     blobs = [data.draw(st.just(blob) | damaged(blob)) for blob in parts_of(BACKUP)[1]]
     if isinstance(head, dict) and isinstance(head.get("sha256"), list):
         head["sha256"] = [hashlib.sha256(blob).hexdigest() for blob in blobs]
-    with only(DamagedBackup):
+    with only(DamagedCheckpoint):
         assert type(file_format.from_bytes(sealed(head, blobs)).step) is int
 
 

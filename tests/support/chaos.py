@@ -2,16 +2,16 @@
 
     python -m tests.support.chaos OUT.npz FOLDER 'EPOCH.STEP.WORKER.ACTION …'
 
-A user's script with `Backup`, run by the launcher. STEP counts from 0 within the epoch and means
-its end, or `v` the first validation batch of the epoch; WORKER `*` is each of them. Actions:
+A user's script with `Checkpoint`, run by the launcher. STEP counts from 0 within the epoch and
+means its end, or `v` the first validation batch of the epoch; WORKER `*` is each of them. Actions:
 
 - kill, exit, raise, term, stop: of this process (SIGKILL, exit code 3, an exception, SIGTERM to
   itself, SIGSTOP);
 - lag, hang, deadlock: a callback that takes half a minute, or never returns; a collective in
   which this worker is alone;
-- half: SIGKILL in the midst of writing the next backup;
-- damage: some bytes of the newest backup are changed, then SIGKILL;
-- fill, free: the file system of the backups is filled to the last byte, and emptied again.
+- half: SIGKILL in the midst of writing the next checkpoint;
+- damage: some bytes of the newest checkpoint are changed, then SIGKILL;
+- fill, free: the file system of the checkpoints is filled to the last byte, and emptied again.
 
 TFMULTI_TEST_STEP_S in the environment makes each step last longer; over SSH it goes along.
 
@@ -32,9 +32,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import Backup, make_strategy, prepare
+from tfmulti import Checkpoint, make_strategy, prepare
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.training.checkpoint.file_format import Backups
+from tfmulti.training.checkpoint.file_format import Checkpoints
 
 EPOCHS, ROWS, BATCH = 3, 67, 12  # six steps an epoch, the last one of seven rows
 EVERY_STEPS = 2
@@ -43,9 +43,9 @@ EVERY_STEPS = 2
 class Chaos(keras.callbacks.Callback):
     """Does what the schedule says, each entry once over all attempts."""
 
-    def __init__(self, folder: Path, schedule: str, rank: int, backup: Backup) -> None:
+    def __init__(self, folder: Path, schedule: str, rank: int, checkpoint: Checkpoint) -> None:
         super().__init__()
-        self._backup = backup
+        self._checkpoint = checkpoint
         self._folder, self._rank = folder, rank
         self._schedule = [tuple(entry.split(".")) for entry in schedule.split()]
         self._epoch = 0
@@ -110,15 +110,15 @@ class Chaos(keras.callbacks.Callback):
         )
 
     def _half(self) -> None:
-        def write(backups: Backups, record: Any) -> NoReturn:
-            (backups.folder / ".partial-1-step-000000099.npz").write_bytes(b"half of it")
+        def write(checkpoints: Checkpoints, record: Any) -> NoReturn:
+            (checkpoints.folder / ".partial-1-step-000000099.npz").write_bytes(b"half of it")
             self._kill()
 
-        Backups.write = write  # type: ignore[method-assign,assignment]
+        Checkpoints.write = write  # type: ignore[method-assign,assignment]
 
     def _damage(self) -> None:
-        self._backup.finish()  # else a newer one may become whole after this
-        newest = Backups(self._folder / "backups").files()[0]
+        self._checkpoint.finish()  # else a newer one may become whole after this
+        newest = Checkpoints(self._folder / "checkpoints").files()[0]
         data = bytearray(newest.read_bytes())
         for place in range(len(data) // 2, len(data) // 2 + 64):
             data[place] ^= 1  # some single bytes of the format nobody reads
@@ -126,7 +126,7 @@ class Chaos(keras.callbacks.Callback):
         self._kill()
 
     def _fill(self) -> None:
-        with open(self._folder / "backups" / "filler", "wb", buffering=0) as file:
+        with open(self._folder / "checkpoints" / "filler", "wb", buffering=0) as file:
             try:
                 while file.write(b"x" * 512):
                     pass
@@ -134,7 +134,7 @@ class Chaos(keras.callbacks.Callback):
                 pass
 
     def _free(self) -> None:
-        (self._folder / "backups" / "filler").unlink()
+        (self._folder / "checkpoints" / "filler").unlink()
 
 
 def main(out: str, folder: str, schedule: str = "") -> None:
@@ -160,12 +160,12 @@ def main(out: str, folder: str, schedule: str = "") -> None:
             keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"]
         )
     c = keras.callbacks
-    backup = Backup(f"{folder}/backups", every_steps=EVERY_STEPS, every_s=None)
+    checkpoint = Checkpoint(f"{folder}/checkpoints", every_steps=EVERY_STEPS, every_s=None)
     callbacks = [
         c.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=1.0),
         c.EarlyStopping("loss", patience=9, restore_best_weights=True),
-        backup,
-        Chaos(Path(folder), schedule, place.rank, backup),
+        checkpoint,
+        Chaos(Path(folder), schedule, place.rank, checkpoint),
     ]
     history = model.fit(
         x,

@@ -3,8 +3,8 @@
     python -m tests.support.dataset_orders OUT KIND...
 
 writes OUT: a JSON object, kind -> Dataset -> the code of each batch, in the order in which the
-batches came. The kinds are `plain` (Keras without tfmulti), `one_device`, `with_backup` (the same
-with a Backup callback) and `two_replicas`, which needs a process of its own.
+batches came. The kinds are `plain` (Keras without tfmulti), `one_device`, `with_checkpoint` (the
+same with a Checkpoint callback) and `two_replicas`, which needs a process of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import make_strategy, prepare
-from tfmulti.training.checkpoint.callback import Backup
+from tfmulti.training.checkpoint.callback import Checkpoint
 
 CODES = np.random.default_rng(4).random(24).astype(np.float32)
 
@@ -127,7 +127,7 @@ class Noted(keras.callbacks.Callback):
 def order_of(model: keras.Model, name: str, folder: Path | None) -> list[list[float]]:
     """Returns the codes of all batches of several calls with the same Datasets.
 
-    Each `fit` has a Backup in a folder of its own below `folder`, unless that is None.
+    Each `fit` has a Checkpoint in a folder of its own below `folder`, unless that is None.
     """
     keras.utils.set_random_seed(7)
     dataset, other = DATASETS[name](), DATASETS[name]()
@@ -145,8 +145,8 @@ def order_of(model: keras.Model, name: str, folder: Path | None) -> list[list[fl
     def fit(stop_at: int | None = None, **options: Any) -> None:
         options |= noted(stop_at)
         if folder is not None:
-            backup = Backup(folder / str(len(found)), every_steps=3, every_s=None)
-            options["callbacks"].append(backup)
+            checkpoint = Checkpoint(folder / str(len(found)), every_steps=3, every_s=None)
+            options["callbacks"].append(checkpoint)
         model.fit(dataset, **options)
 
     fit(epochs=3, **whole)
@@ -184,7 +184,7 @@ def orders_of(kind: str) -> dict[str, list[list[float]]]:
     found = {}
     for name in DATASETS:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = order_of(model, name, Path(folder) if kind == "with_backup" else None)
+            found[name] = order_of(model, name, Path(folder) if kind == "with_checkpoint" else None)
     return found
 
 

@@ -48,9 +48,9 @@ def assert_the_same_within_rounding(folder: Path, whole: dict[str, np.ndarray]) 
     assert largest_difference(left_in(folder), whole) <= 1e-6
 
 
-def has_backup(folder: Path) -> bool:
-    """Whether a run has made its first backup."""
-    return any((folder / "backups").glob("step-*"))
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has made its first checkpoint."""
+    return any((folder / "checkpoints").glob("step-*"))
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:

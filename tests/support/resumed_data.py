@@ -1,9 +1,9 @@
-"""Goes on with a Dataset from the backup of every step, and counts the files that are opened.
+"""Goes on with a Dataset from the checkpoint of every step, and counts the files that are opened.
 
 python -m tests.support.resumed_data FOLDER OUT_RANK.json PIPELINE STEP...
 
-Trains on one file a row, first without a stop where FOLDER has no backups yet, with a backup
-after each step, and then on from each STEP.
+Trains on one file a row, first without a stop where FOLDER has no checkpoints yet, with a
+checkpoint after each step, and then on from each STEP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfmulti import make_strategy, prepare
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.training.checkpoint.callback import Backup
+from tfmulti.training.checkpoint.callback import Checkpoint
 
 ROWS, BATCH, STEPS, EPOCHS = 36, 5, 15, 2  # 2 × 36 rows make 15 batches, the last of 2 rows
 IN_OPEN, IN_NONBLOCK = 0x20, 0o4000
@@ -54,14 +54,14 @@ class Opened:
 
 
 class Losses(keras.callbacks.Callback):
-    """Notes the loss after each step; on the chief each backup is written before the next."""
+    """Notes the loss after each step; on the chief each checkpoint is written before the next."""
 
-    def __init__(self, backup: Backup) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
-        self._backup, self.found = backup, []  # type: ignore[var-annotated]
+        self._checkpoint, self.found = checkpoint, []  # type: ignore[var-annotated]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._backup.finish()
+        self._checkpoint.finish()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.found.append(float(logs["loss"]))
@@ -103,26 +103,26 @@ def main(folder: str, out: str, pipeline: str, *steps: str) -> None:
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
     opened = Opened(rows)
 
-    def fitted(backups: Path, every_steps: int | None) -> dict[str, Any]:
-        backup = Backup(backups, every_steps=every_steps, every_s=None, keep=100)
-        losses = Losses(backup)
+    def fitted(checkpoints: Path, every_steps: int | None) -> dict[str, Any]:
+        checkpoint = Checkpoint(checkpoints, every_steps=every_steps, every_s=None, keep=100)
+        losses = Losses(checkpoint)
         length = None if pipeline == "ends" else STEPS
         data = dataset_of(rows, pipeline)
         model.fit(
-            data, epochs=EPOCHS, steps_per_epoch=length, verbose=0, callbacks=[losses, backup]
+            data, epochs=EPOCHS, steps_per_epoch=length, verbose=0, callbacks=[losses, checkpoint]
         )
         weights = [array.tolist() for array in model.get_weights()]
         return {"losses": losses.found, "weights": weights, "opened": opened.count()}
 
     found: dict[str, Any] = {}
-    backups = base / "backups"
+    checkpoints = base / "checkpoints"
     if place.workers == 2:
-        found["whole"] = fitted(backups, 1)
+        found["whole"] = fitted(checkpoints, 1)
     for step in steps:
         copy = base / f"from-{step}-{place.workers}"
         if place.is_chief:
             copy.mkdir()
-            shutil.copy(backups / f"step-{int(step):09d}.npz", copy)
+            shutil.copy(checkpoints / f"step-{int(step):09d}.npz", copy)
         found[step] = fitted(copy, None)
     Path(out.replace("RANK", str(place.rank))).write_text(json.dumps(found))
 

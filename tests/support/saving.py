@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import Backup, make_strategy, prepare
+from tfmulti import Checkpoint, make_strategy, prepare
 from tfmulti.distribution.strategies import placement_of
 
 ROWS, BATCH, EPOCHS = 48, 8, 3
@@ -52,7 +52,7 @@ def main(folder: str, stop: str = "0") -> None:
         model.compile("adam", "mse")
     callbacks = [
         keras.callbacks.ModelCheckpoint(f"{folder}/model.keras"),
-        Backup(f"{folder}/backups", every_steps=2, every_s=None),
+        Checkpoint(f"{folder}/checkpoints", every_steps=2, every_s=None),
         Stops(int(stop) if placement.rank == 1 else 0),
     ]
     model.fit(data, epochs=EPOCHS, callbacks=callbacks, verbose=0)

@@ -67,7 +67,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--run_dir", "new", "--resume", "must"], {}, "--run_dir new holds no run"),
     (["--resume", "must"], {}, "--resume must, but no --run_dir"),
     (["--resume", "perhaps"], {}, "Known: auto, must, never"),
-    (["--keep_backups", "0"], {}, "--keep_backups is 0, but it must be at least 1"),
+    (["--keep_checkpoints", "0"], {}, "--keep_checkpoints is 0, but it must be at least 1"),
     (["--run_dir", "whole.npz"], {}, "is a file"),
     (["--export_dir", "used"], {}, "is not an empty folder"),
     (["--strategy", "multi_worker_mirrored"], {}, "TF_CONFIG is not set"),

@@ -52,7 +52,7 @@ def test_a_short_run_is_not_worth_compiling() -> None:
     assert measured(0.003, 0.001, 0).wish == 0
 
 
-def test_no_more_than_between_two_backups() -> None:
+def test_no_more_than_between_two_checkpoints() -> None:
     assert measured(0.002, 0.001, 10**6, most=5).wish == 5
     assert measured(0.002, 0.001, 10**6, most=1).wish == 0
 
@@ -64,4 +64,4 @@ def test_the_chief_alone_is_heard(local_replicas: int) -> None:
     counted = [local_replicas * (a + b) for a, b in zip(chief, other, strict=True)]
     assert trainer_state.agreed_pace(counted, local_replicas) == 37
     assert trainer_state.verdict(counted) is None
-    assert not trainer_state.wants_backup(counted)
+    assert not trainer_state.wants_checkpoint(counted)

@@ -12,17 +12,17 @@ import pytest
 
 from tfmulti.errors import ConfigError
 from tfmulti.launch.signals import SignalWatch, sigterm_grace_s
-from tfmulti.training.state.trainer_state import verdict, votes, wants_backup
+from tfmulti.training.state.trainer_state import verdict, votes, wants_checkpoint
 
 
 def test_votes_and_verdicts() -> None:
     assert votes(False, None) == [0, 0, 0, 0, 0]
     assert votes(True, "SIGTERM") == [1, 0, 1, 0, 0]
-    assert votes(False, "SIGINT", wants_backup=True) == [0, 1, 0, 1, 0]
+    assert votes(False, "SIGINT", wants_checkpoint=True) == [0, 1, 0, 1, 0]
     assert verdict([0, 0, 0, 1, 9]) is None
     assert verdict([2, 0, 0, 0, 0]) == "requested"
     assert verdict([1, 1, 0, 0, 0]) == "SIGINT"
-    assert [wants_backup([1, 1, 1, 0, 1]), wants_backup([0, 0, 0, 2, 0])] == [False, True]
+    assert [wants_checkpoint([1, 1, 1, 0, 1]), wants_checkpoint([0, 0, 0, 2, 0])] == [False, True]
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -74,7 +74,7 @@ def test_a_training_that_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> No
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: exits)
     assert exits == [130]
-    assert "no step ended, or no backup was written, within 0.05 s" in capfd.readouterr().err
+    assert "no step ended, or no checkpoint was written, within 0.05 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_grace_that_is_no_time_is_refused(given: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
-def test_a_long_backup_is_finished_after_sigterm(
+def test_a_long_checkpoint_is_finished_after_sigterm(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ends: bool
 ) -> None:
     """Ctrl-C keeps its five seconds, whatever the launcher waits."""
@@ -107,7 +107,7 @@ def test_a_long_backup_is_finished_after_sigterm(
         watch.stop = asked.append
         os.kill(os.getpid(), number)
         wait_for(lambda: asked)
-        time.sleep(0.5)  # the backup is written
+        time.sleep(0.5)  # the checkpoint is written
         watch.finished()
     assert bool(exits) is ends
 

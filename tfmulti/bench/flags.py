@@ -19,7 +19,7 @@ _OWN = ("workers", "weak", "strong", "rounds", "steps", "profile", "output_dir")
 # What a run has and a measurement has not, or sets by itself at each place.
 _NOT_HERE = (
     *("strategy", "ignore_cluster", "epochs", "steps_per_epoch", "run_dir", "resume"),
-    *("backup_every_s", "backup_every_steps", "keep_backups", "export_dir", "verbose"),
+    *("checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "export_dir", "verbose"),
     *("dry_run", "log_throughput", "validation_split", "test_split"),
 )
 

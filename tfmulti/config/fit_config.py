@@ -258,13 +258,16 @@ class FitConfig:
         choices=RESUME,
         free=True,
     )
-    backup_every_s: float = _flag(
-        60.0, "Seconds between two backups of a run in progress; 0: none by time.", low=0, free=True
+    checkpoint_every_s: float = _flag(
+        60.0,
+        "Seconds between two checkpoints of a run in progress; 0: none by time.",
+        low=0,
+        free=True,
     )
-    backup_every_steps: int | None = _flag(
-        None, "A backup also after each so many optimizer steps.", low=1, free=True
+    checkpoint_every_steps: int | None = _flag(
+        None, "A checkpoint also after each so many optimizer steps.", low=1, free=True
     )
-    keep_backups: int = _flag(2, "How many backups stay, the newest.", low=1, free=True)
+    keep_checkpoints: int = _flag(2, "How many checkpoints stay, the newest.", low=1, free=True)
     export_dir: str | None = _flag(
         None, "Also write a SavedModel for serving to this folder.", path=True, free=True
     )

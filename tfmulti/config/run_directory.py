@@ -52,8 +52,9 @@ class RunDir:
         return self.path / "vocabulary.txt"
 
     @property
-    def backups(self) -> Path:
-        return self.path / "backups"
+    def checkpoints(self) -> Path:
+        older = self.path / "backups"  # the name before version 0.2
+        return older if older.is_dir() else self.path / "checkpoints"
 
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
@@ -68,7 +69,7 @@ class RunDir:
         try:
             if self.path.exists() and not self.path.is_dir():
                 raise RunDirError(f"--run_dir {self.path} is a file. Give a folder.")
-            for artifact in (self.config, self.history, self.report, self.model, self.backups):
+            for artifact in (self.config, self.history, self.report, self.model, self.checkpoints):
                 if artifact.exists():
                     raise RunDirError(
                         f"--run_dir {self.path} holds another run ({artifact.name} is there). "

@@ -11,11 +11,11 @@ that it writes is shown with its number, and kept under logs/attempt_N/worker_K/
 
 With --hosts the workers run on several machines, started over SSH, or by this command on each of
 them with --node-rank. With --nnodes MIN:MAX or --min-workers the job goes on with those that are
-left, and grows at a backup when others can take part.
+left, and grows at a checkpoint when others can take part.
 
 When a worker is killed, exits, freezes or ends no step any more, or its machine does not answer,
-all are ended and started again, since TensorFlow's workers cannot come back one by one;
-tfmulti.fit with a --run_dir, and Backup in a script of your own, go on from the newest backup. A
+all are ended and started again, since TensorFlow's workers cannot come back one by one; tfmulti.fit
+with a --run_dir, and Checkpoint in a script of your own, go on from the newest checkpoint. A
 mistake in what was asked for (exit code 2) is not tried again. SIGINT, SIGTERM and SIGHUP end all
 workers, which first save what they have reached; and none outlives the launcher, whatever ends it.
 

@@ -51,7 +51,7 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         None,
         "N|MIN:MAX",
         "Machines. With a range the job goes on while the least are there, and grows at the next "
-        "backup when others answer. Default: all that are named.",
+        "checkpoint when others answer. Default: all that are named.",
     ),
     (
         "min-workers",

@@ -19,7 +19,7 @@ from pathlib import Path
 from tfmulti.config import json_values
 
 PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
-SAVED = "TFMULTI_SAVED"  # JSON: of each folder of backups, the step of the newest
+SAVED = "TFMULTI_SAVED"  # JSON: of each folder of checkpoints, the step of the newest
 
 _LINE = (
     "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f} {asked:d} {saved:>15d} {folder}\n"
@@ -33,7 +33,7 @@ class HeartbeatRecord:
     """What a worker told last: its step, since when it does what, and the longest such so far.
 
     It was `asked` to stop where the signal came to this worker itself. `saved` is the step of the
-    newest backup, -1 for none, and `folder` where that is.
+    newest checkpoint, -1 for none, and `folder` where that is.
 
     The clock is `time.monotonic`, which all processes of a machine share.
     """
@@ -76,7 +76,7 @@ class Heartbeat:
         self._asked, self._saved, self._folder = False, -1, ""
         self._last = (BUSY, 0.0, 0.0)
         self._is_traced = False  # what is computed now
-        self._lock = threading.Lock()  # signals and backups have threads of their own
+        self._lock = threading.Lock()  # signals and checkpoints have threads of their own
 
     def begin(self) -> None:
         """Says that training begins."""
@@ -87,8 +87,8 @@ class Heartbeat:
         """Says that inside an execution is computed, in which workers may wait for each other.
 
         The first of a `kind` is traced, which takes as long as no other; so only the second tells
-        how long one takes. What follows (callbacks, a backup) may take its time, too, and so may
-        who goes on after an error.
+        how long one takes. What follows (callbacks, a checkpoint) may take its time, too, and so
+        may who goes on after an error.
         """
         began = self._clock()
         is_new, known = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
@@ -115,7 +115,7 @@ class Heartbeat:
         self._tell()
 
     def saved(self, step: int, folder: str) -> None:
-        """Says that a backup of that step is whole, and in which folder."""
+        """Says that a checkpoint of that step is whole, and in which folder."""
         self._saved, self._folder = step, folder
         self._tell()
 
@@ -172,7 +172,7 @@ def read_progress(path: Path) -> HeartbeatRecord | None:
 
 
 def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
-    """Returns the step of the newest backup that the job has made in a folder, or -1."""
+    """Returns the step of the newest checkpoint that the job has made in a folder, or -1."""
     known: dict[str, int] = json.loads((os.environ if env is None else env).get(SAVED) or "{}")
     return known.get(folder, -1)
 

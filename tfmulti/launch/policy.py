@@ -1,7 +1,7 @@
 """What the launcher does after an attempt: a pure function of what happened.
 
 An attempt is one start of the whole job. MultiWorkerMirroredStrategy cannot take a worker
-back, so when one fails all are ended and started again, and resume from their backup.
+back, so when one fails all are ended and started again, and resume from their checkpoint.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def default_signals() -> Iterator[None]:
 
 
 def sigterm_grace_s(env: Mapping[str, str]) -> float:
-    """Returns how long after SIGTERM training may take to end with its last backup written.
+    """Returns how long after SIGTERM training may take to end with its last checkpoint written.
 
     >>> sigterm_grace_s({"TFMULTI_GRACE_S": "30"}), sigterm_grace_s({})
     (29.0, 4.0)
@@ -165,7 +165,7 @@ class SignalWatch:
     def _force_later(self, number: signal.Signals) -> None:
         grace_s = self._grace_s[number]
         if not self._done.wait(grace_s):
-            self._end(number, f"no step ended, or no backup was written, within {grace_s:g} s")
+            self._end(number, f"no step ended, or no checkpoint was written, within {grace_s:g} s")
 
     def _end(self, number: signal.Signals, why: str) -> None:
         print(f"tfmulti: stopped by {number.name}: {why}.", file=sys.stderr, flush=True)

@@ -174,9 +174,9 @@ class Job:
                 raise
             except Regroup:
                 crew.end(self._config.shutdown_grace_s)
-                self._note_backups(crew)
+                self._note_checkpoints(crew)
                 return None
-            steps = self._note_backups(crew)
+            steps = self._note_checkpoints(crew)
             # Those that are left wait in a collective for the one that is gone, deaf to SIGTERM;
             # the end of the context ends them at once.
             return Attempt(tuple(first_of_each(failures)), max(steps, default=None))
@@ -186,8 +186,8 @@ class Job:
         choice = self._pool.choice(self._standing)
         return choice if choice and sorted(choice) != sorted(placement) else None
 
-    def _note_backups(self, crew: WorkerGroup) -> list[int]:
-        """Returns the steps that the workers told, and notes the newest backups."""
+    def _note_checkpoints(self, crew: WorkerGroup) -> list[int]:
+        """Returns the steps that the workers told, and notes the newest checkpoints."""
         told = [seen.told for seen in crew.look() if seen.told]
         self._saved.update((one.folder, one.saved) for one in told if one.folder)
         return [one.step for one in told]

@@ -19,7 +19,7 @@ FROZEN_S = 5.0  # a worker that is stopped for so long does not go on by itself
 
 
 class Regroup(Exception):
-    """The job can have other machines than it has, and a backup to go on from was made."""
+    """The job can have other machines than it has, and a checkpoint to go on from was made."""
 
 
 class Watch:
@@ -51,7 +51,7 @@ class Watch:
         """Returns what failed first, or nothing.
 
         Raises:
-            Regroup: other machines are there, and the newest backup is newer than they.
+            Regroup: other machines are there, and the newest checkpoint is newer than they.
         """
         while True:
             seen = self._crew.look()
@@ -107,7 +107,7 @@ class Watch:
         saved = max((one.told.saved for one in seen if one.told), default=-1)
         if self._saved_before is None:
             self._saved_before = saved
-            self._show(f"from the next backup on there are {words_of(others)}")
+            self._show(f"from the next checkpoint on there are {words_of(others)}")
         elif saved > self._saved_before:
             raise Regroup
 

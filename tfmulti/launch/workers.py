@@ -49,7 +49,9 @@ class StartRequest:
     attempt: int
     folder: str  # on its machine, for its logs, progress, error and stacks
     gpus: int = 0
-    saved: Mapping[str, int] = field(default_factory=dict)  # folder -> step of its newest backup
+    saved: Mapping[str, int] = field(
+        default_factory=dict
+    )  # folder -> step of its newest checkpoint
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A whole run: `fit(config) -> FitReport`, from the devices to the files.
+"""A whole run: `train(config) -> FitReport`, from the devices to the files.
 
 Every worker runs all of it; what one of them must not do alone (building, training,
 evaluating, voting) stands outside every `if chief`, and what only the chief does (printing,
@@ -40,13 +40,13 @@ from tfmulti.run.report import FitReport
 from tfmulti.run.setup import Setup, compile_model, make_model, set_up
 from tfmulti.run.summary import describe, make_report, say_for, summarize
 from tfmulti.training.checkpoint import owner
-from tfmulti.training.checkpoint.callback import Backup
+from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.checkpoint.owner import ownership_of
 from tfmulti.training.state.trainer_state import interrupt, state_of
 from tfmulti.training.step import local_steps
 
 
-def fit(
+def train(
     config: FitConfig, *, cluster: Cluster | None = None, env: Mapping[str, str] | None = None
 ) -> FitReport:
     """Returns the report of the run that a configuration describes, when it is done.
@@ -92,7 +92,9 @@ def run(job: validation.Job) -> FitReport:
         # Last: history.csv and TensorBoard's metrics, which come before, stay a function of the
         # run's numbers alone; the progress bar comes after it.
         try:
-            history = train(setup, model, [waiting, *files, backup(setup, run_dir), throughput])
+            history = train_model(
+                setup, model, [waiting, *files, checkpoint(setup, run_dir), throughput]
+            )
         except VerificationError:
             if run_dir is not None:
                 at_end.close()
@@ -125,7 +127,7 @@ def make_run_dir(setup: Setup, at_end: contextlib.ExitStack) -> RunDir | None:
     else:
         run_dir = RunDir(config.run_dir)
     run_dir.create()
-    ownership = ownership_of(run_dir.backups)
+    ownership = ownership_of(run_dir.checkpoints)
     ownership.take()
     at_end.callback(ownership.release)
     at_end.enter_context(guarded(run_dir.path, ownership.check))
@@ -142,9 +144,9 @@ def remove_start(run_dir: RunDir) -> None:
     """Removes what `make_run_dir` wrote, and the folder if nothing else is in it."""
     for path in (run_dir.features, run_dir.vocabulary, run_dir.config):
         path.unlink(missing_ok=True)
-    (run_dir.backups / owner.FILE).unlink(missing_ok=True)
+    (run_dir.checkpoints / owner.FILE).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the user's files are in it
-        run_dir.backups.rmdir()
+        run_dir.checkpoints.rmdir()
         run_dir.path.rmdir()
 
 
@@ -158,19 +160,19 @@ def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
     ]
 
 
-def backup(setup: Setup, run_dir: RunDir | None) -> Backup:
+def checkpoint(setup: Setup, run_dir: RunDir | None) -> Checkpoint:
     """Returns the callback that keeps the run's position. Every worker has it."""
     config = setup.config
-    return Backup(
-        run_dir.backups if run_dir else "the chief's",
-        every_steps=config.backup_every_steps,
-        every_s=config.backup_every_s or None,
-        keep=config.keep_backups,
+    return Checkpoint(
+        run_dir.checkpoints if run_dir else "the chief's",
+        every_steps=config.checkpoint_every_steps,
+        every_s=config.checkpoint_every_s or None,
+        keep=config.keep_checkpoints,
         resume="must" if config.resume == "must" else "auto",
     )
 
 
-def train(
+def train_model(
     setup: Setup, model: keras.Model, callbacks: list[keras.callbacks.Callback]
 ) -> dict[str, list[float]]:
     """Trains all epochs, or until a signal, and returns the history."""

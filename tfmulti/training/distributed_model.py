@@ -31,7 +31,7 @@ from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.losses import watch_losses
 from tfmulti.keras_patches.optimizers import take_reduced_gradients
 from tfmulti.training.checkpoint import resume
-from tfmulti.training.checkpoint.callback import Backup
+from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.input.feed import (
     Feed,
     array_source,
@@ -219,7 +219,7 @@ class DistributedModel(keras.Model):
         wire = None if compression == "none" else tf.as_dtype(compression)
         return {"wire": wire, "by_bytes": PACK_BYTES}
 
-    def _pace(self, backup: Backup | None) -> StepsPerExecution:
+    def _pace(self, checkpoint: Checkpoint | None) -> StepsPerExecution:
         """Returns how many steps executions have: as compiled, or chosen if that was asked for.
 
         On GPUs a step by itself takes its data there while the one before runs.
@@ -228,7 +228,7 @@ class DistributedModel(keras.Model):
         chosen = state_of(self).chooses_pace and given == 1 and not local_steps.is_on(self)
         if not chosen or self.run_eagerly or self._placement.gpus:
             return StepsPerExecution(given)
-        return StepsPerExecution(None, most=backup.every_steps if backup else None)
+        return StepsPerExecution(None, most=checkpoint.every_steps if checkpoint else None)
 
     @property
     def _placement(self) -> Placement:
@@ -273,8 +273,8 @@ class DistributedModel(keras.Model):
         if validation_split and validation_data is None:
             parts, validation_data = split_off_validation((x, y, sample_weight), validation_split)
             x, y, sample_weight = parts
-        with resume.backup_in(callbacks) as backup:
-            record = resume.find_record(self, backup)
+        with resume.checkpoint_in(callbacks) as checkpoint:
+            record = resume.find_record(self, checkpoint)
             drawn = epochs_loop.draw_seed(self) if shuffle else None
             seed = resume.seed_of(record, drawn, state_of(self).seed is not None)
             feed = make_feed(
@@ -303,8 +303,8 @@ class DistributedModel(keras.Model):
                 )
             epochs_loop.check_same_data(self, feed, validation)
             feed.begin_call()
-            # A comparison with one device begins with all slots, as a backup does.
-            needs_slots = backup is not None or bool(state_of(self).verify)
+            # A comparison with one device begins with all slots, as a checkpoint does.
+            needs_slots = checkpoint is not None or bool(state_of(self).verify)
             model_checks.build(self, feed.specs, optimizers=needs_slots)
             count = steps_per_epoch or feed.steps
             self.stop_training = False
@@ -315,16 +315,18 @@ class DistributedModel(keras.Model):
             state.stopped_by, state.saved_variables = None, {}
             self.make_train_function()
             if record is None and epochs > initial_epoch:
-                keeps = backup is not None
+                keeps = checkpoint is not None
                 feed = verification.before_training(
                     self, feed, count, keeps_position=keeps, tells=verbose not in (0, "0")
                 )
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             all_callbacks.on_train_begin()
             keeper = None
-            if backup is not None:
+            if checkpoint is not None:
                 feeds = {"training": feed} | ({"validation": validation} if validation else {})
-                keeper = resume.CheckpointManager(self, backup, record, all_callbacks, feeds, seed)
+                keeper = resume.CheckpointManager(
+                    self, checkpoint, record, all_callbacks, feeds, seed
+                )
             training = epochs_loop.Training(
                 feed,
                 all_callbacks,
@@ -335,11 +337,11 @@ class DistributedModel(keras.Model):
                 validation_steps,
                 validation_freq,
                 keeper,
-                self._pace(backup),
+                self._pace(checkpoint),
             )
             with (
                 saving_elsewhere(all_callbacks.callbacks, place),
-                resume.saving_at_signals(self, backup),
+                resume.saving_at_signals(self, checkpoint),
                 closing(feed, validation),
             ):
                 logs = epochs_loop.train(self, training)

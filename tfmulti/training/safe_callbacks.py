@@ -41,7 +41,8 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ModelError(
                 "BackupAndRestore does not work with several workers: each one writes the same "
-                "files. Use tfmulti.Backup(folder) instead: the chief writes, and all workers go "
+                "files. Use tfmulti.Checkpoint(folder) instead: the chief writes, and all workers "
+                "go "
                 "on from it."
             )
     if placement.is_chief:

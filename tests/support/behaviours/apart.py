@@ -137,7 +137,7 @@ def one_worker_wants_to_stop() -> Any:
 
 @at_workers
 def slots_of_other_workers() -> Any:
-    """Returns this worker's slots, what a backup has, and what follows from one of five workers."""
+    """Returns this worker's slots, those in a checkpoint, and those of one of five workers."""
     with here.strategy.scope():
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     made = model(optimizer=optimizer, prepared={"sync_every": 2})

@@ -1,4 +1,4 @@
-"""Runs that are stopped at a step and go on from their backup, against one that was not."""
+"""Runs that are stopped at a step and go on from their checkpoint, against one that was not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, here, model
-from tfmulti import Backup
+from tfmulti import Checkpoint
 from tfmulti.distribution.replica_slice import current
 from tfmulti.errors import ResumeError
 from tfmulti.launch.heartbeat import SAVED
@@ -167,7 +167,7 @@ def _run(
         counts,
     ]
     if folder is not None:
-        callbacks.append(Backup(folder, every_steps=2, every_s=None))
+        callbacks.append(Checkpoint(folder, every_steps=2, every_s=None))
     if stop is not None:
         callbacks.append(stop)
     try:
@@ -340,9 +340,9 @@ def resumed_otherwise() -> Any:
                 extra = keras.layers.Dense(options["units"])
             made = model(extra, prepared={"seed": options["seed"]})
             rows = options["rows"]
-            backup = Backup(options.get("folder", folder), resume=options["resume"])
+            checkpoint = Checkpoint(options.get("folder", folder), resume=options["resume"])
             try:
-                made.fit(X[:rows], Y[:rows], batch_size=BATCH, verbose=0, callbacks=[backup])
+                made.fit(X[:rows], Y[:rows], batch_size=BATCH, verbose=0, callbacks=[checkpoint])
             except Exception as error:
                 said.append(f"{type(error).__name__}: {error}")
 

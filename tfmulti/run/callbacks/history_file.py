@@ -27,11 +27,11 @@ class HistoryFile(keras.callbacks.Callback):
         self._write()
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the rows so far, for a backup."""
+        """Returns the rows so far, for a checkpoint."""
         return {"rows": list(self._rows)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Writes the file as it was at the backup: later epochs are trained again."""
+        """Writes the file as it was at the checkpoint: later epochs are trained again."""
         self._rows = list(state["rows"])
         if self._rows:
             self._write()

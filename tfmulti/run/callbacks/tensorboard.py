@@ -16,7 +16,7 @@ from tfmulti.keras_patches.model_structure import flush_tensorboard
 class TensorBoard(keras.callbacks.TensorBoard):
     """Writes scalar metrics; vectors (an F1 score a class), at which Keras' fails, are left out.
 
-    A run that resumes trains the epoch of its backup again: what the stopped process wrote of
+    A run that resumes trains the epoch of its checkpoint again: what the stopped process wrote of
     that epoch and later ones is taken out of its files, so that each scalar is there once.
     """
 
@@ -30,7 +30,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         self._begun_epoch = 0
 
     def get_state(self) -> dict[str, Any]:
-        """Returns nothing; writes what it has to the disk, since a backup is made."""
+        """Returns nothing; writes what it has to the disk, since a checkpoint is made."""
         flush_tensorboard(self)
         return {}
 

@@ -1,9 +1,9 @@
-"""Backup: a run that was stopped, however, goes on as if it had not been.
+"""Checkpoint: a run that was stopped, however, goes on as if it had not been.
 
     model = prepare(build())
-    model.fit(x, y, epochs=90, callbacks=[Backup("runs/a/backups")])
+    model.fit(x, y, epochs=90, callbacks=[Checkpoint("runs/a/checkpoints")])
 
-Every worker gives it to `fit`, which asks it when a backup is due, and where to begin. The
+Every worker gives it to `fit`, which asks it when a checkpoint is due, and where to begin. The
 chief reads and writes the folder.
 """
 
@@ -22,13 +22,13 @@ import keras
 
 from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat, saved_before
-from tfmulti.training.checkpoint.file_format import Backups, Record
+from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import NotOwner, ownership_of
 
 RESUME = ("auto", "never", "must")
 
 
-class Backup(keras.callbacks.Callback):
+class Checkpoint(keras.callbacks.Callback):
     """Keeps the newest positions of a run in a folder, and resumes from the newest whole one.
 
     The numbers that follow are those of a run that was never stopped: weights, optimizer,
@@ -39,18 +39,18 @@ class Backup(keras.callbacks.Callback):
     seed) must give the same batches again and is read anew up to the position.
 
     Args:
-        folder: of this run's backups.
-        every_steps: a backup after each so many steps; None: by time alone.
+        folder: of this run's checkpoints.
+        every_steps: a checkpoint after each so many steps; None: by time alone.
         every_s: and when the last one is so many seconds old; None: by steps alone.
         keep: how many stay.
-        resume: `auto` resumes where there is a backup, `must` fails where there is none, and
+        resume: `auto` resumes where there is a checkpoint, `must` fails where there is none, and
             `never` refuses a folder that has one.
         settings: what must not change between a stop and the resumption, by name.
         clock: returns seconds.
 
     Raises:
         ConfigError: an argument is out of its range.
-        ResumeError: at `fit`: no backup to resume from, or not of this run.
+        ResumeError: at `fit`: no checkpoint to resume from, or not of this run.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Backup(keras.callbacks.Callback):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_s", every_s), ("keep", keep)):
             if value is not None and value <= 0:
-                raise ConfigError(f"Backup({name}={value}) must be above 0.")
+                raise ConfigError(f"Checkpoint({name}={value}) must be above 0.")
         if resume not in RESUME:
-            raise ConfigError(f"Backup(resume={resume!r}) must be one of {', '.join(RESUME)}.")
+            raise ConfigError(f"Checkpoint(resume={resume!r}) must be one of {', '.join(RESUME)}.")
         self.resume = resume
         self.settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._ownership = ownership_of(Path(folder))
-        self._backups = Backups(Path(folder), keep, self._ownership.check)
+        self._checkpoints = Checkpoints(Path(folder), keep, self._ownership.check)
         self._owns = False
         self.every_steps, self._every_s, self._clock = every_steps, every_s, clock
         self._last = clock()
@@ -94,7 +94,7 @@ class Backup(keras.callbacks.Callback):
             self._owns = False
 
     def wants(self, step: int, count: int) -> bool:
-        """Whether a backup is due after the next `count` steps, `step` being those so far."""
+        """Whether a checkpoint is due after the next `count` steps, `step` being those so far."""
         if self._writer is not None and self._writer.is_alive():
             return False  # the disk is slower than the interval
         by_steps = self.every_steps is not None and (
@@ -111,30 +111,32 @@ class Backup(keras.callbacks.Callback):
         Raises:
             ResumeError: the folder and `resume` contradict each other, or it is another's.
         """
-        folder = self._backups.folder
+        folder = self._checkpoints.folder
         if not self._owns:
             self._ownership.take()
             self._owns = True
         if self.resume == "never":
-            if self._backups.files():
+            if self._checkpoints.files():
                 raise ResumeError(
-                    f"{folder} holds backups of a run, and resume is 'never'. Give a new folder, "
+                    f"{folder} holds checkpoints of a run, and resume is 'never'. Give a new "
+                    "folder, "
                     "or resume='auto' to go on with that run."
                 )
             return None
-        record, wrong = self._backups.newest()
+        record, wrong = self._checkpoints.newest()
         for words in wrong:
             older = f"going on from step {record.step}" if record else "no older one is whole"
-            say(f"the backup {words}; {older}.")
+            say(f"the checkpoint {words}; {older}.")
         if record is None and (self.resume == "must" or wrong):
             raise ResumeError(
-                f"there is no whole backup in {folder} to resume from. Give the folder of a run "
+                f"there is no whole checkpoint in {folder} to resume from. Give the folder of a "
+                "run "
                 "that has one, or begin a new run in a new folder."
             )
         saved = saved_before(str(folder.absolute()))
         if saved > (record.step if record else -1) and not wrong:
             raise ResumeError(
-                f"this job made a backup at step {saved} in {folder}, which "
+                f"this job made a checkpoint at step {saved} in {folder}, which "
                 f"{socket.gethostname()} does not see. Put the folder where all machines see it, "
                 "such as on NFS."
             )
@@ -142,8 +144,9 @@ class Backup(keras.callbacks.Callback):
             settings = record.tree.get("settings")
             if not isinstance(settings, Mapping):
                 raise ResumeError(
-                    f"the newest backup in {folder} is not as this version writes it (settings). "
-                    "Begin a new run in a new folder, or remove that backup."
+                    f"the newest checkpoint in {folder} is not as this version writes it "
+                    "(settings). "
+                    "Begin a new run in a new folder, or remove that checkpoint."
                 )
             self._check_settings(settings)
         return record
@@ -161,7 +164,7 @@ class Backup(keras.callbacks.Callback):
         self.finish()
         self._last = self._clock()
         self._writer = threading.Thread(
-            target=self._write, args=(record,), name="tfmulti-backup", daemon=True
+            target=self._write, args=(record,), name="tfmulti-checkpoint", daemon=True
         )
         self._writer.start()
         if wait:
@@ -175,12 +178,18 @@ class Backup(keras.callbacks.Callback):
 
     def _write(self, record: Record) -> None:
         try:
-            path = self._backups.write(record)
+            path = self._checkpoints.write(record)
             heartbeat().saved(record.step, str(path.parent.absolute()))
         except NotOwner as error:
             self._ownership.end(error)
-        except Exception as error:  # no fault of a backup ends the run
-            say(f"no backup at step {record.step}: {error}. Training goes on; the older ones stay.")
+        except Exception as error:  # no fault of a checkpoint ends the run
+            say(
+                f"no checkpoint at step {record.step}: {error}. Training goes on; the older ones "
+                "stay."
+            )
+
+
+Backup = Checkpoint  # the name before version 0.2
 
 
 def say(words: str) -> None:

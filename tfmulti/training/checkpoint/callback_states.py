@@ -33,9 +33,9 @@ class CallbackStates:
     counts of a callback of one's own; not their settings. An attribute of a class derived from
     a plain one (a defaultdict, a deque, an IntEnum) keeps its class.
 
-    A backup is a file that anyone may have written. So `restore` sets an attribute only where the
-    callback here had it when training began, to a value of the same kind, and never a path. What
-    it would not set is not captured.
+    A checkpoint is a file that anyone may have written. So `restore` sets an attribute only where
+    the callback here had it when training began, to a value of the same kind, and never a path.
+    What it would not set is not captured.
 
     `left_out` says in one line each what the last `capture` or `restore` left out.
     """
@@ -92,7 +92,7 @@ class CallbackStates:
 
     def _leave_out(self, what: str, callback: Any, reason: object) -> None:
         self.left_out.append(
-            f"the {what} of the callback {type(callback).__qualname__} is not in the backups, "
+            f"the {what} of the callback {type(callback).__qualname__} is not in the checkpoints, "
             f"since {reason}; a resumed run begins it anew. Give the callback get_state() and "
             "set_state(state), of plain values and arrays."
         )

@@ -1,4 +1,4 @@
-"""Backups: a run's position as one file, whole or absent.
+"""Checkpoints: a run's position as one file, whole or absent.
 
 A record is what a run needs to go on as if it had never stopped: a tree of plain values
 (where it is, seeds, callbacks' states) and arrays (weights, slots, metrics in progress). Each
@@ -30,8 +30,8 @@ _TREE = "record.json"
 _NAME = re.compile(r"step-(\d{9,})\.npz")
 
 
-class DamagedBackup(TfmultiError):
-    """A backup's file is not as it was written."""
+class DamagedCheckpoint(TfmultiError):
+    """A checkpoint's file is not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def from_bytes(data: bytes) -> Record:
     """Returns the record that a file holds.
 
     Raises:
-        DamagedBackup: it is cut off, a bit has changed, or a part is missing.
+        DamagedCheckpoint: it is cut off, a bit has changed, or a part is missing.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -80,14 +80,14 @@ def from_bytes(data: bytes) -> Record:
             entries = archive.infolist()
             is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
             if is_packed or sum(entry.file_size for entry in entries) > len(data):
-                raise DamagedBackup("a part of it is compressed, or larger than the file")
+                raise DamagedCheckpoint("a part of it is compressed, or larger than the file")
             sealed = json.loads(archive.read(_TREE))
             text = sealed["text"]
             if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
-                raise DamagedBackup("its description has changed since it was written")
+                raise DamagedCheckpoint("its description has changed since it was written")
             head = json.loads(text)
             if head["format"] != FORMAT:
-                raise DamagedBackup(
+                raise DamagedCheckpoint(
                     f"it has format {head['format']}, but this version reads {FORMAT}"
                 )
             arrays = []
@@ -96,19 +96,19 @@ def from_bytes(data: bytes) -> Record:
             ):
                 blob = archive.read(f"{number}.npy")
                 if hashlib.sha256(blob).hexdigest() != digest:
-                    raise DamagedBackup(f"array {number} has changed since it was written")
+                    raise DamagedCheckpoint(f"array {number} has changed since it was written")
                 arrays.append(serialization.from_npy(name, blob))
             tree = serialization.from_json(head["tree"], arrays)
             record = Record(operator.index(head["step"]), {**tree})
-    except DamagedBackup:
+    except DamagedCheckpoint:
         raise
     except Exception as error:  # zip and npy have many ways to be broken
-        raise DamagedBackup(f"it is cut off or damaged ({error})") from None
+        raise DamagedCheckpoint(f"it is cut off or damaged ({error})") from None
     return record
 
 
-class Backups:
-    """The newest backups of a run in one folder. Only the chief reads and writes it.
+class Checkpoints:
+    """The newest checkpoints of a run in one folder. Only the chief reads and writes it.
 
     Args:
         keep: how many stay. An older one goes when a newer one was written and read again.
@@ -122,7 +122,7 @@ class Backups:
         self._damaged: set[Path] = set()  # that were read
 
     def files(self) -> list[Path]:
-        """Returns the files of all backups, the newest first."""
+        """Returns the files of all checkpoints, the newest first."""
         if not self.folder.is_dir():
             return []
         named = (path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
@@ -138,7 +138,7 @@ class Backups:
         Raises:
             Exception: what `check` raises; nothing more was written or removed.
             OSError: the disk is full, or the folder cannot be written; what was there stays.
-            DamagedBackup: what is read is not what was written; what was there stays.
+            DamagedCheckpoint: what is read is not what was written; what was there stays.
         """
         data = to_bytes(record)
         self._check()
@@ -147,7 +147,7 @@ class Backups:
         with replacing(path) as partial:
             partial.write_bytes(data)
             if partial.read_bytes() != data:
-                raise DamagedBackup(f"{path} does not hold what was written to it")
+                raise DamagedCheckpoint(f"{path} does not hold what was written to it")
             self._check()
         self._damaged.discard(path)
         others = [old for old in self.files() if old not in self._damaged]
@@ -164,7 +164,7 @@ class Backups:
         for path in self.files():
             try:
                 return from_bytes(path.read_bytes()), wrong
-            except DamagedBackup as error:
+            except DamagedCheckpoint as error:
                 self._damaged.add(path)
                 wrong.append(f"{path}: {error}")
             except OSError as error:

@@ -1,4 +1,4 @@
-"""What `fit` does with a Backup: makes one where it is due, and begins where the newest ends.
+"""What `fit` does with a Checkpoint: makes one where it is due, and begins where the newest ends.
 
 Everything here runs on every worker; the chief's record is the one that counts, on all.
 """
@@ -19,7 +19,7 @@ from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.launch.signals import SignalWatch, is_watched
 from tfmulti.training.checkpoint import file_format
-from tfmulti.training.checkpoint.callback import Backup, say
+from tfmulti.training.checkpoint.callback import Checkpoint, say
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.checkpoint.file_format import Record
 from tfmulti.training.input.feed import Feed
@@ -51,8 +51,8 @@ class Progress:
 
 
 @contextlib.contextmanager
-def backup_in(callbacks: Any) -> Iterator[Backup | None]:
-    """Inside, the Backup among the callbacks that `fit` was given may own its folder.
+def checkpoint_in(callbacks: Any) -> Iterator[Checkpoint | None]:
+    """Inside, the Checkpoint among the callbacks that `fit` was given may own its folder.
 
     Raises:
         ConfigError: there are two.
@@ -60,9 +60,9 @@ def backup_in(callbacks: Any) -> Iterator[Backup | None]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    found = [callback for callback in given if isinstance(callback, Backup)]
+    found = [callback for callback in given if isinstance(callback, Checkpoint)]
     if len(found) > 1:
-        raise ConfigError(f"fit was given {len(found)} Backup callbacks. Give one.")
+        raise ConfigError(f"fit was given {len(found)} Checkpoint callbacks. Give one.")
     if not found:
         yield None
         return
@@ -73,11 +73,11 @@ def backup_in(callbacks: Any) -> Iterator[Backup | None]:
 
 
 @contextlib.contextmanager
-def saving_at_signals(model: keras.Model, keeper: Backup | None) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM to a program of the user's own end training with a backup.
+def saving_at_signals(model: keras.Model, keeper: Checkpoint | None) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM to a program of the user's own end training with a checkpoint.
 
     At its end KeyboardInterrupt follows, or SystemExit(143): saved, start me again. Without a
-    Backup, or where the command watches already, nothing is different.
+    Checkpoint, or where the command watches already, nothing is different.
     """
     if keeper is None or is_watched():
         yield
@@ -93,7 +93,7 @@ def saving_at_signals(model: keras.Model, keeper: Backup | None) -> Iterator[Non
         raise SystemExit(EXIT_TERMINATED)
 
 
-def find_record(model: keras.Model, keeper: Backup | None) -> Record | None:
+def find_record(model: keras.Model, keeper: Checkpoint | None) -> Record | None:
     """Returns the chief's record to resume from, on every worker; None to begin anew.
 
     Raises:
@@ -151,24 +151,25 @@ def _of_known_form() -> Iterator[None]:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ResumeError(
-            f"the newest backup is not as this version writes it ({type(error).__name__}: {error})."
-            " Begin a new run in a new folder, or remove that backup."
+            f"the newest checkpoint is not as this version writes it ({type(error).__name__}: "
+            f"{error})."
+            " Begin a new run in a new folder, or remove that checkpoint."
         ) from error
 
 
 class CheckpointManager:
-    """The backups of one `fit`: `record` is where it resumes, or None."""
+    """The checkpoints of one `fit`: `record` is where it resumes, or None."""
 
     def __init__(
         self,
         model: keras.Model,
-        settings: Backup,
+        settings: Checkpoint,
         record: Record | None,
         callbacks: keras.callbacks.CallbackList,
         feeds: Mapping[str, Feed],
         seed: int | None,
     ) -> None:
-        self._model, self._backup, self._record = model, settings, record
+        self._model, self._checkpoint, self._record = model, settings, record
         self._callbacks = CallbackStates(callbacks.callbacks)
         self._feeds, self._seed = feeds, seed
         self._said: set[str] = set()
@@ -214,12 +215,12 @@ class CheckpointManager:
         run_state.set_random_states(self._record.tree["model"]["random"])
 
     def wants(self, count: int) -> bool:
-        """Whether this worker votes for a backup after the next `count` steps: the chief's say."""
+        """Whether this worker wants a checkpoint after `count` more steps; only the chief does."""
         chief = placement_of(self._model.distribute_strategy).is_chief
-        return chief and self._backup.wants(state_of(self._model).steps, count)
+        return chief and self._checkpoint.wants(state_of(self._model).steps, count)
 
     def keep(self, progress: Progress, *, wait: bool = False) -> None:
-        """Makes a backup of here; the chief writes it, in the background unless `wait`."""
+        """Makes a checkpoint of here; the chief writes it, in the background unless `wait`."""
         state = state_of(self._model)
         with heartbeat().working(self):  # all workers take part
             moving = self._before or self._moving()
@@ -233,7 +234,7 @@ class CheckpointManager:
                 "seed": self._seed,
                 "data": self._data,
                 "positions": self._positions(progress.batches),
-                "settings": self._backup.settings,
+                "settings": self._checkpoint.settings,
                 "trained": trained,
                 "apart": apart,
                 **moving,
@@ -241,7 +242,7 @@ class CheckpointManager:
         )
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
-            self._backup.keep(record, wait=wait)
+            self._checkpoint.keep(record, wait=wait)
 
     def _positions(self, batches: int) -> dict[str, State | None]:
         """Returns where the data is, the training data after so many batches of its pass.
@@ -267,7 +268,7 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def again_if_stopped(self) -> Iterator[None]:
-        """Where training is stopped inside, the backup is of before: it is done again on resume."""
+        """If training stops inside, the checkpoint is from before it, so resuming repeats it."""
         with heartbeat().working(self):
             self._before = self._moving()
         yield
@@ -281,8 +282,8 @@ class CheckpointManager:
                 say(line)
 
     def finish(self) -> None:
-        """Waits until the last backup is written."""
-        self._backup.finish()
+        """Waits until the last checkpoint is written."""
+        self._checkpoint.finish()
 
 
 def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Plain values: what a backup holds, and how it is written down.
+"""Plain values: what a checkpoint holds, and how it is written down.
 
 Plain are None, bool, int, float, str, bytes, NumPy's arrays and scalars of any type but objects,
 and lists, tuples, sets and dicts of them. They come back as they were, to the bit and to the

@@ -278,8 +278,9 @@ class DatasetFeed:
         iterator = self._new_iterator()
         if not set_position(iterator, state["iterator"]):
             raise ResumeError(
-                "TensorFlow does not take the position in the data of the newest backup. Remove "
-                "that file: the run goes on from the backup before it."
+                "TensorFlow does not take the position in the data of the newest checkpoint. "
+                "Remove "
+                "that file: the run goes on from the checkpoint before it."
             )
         if seeds is not None:
             set_position(of_pass, seeds)  # last: all iterators share what the next pass draws by

@@ -18,10 +18,12 @@ import tensorflow as tf
 
 from tfmulti.keras_patches.datasets import kind_of, parts_of
 
-MOST_BYTES = 1 << 26  # 64 MB: of a larger one (a long shuffle buffer) a backup would take too long
+MOST_BYTES = (
+    1 << 26
+)  # 64 MB: of a larger one (a long shuffle buffer) a checkpoint would take too long
 
 Position = dict[str, np.ndarray]  # bytes: what TensorFlow writes of it: file name -> content
-State = dict[str, Any]  # what a backup holds of a feed
+State = dict[str, Any]  # what a checkpoint holds of a feed
 
 _FILE = re.compile(r"position\.(index|data-\d{5}-of-\d{5})")
 

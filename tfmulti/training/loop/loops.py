@@ -99,7 +99,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         if at.step:
             callbacks.on_epoch_begin(at.epoch)
             assert keeper is not None
-            keeper.restore()  # after it, since what it changes is in the backup already
+            keeper.restore()  # after it, since what it changes is in the checkpoint already
         else:
             model.reset_metrics()
             callbacks.on_epoch_begin(at.epoch)
@@ -252,7 +252,7 @@ def _epoch(
         heartbeat().step(state.steps)
         training.callbacks.on_train_batch_end(last, outcome.logs)
         stops = _stops(model, bool(model.stop_training), outcome.votes)
-        if keeper is not None and trainer_state.wants_backup(outcome.votes):
+        if keeper is not None and trainer_state.wants_checkpoint(outcome.votes):
             at.logs = as_floats(at.logs)
             keeper.keep(at)
         if stops:
@@ -330,12 +330,12 @@ def run(
     source: Any,
     count: int,
     wish: bool,
-    backup: bool = False,
+    checkpoint: bool = False,
     pace: StepsPerExecution | None = None,
 ) -> StepResult:
     """Returns what an execution gave.
 
-    `wish` is whether this worker wants to stop, `backup` whether it wants one afterwards, and
+    `wish` is whether this worker wants to stop, `checkpoint` whether it wants one afterwards, and
     `pace` learns how many steps the next one has.
 
     Raises:
@@ -347,7 +347,7 @@ def run(
         # Steps that gather rows run one by one (`Execution`): several a call would gain nothing.
         if pace is not None and place.is_chief and not state_of(model).gathers:
             steps_wanted = pace.wish
-        outcome = execute(source, count, _votes(model, wish, backup, steps_wanted))
+        outcome = execute(source, count, _votes(model, wish, checkpoint, steps_wanted))
         digests = outcome.digests.numpy() if place.workers > 1 else [0]  # waits for it
     outcome = outcome._replace(votes=np.asarray(outcome.votes).tolist())  # read once
     if pace is not None:
@@ -438,10 +438,10 @@ def _executions(
 
 
 def _votes(
-    model: keras.Model, wish: bool, backup: bool = False, steps_wanted: int = 0
+    model: keras.Model, wish: bool, checkpoint: bool = False, steps_wanted: int = 0
 ) -> list[float]:
     interrupted = state_of(model).interrupted
-    return trainer_state.votes(wish, interrupted, wants_backup=backup, pace=steps_wanted)
+    return trainer_state.votes(wish, interrupted, wants_checkpoint=checkpoint, pace=steps_wanted)
 
 
 def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:

@@ -1,7 +1,7 @@
 """The state of a run in progress, out of a model and back into it.
 
 `capture` and `restore` run on every worker: metrics hold a part on each replica. What they
-give and take is a tree of plain values and NumPy arrays (`backup.Record`).
+give and take is a tree of plain values and NumPy arrays (`checkpoint.Record`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _check_same(variables: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         there = _form(saved[name]) if name in saved else "not there"
         if here != there:
             raise ResumeError(
-                f"the model has changed: its variable {name!r} is {there} in the backup and "
+                f"the model has changed: its variable {name!r} is {there} in the checkpoint and "
                 f"{here} now. Build the same model and optimizer, or give a new folder."
             )
 
@@ -118,7 +118,7 @@ def metric_states(model: keras.Model) -> Tree:
         return {}
     known, read = _readers.get(model, ([], None))
     if read is None or [id(v) for v in known] != [id(v) for v in variables]:
-        read = _reader(model.distribute_strategy, variables)  # traced once, not at each backup
+        read = _reader(model.distribute_strategy, variables)  # traced once, not at each checkpoint
         _readers[model] = (variables, read)
     return {name: v.numpy() for name, v in zip(_names(variables), read(), strict=True)}
 
@@ -154,7 +154,7 @@ def _set_metric_states(model: keras.Model, saved: Tree) -> None:
     names = _names(variables)
     if set(names) != set(saved):
         raise ResumeError(
-            f"the metrics have changed: {', '.join(sorted(saved))} in the backup, "
+            f"the metrics have changed: {', '.join(sorted(saved))} in the checkpoint, "
             f"{', '.join(sorted(names))} now. Compile with the same, or give a new folder."
         )
     parts = {

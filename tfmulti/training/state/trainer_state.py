@@ -14,7 +14,7 @@ from tfmulti.config.local_sync import SyncOptions
 from tfmulti.config.reading import ReadOptions
 
 REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
-VOTES = (*REASONS, "backup", "pace")  # what travels with each execution
+VOTES = (*REASONS, "checkpoint", "pace")  # what travels with each execution
 
 
 @dataclass
@@ -42,7 +42,7 @@ class TrainerState:
     `verify` says whether the first `verify_steps` steps are compared with those of one device
     (None: where parts are the user's own), and `verification` is what the last comparison found.
 
-    `saved_variables` are the states, in the backup that this run was resumed from, of seeds of
+    `saved_variables` are the states, in the checkpoint that this run was resumed from, of seeds of
     layers that are yet to be built.
     """
 
@@ -78,10 +78,10 @@ class TrainerState:
 
 
 def votes(
-    wants_stop: bool, interrupted: str | None, *, wants_backup: bool = False, pace: int = 0
+    wants_stop: bool, interrupted: str | None, *, wants_checkpoint: bool = False, pace: int = 0
 ) -> list[float]:
     """Returns this worker's vote for each of `VOTES`; that for a pace is its steps."""
-    asked = {"requested": wants_stop, "backup": wants_backup, "pace": pace}
+    asked = {"requested": wants_stop, "checkpoint": wants_checkpoint, "pace": pace}
     return [float(asked.get(vote, False) or vote == interrupted) for vote in VOTES]
 
 
@@ -95,13 +95,13 @@ def verdict(counted: Sequence[float]) -> str | None:
     return given[-1] if given else None
 
 
-def wants_backup(counted: Sequence[float]) -> bool:
-    """Returns whether a backup is to be made after this execution.
+def wants_checkpoint(counted: Sequence[float]) -> bool:
+    """Returns whether a checkpoint is to be made after this execution.
 
-    >>> wants_backup([0, 0, 0, 1, 0])
+    >>> wants_checkpoint([0, 0, 0, 1, 0])
     True
     """
-    return counted[VOTES.index("backup")] > 0
+    return counted[VOTES.index("checkpoint")] > 0
 
 
 def agreed_pace(counted: Sequence[float], local_replicas: int) -> int:

@@ -8,9 +8,9 @@ that all had before. Each worker counts by the rows that it has trained on, as i
 averaging (McMahan et al., 2017, arXiv:1602.05629); with equal shares that is DiLoCo's mean.
 
 An execution is H steps, or what is left of an epoch, and ends where workers meet. So what is seen
-from outside (by callbacks, validation, backups, at the end of an epoch and of `fit`) are the same
-weights on all workers, and what they had before is what they had when the execution began. What
-workers do not share are the states of their optimizers.
+from outside (by callbacks, validation, checkpoints, at the end of an epoch and of `fit`) are the
+same weights on all workers, and what they had before is what they had when the execution began.
+What workers do not share are the states of their optimizers.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def check_length_is_known(model: keras.Model) -> None:
 
 
 def capture(model: keras.Model) -> Tree:
-    """Returns what a backup needs beside the weights: the outer optimizer and all workers' inner.
+    """Returns the optimizers' part of a checkpoint: the outer one, and all workers' inner ones.
 
     Runs on every worker: a collective where workers take steps of their own.
     """

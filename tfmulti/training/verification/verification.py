@@ -85,7 +85,7 @@ def before_training(
     """Returns the feed to train on, after the comparison that is due.
 
     Args:
-        keeps_position: whether backups will ask the feed where it is.
+        keeps_position: whether checkpoints will ask the feed where it is.
         tells: whether the chief prints what the comparison took, if that was long.
 
     Raises:

@@ -1,9 +1,9 @@
-"""What a backup costs a run: seconds that it adds, and their part of the default interval.
+"""What a checkpoint costs a run: seconds that it adds, and their part of the default interval.
 
-    python -m benchmarks.backups [--rounds 5]
+    python -m benchmarks.checkpoints [--rounds 5]
 
-trains models of two sizes on one device, epochs with one backup and epochs without in turns,
-and writes the medians to benchmarks/results/backups.json.
+trains models of two sizes on one device, epochs with one checkpoint and epochs without in turns,
+and writes the medians to benchmarks/results/checkpoints.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "backups.json"
+RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
 SIZES = {"1 million parameters": 700, "25 million parameters": 3500}
 BATCH, STEPS, DEFAULT_S = 32, 40, 60.0
 
@@ -28,7 +28,7 @@ def measure(units: int, rounds: int) -> dict[str, float]:
     import keras
     import numpy as np
 
-    from tfmulti import Backup, prepare
+    from tfmulti import Checkpoint, prepare
 
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
@@ -38,7 +38,7 @@ def measure(units: int, rounds: int) -> dict[str, float]:
     model.compile("adam", "mse")
     x = np.zeros((BATCH * STEPS, units), np.float32)
 
-    class OneBackup(Backup):
+    class OneCheckpoint(Checkpoint):
         """In the midst of the epoch; the one at its end is left out."""
 
         def wants(self, step: int, count: int) -> bool:
@@ -48,8 +48,8 @@ def measure(units: int, rounds: int) -> dict[str, float]:
             if not wait:
                 super().keep(record, wait=False)
 
-    def seconds(folder: str, backup: bool) -> float:
-        callbacks = [OneBackup(folder, resume="auto")] if backup else []
+    def seconds(folder: str, checkpoint: bool) -> float:
+        callbacks = [OneCheckpoint(folder, resume="auto")] if checkpoint else []
         started = time.perf_counter()
         model.fit(x, x, batch_size=BATCH, epochs=1, verbose=0, callbacks=callbacks)
         for callback in callbacks:
@@ -58,7 +58,7 @@ def measure(units: int, rounds: int) -> dict[str, float]:
 
     times = []
     with tempfile.TemporaryDirectory() as root:
-        seconds(root + "/first", backup=True)  # traces
+        seconds(root + "/first", checkpoint=True)  # traces
         for number in range(rounds):
             times.append((seconds("", False), seconds(f"{root}/{number}", True)))
         size = next(Path(root, "0").iterdir()).stat().st_size

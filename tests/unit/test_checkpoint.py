@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfmulti.training.checkpoint import file_format, serialization
-from tfmulti.training.checkpoint.file_format import Backups, DamagedBackup, Record
+from tfmulti.training.checkpoint.file_format import Checkpoints, DamagedCheckpoint, Record
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(data: st.DataObject) -> None:
     damaged[bit // 8] ^= 1 << bit % 8
     try:
         found = file_format.from_bytes(bytes(damaged))
-    except DamagedBackup:
+    except DamagedCheckpoint:
         return
     assert same(found.tree, record().tree)  # zip has fields that nobody reads: dates, versions
     assert found.step == 7
@@ -128,27 +128,27 @@ def test_a_flipped_bit_is_found_or_changes_nothing(data: st.DataObject) -> None:
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999])
 def test_a_file_that_is_cut_off_is_found(part: float) -> None:
     whole = file_format.to_bytes(record())
-    with pytest.raises(DamagedBackup, match="cut off or damaged"):
+    with pytest.raises(DamagedCheckpoint, match="cut off or damaged"):
         file_format.from_bytes(whole[: int(part * len(whole))])
 
 
 def test_the_newest_whole_one_is_found_and_the_damaged_are_named(tmp_path: Path) -> None:
-    backups = Backups(tmp_path / "b", keep=3)
-    assert backups.newest() == (None, [])
+    checkpoints = Checkpoints(tmp_path / "b", keep=3)
+    assert checkpoints.newest() == (None, [])
     for step in (10, 20, 1_000_000_000):
-        path = backups.write(record(step))
+        path = checkpoints.write(record(step))
     path.write_bytes(path.read_bytes()[:-40])
-    found, wrong = backups.newest()
+    found, wrong = checkpoints.newest()
     assert found is not None
     assert found.step == 20
     assert [words.partition(":")[0] for words in wrong] == [str(path)]
 
 
 def test_as_many_stay_as_asked_for(tmp_path: Path) -> None:
-    backups = Backups(tmp_path, keep=2)
-    (tmp_path / "notes.txt").write_text("not a backup")
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
     for step in (1, 2, 3):
-        backups.write(record(step))
+        checkpoints.write(record(step))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "notes.txt",
         "step-000000002.npz",
@@ -160,8 +160,8 @@ def test_as_many_stay_as_asked_for(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    backups = Backups(tmp_path, keep=1)
-    backups.write(record(1))
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.write(record(1))
     real = Path.write_bytes
 
     def failing(self: Path, data: bytes) -> int:
@@ -171,6 +171,6 @@ def test_a_write_that_fails_leaves_what_was_there(
         return len(data) - 1
 
     monkeypatch.setattr(Path, "write_bytes", failing)
-    with pytest.raises(OSError if fault == "full" else DamagedBackup):
-        backups.write(record(2))
+    with pytest.raises(OSError if fault == "full" else DamagedCheckpoint):
+        checkpoints.write(record(2))
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000001.npz"]

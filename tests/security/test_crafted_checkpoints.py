@@ -1,4 +1,4 @@
-"""A backup is a file that somebody else may have written: it sets numbers, and nothing else."""
+"""A checkpoint is a file that somebody else may have written: it sets numbers, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import Backup, prepare
+from tfmulti import Checkpoint, prepare
 from tfmulti.errors import ResumeError
 from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback_states import CallbackStates
@@ -35,20 +35,20 @@ class Counts(keras.callbacks.Callback):
 
 
 def trained(folder: Path, epochs: int = 2) -> Counts:
-    """Returns a callback after training that goes on from the newest backup, if there is one."""
+    """Returns a callback after training that resumes from the newest checkpoint, if any."""
     keras.utils.set_random_seed(1)
     model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
     model.compile("sgd", "mse")
     counts = Counts(folder, epochs)
     data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS[:, :1])).shuffle(16, seed=3).batch(4)
-    keeper = Backup(folder / "backups", every_steps=3)
+    keeper = Checkpoint(folder / "checkpoints", every_steps=3)
     model.fit(data, epochs=epochs, verbose=0, callbacks=[counts, keeper])
     return counts
 
 
 def crafted(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the backup in the midst of a pass, with all its checksums; others are removed."""
-    *newer, path = file_format.Backups(folder / "backups").files()
+    """Changes the checkpoint in the midst of a pass, with all its checksums; others are removed."""
+    *newer, path = file_format.Checkpoints(folder / "checkpoints").files()
     for other in newer:
         other.unlink()
     record = file_format.from_bytes(path.read_bytes())
@@ -103,7 +103,7 @@ def test_a_position_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
 def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: Any) -> None:
     trained(tmp_path)
     crafted(tmp_path, lambda tree: tree.update({key: value}))
-    with pytest.raises(ResumeError, match="the newest backup is not as this version writes it"):
+    with pytest.raises(ResumeError, match="the newest checkpoint is not as this version writes it"):
         trained(tmp_path, epochs=3)
 
 
@@ -112,7 +112,7 @@ def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: A
 def test_what_is_checked_before_has_its_form_too(tmp_path: Path, key: str, value: Any) -> None:
     trained(tmp_path)
     crafted(tmp_path, lambda tree: tree.update({key: value}))
-    with pytest.raises(ResumeError, match=r"the newest backup (in .* )?is not as this version"):
+    with pytest.raises(ResumeError, match=r"the newest checkpoint (in .* )?is not as this version"):
         trained(tmp_path, epochs=3)
 
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_callback_writes_where_it_was_told(tmp_path: Path) -> None:
 def test_types_of_arrays_are_those_that_are_known(tmp_path: Path) -> None:
     data = file_format.to_bytes(file_format.Record(1, {"a": np.zeros(2, np.uint8)}))
     assert b'\\"types\\": [\\"\\"]' in data
-    with pytest.raises(file_format.DamagedBackup):
+    with pytest.raises(file_format.DamagedCheckpoint):
         file_format.from_bytes(data.replace(b'\\"types\\": [\\"\\"]', b'\\"types\\": [\\"os\\"]'))
 
 
