@@ -3,7 +3,8 @@
     python -m benchmarks.compare [--rounds 3] [--workloads mlp,cnn] [--kinds one,workers,mirrored]
 
 Each side runs in processes of its own, the sides in turns, on one core a worker (`mirrored`: on
-two cores). Writes the medians to benchmarks/results/compare.json and to README. It needs the extra
+two cores). Writes the medians to benchmarks/results/compare.json and to docs/performance.md. It
+needs the extra
 `benchmarks`; a peer that is not installed is left out, and said so.
 """
 

@@ -1,4 +1,4 @@
-"""README's table of what the benchmarks have measured, out of their results.
+"""The table of docs/performance.md: what the benchmarks have measured, out of their results.
 
     python -m benchmarks.table
 
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
@@ -92,7 +92,7 @@ def table() -> str:
     )
 
 
-def write(begin: str, end: str, text: str, page: Path = README) -> None:
+def write(begin: str, end: str, text: str, page: Path = PAGE) -> None:
     """Puts a text between two marks of a page."""
     head, rest = page.read_text().split(begin)
     _, after = rest.split(end)

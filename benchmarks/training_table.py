@@ -1,4 +1,4 @@
-"""README's tables of `benchmarks.compare`, out of its results.
+"""The training tables of docs/performance.md, out of the results of `benchmarks.compare`.
 
     python -m benchmarks.training_table
 

@@ -4,7 +4,7 @@
 
 Processes of their own (`benchmarks.compare`) differ by up to 8 % from run to run, by where their
 memory happens to lie; here both sides have the same. Writes benchmarks/results/turns.json and
-README's table.
+the table of docs/performance.md.
 """
 
 from __future__ import annotations

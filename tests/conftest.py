@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-table",
         action="store_true",
-        help="write the differences that tests/exactness measures to README.md and docs/",
+        help="write the differences that tests/exactness measures to docs/",
     )
 
 

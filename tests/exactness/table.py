@@ -1,4 +1,4 @@
-"""The table of README: how far each promise is from one device, at each place."""
+"""The table of docs/exactness.md: how far each promise is from one device, at each place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.cases import CASES, PLACES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "exactness.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "exactness.md"
 BEGIN, END = "<!-- exactness: begin -->", "<!-- exactness: end -->"
 
 PROMISES = {
@@ -54,7 +54,7 @@ def of_promises(found: Found) -> str:
 
 
 def write(measured: Found) -> None:
-    """Writes each case's differences, and README's table of the worst.
+    """Writes each case's differences, and the page's table of the worst.
 
     What was not measured this time stays as it was written before.
     """
@@ -63,7 +63,7 @@ def write(measured: Found) -> None:
     assert is_whole(found), "--write-table has no figures of some cases: run tests/exactness whole"
     ordered = {name: {p: found[name][p] for p in PLACES if p in found[name]} for name in CASES}
     FILE.write_text(json.dumps(ordered, indent=1) + "\n")
-    text = README.read_text()
+    text = PAGE.read_text()
     head, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    README.write_text(f"{head}{BEGIN}\n{of_promises(found)}\n{END}{after}")
+    PAGE.write_text(f"{head}{BEGIN}\n{of_promises(found)}\n{END}{after}")

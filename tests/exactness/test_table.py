@@ -1,6 +1,6 @@
 """The promise: what one device computes, any number of replicas and workers compute.
 
-`pytest tests/exactness --write-table` writes what is measured here to README.md and
+`pytest tests/exactness --write-table` writes what is measured here to docs/exactness.md and
 docs/exactness.json; `pytest -m core` runs one case of each kind.
 """
 
@@ -43,6 +43,6 @@ def test_the_table_in_readme_is_of_these_cases() -> None:
     found = json.loads(table.FILE.read_text())
     assert list(found) == list(CASES), "run: pytest tests/exactness --write-table"
     assert table.is_whole(found)
-    assert table.of_promises(found) in table.README.read_text()
+    assert table.of_promises(found) in table.PAGE.read_text()
     for name, case in CASES.items():
         assert all(difference <= case.tolerance for difference in found[name].values())

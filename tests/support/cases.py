@@ -123,7 +123,7 @@ def _loss(reduction: str) -> keras.losses.Loss:
 class Case:
     """One run.
 
-    `row` is the number of the promise in README's table that it belongs to. `compare` says
+    `row` is the number of its promise in the table of docs/exactness.md. `compare` says
     what it must equal: Keras alone, or tfmulti on one device where Keras alone is not right.
     `places` are those that it runs at. Keras alone gets `plain_feed`, where that is another one.
     It `validates` where evaluation is a question. `alone` is how much one device may differ.

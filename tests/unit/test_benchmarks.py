@@ -1,4 +1,4 @@
-"""README's figures are those of the results."""
+"""The figures of the docs are those of the results."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from benchmarks import curves, table, training_table
 from benchmarks.workloads import Workload
 
 
-def test_readme_shows_what_was_measured() -> None:
-    text = table.README.read_text()
+def test_the_docs_show_what_was_measured() -> None:
+    text = table.PAGE.read_text()
     shown = text.split(table.BEGIN)[1].split(table.END)[0].strip()
     assert shown == table.table(), "run python -m benchmarks.table"
 
 
-def test_readme_shows_the_curves_ends() -> None:
-    text = table.README.read_text()
+def test_the_docs_show_the_ends_of_the_curves() -> None:
+    text = curves.PAGE.read_text()
     shown = text.split(curves.BEGIN)[1].split(curves.END)[0].strip()
     assert shown == curves.table(json.loads(curves.RESULTS.read_text())["sides"])
 
@@ -28,8 +28,8 @@ def test_what_workers_send() -> None:
     assert list(sent.values()) == [4000, 2000, 2000, 400, 80, 400]
 
 
-def test_readme_shows_how_long_steps_take() -> None:
-    text = table.README.read_text()
+def test_the_docs_show_how_long_steps_take() -> None:
+    text = table.PAGE.read_text()
     shown = text.split(training_table.BEGIN)[1].split(training_table.END)[0].strip()
     expected = training_table.table(json.loads(training_table.RESULTS.read_text())["workloads"])
     assert shown == expected, "run python -m benchmarks.training_table"

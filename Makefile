@@ -1,0 +1,24 @@
+# The few commands that people type. `.ci/run` does all of it in a new environment.
+
+.PHONY: install check unit test docs wheel
+
+install:
+	pip install -e '.[test,docs]' pre-commit build
+
+check:
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports
+
+unit:
+	pytest -n 2 tests/unit tests/sources
+
+test:
+	pytest -n 2
+
+docs:
+	mkdocs build --strict
+
+wheel:
+	python -m build --wheel

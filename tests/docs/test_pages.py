@@ -1,0 +1,153 @@
+"""The pages say what is so: their Python runs, their commands work, and they are short."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.processes import ROOT, run
+from tfmulti.bench import flags as bench_flags
+from tfmulti.config import flags as fit_flags
+from tfmulti.launch import flags as launch_flags
+from tfmulti.run import data_command
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LIMIT_S = 180
+# Of a page whose blocks stand on each other: what comes before them.
+BEFORE = {
+    "verify.md": """
+import keras, numpy as np
+import tfmulti
+from tfmulti import prepare
+strategy = tfmulti.make_strategy("mirrored", replicas=2)
+x = np.ones((16, 3), "float32"); y = x[:, :1]
+with strategy.scope():
+    model = prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    model.compile("adam", "mse")
+""",
+}
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """Yields (page:number, text) of each block of a language."""
+    for page in PAGES:
+        found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+        for number, text in enumerate(found, 1):
+            yield f"{page.name}:{number}", text
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Yields (page:line, command) of each command of tfmulti, in blocks of the shell."""
+    for place, text in blocks("bash"):
+        for number, line in enumerate(text.replace("\\\n", " ").splitlines(), 1):
+            command = line.partition("  #")[0].strip()
+            if command.startswith("python -m tfmulti"):
+                yield f"{place}:{number}", command
+
+
+PYTHON, COMMANDS = dict(blocks("python")), dict(commands())
+
+
+def test_there_are_blocks_and_commands() -> None:
+    assert len(PYTHON) >= 7
+    assert len(COMMANDS) >= 14
+
+
+@pytest.mark.parametrize("place", PYTHON)
+def test_python_of_a_page_runs(tmp_path: Path, place: str) -> None:
+    code = BEFORE.get(place.partition(":")[0], "") + PYTHON[place]
+    done = run(["-c", code], tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("place", COMMANDS)
+def test_a_command_of_a_page_has_flags_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    things(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    _, _, module, *argv = shlex.split(COMMANDS[place])
+    if module == "tfmulti.launch":
+        config = launch_flags.parse(argv, "", {"TFMULTI_SECRET": "known to all machines"})
+        if config.module and config.program[0] == "tfmulti.fit":
+            fit_flags.parse(["fit", *config.program[1:]])
+    elif module == "tfmulti.bench":
+        assert bench_flags.parse(["bench", *argv], "", datetime(2030, 1, 1)) is not None
+    elif module == "tfmulti.data":
+        assert data_command.parse(["data", *argv]) is not None
+    else:
+        assert module == "tfmulti.fit"
+        assert fit_flags.parse(["fit", *argv]) is not None
+
+
+# What is added so that a command runs here in seconds; without a line it is not run by this test.
+RUN = {
+    "quickstart.md:2:1": [],
+    "quickstart.md:3:1": [],
+    "own-model.md:1:1": ["--epochs", "1"],
+    "checkpoints.md:1:1": ["--epochs", "1"],
+    "data.md:1:2": ["--nomeasure"],
+    "launching.md:1:1": ["--epochs", "1"],
+    "launching.md:1:2": [],
+}
+
+
+def things(folder: Path) -> None:
+    """Makes what the commands name: a model, data, a script, images."""
+    package = folder / "my_package"
+    package.mkdir()
+    (package / "models.py").write_text(
+        "import keras\n"
+        "def build():\n"
+        "    layers = [keras.Input((4,)), keras.layers.Dense(2, 'softmax')]\n"
+        "    return keras.Sequential(layers)\n"
+    )
+    (package / "data.py").write_text(
+        "import numpy as np\n"
+        "def load():\n"
+        "    return np.ones((64, 4), 'float32'), np.arange(64) % 2\n"
+    )
+    (folder / "train.py").write_text("import sys; assert sys.argv[1:] == ['--its-own-flags']\n")
+    for label in ("cat", "dog"):
+        (folder / "photos" / label).mkdir(parents=True)
+        for number in range(30):
+            pixels = np.full((8, 8, 3), number, np.uint8)
+            Image.fromarray(pixels).save(folder / "photos" / label / f"{number}.png")
+
+
+@pytest.mark.parametrize("place", RUN)
+def test_a_command_of_a_page_runs(tmp_path: Path, place: str) -> None:
+    things(tmp_path)
+    _, *argv = shlex.split(COMMANDS[place])
+    done = run([*argv, *RUN[place]], tmp_path / "log", limit_s=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_somewhere() -> None:
+    """mkdocs checks those between pages; here also those of files outside docs/."""
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_pages_begin_with_what_the_reader_can_do_after_them() -> None:
+    lacking = [
+        page.name
+        for page in PAGES
+        if page.name not in ("README.md", "contributing.md")
+        and not re.search(r"After\s+this\s+page\s+you", page.read_text()[:600])
+    ]
+    assert not lacking
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("BUILD.md", 60)])
+def test_the_first_pages_are_short(name: str, most: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= most
