@@ -84,7 +84,7 @@ def test_cached_files_are_used(
         import json
         from keras.src.utils import file_utils
         file_utils.validate_file = lambda *args, **options: True
-        from tfmulti.sources import keras_datasets
+        from tfmulti.data.sources import keras_datasets
         data = keras_datasets.{make.__name__}("", 0)
         print(json.dumps([len(data.train), list(data.spec.input_shape), data.spec.outputs,
                           data.spec.input_scale, str(data.train.data[1].dtype),

@@ -10,7 +10,8 @@ from tests.support.processes import run
 CODE = """
 import json
 import tensorflow as tf
-from tfmulti import make_strategy, siblings
+from tfmulti import make_strategy
+from tfmulti.distribution import replica_threads
 
 strategy = make_strategy("mirrored", replicas=3, env={})
 constant = tf.constant(2.0)  # one tensor, on all replicas
@@ -21,16 +22,17 @@ def on_replica():
     row = tf.stack([n // 2])
     slices = tf.IndexedSlices(tf.fill([1, 2], 1.0 + number), row, tf.constant([2, 2]))
     halves = tf.constant([4096, 4100, 513], tf.float16)
-    total, count, half, same, rows = siblings.totals([10.0**number, n, halves[n], constant, slices])
+    given = [10.0**number, n, halves[n], constant, slices]
+    total, count, half, same, rows = replica_threads.totals(given)
     all_get = {
         "total": total,
         "count": count,
         "half": half,
         "same": same,
         "slices": tf.convert_to_tensor(rows),
-        "each": siblings.each(tf.stack([n, 7])),
-        "each the same": siblings.each(constant),
-        "rows": siblings.rows(tf.fill([n], n)),
+        "each": replica_threads.each(tf.stack([n, 7])),
+        "each the same": replica_threads.each(constant),
+        "rows": replica_threads.rows(tf.fill([n], n)),
     }
     return tf.nest.map_structure(tf.identity, all_get)  # each its own, lest one come out for all
 

@@ -14,7 +14,7 @@ from tfmulti.distribution.strategies import threads_of
 HEAD = """
 import tensorflow as tf
 from tfmulti import make_strategy
-from tfmulti.strategies import device_names, placement_of
+from tfmulti.distribution.strategies import device_names, placement_of
 """
 
 
@@ -84,7 +84,7 @@ def test_workers_of_one_host_share_its_cores(
 def test_a_number_of_threads_that_the_user_gave_stays(tmp_path: Path) -> None:
     code = """
     from tfmulti.cluster import Cluster, Task
-    from tfmulti.strategies import _share_cores
+    from tfmulti.distribution.strategies import _share_cores
     tf.config.threading.set_inter_op_parallelism_threads(7)
     _share_cores(Cluster(("a:1", "a:2"), Task("worker", 0)))
     threads = tf.config.threading

@@ -89,7 +89,7 @@ STARTS = """
 import sys, time
 from pathlib import Path
 from tfmulti.errors import ResumeError
-from tfmulti.owner import ownership_of
+from tfmulti.training.checkpoint.owner import ownership_of
 print("ready", flush=True)
 sys.stdin.readline()
 try:

@@ -264,10 +264,10 @@ def without_connections() -> Any:
     found = [trained()]
     known = dict(connections._connected)
     connections._connected.clear()
-    connections.join = fails
+    connections.connect_workers = fails
     try:
         found.append(trained())
     finally:
-        connections.join = rendezvous.connect_workers
+        connections.connect_workers = rendezvous.connect_workers
         connections._connected.update(known)
     return found
