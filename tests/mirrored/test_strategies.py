@@ -83,7 +83,7 @@ def test_workers_of_one_host_share_its_cores(
 
 def test_a_number_of_threads_that_the_user_gave_stays(tmp_path: Path) -> None:
     code = """
-    from tfmulti.cluster import Cluster, Task
+    from tfmulti.cluster.cluster import Cluster, Task
     from tfmulti.distribution.strategies import _share_cores
     tf.config.threading.set_inter_op_parallelism_threads(7)
     _share_cores(Cluster(("a:1", "a:2"), Task("worker", 0)))
