@@ -291,9 +291,9 @@ def test_parts_of_a_checkpoint_are_not_more_than_the_file() -> None:
 
 def test_an_array_of_a_checkpoint_is_no_larger_than_its_part() -> None:
     with pytest.raises(ValueError, match=r"declares [0-9,]+ bytes of values, but has 3"):
-        file_format.plain.from_npy("", npy((1 << 43,), b"few"))
+        file_format.serialization.from_npy("", npy((1 << 43,), b"few"))
     with pytest.raises(ValueError, match=r"declares [0-9,]+ bytes of values, but has 3"):
-        file_format.plain.from_npy("", npy((1 << 40, 1 << 40), b"few"))
+        file_format.serialization.from_npy("", npy((1 << 40, 1 << 40), b"few"))
 
 
 def test_a_named_pipe_is_no_checkpoint(tmp_path: Path) -> None:
