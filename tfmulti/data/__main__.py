@@ -1,4 +1,4 @@
-"""`python -m tfmulti.data`: shows a data set, how it is shared out, and how fast it comes."""
+"""Command `python -m tfmulti.data`: shows a data set, its batch plan and its reading speed."""
 
 import sys
 

@@ -1,19 +1,20 @@
-"""What to do where the steps wait for data, in a line."""
+"""Advice in one line for a run whose steps wait for data."""
 
 from __future__ import annotations
 
-MUCH = 0.1  # of the steps' time: less is not worth a line
+# Steps that wait for a smaller share of their time than this get no advice.
+MUCH = 0.1
 
 
 def advice(share: float, threads: int | None, *, cached: bool, cores: int = 0) -> str:
-    """Returns what a waiting share means and which flag to try.
+    """Returns one line that says what a waiting share means and which flag to try.
 
     Args:
-        share: the part of the steps' time that was waiting, 0 to 1.
-        threads: those that read (0: the one that feeds the steps); None: there are none,
-            since the data comes in batches of its own.
+        share: the part of the steps' time that was spent waiting for data, 0 to 1.
+        threads: the number of reader threads; 0 if the thread that feeds the steps reads the data
+            itself. None if the data comes as a Dataset of batches, which has no reader threads.
         cached: whether the examples are kept after they were read once.
-        cores: those of this worker.
+        cores: the number of cores of this worker.
 
     >>> advice(0.61, 2, cached=False, cores=4)
     'input-bound: 61 % of the step is waiting for data; try --reader_threads 4'

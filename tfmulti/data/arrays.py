@@ -1,4 +1,4 @@
-"""Arrays as a source: in memory, or mapped from a file that may be larger than it."""
+"""Arrays as a source: in memory, or mapped from a file that may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ArraySource(Source):
     """Rows of arrays that all have the same length.
 
     Args:
-        data: `(x, y)` or `(x, y, sample_weight)`; each an array or a nest (tuple, list or
-            dict) of arrays. A memory-mapped array is read row by row when it is needed.
-        dtypes: a nest of the dtypes in which rows are read, where they are not the arrays'.
-        floats: the dtype of all arrays of floating-point numbers, as Keras casts them to its
-            `floatx`. None: float64 becomes float32, and others stay.
+        data: `(x, y)` or `(x, y, sample_weight)`. Each is an array or a nest (tuple, list or
+            dict) of arrays. The rows of a memory-mapped array are read when they are needed.
+        dtypes: a nest of the dtypes in which rows are returned. None: those of the arrays.
+        floats: the dtype to which all floating-point arrays are converted, as Keras converts them
+            to its `floatx`. None: float64 becomes float32, and other dtypes stay.
 
     Raises:
-        DataError: there are no rows, or the lengths differ.
+        DataError: there are no rows, the arrays differ in length, or a value is not a dense array.
     """
 
     def __init__(self, data: Any, dtypes: Any = None, floats: str | None = None) -> None:
@@ -51,7 +51,7 @@ class ArraySource(Source):
         return self._specs
 
     def read(self, indices: Any, epoch: int = 0) -> Any:
-        """Returns the rows at `indices`, a vector of whole numbers, in that order."""
+        """Returns the rows at `indices` in that order; `indices` is a vector of whole numbers."""
 
         def take(array: np.ndarray, leaf: Leaf) -> np.ndarray:
             rows: np.ndarray = np.take(array, indices, axis=0)
@@ -60,11 +60,13 @@ class ArraySource(Source):
         return map_nest(take, self.data, self._specs)
 
     def arrays(self) -> Arrays | None:
+        # A subclass may change the rows, and mapped rows are not in memory.
         if type(self).read_into is not ArraySource.read_into or self._is_mapped:
             return None
         return Arrays(self.data, self._specs, lambda indices: indices)
 
     def digest(self) -> int:
+        # The first, the middle and the last row stand for all rows, which are not read.
         found = super().digest()
         for leaf in leaves_of(self.data):
             rows = leaf[[0, len(leaf) // 2, -1]]
@@ -78,7 +80,7 @@ class ArraySource(Source):
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
         def take(array: np.ndarray, rows: np.ndarray) -> None:
             if array.dtype == rows.dtype and rows.dtype != object:
-                # The indices are in range; with "raise" the rows would be copied twice.
+                # The indices are in range. With mode="raise" NumPy would copy the rows twice.
                 np.take(array, indices, axis=0, out=rows, mode="clip")
             else:
                 rows[...] = array[indices]
@@ -87,22 +89,30 @@ class ArraySource(Source):
 
 
 def _as_dtype(leaf: Leaf, dtype: str) -> Leaf:
+    """Returns the same leaf with another dtype."""
     return leaf._replace(dtype=dtype)
 
 
 def _leaf(array: np.ndarray, floats: str | None) -> Leaf:
+    """Returns the form of one row of an array, as the source returns it."""
     if array.dtype.kind in "OSU":
         return Leaf(array.shape[1:], "str")
     return Leaf(array.shape[1:], _as_floats(array[:0], floats).dtype.name)
 
 
 def _as_floats(array: np.ndarray, floats: str | None) -> np.ndarray:
+    """Returns a floating-point array in its final dtype, and any other array as it is."""
     if floats is not None and array.dtype.kind == "f":
         return array.astype(floats, copy=False)
     return array.astype(np.float32) if array.dtype == np.float64 and floats is None else array
 
 
 def _as_array(value: Any, floats: str | None) -> np.ndarray:
+    """Returns a value as an array; raises DataError if it is not a dense array with rows.
+
+    A memory-mapped array keeps its dtype, because a conversion would read the whole file. `read`
+    converts its rows.
+    """
     array = np.asarray(value) if not type(value).__name__.startswith(("Ragged", "Sparse")) else None
     if array is None or (array.ndim == 0 and array.dtype == object):
         raise DataError(
@@ -117,6 +127,7 @@ def _as_array(value: Any, floats: str | None) -> np.ndarray:
 
 
 def _named(data: Any, name: str = "") -> list[tuple[str, np.ndarray]]:
+    """Returns the arrays of a nest with their names for messages, such as `x['age']`."""
     if isinstance(data, Mapping):
         return [pair for key, value in data.items() for pair in _named(value, f"{name}[{key!r}]")]
     if isinstance(data, tuple):

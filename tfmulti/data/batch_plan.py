@@ -1,8 +1,8 @@
 """Which examples the global batches hold, and which of them each worker reads.
 
-Arithmetic and NumPy alone: the examples of a step are computed when they are needed, in
-microseconds and constant memory, from (seed, epoch, step). So the place in the data is one
-number, the step, and a run goes on at any of them at once.
+The examples of a step are a function of (seed, epoch, step). They are computed when they are
+needed, in microseconds and constant memory, with NumPy alone. So the position in the data is one
+number, the step, and a run can resume at any step at once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from tfmulti.data.permutation import Permutation
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """What one worker reads of a global batch: the rows [begin, end) of it.
+    """The rows [begin, end) of a global batch of `rows` rows that one worker reads.
 
-    `shares` has, for each of its replicas, the rows [first, last) that it reads, and whether
-    they count: a replica without rows of its own reads one that does not.
+    `shares` has one entry `(first, last, counts)` for each replica of the worker: the replica
+    reads the rows [first, last) of the global batch. A replica without rows of its own reads one
+    row, and its `counts` is False.
     """
 
     step: int
@@ -35,9 +36,10 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The global batches of `examples` examples over all epochs; the last of one may be smaller.
+    """The global batches of `examples` examples over all epochs.
 
-    `seed` None keeps the order of the data; else each epoch has an order of its own.
+    The last global batch of an epoch may be smaller than `global_batch_size`. If `seed` is None,
+    every epoch has the order of the data; otherwise each epoch has an order of its own.
     """
 
     examples: int
@@ -46,6 +48,7 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of global batches in one epoch."""
         return sharding.steps_per_epoch(self.examples, self.global_batch_size)
 
     @property
@@ -54,11 +57,13 @@ class BatchPlan:
         return self.examples % self.global_batch_size == 0
 
     def part(self, step: int, first_replica: int, local_replicas: int, replicas: int) -> WorkerPart:
-        """Returns what a worker reads in a step.
+        """Returns the rows that a worker reads in a step.
 
         Args:
-            step: counted from the start of the run over all epochs.
-            first_replica, local_replicas: the worker's replicas, of `replicas` in all.
+            step: the step, counted from the start of the run over all epochs.
+            first_replica: the index of the worker's first replica, counted over all workers.
+            local_replicas: the number of replicas of the worker.
+            replicas: the number of replicas of all workers.
 
         >>> Plan(30, 30).part(0, first_replica=6, local_replicas=2, replicas=8).shares
         ((24, 27, True), (27, 30, True))
@@ -73,12 +78,12 @@ class BatchPlan:
         return WorkerPart(step, epoch, rows, begin, end, tuple(shares))
 
     def examples_of(self, part: WorkerPart) -> np.ndarray:
-        """Returns the examples of a part, int64 [end - begin]."""
+        """Returns the indices of the examples of a worker's part, int64 [end - begin]."""
         first = part.step % self.steps_per_epoch * self.global_batch_size
         return self.examples_at(part.epoch, first + part.begin, first + part.end)
 
     def examples_at(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Returns the examples at positions [start, stop) of an epoch, int64."""
+        """Returns the indices of the examples at positions [start, stop) of an epoch, int64."""
         positions = np.arange(start, stop, dtype=np.int64)
         if self.seed is None:
             return positions
@@ -87,4 +92,5 @@ class BatchPlan:
 
 @functools.lru_cache(maxsize=4)
 def _order(examples: int, seed: int, epoch: int) -> Permutation:
+    """Returns the shuffled order of an epoch."""
     return Permutation(examples, key_of(seed, epoch))

@@ -1,4 +1,4 @@
-"""A data set as a run sees it: its parts, and what a model needs to know of it."""
+"""A data set as a run sees it: its parts, and what a model must know about it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from tfmulti.data.lost import Lost
 from tfmulti.data.source import Source
 
 CLASSIFICATION, REGRESSION = "classification", "regression"
-_NAMED = 5  # of the classes, in a description
+# A description names at most this many classes.
+_NAMED = 5
 
-
+# The function runs its argument on the chief, and returns the resulting bytes on every worker.
 FromChief = Callable[[Callable[[], bytes]], bytes]
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The form of one example, and of its target.
+    """The form of one example and of its target.
 
-    `input_scale` is what a model multiplies its input by (1/255 for bytes). `outputs` is the
-    number of classes of a classification, or of values of a regression. `vocabulary_size`
-    is set for token sequences alone.
-
-    `input_mean` and `input_std` are those of each value of a vector over the training part; a
-    model takes the values as they are, and normalizes them itself. `class_names` are in the
-    order of their labels.
+    Attributes:
+        input_shape: the shape of one input.
+        input_dtype: the dtype of the input.
+        task: CLASSIFICATION or REGRESSION.
+        outputs: the number of classes of a classification, or of values of a regression.
+        input_scale: the factor by which a model multiplies its input, such as 1/255 for bytes.
+        vocabulary_size: the size of the vocabulary of token sequences; None for other inputs.
+        input_mean: the mean of each value of a vector over the training part. The model takes the
+            values as they are and normalizes them itself.
+        input_std: the standard deviation of each value of a vector over the training part.
+        class_names: the names of the classes in the order of their labels.
     """
 
     input_shape: tuple[int, ...]
@@ -44,7 +49,7 @@ class DataSpec:
 
     @property
     def kind(self) -> str:
-        """`tokens`, `image` ([height, width, channels]) or `vector`."""
+        """The kind of input: `tokens`, `image` ([height, width, channels]) or `vector`."""
         if self.vocabulary_size is not None:
             return "tokens"
         return "image" if len(self.input_shape) == 3 else "vector"
@@ -65,24 +70,28 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set: training, validation and test part.
+    """A data set: its training, validation and test part.
 
-    A part is a `Source`, or what else `Model.fit` takes (a `tf.data.Dataset` of global
-    batches, a PyDataset). `spec` is None where only the user's own model knows it.
+    A part is a `Source`, or anything else that `Model.fit` takes: a `tf.data.Dataset` of global
+    batches or a PyDataset.
 
-    `fit` computes what depends on the training part alone (categories, means), once the
-    validation part is taken off it; see `fitted`. `features` are the names of the values of a
-    vector, for who uses the saved model.
-
-    `share` completes the data with what the chief makes, once the workers are there: all of
-    them call it with `from_chief`, which returns on every worker what its argument returns on
-    the chief (`broadcast.from_chief`). `vocabulary` is that of token sequences, most frequent
-    first, without the tokens for padding (0) and for any other word (1).
-
-    `finish` makes the data whole once TensorFlow is there, given the global batch size: what
-    needs both has no parts before. `warning` is what the user should know of it, in one line.
-    `lost` says of the examples that could not be read when the data was loaded, and are left out,
-    where they are and why; whether so many may be `stages` says, or a loader that is told.
+    Attributes:
+        train, validation, test: the parts; None if the data set lacks a part.
+        spec: the form of an example. None if only the user's own model knows it.
+        fit: computes what depends on the training part alone, such as categories and means. It
+            runs after the validation part has been split off (`fitted`).
+        features: the names of the values of a vector, for users of the saved model.
+        share: completes the data with values that the chief makes. All workers call it once they
+            are connected, with the function `from_chief`. That function returns on every worker
+            what its argument returns on the chief (`broadcast.from_chief`).
+        vocabulary: the tokens of token sequences, most frequent first, without the tokens for
+            padding (0) and for unknown words (1).
+        finish: returns the whole data set, given the global batch size. It is called once
+            TensorFlow has been imported. Data that needs both has no parts before the call.
+        warning: one line that the user should read, or None.
+        lost: examples that could not be read when the data was loaded and are left out.
+            `transforms.stages` checks whether so many may be left out. A source that is told the
+            limit checks it while it loads.
     """
 
     train: Any
@@ -99,24 +108,26 @@ class DataSet:
 
 
 def fitted(data: DataSet) -> DataSet:
-    """Returns the data with what is computed from its training part. Its parts stand already.
+    """Returns the data with what `fit` computes from its training part.
+
+    The parts must be final: a later split would change the training part.
 
     Raises:
-        DataError: the training part does not give it.
+        DataError: the training part does not give the values that `fit` needs.
     """
     return data if data.fit is None else replace(data.fit(data), fit=None)
 
 
 def size_of(part: Any) -> int | None:
-    """Returns the number of examples of a part, or None where it is not known."""
+    """Returns the number of examples of a part, or None if it is not known."""
     return len(part) if isinstance(part, Source) else None
 
 
 def labelled(x: np.ndarray, y: np.ndarray) -> ArraySource:
-    """Returns the source of examples and whole-number labels; labels become int32."""
+    """Returns the source of inputs `x` and whole-number labels `y`, which become int32 [n]."""
     return ArraySource((x, y.reshape(len(y)).astype(np.int32)))
 
 
 def with_channels(images: np.ndarray) -> np.ndarray:
-    """Returns grey images [n, h, w] as [n, h, w, 1], and others as they are."""
+    """Returns grey images [n, h, w] as [n, h, w, 1], and other images as they are."""
     return images[..., np.newaxis] if images.ndim == 3 else images

@@ -1,7 +1,7 @@
-"""Random numbers as functions of what they belong to: (seed, epoch, example), not of a history.
+"""Random numbers as functions of (seed, epoch, example) instead of a generator's history.
 
-Whole-number arithmetic alone, so that they are the same on every machine and under every
-version of NumPy, whose generators may change their streams.
+The functions use whole-number arithmetic alone. So the numbers are the same on every machine and
+under every version of NumPy, whose own generators may change their streams.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _MASK = (1 << 64) - 1
 def mixed(values: Any) -> np.ndarray:
     """Returns 64 random-looking bits for each 64-bit number, uint64 of the same shape.
 
-    The finalizer of SplitMix64 (Steele, Lea and Flood, Fast splittable pseudorandom number
-    generators, 2014): a bijection of which each bit depends on all bits of its argument.
+    This is the finalizer of SplitMix64 (Steele, Lea and Flood, Fast splittable pseudorandom number
+    generators, 2014). It is a bijection, and each bit of its result depends on all bits of its
+    argument.
     """
     z = np.asarray(values, np.uint64)
     z = (z ^ (z >> np.uint64(30))) * _FIRST
@@ -29,6 +30,8 @@ def mixed(values: Any) -> np.ndarray:
 
 def key_of(*words: int) -> int:
     """Returns 64 bits that depend on all words and on their order.
+
+    It applies the arithmetic of `mixed` to Python's integers, word by word.
 
     >>> key_of(1, 2) != key_of(2, 1)
     True
@@ -43,11 +46,12 @@ def key_of(*words: int) -> int:
 
 
 def uniform(key: int, examples: np.ndarray, draws: int) -> np.ndarray:
-    """Returns numbers in [0, 1), float64 [examples, draws]: each example has its own.
+    """Returns numbers in [0, 1) that each example has of its own, float64 [len(examples), draws].
 
     Args:
-        key: what all of them depend on, such as `key_of(seed, epoch)`.
-        examples: whole numbers from 0 on.
+        key: the value on which all numbers depend, such as `key_of(seed, epoch)`.
+        examples: the indices of the examples, whole numbers from 0.
+        draws: how many numbers each example gets.
     """
     own = mixed(np.asarray(examples, np.uint64) * _STEP + np.uint64(key))
     counters = own[:, np.newaxis] + np.arange(1, draws + 1, dtype=np.uint64) * _STEP

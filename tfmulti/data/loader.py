@@ -1,11 +1,14 @@
 """Reads a worker's part of each global batch: in order, ahead of the step, in bounded memory.
 
-What is quick to read (arrays in memory: microseconds a batch) is read by the thread that asks
-for it, since threads would only contend. What is slow (files to decode) is read by a pool of
-threads: a batch is cut into pieces, so that all threads work on the next batch and the first
-one is there soon. Which it is, is measured with the first batch.
+The loader reads in one of two ways. Unless the number of threads is given, it measures the first
+batch to choose one:
 
-At most `AHEAD` batches are in the making, and what the caller holds comes on top.
+- Data that is quick to read, such as arrays in memory, takes microseconds a batch. The thread that
+  asks for the batch reads it, because more threads would only contend for the cores.
+- Data that is slow to read, such as files to decode, is read by a pool of threads. Each batch is
+  cut into pieces, so that all threads work on the next batch and it is complete soon.
+
+At most `AHEAD` batches are in the making. The batches that the caller holds come on top.
 """
 
 from __future__ import annotations
@@ -27,14 +30,18 @@ from tfmulti.data.batch_plan import BatchPlan, WorkerPart
 from tfmulti.data.source import Source, leaves_of, map_nest
 from tfmulti.errors import DataError
 
-AHEAD = 2  # one is completed while the threads that are done with it begin the next
-RECORD_FAULTS = (OSError, DataError)  # by these a source says that a record cannot be read
-QUICK_S = 0.001  # a batch that is read in this time is read without threads
-ALIGNMENT = 64  # TensorFlow takes such memory as it is, and copies any other
+# While one batch is completed, the threads that have no piece of it left begin the next one.
+AHEAD = 2
+# A source raises one of these if a record cannot be read.
+RECORD_FAULTS = (OSError, DataError)
+# If the rows of a replica take at most this time, they are read without threads.
+QUICK_S = 0.001
+# TensorFlow uses memory of this alignment as it is, and copies any other.
+ALIGNMENT = 64
 
 
 class ReplicaRange(Protocol):
-    """Where a worker stands among the replicas."""
+    """Which replicas a worker has: `local_replicas` of `replicas`, from `first_replica` on."""
 
     @property
     def first_replica(self) -> int: ...
@@ -45,12 +52,22 @@ class ReplicaRange(Protocol):
 
 
 class Batch(NamedTuple):
-    """A worker's part of a global batch of `rows` rows.
+    """The rows of one global batch that a worker has read.
 
-    `data[i]` is what its replica `i` reads, from row `first_rows[i]` on, and `own_rows[i]` how
-    many of these count. `lost` says of each example that could not be read where it is and why;
-    its row is left out, and `own_rows` does not count it. Nor do `rows` and `first_rows` where
-    this worker has all replicas; else they are as planned, since the others' losses are unknown.
+    If examples were left out and this worker has all replicas, `rows` and `first_rows` count
+    without them. With several workers these two are as planned, because a worker does not know the
+    losses of the others.
+
+    Attributes:
+        step: the step, counted from the start of the run.
+        rows: the number of rows of the global batch.
+        data: for each local replica the rows that it reads, a nest of arrays.
+        own_rows: for each local replica how many of its rows count.
+        first_rows: for each local replica the position of its first row in the global batch.
+        lost: one sentence for each example that could not be read: where it is and why. The rows
+            of such examples are left out of `data` and `own_rows` if `skip_bad_records` is set;
+            otherwise another example stands in each of them. A replica that lost all of its rows
+            reads one other example, which does not count.
     """
 
     step: int
@@ -62,16 +79,19 @@ class Batch(NamedTuple):
 
 
 class _Share:
-    """What one replica reads: which examples, where they are put, and which were lost, and why."""
+    """What one replica reads: its examples, the buffers for them, and those that were lost."""
 
     def __init__(self, examples: np.ndarray, first: int, counts: bool, source: Source) -> None:
         count = len(examples)
         self.examples, self.first, self.counts = examples, first, counts
         self.data = map_nest(lambda leaf: empty((count, *leaf.shape), leaf.dtype), source.specs)
-        self.lost: dict[int, str] = {}  # by row; each piece of them is one thread's
+        # The reason of each lost row. One thread reads a piece, so no two threads write one key.
+        self.lost: dict[int, str] = {}
 
 
 class _Begun(NamedTuple):
+    """A batch whose pieces have been started; `waiting` has a future for each piece."""
+
     part: WorkerPart
     shares: list[_Share]
     waiting: list[Future[None]]
@@ -80,11 +100,19 @@ class _Begun(NamedTuple):
 class Loader:
     """Reads the batches of a plan from a source.
 
+    An example that cannot be read has one of three effects:
+
+    - With `skip_bad_records` above 0 it is left out. The caller counts how many are left out, and
+      stops if they are too many.
+    - Without it, if this worker has all replicas, `batches` raises DataError.
+    - Without it, if there are other workers, another example takes its place. `Batch.lost`
+      reports it, and the caller tells the other workers.
+
     Args:
-        reading: how many threads, and whether examples that cannot be read are left out instead
-            of ending it; how many of them there may be is the caller's to count. Where none may
-            be and there are other workers, another example stands in the place of one that
-            cannot be read, and `Batch.lost` has it: the caller tells them.
+        source: the examples.
+        plan: the order of the examples.
+        place: the worker's replicas.
+        reading: the number of threads, and whether bad examples are left out.
     """
 
     def __init__(
@@ -105,7 +133,8 @@ class Loader:
         self._pool: ThreadPoolExecutor | None = None
         self._stand_in: Any = None
         self._is_stopped = False
-        self._lock = threading.RLock()  # no piece is begun after `stop`
+        # The lock makes sure that no piece is begun after `stop`.
+        self._lock = threading.RLock()
 
     @property
     def skips_bad(self) -> bool:
@@ -114,14 +143,15 @@ class Loader:
 
     @property
     def threads(self) -> int | None:
-        """How many threads read; None before the first batch was asked for."""
+        """The number of reader threads; 0 if the calling thread reads, None if not measured yet."""
         return self._threads
 
     def batches(self, first_step: int = 0) -> Generator[Batch, None, None]:
-        """Yields the batches from a step on, without end. Closing it ends the threads.
+        """Yields the batches from a step on, without end. Closing the generator ends the threads.
 
         Raises:
-            DataError: an example cannot be read; it says which, and why.
+            DataError: an example cannot be read; the message says which one and why.
+            CancelledError: `stop` was called.
         """
         begun: deque[_Begun] = deque()
         try:
@@ -135,9 +165,10 @@ class Loader:
                 self._pool.shutdown(wait=True, cancel_futures=True)
 
     def stop(self) -> None:
-        """Ends the reading soon, from another thread: what was not begun is not read any more.
+        """Ends the reading soon. Another thread may call it.
 
-        The generator raises `concurrent.futures.CancelledError` then.
+        Pieces that have not been begun are not read. The generator of `batches` then raises
+        `concurrent.futures.CancelledError`.
         """
         with self._lock:
             self._is_stopped = True
@@ -145,16 +176,17 @@ class Loader:
                 self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _part(self, step: int) -> WorkerPart:
+        """Returns the rows that this worker reads in a step."""
         place = self._place
         return self._plan.part(step, place.first_replica, place.local_replicas, place.replicas)
 
     def _begin(self, step: int) -> _Begun:
-        """Starts to read a batch; returns where it comes and what is to be waited for."""
+        """Starts to read a batch, and returns its buffers and the futures of its pieces."""
         part = self._part(step)
         examples = self._plan.examples_of(part)
         shares: list[_Share] = []
         waiting: list[Future[None]] = []
-        # So many that all threads have work until the end of a batch.
+        # Four pieces a thread keep all threads at work until the end of a batch.
         pieces = 4 * (self._most if self._threads is None else self._threads)
         for first, last, counts in part.shares:
             own = examples[first - part.begin : last - part.begin]
@@ -164,6 +196,7 @@ class Loader:
         return _Begun(part, shares, waiting)
 
     def _start(self, share: _Share, epoch: int, piece: slice) -> Future[None]:
+        """Submits a piece to the pool, or reads it here and measures if it needs threads."""
         with self._lock:
             if self._is_stopped:
                 raise CancelledError
@@ -178,20 +211,23 @@ class Loader:
         if self._threads is None and self._is_warm:
             seconds = (time.perf_counter() - started) / (piece.stop - piece.start)
             self._threads = self._most if seconds * len(share.examples) > QUICK_S else 0
-        self._is_warm = True  # the first piece of all opens files and imports modules
+        # The first piece opens files and imports modules, so its time is not measured.
+        self._is_warm = True
         return done
 
     def _read(self, share: _Share, epoch: int, piece: slice) -> None:
-        """Reads a piece in place, and notes what could not be read."""
+        """Reads a piece into its buffers, and notes the rows that could not be read."""
         try:
             self._source.read_into(share.examples[piece], epoch, _rows_of(share.data, piece))
         except RECORD_FAULTS:
+            # The error may concern any row of the piece: read them one by one to find out.
             for row in range(piece.start, piece.stop):
                 self._read_one(share, epoch, row)
         except Exception as error:
             self._fail(share, piece.start, error)
 
     def _read_one(self, share: _Share, epoch: int, row: int) -> None:
+        """Reads one row of a piece that failed, and notes why it cannot be read."""
         one = slice(row, row + 1)
         try:
             self._source.read_into(share.examples[one], epoch, _rows_of(share.data, one))
@@ -207,12 +243,15 @@ class Loader:
             self._fail(share, row, error)
 
     def _words(self, share: _Share, row: int, error: Exception) -> str:
+        """Returns where the example of a row is and why it cannot be read."""
         return f"{self._source.where(int(share.examples[row]))}: {reason_of(error)}"
 
     def _fail(self, share: _Share, row: int, error: Exception) -> None:
-        """Ends the reading by an error that is no record's: the storage's, or of the source's code.
+        """Ends the reading by an error of the storage or of the source's code, not of one record.
 
-        Other workers hear of it where none may be left out; else they notice that this one ends.
+        With several workers and no `skip_bad_records`, the error is noted as a lost row, and the
+        step tells the other workers. Otherwise it is raised here, and other workers notice that
+        this one ends.
         """
         words = self._words(share, row, error)
         if isinstance(error, OSError):
@@ -229,6 +268,7 @@ class Loader:
             raise error
 
     def _finished(self, begun: _Begun) -> Batch:
+        """Waits for the pieces of a batch, and returns the batch."""
         for piece in begun.waiting:
             piece.result()
         shares, rows = begun.shares, begun.part.rows
@@ -246,7 +286,7 @@ class Loader:
         return Batch(begun.part.step, rows, data, own_rows, first_rows, lost)
 
     def _readable(self, share: _Share) -> Any:
-        """Returns the rows of a share without those that were lost; but one at least."""
+        """Returns the rows of a replica without the lost ones, but at least one row."""
         if not share.lost:
             return share.data
         if not self._skips_bad:
@@ -255,10 +295,11 @@ class Loader:
         return map_nest(lambda a: a[left], share.data) if left else self._one_readable()
 
     def _stood_in(self, share: _Share) -> Any:
-        """Returns the rows of a share, each of those that were lost replaced by another example."""
+        """Returns the rows of a replica with another example in place of each lost one."""
         try:
             one = self._one_readable()
-        except Exception:  # not here: the step runs on nothing, and tells all workers
+        except Exception:
+            # This worker must not stop here: the step runs on zeros and tells all workers.
             one = map_nest(
                 lambda a: np.full(1, "" if a.dtype == object else 0, a.dtype), share.data
             )
@@ -267,7 +308,7 @@ class Loader:
         return share.data
 
     def _one_readable(self) -> Any:
-        """Returns one example that can be read, for a replica that lost all of its own."""
+        """Returns one example that can be read, with a leading dimension of 1."""
         tried = min(self._plan.examples, 1 + self._most_lost)
         for index in range(tried):
             if self._stand_in is None:
@@ -280,17 +321,18 @@ class Loader:
 
 
 def cores(env: Mapping[str, str] = os.environ) -> int:
-    """Returns how many cores this process may use: its part, where workers share a machine."""
+    """Returns how many cores this process may use: its part, if workers share a machine."""
     return max(1, len(os.sched_getaffinity(0)) // workers_here(env))
 
 
 def workers_here(env: Mapping[str, str] = os.environ) -> int:
-    """Returns how many workers the launcher has started on this machine; 1 without it."""
+    """Returns how many workers the launcher has started on this machine; 1 without the launcher."""
     given = env.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(given)) if given.isdecimal() else 1
 
 
-# By these the system says that a disk or a server is away, or that this process has too much open.
+# The system reports with these numbers that a disk or a server is away, or that this process has
+# too many open files or too little memory.
 _OF_STORAGE = {
     getattr(errno, name)
     for name in (
@@ -301,7 +343,11 @@ _OF_STORAGE = {
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether an error is the storage's and not a record's: the next one will fail, too."""
+    """Returns whether the storage has failed, and not just one record; later reads fail, too.
+
+    A local file that is missing or cannot be read counts as the storage's error if its folder
+    cannot be listed.
+    """
     if not isinstance(error, OSError):
         return False
     name = error.filename
@@ -311,6 +357,7 @@ def is_of_storage(error: Exception) -> bool:
 
 
 def _can_be_listed(folder: str) -> bool:
+    """Returns whether the entries of a folder can be read."""
     try:
         with os.scandir(folder) as entries:
             next(entries, None)
@@ -320,7 +367,7 @@ def _can_be_listed(folder: str) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns an exception in one sentence."""
+    """Returns what an exception says as one sentence."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}."
     words = " ".join(str(error).split()) or type(error).__name__
@@ -328,7 +375,10 @@ def reason_of(error: Exception) -> str:
 
 
 def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Returns an array that TensorFlow can take without a copy; of text, an array of objects."""
+    """Returns an uninitialized array that TensorFlow takes without a copy.
+
+    For text (`dtype` is `str`) it is an array of objects.
+    """
     if dtype == "str":
         return np.empty(shape, object)
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -338,20 +388,22 @@ def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _copy_one(out: np.ndarray, rows: Any) -> None:
+    """Copies rows into `out`."""
     out[...] = rows
 
 
 def _rows_of(buffers: Any, piece: slice) -> Any:
+    """Returns views of the rows of a piece."""
     return map_nest(lambda array: array[piece], buffers)
 
 
 def _pieces(rows: int, wanted: float) -> list[slice]:
-    """Cuts rows into so many pieces, one at least, of one row at least."""
+    """Returns slices that cut the rows into about `wanted` pieces of at least one row."""
     count = max(1, min(rows, round(wanted)))
     ends = [rows * i // count for i in range(count + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
 def bytes_of(data: Any) -> int:
-    """Returns the bytes of the arrays of a nest."""
+    """Returns the number of bytes of all arrays of a nest."""
     return sum(leaf.nbytes for leaf in leaves_of(data))

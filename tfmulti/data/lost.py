@@ -1,7 +1,7 @@
-"""Examples that could not be read when data was loaded: how many they are, and may be.
+"""Examples that could not be read when the data was loaded: their number and its limit.
 
-Each pass over the data lacks them. Only who knows the other losses of a pass adds them up
-(`epochs`); here it is said of loading alone.
+Every pass over the data lacks these examples, and a pass may lose more while it reads. The training
+loop adds up both; this module checks the losses of loading alone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tfmulti.errors import DataError
 
 
 class Lost(NamedTuple):
-    """Examples that are left out together: where they are and why, in one sentence."""
+    """Examples that are left out together, and one sentence that says where they are and why."""
 
     words: str
     examples: int = 1
 
 
 def lost_examples(lost: Sequence[Lost]) -> int:
-    """Returns how many examples are left out.
+    """Returns the number of examples that are left out.
 
     >>> lost_examples([Lost("row 3 of a.csv: it is cut off."), Lost("row group 1: it is.", 10)])
     11
@@ -30,10 +30,10 @@ def lost_examples(lost: Sequence[Lost]) -> int:
 
 
 def check_lost(lost: Sequence[Lost], most: int) -> None:
-    """Checks that no more examples are left out than may be, `most`.
+    """Checks that at most `most` examples are left out.
 
     Raises:
-        DataError: more are; it names the first of them.
+        DataError: more examples are left out; the message names the first of them.
     """
     count = lost_examples(lost)
     if count <= most:

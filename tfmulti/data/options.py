@@ -8,13 +8,19 @@ from tfmulti.errors import ConfigError, did_you_mean
 
 
 def parse_options(dataset: str, text: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Returns the defaults with the options of `key=value,…` put in.
+    """Returns the defaults, updated with the options of a text `key=value,…`.
 
-    A default that is a tuple takes whole numbers joined by `x`; one that is text takes any
-    text; one that is None or a number takes a whole number from 1.
+    The type of a default decides which values its option takes. A tuple takes whole numbers joined
+    by `x`, and a text takes any text. None and a number take one whole number. Whole numbers are at
+    least 1.
+
+    Args:
+        dataset: the name of the data set, for messages.
+        text: the options.
+        defaults: the known options and their default values.
 
     Raises:
-        ConfigError: an unknown key, or a value of the wrong form.
+        ConfigError: a key is unknown, or a value has the wrong form.
     """
     options = dict(defaults)
     for item in filter(None, text.split(",")):

@@ -1,12 +1,12 @@
-"""Which examples each replica trains on: arithmetic alone.
+"""Which rows of a global batch each replica trains on.
 
-The rows of global batch `k` of an epoch are positions `k·B … k·B + B - 1` of that epoch's
-order; they depend on (seed, epoch, k) and not on how many workers share them. Replica `r`
-of `R` (counted over all workers) takes one run of neighbouring rows, and no two replicas'
-runs differ by more than one row.
+Let B be the global batch size. The rows of global batch k of an epoch are the positions k·B to
+k·B + B - 1 of that epoch's order. They depend on (seed, epoch, k), and not on the number of
+workers. Each of the R replicas, counted over all workers, takes one run of neighbouring rows. The
+lengths of these runs differ by one row at most.
 
-The functions use `+ - * //` and the given `minimum` only, so the same formula serves
-Python's integers here and TensorFlow's tensors inside a pipeline.
+The functions use only `+ - * //` and the given `minimum`. So the same formula works on Python's
+integers and, inside a pipeline, on TensorFlow's tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Minimum = Callable[[Any, Any], Any]
 
 
 def steps_per_epoch(examples: int, global_batch_size: int) -> int:
-    """Returns how many global batches hold all examples once; the last may be smaller.
+    """Returns how many global batches hold all examples once; the last one may be smaller.
 
     >>> steps_per_epoch(100, 30)
     4
@@ -29,7 +29,13 @@ def steps_per_epoch(examples: int, global_batch_size: int) -> int:
 def batch_bounds(
     step: Any, examples: int, global_batch_size: int, minimum: Minimum = min
 ) -> tuple[Any, Any]:
-    """Returns the positions [start, stop) of global batch `step` in the epoch's order.
+    """Returns the positions [start, stop) of a global batch in the epoch's order.
+
+    Args:
+        step: the index of the global batch within the epoch.
+        examples: the number of examples of an epoch.
+        global_batch_size: the rows of a global batch.
+        minimum: a function that returns the smaller of two numbers, such as `tf.minimum`.
 
     >>> [batch_bounds(k, 100, 30) for k in range(4)]
     [(0, 30), (30, 60), (60, 90), (90, 100)]
@@ -39,23 +45,37 @@ def batch_bounds(
 
 
 def rows_to_read(start: Any, stop: Any, rows: Any, minimum: Minimum = min) -> tuple[Any, Any]:
-    """Returns the rows that a replica reads for its share: the share itself, or one row.
+    """Returns the rows [first, last) that a replica reads: its own rows, or one row if it has none.
 
-    A replica without rows reads the batch's last row and counts it for nothing: layers (a
-    convolution's gradient, batch statistics, a mean) cannot do with none.
+    A replica without rows reads the last row of the batch, and this row does not count. Layers
+    cannot compute without rows, for example the gradient of a convolution, batch statistics or a
+    mean.
+
+    Args:
+        start: the first row of the replica.
+        stop: the row after its last one.
+        rows: the number of rows of the global batch.
+        minimum: a function that returns the smaller of two numbers.
 
     >>> rows_to_read(3, 5, rows=9), rows_to_read(9, 9, rows=9)
     ((3, 5), (8, 9))
     """
     first = minimum(start, rows - 1)
+    # The larger of two numbers, written with `minimum`: max(a, b) = -min(-a, -b).
     return first, -minimum(-stop, -(first + 1))
 
 
 def share_bounds(rows: Any, replicas: int, replica: Any, minimum: Minimum = min) -> tuple[Any, Any]:
     """Returns the rows [start, stop) of a global batch that one replica takes.
 
-    The first `rows % replicas` replicas take one row more than the others; where there are
-    fewer rows than replicas, the last replicas take none.
+    The first `rows % replicas` replicas take one row more than the others. If there are fewer rows
+    than replicas, the last replicas take none.
+
+    Args:
+        rows: the number of rows of the global batch.
+        replicas: the number of replicas of all workers.
+        replica: the index of the replica among them.
+        minimum: a function that returns the smaller of two numbers.
 
     >>> [stop - start for start, stop in (share_bounds(30, 8, r) for r in range(8))]
     [4, 4, 4, 4, 4, 4, 3, 3]

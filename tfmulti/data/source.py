@@ -1,11 +1,12 @@
-"""What a kind of data is to the rest: so many examples, each of which can be read by its number.
+"""The interface of random access data: a number of examples, each read by its index.
 
-    Source                what `fit` takes; `len(source)`, `read(indices, epoch)`
-    ├── ArraySource …     a file a kind of data (`arrays`, `images`, `tfrecord`, …)
-    └── Part              some of the examples of another source, in an order of its own
+    Source                   `len(source)` and `read(indices, epoch)`
+    ├── ArraySource, …       one class for each kind of data: arrays, encoded records, images
+    ├── OverSource           another source, with a change of each example
+    └── SourceSlice          some of the examples of another source, in an order of its own
 
-Sharding, shuffling, splitting, caching and resuming are arithmetic on the numbers of the
-examples, the same for every source.
+Sharding, shuffling, splitting, caching and resuming are arithmetic on the indices of the examples.
+So they are the same for every source.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 
 
 class Leaf(NamedTuple):
-    """The form of one array of an example: its shape without the row, and NumPy's dtype name.
+    """The form of one array of an example: its shape without the row dimension, and its dtype.
 
-    Text is `str`.
+    The dtype is NumPy's name of it; text has the dtype `str`.
     """
 
     shape: tuple[int, ...]
@@ -29,9 +30,10 @@ class Leaf(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What rows can be gathered from: a nest of arrays in memory, and how rows come out of it.
+    """Arrays in memory from which the rows of examples can be gathered.
 
-    `specs` is the form in which they come out, and `rows_of` gives the rows of examples.
+    `data` is a nest of arrays. `specs` is the form of the gathered rows, with their dtypes.
+    `rows_of` returns the row of each of the given examples in these arrays.
     """
 
     data: Any
@@ -49,69 +51,91 @@ class Source(ABC):
     @property
     @abstractmethod
     def specs(self) -> Any:
-        """The form of an example: a nest such as `(x, y)` of `Leaf`."""
+        """The form of an example: a nest of `Leaf`, such as `(x, y)`."""
 
     @abstractmethod
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
-        """Returns the examples of the given numbers, in that order.
+        """Returns the examples at the given indices, in that order.
 
-        A nest as in `specs`, each leaf with one row an example: arrays, or TensorFlow's
-        tensors. `epoch` changes what is random (augmentation), nothing else. May be called by
-        several threads at once. `OSError` and `DataError` say that one of the examples cannot be
-        read; the reader then asks for them one by one. Anything else is a fault of this code, and
-        ends the run.
+        Several threads may call it at once. If it raises one of the exceptions below, the reader
+        calls it again for each example alone. Any other exception is a fault of the source's code
+        and ends the run.
+
+        Args:
+            indices: the indices of the examples, int64 [n].
+            epoch: the epoch, which changes what is random (augmentation) and nothing else.
+
+        Returns:
+            A nest as in `specs`. Each leaf has n rows and is an array or a TensorFlow tensor.
+
+        Raises:
+            OSError, DataError: one of the examples cannot be read.
         """
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
-        """Writes the examples of the given numbers into `out`, a nest of arrays.
+        """Writes the examples at the given indices into `out`, a nest of arrays.
 
-        A source that makes examples one by one does so in place, and spares a copy.
+        A source that makes examples one by one overrides it to write them in place, which saves a
+        copy.
+
+        Args:
+            indices: the indices of the examples, int64 [n].
+            epoch: the epoch, as in `read`.
+            out: a nest as in `specs`, each leaf an array of n rows.
+
+        Raises:
+            OSError, DataError: one of the examples cannot be read.
         """
         map_nest(_copy, self.read(indices, epoch), out)
 
     def where(self, index: int) -> str:
-        """Returns where an example is, for messages: a file and a record."""
+        """Returns where an example is, for messages, such as a file and a record."""
         return f"example {index}"
 
     def labels(self) -> np.ndarray | None:
-        """Returns the class of each example, whole numbers, or None where that takes reading."""
+        """Returns the class of each example as whole numbers; None if that requires reading."""
         return None
 
     def read_labels(self, indices: np.ndarray) -> np.ndarray | None:
-        """Returns the classes of these examples, read without the rest of them.
+        """Returns the classes of the given examples, read without the rest of them.
 
-        None where that cannot be done. Exceptions are those of `read`.
+        It returns None if the source cannot do that. It raises the exceptions of `read`.
         """
         labels = self.labels()
         return None if labels is None else labels[indices]
 
     def arrays(self) -> Arrays | None:
-        """Returns what examples are rows of, where that is in memory already."""
+        """Returns the arrays in memory whose rows are the examples, or None if there are none."""
         return None
 
     def digest(self) -> int:
-        """Returns a number that is another one where the data is: by its size, form and labels.
+        """Returns a checksum of the size, the form and the labels of the data.
 
-        By it workers notice that they have not the same; examples are not read for that.
+        Workers compare it to notice that they have different data. A source does not read all of
+        its examples for it.
         """
         labels = self.labels()
         known = b"" if labels is None else labels.tobytes()
         return zlib.crc32(known, zlib.crc32(f"{len(self)} {self.specs}".encode()))
 
     def identity(self) -> str | None:
-        """Returns what tells this data from other data and from a changed one.
+        """Returns a text that tells this data from other data and from a changed version of it.
 
-        Such as the names, sizes and times of all files; None where there is nothing to cache.
+        The text may hold the names, sizes and times of all files. It is None if there is nothing to
+        cache.
         """
         return None
 
     def changed(self, change: Callable[[Source], Source]) -> Source:
-        """Returns the same with the source that it is made of changed: of a part, the whole."""
+        """Returns this source after `change`.
+
+        A slice of another source is the same slice of that source after `change`.
+        """
         return change(self)
 
 
 class OverSource(Source):
-    """The examples of another source, `below`, in the same order, with something done to them."""
+    """The examples of another source, `below`, in the same order, with a change of each of them."""
 
     def __init__(self, below: Source) -> None:
         self.below = below
@@ -134,13 +158,20 @@ class OverSource(Source):
 
 
 class IndexOrder(Protocol):
-    """What gives examples for positions, such as a `Permutation`."""
+    """An order of examples, such as a `Permutation`."""
 
     def at(self, positions: np.ndarray) -> np.ndarray: ...
 
 
 class SourceSlice(Source):
-    """The examples at the positions [start, stop) of an order of another source."""
+    """The examples at the positions [start, stop) of an order of another source.
+
+    Args:
+        whole: the other source.
+        start: the first position.
+        stop: the position after the last one.
+        order: the order of the examples of `whole`. None: the order of its indices.
+    """
 
     def __init__(
         self, whole: Source, start: int, stop: int, order: IndexOrder | None = None
@@ -180,18 +211,23 @@ class SourceSlice(Source):
         return SourceSlice(self.whole.changed(change), self.start, self.stop, self.order)
 
     def _in_whole(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the indices in the whole source of the given indices of the slice."""
         positions = np.asarray(indices, np.int64) + self.start
         return positions if self.order is None else self.order.at(positions)
 
 
 def _copy(rows: Any, out: np.ndarray) -> None:
+    """Copies rows into `out`."""
     out[...] = rows
 
 
 def map_nest(function: Callable[..., Any], nest: Any, *others: Any) -> Any:
-    """Returns the nest (tuples, lists, dicts) with `function` applied to each leaf.
+    """Returns a nest with `function` applied to each leaf; lists become tuples.
 
-    `others` have the same form; their leaves are further arguments.
+    Args:
+        function: called with a leaf of `nest` and the same leaf of each of `others`.
+        nest: tuples, lists and dicts of leaves.
+        others: nests of the same form.
     """
     if isinstance(nest, Mapping):
         return {
@@ -203,7 +239,10 @@ def map_nest(function: Callable[..., Any], nest: Any, *others: Any) -> Any:
 
 
 def leaves_of(nest: Any) -> list[Any]:
-    """Returns the leaves of a nest, dicts in the order of their sorted keys, as TensorFlow's."""
+    """Returns the leaves of a nest as a list.
+
+    The leaves of a dict come in the order of its sorted keys, as in TensorFlow.
+    """
     if isinstance(nest, Mapping):
         return [leaf for key in sorted(nest) for leaf in leaves_of(nest[key])]
     if isinstance(nest, (tuple, list)) and not isinstance(nest, Leaf):

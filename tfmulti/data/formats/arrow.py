@@ -1,4 +1,4 @@
-"""pyarrow, which reads tables, and which of their rows it could not read."""
+"""Access to pyarrow, which reads tables, and a description of the rows that it cannot read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from tfmulti.errors import DataError
 
 
 class BadRows(NamedTuple):
-    """Rows of a file that are left out: the first one's number, from 1, and how many they are.
+    """Neighbouring rows of a file that are left out together.
 
-    `place` names them, such as `row 3`, and `reason` is a sentence.
+    Attributes:
+        first: the number of the first of them, from 1.
+        rows: how many they are.
+        place: their name for messages, such as `row 3`.
+        reason: why they are left out, in one sentence.
     """
 
     first: int
@@ -21,10 +25,10 @@ class BadRows(NamedTuple):
 
 
 def arrow(module: str = "pyarrow") -> Any:
-    """Returns pyarrow, or a module of it.
+    """Returns pyarrow or one of its modules.
 
     Raises:
-        DataError: it is not installed.
+        DataError: pyarrow is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -36,6 +40,6 @@ def arrow(module: str = "pyarrow") -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what pyarrow says of a file in one line, without a stop."""
+    """Returns what pyarrow's error says in one line, without a full stop."""
     words = " ".join(str(getattr(error, "strerror", None) or error).split())
     return words.rstrip(".") or type(error).__name__

@@ -1,8 +1,8 @@
-"""Columns of CSV and Parquet files, read by pyarrow, and alike in all files of a data set.
+"""Columns of CSV and Parquet files, read by pyarrow; all files of a data set have the same ones.
 
-Rows count from 1 in messages, the header and empty lines of a CSV file not counted. Rows that
-cannot be read are left out (`csv_tables`, `parquet_tables`); who loads the data decides whether
-that may be (`lost_of`).
+Messages count rows from 1. The header and the empty lines of a CSV file do not count. Rows that
+cannot be read are left out (`csv_tables`, `parquet_tables`). The caller gets them from `lost_of`
+and decides whether they may be.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ FLAG, WHOLE, NUMBER, TEXT = "bool", "whole", "number", "text"
 
 
 class Table(NamedTuple):
-    """What one file holds: a `pyarrow.Table`, and where it is from.
+    """The rows of one file.
 
-    `bad` are the rows that are left out, in the order of the file. Columns of CSV have no types
-    (`is_typed`): they are all text.
+    Attributes:
+        path: the file.
+        rows: the rows that can be read, a `pyarrow.Table`.
+        bad: the rows that are left out, in the order of the file.
+        is_typed: whether the columns have types. Those of a CSV file have none: all are text.
     """
 
     path: str
@@ -37,7 +40,10 @@ class Table(NamedTuple):
     is_typed: bool
 
     def where(self, row: int) -> str:
-        """Returns the place of a row (from 0, without those left out), such as `row 3 of a.csv`."""
+        """Returns the place of a row, such as `row 3 of a.csv`.
+
+        `row` counts from 0 and without the rows that are left out.
+        """
         number = row + 1
         for bad in self.bad:
             number += bad.rows * (bad.first <= number)
@@ -47,8 +53,12 @@ class Table(NamedTuple):
 class Columns(NamedTuple):
     """The rows of all files, by column.
 
-    `values` are float64 [rows] (NaN: missing), of text objects (None: missing). `kinds` says
-    what they were: FLAG, WHOLE, NUMBER or TEXT. File `i` ends before row `ends[i]`.
+    Attributes:
+        values: the values of each column. Numbers are float64 [rows], with NaN for a missing one.
+            Text is an array of objects [rows], with None for a missing one.
+        kinds: the kind of each column in the files: FLAG, WHOLE, NUMBER or TEXT.
+        tables: the tables from which the columns come.
+        ends: for each file the index of the row after its last one.
     """
 
     values: dict[str, np.ndarray]
@@ -57,7 +67,7 @@ class Columns(NamedTuple):
     ends: np.ndarray
 
     def where(self, row: int) -> str:
-        """Returns the place of a row (from 0), such as `row 3 of a.csv`."""
+        """Returns the place of a row, such as `row 3 of a.csv`; `row` counts from 0."""
         file = int(np.searchsorted(self.ends, row, side="right"))
         return self.tables[file].where(row - int(self.ends[file - 1] if file else 0))
 
@@ -73,15 +83,16 @@ class Columns(NamedTuple):
 def read_tables(
     place: str, form: str, pattern: str, names: Sequence[str] | None = None
 ) -> list[Table]:
-    """Returns the tables of the files that a pattern means; all have the same columns.
+    """Returns the tables of all files that a pattern matches; all have the same columns.
 
     Args:
-        place: what begins the messages, such as `--dataset csv:PATTERN`.
+        place: the start of messages, such as `--dataset csv:PATTERN`.
         form: CSV or PARQUET.
-        names: the columns that there must be; None: those of the first file.
+        pattern: a file, a folder or a glob.
+        names: the columns that every file must have. None: those of the first file.
 
     Raises:
-        DataError: there are no files, one cannot be read, or its columns are others.
+        DataError: there are no files or no rows, a file cannot be read, or its columns differ.
     """
     tables = []
     for path in files.matching(place, pattern, EXTENSIONS[form]):
@@ -99,7 +110,7 @@ def read_tables(
 
 
 def lost_of(*parts: list[Table]) -> tuple[Lost, ...]:
-    """Returns, of the rows of the parts' tables that are left out, where they are and why."""
+    """Returns where the left-out rows of the tables of all parts are, and why."""
     return tuple(
         Lost(f"{bad.place} of {table.path}: {bad.reason}", bad.rows)
         for tables in parts
@@ -113,12 +124,18 @@ def to_columns(
 ) -> Columns:
     """Returns the named columns of all tables.
 
-    `kinds` are those of the training part, for another part; None: what the values are. A
-    column is text where one value of it is neither a number nor true or false like the others.
+    A column is text if one of its values is neither a number nor true or false like the others.
+
+    Args:
+        place: the start of messages.
+        tables: the tables of one part.
+        names: the columns to return.
+        kinds: the kinds of the columns in the training part, when another part is read. None: the
+            kinds follow from the values.
 
     Raises:
-        DataError: a column has no values or a type that is not read, or a value is not of its
-            kind.
+        DataError: a column has no values, a column has a type that is not read, or a value is not
+            of the kind of its column.
     """
     if kinds is None:
         kinds = {name: _common_kind(place, tables, name) for name in names}
@@ -131,10 +148,11 @@ def to_columns(
 
 
 def _read(place: str, form: str, path: str) -> Table:
+    """Returns the table of a file; raises DataError if the file cannot be read."""
     pyarrow = arrow()
     try:
-        # The bytes of a file are read by us: one way for all places, and the table goes into
-        # memory anyway.
+        # pyarrow gets bytes and not a path. So local and remote files are read in one way, and the
+        # table is held in memory anyway.
         data = files.read_bytes(path)
         if form == CSV:
             return Table(path, *read_csv(data, path.endswith(".gz")), is_typed=False)
@@ -147,6 +165,7 @@ def _read(place: str, form: str, path: str) -> Table:
 
 
 def _check_names(place: str, path: str, found: Sequence[str], names: Sequence[str]) -> None:
+    """Raises DataError if the columns of a file are not exactly those wanted, each once."""
     twice = [name for name in found if list(found).count(name) > 1]
     if twice:
         raise DataError(f"{place}: {path} has the column {twice[0]!r} twice. Rename one of them.")
@@ -165,6 +184,7 @@ def _check_names(place: str, path: str, found: Sequence[str], names: Sequence[st
 
 
 def _common_kind(place: str, tables: list[Table], name: str) -> str:
+    """Returns the kind that fits a column in all tables; raises DataError if there is none."""
     kinds = {_kind(place, table, name) for table in tables} - {None}
     if not kinds:
         raise DataError(f"{place}: the column {name!r} has no values. Leave it out: drop={name}.")
@@ -174,7 +194,7 @@ def _common_kind(place: str, tables: list[Table], name: str) -> str:
 
 
 def _kind(place: str, table: Table, name: str) -> str | None:
-    """Returns the kind of a column of one file, or None where it has no values."""
+    """Returns the kind of a column of one file, or None if the column has no values."""
     array = table.rows.column(name)
     kind = _kind_of_type(place, table, name)
     if array.null_count == len(array):
@@ -183,6 +203,7 @@ def _kind(place: str, table: Table, name: str) -> str | None:
 
 
 def _kind_of_type(place: str, table: Table, name: str) -> str:
+    """Returns the kind of a column's type; raises DataError for types that are not read."""
     types, array = arrow("pyarrow").types, table.rows.column(name)
     if _is_text(array) or types.is_null(array.type):
         return TEXT
@@ -199,11 +220,13 @@ def _kind_of_type(place: str, table: Table, name: str) -> str:
 
 
 def _is_text(array: Any) -> bool:
+    """Returns whether an array of pyarrow holds text."""
     types = arrow("pyarrow").types
     return bool(types.is_string(array.type) or types.is_large_string(array.type))
 
 
 def _kind_of_text(array: Any) -> str:
+    """Returns the narrowest kind to which all texts of a column can be converted."""
     for kind in (FLAG, WHOLE, NUMBER):
         try:
             _cast(array, kind)
@@ -214,16 +237,17 @@ def _kind_of_text(array: Any) -> str:
 
 
 def _cast(array: Any, kind: str) -> Any:
-    """Returns an array of pyarrow's as one of a kind.
+    """Returns an array of pyarrow, converted to a kind.
 
     Raises:
-        ValueError: a value is not of it (`ArrowInvalid` is one).
+        ValueError: a value is not of that kind (`ArrowInvalid` is a ValueError).
     """
     pyarrow, compute = arrow(), arrow("pyarrow.compute")
     if kind == TEXT:
         return compute.cast(array, pyarrow.string())
     if not _is_text(array):
-        return compute.cast(array, pyarrow.float64(), safe=False)  # 2**53 + 1 is 2**53
+        # A safe cast would refuse 2**53 + 1, which float64 rounds to 2**53.
+        return compute.cast(array, pyarrow.float64(), safe=False)
     if kind == FLAG:
         small = compute.utf8_lower(array)
         known = compute.is_in(small, value_set=pyarrow.array(["true", "false", None]))
@@ -234,9 +258,11 @@ def _cast(array: Any, kind: str) -> Any:
 
 
 def _values(place: str, table: Table, name: str, kind: str) -> np.ndarray:
+    """Returns the values of a column, float64 or objects; raises DataError for a wrong one."""
     array = table.rows.column(name)
     _kind_of_type(place, table, name)
-    kind = NUMBER if kind == WHOLE else kind  # 1.5 is a number like others, also beside 1 and 2
+    # 1.5 is a valid number in a column that has only whole numbers in the training part.
+    kind = NUMBER if kind == WHOLE else kind
     try:
         values: np.ndarray = _cast(array, kind).to_numpy()
     except ValueError:
@@ -252,8 +278,9 @@ def _values(place: str, table: Table, name: str, kind: str) -> np.ndarray:
 
 
 def _first_bad(array: Any, kind: str) -> int:
-    """Returns the first row whose value is not of a kind."""
-    good, bad = 0, len(array)  # the first `good` rows are, the first `bad` are not
+    """Returns the index of the first row whose value is not of a kind, by bisection."""
+    # The first `good` rows are all of the kind, and the first `bad` rows are not.
+    good, bad = 0, len(array)
     while bad - good > 1:
         middle = (good + bad) // 2
         try:

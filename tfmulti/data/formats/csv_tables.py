@@ -1,6 +1,10 @@
-"""CSV files as tables of text, and which of their rows are left out.
+"""CSV files as tables of text, and the rows of them that are left out.
 
-All is read as text, since pyarrow tells a column's type by the first block of one file.
+All columns are read as text, because pyarrow decides the type of a column by the first block of a
+file. `columns` finds the kinds of the columns later, from all values.
+
+The file is first parsed on several threads. If that fails, it is parsed again on one thread, which
+gives each bad row its number.
 """
 
 from __future__ import annotations
@@ -14,13 +18,17 @@ import numpy as np
 from tfmulti.data.formats.arrow import BadRows, arrow
 from tfmulti.data.io.files import memory_bytes
 
-_MOST_BAD = 100_000  # rows of a file; one that has more is no table
-_SHOWN = 40  # characters of a row
+# A file with more bad rows than this is not a table.
+_MOST_BAD = 100_000
+# Messages show at most this many characters of a row.
+_SHOWN = 40
 _CUT_OFF = "the GZIP file is cut off in it; what follows, up to its end, counts as one row."
 
 _LINE = re.compile(rb"\r\n|\r|\n")
-# A value in quotes, and what stands behind it where that is neither a comma nor the line's end.
-# A quote within is written twice; one that is not closed has all up to the end of the file.
+# A value in quotes. `behind` is the text after the closing quote; a character other than a space
+# there means that the value does not end at a comma or at the end of the line. A quote within the
+# value is written twice. A value that is not closed extends to the end of the file, and its `end`
+# is empty.
 _QUOTED = re.compile(
     rb'(?:\A(?:\xef\xbb\xbf)?|[,\r\n])(?P<value>"[^"]*(?:""[^"]*)*)(?P<end>"?)'
     rb"(?P<behind>[ \t]*[^,\r\n]?)"
@@ -28,17 +36,18 @@ _QUOTED = re.compile(
 
 
 def read_csv(data: bytes, packed: bool) -> tuple[Any, list[BadRows]]:
-    """Returns the rows of a file as a `pyarrow.Table` of text, and those that are left out.
+    """Returns the rows of a file as a `pyarrow.Table` of text, and the rows that are left out.
 
-    Left out is a row with more or fewer columns than the header, or with bytes that are no UTF-8
-    text; and, as one row, the end of a GZIP file that is cut off. Spaces around a value do not
-    count, and one of spaces alone is none.
+    A row is left out if it has more or fewer columns than the header, or bytes that are not UTF-8
+    text. The end of a GZIP file that is cut off counts as one row that is left out. Spaces around a
+    value are removed, and a value of spaces alone is missing.
 
     Args:
-        packed: it is a GZIP file.
+        data: the bytes of the file.
+        packed: whether it is a GZIP file.
 
     Raises:
-        ValueError, OSError: it cannot be read.
+        ValueError, OSError: the file cannot be read.
     """
     pyarrow, compute = arrow(), arrow("pyarrow.compute")
     is_cut_off = False
@@ -58,7 +67,8 @@ def read_csv(data: bytes, packed: bool) -> tuple[Any, list[BadRows]]:
         number = table.num_rows + len(bad) + 1
         bad[number] = BadRows(number, 1, f"row {number}", _CUT_OFF)
     if _has_lines(table):
-        check_quotes(data)  # here alone, since it takes longer than to read the file
+        # The check takes longer than reading the file, so it runs only where lines may be joined.
+        check_quotes(data)
     for i, name in enumerate(table.column_names):
         trimmed = compute.utf8_trim_whitespace(table.column(i))
         empty = compute.equal(trimmed, "")
@@ -68,16 +78,19 @@ def read_csv(data: bytes, packed: bool) -> tuple[Any, list[BadRows]]:
 
 
 def _unpacked(data: bytes) -> tuple[bytes, bool]:
-    """Returns what a GZIP file holds, and whether it is cut off: then what is before that.
+    """Returns the content of a GZIP file, and whether the file is cut off.
+
+    The content of a file that is cut off ends where the file ends.
 
     Raises:
-        ValueError: it is damaged otherwise. What is wrong in it then is seen nowhere but at some
-            place behind it, since rows have no checksums of their own. Or it holds more bytes
-            than this machine has of memory.
+        ValueError: the file is damaged in another way. zlib notices the damage only at some later
+            place, and rows have no checksums of their own, so the bad rows are unknown. Or the
+            content is larger than the memory of this machine.
     """
     found, left = [], memory_bytes()
     while data:
-        packed = zlib.decompressobj(wbits=31)  # of GZIP data
+        # 31 stands for GZIP data with a window of 2**15 bytes.
+        packed = zlib.decompressobj(wbits=31)
         try:
             found.append(packed.decompress(data, left))
             left -= len(found[-1])
@@ -93,16 +106,18 @@ def _unpacked(data: bytes) -> tuple[bytes, bool]:
             )
         if not packed.eof:
             return b"".join(found), True
-        data = packed.unused_data.lstrip(b"\0")  # zeros may fill up its last block
+        # A file may have several GZIP members, and zeros may fill up its last block.
+        data = packed.unused_data.lstrip(b"\0")
     return b"".join(found), False
 
 
 def _whole_rows(data: bytes) -> bytes:
-    """Returns the rows of a text that ends anywhere, without the last one, which may lack a part.
+    """Returns a text without its last row, which may be incomplete.
 
     Raises:
-        ValueError: it ends in its header.
+        ValueError: the text ends within its header.
     """
+    # A value that is not closed may contain line breaks, which do not end a row.
     end = next((v.start("value") for v in _QUOTED.finditer(data) if not v["end"]), len(data))
     end = max(data.rfind(b"\n", 0, end), data.rfind(b"\r", 0, end)) + 1
     if not data[:end].strip():
@@ -111,14 +126,16 @@ def _whole_rows(data: bytes) -> bytes:
 
 
 def _marked(data: bytes) -> tuple[bytes, str | None]:
-    """Returns a text with a mark where it is no UTF-8, and the mark; None: there is none.
+    """Returns a text with a mark in place of bytes that are not UTF-8, and the mark.
 
-    pyarrow reads no column that has such bytes, and does not say in which row they are.
+    The mark is None if all bytes are UTF-8. pyarrow cannot read a column with such bytes, and does
+    not say in which row they are.
     """
     try:
         data.decode()
     except UnicodeDecodeError:
-        # Of 32 characters that are none, one that is not there. Each wrong byte is a surrogate.
+        # The mark is one of Unicode's 32 noncharacters U+FDD0 to U+FDEF that the text lacks. The
+        # decoder turns each wrong byte into a surrogate, U+DC80 to U+DCFF.
         mark = next(chr(i) for i in range(0xFDD0, 0xFDF0) if chr(i).encode() not in data)
         text = re.sub("[\udc80-\udcff]+", mark, data.decode(errors="surrogateescape"))
         return text.encode(), mark
@@ -126,10 +143,10 @@ def _marked(data: bytes) -> tuple[bytes, str | None]:
 
 
 def _without_marked(table: Any, mark: str, bad: dict[int, BadRows]) -> Any:
-    """Returns the rows of a table without a mark, and puts the others into `bad`.
+    """Returns the rows of a table that have no mark, and adds the others to `bad`.
 
     Raises:
-        ValueError: they are too many, or the mark is in the header.
+        ValueError: too many rows have the mark, or the header has it.
     """
     pyarrow, compute = arrow(), arrow("pyarrow.compute")
     marked = np.zeros(table.num_rows, bool)
@@ -150,11 +167,12 @@ def _without_marked(table: Any, mark: str, bad: dict[int, BadRows]) -> Any:
 
 
 def _shown(text: str) -> str:
+    """Returns the start of a row, quoted for a message."""
     return repr(text[:_SHOWN] + ("…" if len(text) > _SHOWN else ""))
 
 
 def _has_lines(table: Any) -> bool:
-    """Whether a value, or a column's name, has several lines."""
+    """Returns whether a value or a column's name contains a line break."""
     compute = arrow("pyarrow.compute")
     return any(
         compute.any(compute.match_substring(column, end)).as_py()
@@ -164,13 +182,13 @@ def _has_lines(table: Any) -> bool:
 
 
 def check_quotes(data: bytes) -> None:
-    """Checks that no quote takes the lines behind it into one value.
+    """Checks that no quote joins the lines behind it into one value by mistake.
 
-    pyarrow, as other readers, takes all up to the next quote, or to the end of the file, for one
-    value. A value of several lines ends at a comma or at the end of a line.
+    Like other readers, pyarrow takes everything up to the next quote, or to the end of the file, as
+    one value. A correct value of several lines ends at a comma or at the end of a line.
 
     Raises:
-        ValueError: one does not; it names the line.
+        ValueError: a quoted value ends elsewhere; the message names the line where it begins.
     """
     if b'"' not in data:
         return
@@ -188,25 +206,28 @@ def check_quotes(data: bytes) -> None:
 
 
 def _line_at(data: bytes, place: int) -> int:
-    """Returns the line, from 1, of a byte."""
+    """Returns the line number, from 1, of a byte."""
     return len(_LINE.findall(data, 0, place)) + 1
 
 
 def _parsed(data: bytes, bad: dict[int, BadRows] | None) -> Any:
     """Returns a CSV file as a table of text.
 
-    A row of another length than the header is put into `bad`, by its number; where that is None
-    it is an error.
+    A row with another number of columns than the header is added to `bad`, with its number as the
+    key. If `bad` is None, such a row is an error.
     """
     pyarrow, csv = arrow(), arrow("pyarrow.csv")
 
     def handle(row: Any) -> str:
         assert bad is not None
-        number = row.number - 1  # pyarrow tells of the first ones twice
+        # pyarrow counts the header as row 1. It reports the first bad rows twice, so the dict keeps
+        # one entry for each.
+        number = row.number - 1
         bad[number] = BadRows(number, 1, f"row {number}", _reason(row))
         return "skip" if len(bad) <= _MOST_BAD else "error"
 
-    read = csv.ReadOptions(use_threads=bad is None)  # without threads rows have numbers
+    # pyarrow numbers bad rows only if it reads without threads.
+    read = csv.ReadOptions(use_threads=bad is None)
     parse = csv.ParseOptions(
         newlines_in_values=True, invalid_row_handler=None if bad is None else handle
     )
@@ -218,5 +239,6 @@ def _parsed(data: bytes, bad: dict[int, BadRows] | None) -> Any:
 
 
 def _reason(row: Any) -> str:
+    """Returns why a row with a wrong number of columns is left out."""
     columns = f"{row.actual_columns} column{'s' if row.actual_columns > 1 else ''}"
     return f"it has {columns}, but the header has {row.expected_columns}: {_shown(row.text)}."

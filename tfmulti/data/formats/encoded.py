@@ -1,4 +1,4 @@
-"""Examples that stand encoded in records, as a source."""
+"""A source of examples that are stored as encoded records."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ ParseInto = Callable[[Sequence[bytes], Mapping[str, np.ndarray]], None]
 class Decoder:
     """How encoded examples become arrays.
 
-    `names` is the form of an example with names as leaves, `leaves` has what each name is, and
-    `parse_into` writes the named features of encoded examples into arrays. Where `classes` is
-    given, the target is one name, of labels from 0 to `classes` - 1; `parse_label` does the same
-    for it alone, and sets up no device of TensorFlow's. None: `parse_into` does neither.
+    Attributes:
+        names: the form of an example, a nest with the names of features as leaves.
+        leaves: the form of the value of each name.
+        parse_into: writes the named features of encoded examples into arrays.
+        classes: the number of classes if the target is one name whose values are labels from 0 to
+            `classes` - 1; otherwise None.
+        parse_label: does the work of `parse_into` for the label alone, without setting up
+            TensorFlow's devices. None if `parse_into` itself does not set them up.
     """
 
     names: Any
@@ -34,38 +38,40 @@ class Decoder:
 
     @property
     def specs(self) -> Any:
+        """The form of an example: a nest of `Leaf`."""
         return map_nest(lambda name: self.leaves[name], self.names)
 
     def decode(self, records: Sequence[bytes]) -> Any:
-        """Returns the examples, a nest as in `specs` with a row a record.
+        """Returns the examples of encoded records, a nest as in `specs` with a row for each record.
 
         Raises:
-            ValueError: one of them cannot be read; it says why.
+            ValueError: a record cannot be read; the message says why.
         """
         out = map_nest(lambda leaf: empty((len(records), *leaf.shape), leaf.dtype), self.specs)
         self.decode_into(records, out)
         return out
 
     def decode_into(self, records: Sequence[bytes], out: Any) -> None:
-        """Writes the examples into `out`, a nest of arrays as in `specs`.
+        """Writes the examples of encoded records into `out`, a nest of arrays as in `specs`.
 
         Raises:
-            ValueError: one of them cannot be read; it says why.
+            ValueError: a record cannot be read; the message says why.
         """
         places: dict[str, list[np.ndarray]] = {}
         map_nest(lambda name, rows: places.setdefault(name, []).append(rows), self.names, out)
         self.parse_into(records, {name: arrays[0] for name, arrays in places.items()})
         for first, *others in places.values():
-            for other in others:  # the same feature is input and target
+            # A feature that is both input and target is parsed once and copied.
+            for other in others:
                 other[...] = first
         if self.classes is not None:
             check_labels(places[self.names[1]][0], self.classes, self.names[1])
 
     def labels_of(self, records: Sequence[bytes]) -> np.ndarray | None:
-        """Returns the labels of encoded examples alone, or None where the target is no label.
+        """Returns the labels of encoded examples, int [records]; None if the target is no label.
 
         Raises:
-            ValueError: one of them cannot be read; it says why.
+            ValueError: a record cannot be read; the message says why.
         """
         if self.classes is None:
             return None
@@ -77,7 +83,7 @@ class Decoder:
 
 
 class EncodedSource(Source):
-    """Encoded examples with random access, and how they become arrays."""
+    """Encoded examples with random access, which `decoder` turns into arrays."""
 
     def __init__(self, records: ByteStrings, decoder: Decoder) -> None:
         self.records, self.decoder = records, decoder
@@ -108,10 +114,10 @@ class EncodedSource(Source):
 
 
 def check_labels(labels: np.ndarray, classes: int, name: str) -> None:
-    """Checks that labels are numbers of classes.
+    """Checks that all labels are from 0 to `classes` - 1.
 
     Raises:
-        DataError: one is not; it says which.
+        DataError: a label is not; the message gives its value and `name`, the feature.
     """
     outside = (labels < 0) | (labels >= classes)
     if outside.any():

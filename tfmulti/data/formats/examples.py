@@ -16,10 +16,15 @@ from tfmulti.errors import DataError
 def parse_into(
     records: Sequence[bytes], features: Mapping[str, Feature], out: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes the features that `out` names into its arrays, a row a record.
+    """Writes the features that `out` names into its arrays, one row for each record.
+
+    Args:
+        records: the encoded examples.
+        features: the features that a record may hold, by name.
+        out: for each wanted name an array with one row for each record.
 
     Raises:
-        DataError: a record lacks a feature, or has it in another form; it says which.
+        DataError: a record lacks a feature or has it in another form; the message says which.
     """
     import tensorflow as tf
 
@@ -27,7 +32,8 @@ def parse_into(
     try:
         with tf.device("CPU:0"):
             columns = tf.io.parse_example(list(records), form)
-    except (tf.errors.InvalidArgumentError, UnicodeDecodeError):  # its message quotes the bytes
+    except (tf.errors.InvalidArgumentError, UnicodeDecodeError):
+        # TensorFlow's message quotes the bytes of the record, and may not be UTF-8 text.
         raise DataError(_first_reason(tf, records, {n: features[n] for n in out})) from None
     for name, rows in out.items():
         values = columns[name].numpy()
@@ -45,10 +51,17 @@ def parse_into(
 def parse_numbers_into(
     records: Sequence[bytes], features: Mapping[str, Feature], out: Mapping[str, np.ndarray]
 ) -> None:
-    """Does what `parse_into` does, for numbers alone, without setting up TensorFlow's devices.
+    """Does the work of `parse_into` for features that are numbers, one record at a time.
+
+    It does not set up TensorFlow's devices.
+
+    Args:
+        records: the encoded examples.
+        features: the features that a record may hold, by name.
+        out: for each wanted name an array with one row for each record.
 
     Raises:
-        DataError: a record lacks a feature, or has it in another form; it says which.
+        DataError: a record lacks a feature or has it in another form; the message says which.
     """
     tf = tensorflow()
     for row, record in enumerate(records):
@@ -65,7 +78,7 @@ def parse_numbers_into(
 
 
 def in_record(tf: Any, feature: Feature) -> Any:
-    """Returns how a feature stands in a record, in TensorFlow's words."""
+    """Returns the form of a feature in a record, as `tf.io.parse_example` takes it."""
     if feature.type in ("image", "raw"):
         return tf.io.FixedLenFeature([], tf.string)
     dtype = tf.string if feature.dtype == "str" else tf.as_dtype(feature.dtype)
@@ -73,7 +86,7 @@ def in_record(tf: Any, feature: Feature) -> Any:
 
 
 def _decode_into(data: bytes, kind: str, row: np.ndarray) -> None:
-    """Writes a value into `row`, an array of one row."""
+    """Writes the value of an image or raw feature into `row`, an array of one row."""
     if kind == "image":
         decode_into(data, row[0])
         return
@@ -86,7 +99,7 @@ def _decode_into(data: bytes, kind: str, row: np.ndarray) -> None:
 
 
 def _first_reason(tf: Any, records: Sequence[bytes], features: Mapping[str, Feature]) -> str:
-    """Returns why TensorFlow cannot parse the first of these records that is wrong."""
+    """Returns why TensorFlow cannot parse the first wrong record of these."""
     for record in records:
         try:
             found = _features_in(tf, record)
@@ -100,6 +113,7 @@ def _first_reason(tf: Any, records: Sequence[bytes], features: Mapping[str, Feat
 
 
 def _features_in(tf: Any, record: bytes) -> Any:
+    """Returns the features of a record; raises DataError if it is not an example."""
     try:
         return tf.train.Example.FromString(record).features.feature
     except Exception:
@@ -107,6 +121,7 @@ def _features_in(tf: Any, record: bytes) -> Any:
 
 
 def _reason(found: Any, name: str, feature: Feature) -> str | None:
+    """Returns why a feature of a record cannot be read, or None if it can."""
     if name not in found:
         return f"there is no feature {name!r}, but {', '.join(sorted(found)) or 'none'}"
     kinds = {"int64": "int64_list", "float32": "float_list"}

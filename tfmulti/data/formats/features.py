@@ -1,4 +1,4 @@
-"""What the records of a data set hold, as a JSON file says it.
+"""The features of the records of a data set, as a JSON file describes them.
 
     {
       "features": {
@@ -14,11 +14,11 @@
 |---|---|---|
 | `image` | an encoded image (jpeg, png, bmp, webp) | uint8 of `shape`, resized to it |
 | `raw` | the bytes of a tensor, little-endian | `dtype` of `shape` |
-| `int64`, `float32` | so many numbers | the same of `shape` |
-| `string`, `bytes` | so many byte strings | the same of `shape` |
+| `int64`, `float32` | as many numbers as `shape` holds | the same, of `shape` |
+| `string`, `bytes` | as many byte strings as `shape` holds | the same, of `shape` |
 
-`x` may be a list of names: the model then gets a dict of them. `y` is a name or a list too,
-`weight` a float32 of each example. `shape` is one number (`[]`) where it is left out.
+`x` may be a list of names; the model then gets a dict of them. `y` is a name or a list, too.
+`weight` names a float32 of each example. A missing `shape` stands for `[]`, one value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KEYS = ("features", "x", "y", "weight", "classes")
 
 @dataclass(frozen=True)
 class Feature:
-    """One value of a record: its type, and the shape and dtype that it has in an example."""
+    """One value of a record: its type there, and its shape and dtype in an example."""
 
     type: str
     shape: tuple[int, ...]
@@ -53,14 +53,20 @@ class Feature:
 
     @property
     def leaf(self) -> Leaf:
+        """The form of the value in an example."""
         return Leaf(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a record holds, and what of it is input, target and weight.
+    """The features of a record, and which of them are input, target and weight.
 
-    `x` and `y` are a name, or several, of which an example has a dict.
+    Attributes:
+        features: all described features, by name.
+        x: the name of the input, or several names; the input is then a dict of them.
+        y: the name or the names of the target.
+        weight: the name of the sample weight, or None.
+        classes: the number of classes, or None if it is not given.
     """
 
     features: Mapping[str, Feature]
@@ -80,10 +86,10 @@ class Features:
 
 
 def read_features(place: str, text: bytes) -> Features:
-    """Returns what a JSON file says; `place` names it in messages.
+    """Returns the features that a JSON text describes; `place` names the file in messages.
 
     Raises:
-        DataError: it is no JSON, or says something else than the format.
+        DataError: the text is not JSON, or does not follow the format of this module.
     """
     try:
         content = json_values.parse(text)
@@ -112,6 +118,7 @@ def read_features(place: str, text: bytes) -> Features:
 
 
 def _feature(place: str, described: Any) -> Feature:
+    """Returns the described feature; raises DataError if the description is wrong."""
     keys = ("type", "shape", "dtype")
     if not isinstance(described, dict):
         raise DataError(f'{place} is {described!r}. Write {{"type": "int64", "shape": []}}.')
@@ -136,6 +143,7 @@ def _feature(place: str, described: Any) -> Feature:
 
 
 def _dtype(place: str, kind: str, dtype: Any) -> str:
+    """Returns the dtype of a feature in an example; raises DataError if `dtype` is wrong."""
     if kind == "raw":
         if dtype not in DTYPES:
             raise DataError(
@@ -150,6 +158,7 @@ def _dtype(place: str, kind: str, dtype: Any) -> str:
 def _names(
     place: str, features: Mapping[str, Feature], key: str, named: Any
 ) -> str | tuple[str, ...]:
+    """Returns the name or names of `x` or `y`; raises DataError if one is not a feature."""
     names = named if isinstance(named, list) else [named]
     if not names or not all(isinstance(name, str) for name in names):
         raise DataError(
@@ -163,6 +172,7 @@ def _names(
 
 
 def _weight(place: str, features: Mapping[str, Feature], name: Any) -> str | None:
+    """Returns the name of the weight; raises DataError unless it is one float32."""
     if name is None:
         return None
     if not isinstance(name, str) or name not in features:
@@ -173,24 +183,29 @@ def _weight(place: str, features: Mapping[str, Feature], name: Any) -> str | Non
 
 
 def _near(name: Any, features: Mapping[str, Feature]) -> str:
+    """Returns a hint at the feature whose name is nearest to a mistyped one."""
     return did_you_mean(str(name), features)
 
 
 def _classes(place: str, classes: Any) -> int | None:
+    """Returns the number of classes; raises DataError unless it is None or at least 1."""
     if classes is not None and (type(classes) is not int or classes < 1):
         raise DataError(f"{place}: classes is {classes!r}, but it must be a number from 1.")
     return classes
 
 
 def is_label(leaf: Leaf) -> bool:
-    """Whether a target of this form is the number of a class."""
+    """Returns whether a target of this form can be the number of a class."""
     return leaf.shape in ((), (1,)) and leaf.dtype != "str" and np.dtype(leaf.dtype).kind in "iu"
 
 
 def spec_of(x: Any, y: Any, classes: int | None) -> DataSpec | None:
-    """Returns what a model must know of such examples; None where only the user's own does.
+    """Returns what a model must know about such examples; None if only a user's own model does.
 
-    `x` and `y` are the forms of one input and one target: a `Leaf`, or a nest of them.
+    Args:
+        x: the form of the input, a `Leaf` or a nest of them.
+        y: the form of the target, likewise.
+        classes: the number of classes, or None.
     """
     if not isinstance(x, Leaf) or not isinstance(y, Leaf) or "str" in (x.dtype, y.dtype):
         return None

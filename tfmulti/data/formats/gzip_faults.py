@@ -1,4 +1,8 @@
-"""Which record of GZIP-compressed TFRecord files cannot be read: looked for where one could not."""
+"""Finds the bad record in GZIP-compressed TFRecord files after a stream of them has failed.
+
+TensorFlow's error tells of a bad record by its bytes alone. So the files are read again in Python,
+one record after the other, up to the first one that cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,32 @@ from tfmulti.data.formats.encoded import Decoder
 from tfmulti.data.formats.record_index import FOOTER, HEADER, check_data, is_header
 from tfmulti.data.io.files import MOST_BYTES, as_os_error, gfile, is_remote, open_regular
 
-# Of each stream: what finds its fault. A Dataset of TensorFlow's tells of none but by its bytes.
+# For each stream the function that finds its fault.
 _FINDERS: weakref.WeakKeyDictionary[Any, Callable[[], str | None]] = weakref.WeakKeyDictionary()
 
 
 def remember(dataset: Any, paths: Sequence[str], decoder: Decoder) -> None:
-    """Notes what a stream is made of, for `fault_of`."""
+    """Keeps the files and the decoder of a stream for `fault_of`, as long as the stream exists.
+
+    Args:
+        dataset: the stream, a `tf.data.Dataset`.
+        paths: its files.
+        decoder: how its records become examples.
+    """
     _FINDERS[dataset] = lambda: find_fault(paths, decoder)
 
 
 def fault_of(dataset: Any) -> str | None:
-    """Returns the first fault of the files of a stream; reads them. None of other data."""
+    """Returns the first fault in the files of a stream, or None; it reads the files.
+
+    It returns None for data that `remember` does not know.
+    """
     find = _FINDERS.get(dataset)
     return None if find is None else find()
 
 
 def find_fault(paths: Sequence[str], decoder: Decoder) -> str | None:
-    """Returns file, record and reason of what cannot be read first, or None."""
+    """Returns the file, the record and the reason of the first fault, or None."""
     for path in paths:
         number = 0
         try:
@@ -47,9 +60,9 @@ def _records(path: str) -> Iterator[bytes]:
     """Yields the records of a file.
 
     Raises:
-        EOFError: it ends within one.
-        OSError: it is no GZIP file, or cannot be read.
-        ValueError: a checksum is wrong.
+        EOFError: the file ends within a record.
+        OSError: it is not a GZIP file, or it cannot be read.
+        ValueError: a checksum is wrong, or a record is too large.
     """
     source: Any = gfile().GFile(path, "rb") if is_remote(path) else open_regular(path)
     with as_os_error(), source, gzip.GzipFile(fileobj=source) as file:
@@ -62,6 +75,7 @@ def _records(path: str) -> Iterator[bytes]:
 
 
 def _record(file: BinaryIO | gzip.GzipFile, length: int) -> bytes:
+    """Returns the data of the next record, whose header was read; checks its checksum."""
     if length > MOST_BYTES:
         raise ValueError(f"it has {length:,} bytes, more than {MOST_BYTES:,}")
     data, footer = file.read(length), file.read(FOOTER)

@@ -1,6 +1,6 @@
-"""The head of an .npy file, read before memory is taken for the array.
+"""The header of an .npy file, which is read before memory is taken for the array.
 
-https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+The format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Head:
-    """What an .npy file declares its array to be, and where its values begin."""
+    """What an .npy file declares about its array.
+
+    Attributes:
+        shape: the shape of the array.
+        by_columns: whether its values are in Fortran order.
+        dtype: its dtype.
+        start: the offset of its first value in the file, in bytes.
+    """
 
     shape: tuple[int, ...]
     by_columns: bool
@@ -29,16 +36,16 @@ class Head:
 
     @property
     def declared_bytes(self) -> int:
-        """Of the array's values; 0 where they are Python objects, which are never read."""
+        """The size of the array's values; 0 if they are Python objects, which are never read."""
         return 0 if self.dtype.hasobject else math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_head(file: IO[bytes]) -> Head:
-    """Returns the head of an .npy file that is at its begin, and leaves it at the first value.
+    """Returns the header of an .npy file that is at its start, and leaves it at the first value.
 
     Raises:
-        ValueError: it has none, or a damaged one.
-        OSError: it cannot be read.
+        ValueError: the header is missing or damaged.
+        OSError: the file cannot be read.
     """
     if file.read(2) == b"PK":
         raise ValueError("it is an .npz file")
@@ -48,7 +55,8 @@ def read_head(file: IO[bytes]) -> Head:
         shape, by_columns, dtype = _HEADERS[version](file)
     except OSError:
         raise
-    except Exception as error:  # NumPy evaluates it as Python, which has many ways to fail
+    except Exception as error:
+        # NumPy evaluates the header as a Python literal, which has many ways to fail.
         raise ValueError(f"its header is damaged ({' '.join(str(error).split())[:200]})") from None
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"its shape is {shape}")
@@ -56,10 +64,10 @@ def read_head(file: IO[bytes]) -> Head:
 
 
 def array_of(data: bytes) -> np.ndarray:
-    """Returns the array of the bytes of an .npy file.
+    """Returns the array that the bytes of an .npy file hold.
 
     Raises:
-        ValueError: it is damaged, holds Python objects, or has fewer bytes than it declares.
+        ValueError: the bytes are damaged, hold Python objects, or are fewer than declared.
     """
     file = io.BytesIO(data)
     head = read_head(file)

@@ -1,8 +1,8 @@
-"""Parquet files as tables, and which of their rows are left out.
+"""Parquet files as tables, and the rows of them that are left out.
 
-What is compressed together is lost together: of a damaged row group all rows. A file that has
-checksums of its pages (pyarrow's `write_page_checksum`) tells of each wrong byte; without them
-one in uncompressed numbers is seen by nobody.
+Values that are compressed together are lost together. So all rows of a damaged row group are left
+out. A file with checksums of its pages (pyarrow's `write_page_checksum`) reveals each wrong byte.
+Without them nothing reveals a wrong byte in uncompressed numbers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import Any
 from tfmulti.data.formats.arrow import BadRows, arrow, reason_of
 from tfmulti.data.io.files import memory_bytes
 
-_BYTES_OF_A_VALUE = 4  # as a float32, as which it is trained on
+# Training uses each value as a float32.
+_BYTES_OF_A_VALUE = 4
 
 
 def read_parquet(data: bytes) -> tuple[Any, list[BadRows]]:
-    """Returns the rows of a file as a `pyarrow.Table`, and those that are left out.
+    """Returns the rows of a file as a `pyarrow.Table`, and the rows that are left out.
 
-    Left out is a row group that cannot be read. Row groups count from 0, as pyarrow has them.
+    A row group that cannot be read is left out. Row groups count from 0, as in pyarrow.
 
     Raises:
-        ValueError, OSError: its end, the footer, cannot be read, which says where all else is.
+        ValueError, OSError: the footer at the end of the file cannot be read, which says where all
+            other parts are, or the declared content is larger than the memory.
     """
     pyarrow = arrow()
     file = _opened(pyarrow, data)
@@ -34,12 +36,12 @@ def read_parquet(data: bytes) -> tuple[Any, list[BadRows]]:
 
 
 def _check_fits(metadata: Any) -> None:
-    """Checks what a file declares to hold before memory is taken for it.
+    """Checks that the content of a file fits into the memory, before memory is taken for it.
 
-    A few bytes may stand for any number of equal values.
+    The size of the file does not tell: a few bytes may stand for any number of equal values.
 
     Raises:
-        ValueError: it is more than this machine has of memory.
+        ValueError: the declared content is larger than the memory of this machine.
     """
     groups = range(metadata.num_row_groups)
     unpacked = sum(metadata.row_group(group).total_byte_size for group in groups)
@@ -53,6 +55,7 @@ def _check_fits(metadata: Any) -> None:
 
 
 def _opened(pyarrow: Any, data: bytes) -> Any:
+    """Returns the opened file; raises ValueError if its footer cannot be read."""
     parquet = arrow("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(pyarrow.BufferReader(data), page_checksum_verification=True)
@@ -66,10 +69,10 @@ def _opened(pyarrow: Any, data: bytes) -> Any:
 
 
 def check_footer(metadata: Any) -> None:
-    """Checks that the row groups of a file have its rows.
+    """Checks that the rows of all row groups add up to the number of rows of the file.
 
     Raises:
-        ValueError: they have others.
+        ValueError: they do not, or a row group has a negative number of rows.
     """
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
@@ -77,7 +80,7 @@ def check_footer(metadata: Any) -> None:
 
 
 def _by_groups(pyarrow: Any, file: Any) -> tuple[Any, list[BadRows]]:
-    """Returns the rows of all row groups that can be read, and the other ones."""
+    """Returns the rows of all row groups that can be read, and the bad row groups."""
     tables, bad, first = [_plain(pyarrow, file.schema_arrow.empty_table())], [], 1
     for group in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
@@ -91,10 +94,11 @@ def _by_groups(pyarrow: Any, file: Any) -> tuple[Any, list[BadRows]]:
 
 
 def _checked(pyarrow: Any, table: Any, rows: int) -> Any:
-    """Returns a table without dictionaries that is sound.
+    """Returns a valid table without dictionary columns.
 
     Raises:
-        ValueError: it has other rows than so many, or holds text that is none.
+        ValueError: the table does not have `rows` rows, or its content is invalid, such as text
+            that is not UTF-8.
     """
     table = _plain(pyarrow, table)
     if table.num_rows != rows:
@@ -104,6 +108,7 @@ def _checked(pyarrow: Any, table: Any, rows: int) -> Any:
 
 
 def _plain(pyarrow: Any, table: Any) -> Any:
+    """Returns a table with each dictionary column replaced by its values."""
     for i, field in enumerate(table.schema):
         if pyarrow.types.is_dictionary(field.type):
             plain = table.column(i).cast(field.type.value_type)

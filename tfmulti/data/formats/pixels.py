@@ -1,7 +1,8 @@
 """Encoded images (jpeg, png, bmp, webp) to arrays of one size, by OpenCV.
 
-OpenCV reads and resizes an image in 0.46 ms where TensorFlow's kernels take 0.8 (256×256 to
-224×224, one core), writes into memory that is there, and holds no lock of Python meanwhile.
+OpenCV reads and resizes an image in 0.46 ms, and TensorFlow's kernels take 0.8 ms (256×256 to
+224×224, one core). OpenCV also writes into memory that exists already, and releases Python's lock
+meanwhile.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import numpy as np
 from tfmulti.errors import DataError
 
 _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
-MEGAPIXELS = 128  # of one image: 384 MB in colours
+# The default limit of an image: 384 MB in colours.
+MEGAPIXELS = 128
 _most_pixels = MEGAPIXELS * 1_000_000
 _NO_IMAGE = "it is no image, or a damaged one (jpeg, png, bmp and webp are read)"
 _START_OF_SCAN, _END_OF_JPEG, _END_OF_PNG = b"\xff\xda", b"\xff\xd9", b"IEND"
 
 
 def opencv() -> Any:
-    """Returns the module `cv2`, one thread a call: the reader has threads of its own.
+    """Returns the module `cv2`, which uses one thread a call: the loader has threads of its own.
 
     Raises:
-        DataError: it is not installed.
+        DataError: OpenCV is not installed.
     """
     try:
         cv2 = importlib.import_module("cv2")
@@ -39,18 +41,22 @@ def opencv() -> Any:
 
 
 def limit_pixels(millions: int) -> None:
-    """Has images of more pixels refused: a few bytes of a file may stand for any number of them."""
+    """Sets the largest number of pixels of an image, in millions; larger images are refused.
+
+    A few bytes of a file may stand for any number of pixels.
+    """
     global _most_pixels
     _most_pixels = millions * 1_000_000
 
 
 def decode(data: bytes, channels: int = 3) -> np.ndarray:
-    """Returns an encoded image as uint8 [height, width, channels], colours as RGB.
+    """Returns an encoded image as uint8 [height, width, channels]; colours are RGB.
 
-    It stands upright, as its EXIF orientation says. `channels` is 1 or 3.
+    The image is turned upright, as its EXIF orientation says. `channels` is 1 or 3.
 
     Raises:
-        DataError: it is no image, cut off, or larger than `limit_pixels` allows.
+        DataError: the bytes are no known image, are cut off, or have more pixels than
+            `limit_pixels` allows.
     """
     cv2 = opencv()
     if not data:
@@ -59,7 +65,8 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
         raise DataError(f"the image is cut off after {len(data):,} bytes")
     flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
     declared = _declared_pixels(data)
-    if not declared:  # OpenCV would read other formats, too, whose size is not known before
+    # OpenCV reads other formats, too, but their size is not known before they are decoded.
+    if not declared:
         raise DataError(_NO_IMAGE)
     if declared > _most_pixels:
         raise DataError(
@@ -76,19 +83,20 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
 
 
 def decode_into(data: bytes, out: np.ndarray) -> None:
-    """Writes an encoded image into `out`, uint8 [height, width, channels], resized to it.
+    """Writes an encoded image into `out`, uint8 [height, width, channels], resized to fit.
 
     Raises:
-        DataError: it is no image, cut off, or larger than `limit_pixels` allows.
+        DataError: the bytes are no known image, are cut off, or have more pixels than
+            `limit_pixels` allows.
     """
     resize_into(decode(data, out.shape[-1]), out)
 
 
 def resize_into(image: np.ndarray, out: np.ndarray) -> None:
-    """Writes an image into `out`, of the same channels, resized to its height and width.
+    """Writes an image into `out`, resized to the height and the width of `out`.
 
-    Bilinear; where it becomes less than half as large, each pixel is the mean of those that it
-    covers, so that nothing flickers.
+    Both have the same number of channels. The resizing is bilinear. If both sides shrink to half
+    or less, each new pixel is the mean of the pixels that it covers, which avoids aliasing.
     """
     height, width = out.shape[:2]
     if image.shape == out.shape:
@@ -101,15 +109,16 @@ def resize_into(image: np.ndarray, out: np.ndarray) -> None:
 
 
 def _is_cut_off(data: bytes) -> bool:
-    """Whether the end of an image is missing, which OpenCV fills up with grey without a word."""
+    """Returns whether the end of an image is missing, which OpenCV silently fills with grey."""
     if data.startswith(_JPEG):
-        # The pixels hold neither mark; a thumbnail before them holds both.
+        # The encoded pixels contain neither marker. A thumbnail before them contains both, so the
+        # last markers count.
         return data.rfind(_END_OF_JPEG) < data.rfind(_START_OF_SCAN)
     return data.startswith(_PNG) and _END_OF_PNG not in data[-16:]
 
 
 def _declared_pixels(data: bytes) -> int:
-    """Returns how many pixels an image's head declares; 0 where it has none that is known.
+    """Returns how many pixels the header of an image declares; 0 if the format is not known.
 
     Sources: PNG (ISO/IEC 15948), JPEG (ITU-T T.81, B.2.2), WebP (RFC 9649), BITMAPCOREHEADER and
     BITMAPINFOHEADER.
@@ -134,21 +143,27 @@ def _declared_pixels(data: bytes) -> int:
         else:
             return 0
     except struct.error:
-        return 0  # cut off, as who decodes it will say
+        # The header is cut off.
+        return 0
     return abs(int(width) * int(height))
 
 
 def _start_of_frame(data: bytes) -> int:
-    """Returns where the segment of a JPEG file begins that has its size."""
+    """Returns the offset of the JPEG segment that holds the size of the image.
+
+    It returns the length of the data if there is no such segment.
+    """
     at = 2
     while at + 4 <= len(data):
         mark, kind, length = struct.unpack_from(">BBH", data, at)
         if mark == 0xFF and 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             return at
         if mark != 0xFF or kind == 0xFF:
-            at += 1  # a byte FF may fill the place before a mark
+            # Bytes FF may fill the space before a marker.
+            at += 1
         elif kind == 0x01 or 0xD0 <= kind <= 0xD8:
-            at += 2  # these marks have no length
+            # These markers have no length.
+            at += 2
         else:
             at += 2 + length
     return len(data)

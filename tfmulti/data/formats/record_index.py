@@ -1,15 +1,22 @@
-"""Where the records of a TFRecord file are: found once, and kept beside the file.
+"""The positions of the records of a TFRecord file, found once and kept beside the file.
 
-A record is its length (8 bytes), a checksum of these, the data and a checksum of the data
-(tensorflow/core/lib/io/record_writer.h). The lengths alone are read, one after the other: a
-page of 4 KiB for each record that is larger.
+A record is a header, the data and a footer. The header is the length of the data (8 bytes) and a
+checksum of the length. The footer is a checksum of the data
+(tensorflow/core/lib/io/record_writer.h). The index is made from the headers alone, one after the
+other. A record larger than 4 KiB costs one read of 4 KiB.
 
-The index is kept as NumPy's int64 [3 + n, 2]: the file's size and time, how many records and
-their checksum, the version of this form and 0, then an offset and a length for each. One that does
-not fit its file is made anew.
+The index is kept as a NumPy array, int64 [3 + n, 2]:
 
-Where a file is damaged, an entry has what is wrong in the place of the length, and the offset of
-what should be a header: the bytes up to the next header that can be right are one bad record.
+    row 0      the size and the modification time of the file
+    row 1      n, the number of records, and a checksum of the rows below row 2
+    row 2      the version of this format, and 0
+    others     the offset and the length of the data of one record
+
+An index that does not match its file is made again.
+
+An entry for a damaged place has `CUT_OFF` or `WRONG_LENGTH` in place of the length. Its offset is
+that of the place where a header should be. All bytes up to the next possible header count as one
+bad record.
 """
 
 from __future__ import annotations
@@ -31,8 +38,10 @@ from tfmulti.data.io.files import Stamp, cache_folder, is_remote, read_bytes, st
 from tfmulti.data.io.open_files import File, open_file, write_whole
 from tfmulti.errors import DataError
 
-HEADER, FOOTER = 12, 4  # bytes before and after the data of a record
-CUT_OFF, WRONG_LENGTH = -1, -2  # in the place of a length
+# The bytes before and after the data of a record.
+HEADER, FOOTER = 12, 4
+# They stand in place of the length of a damaged record.
+CUT_OFF, WRONG_LENGTH = -1, -2
 _VERSION = 2
 _BLOCK, _MOST_SEARCHED = 4096, 1 << 20
 _NEXT_STEP = (
@@ -50,11 +59,16 @@ def index_of(
 ) -> np.ndarray:
     """Returns the offset and the length of the data of each record of a file, int64 [n, 2].
 
-    With `keep_damage` a damaged place is an entry, too: `CUT_OFF` or `WRONG_LENGTH` for a length.
-    `name` is what messages call the file; by default its path.
+    Args:
+        path: the file.
+        env: the environment, which may name the cache folder.
+        keep_damage: whether a damaged place is an entry instead of an error. Its length is then
+            `CUT_OFF` or `WRONG_LENGTH`.
+        name: the name of the file in messages. None: its path.
 
     Raises:
-        DataError: the file is missing, no TFRecord file, cut off or damaged.
+        DataError: the file is missing, is not a TFRecord file, or is cut off or damaged. With
+            `keep_damage`, damage is an error only if no header is found in the whole file.
     """
     name = path if name is None else name
     rows = _found(path, env, keep_damage, name)
@@ -64,7 +78,7 @@ def index_of(
 
 
 def _found(path: str, env: Mapping[str, str], keep_damage: bool, name: str) -> np.ndarray:
-    """Returns the index that is kept of a file, or makes it."""
+    """Returns the kept index of a file, or makes and keeps one."""
     try:
         stamp = stamp_of(path)
         places = index_places(path, env)
@@ -75,6 +89,7 @@ def _found(path: str, env: Mapping[str, str], keep_damage: bool, name: str) -> n
         rows = _walk(name, open_file(path), stamp.size, keep_damage)
     except OSError as error:
         raise DataError(f"{name}: {error.strerror or error}. Give a readable file.") from None
+    # The folder of the file may not be writable, so the cache folder is the second choice.
     for place in places:
         if _keep(place, stamp, rows):
             break
@@ -82,7 +97,7 @@ def _found(path: str, env: Mapping[str, str], keep_damage: bool, name: str) -> n
 
 
 def index_places(path: str, env: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Returns where the index of a file may be: beside it, and in the cache folder."""
+    """Returns the two possible paths of a file's index: beside it, and in the cache folder."""
     folder, name = os.path.split(path)
     whole = path if is_remote(path) else os.path.abspath(path)
     known = hashlib.sha256(whole.encode()).hexdigest()[:16]
@@ -91,27 +106,31 @@ def index_places(path: str, env: Mapping[str, str] = os.environ) -> tuple[str, s
 
 
 def checksum(data: bytes) -> int:
-    """Returns the checksum of TFRecord files: a CRC-32C, turned by 15 bits and shifted."""
+    """Returns the checksum of TFRecord files: CRC-32C rotated right by 15 bits, plus a constant."""
     crc = google_crc32c.value(data)
     return int(((crc >> 15 | crc << 17) + _MASK) & _WORD)
 
 
 def check_data(data: bytes, footer: bytes) -> None:
-    """Checks the data of a record by what follows it.
+    """Checks the data of a record against its footer.
 
     Raises:
-        ValueError: the checksum is another one.
+        DataError: the checksum differs.
     """
     if struct.unpack("<I", footer)[0] != checksum(data):
         raise DataError("the checksum is wrong (the file is damaged)")
 
 
 def is_header(data: bytes) -> bool:
-    """Whether these 12 bytes are the length of a record and the checksum of it."""
+    """Returns whether 12 bytes are the length of a record and the checksum of it."""
     return len(data) == HEADER and struct.unpack("<I", data[8:])[0] == checksum(data[:8])
 
 
 def _walk(name: str, file: File, size: int, keep_damage: bool) -> np.ndarray:
+    """Returns the index of a file, made from the headers of its records.
+
+    Without `keep_damage` the first damaged place raises DataError.
+    """
     found, records, at = array("q"), 0, 0
     block, start = b"", 0
     while at < size:
@@ -131,9 +150,9 @@ def _walk(name: str, file: File, size: int, keep_damage: bool) -> np.ndarray:
 
 
 def _length_of(header: bytes, left: int, record: int) -> int:
-    """Returns the length that a header tells, or what is wrong: `CUT_OFF`, `WRONG_LENGTH`.
+    """Returns the length that a header gives, or `CUT_OFF` or `WRONG_LENGTH` if it is damaged.
 
-    `left` are the bytes from the header to the end of the file.
+    `left` is the number of bytes from the header to the end of the file.
     """
     if len(header) < HEADER:
         return CUT_OFF if record else WRONG_LENGTH
@@ -144,9 +163,10 @@ def _length_of(header: bytes, left: int, record: int) -> int:
 
 
 def _search(file: File, at: int, size: int) -> int:
-    """Returns where the next header begins of which the record fits in the file, or else `size`.
+    """Returns the offset of the next header whose record fits in the file, or `size` if none does.
 
-    One byte in 2^32 of a damaged file looks like a header, and far fewer tell a length that fits.
+    One byte in 2^32 of a damaged file looks like a header by chance, and far fewer of these give a
+    length that fits.
     """
     step = _BLOCK
     while at + HEADER + FOOTER <= size:
@@ -160,11 +180,12 @@ def _search(file: File, at: int, size: int) -> int:
 
 
 def _headers_in(block: bytes, left: int) -> np.ndarray:
-    """Returns where in a block a header begins of which the record fits in `left` bytes."""
+    """Returns the offsets in a block of all headers whose record fits in `left` bytes, int64."""
     count = len(block) - HEADER + 1
     if count < 1:
         return np.empty(0, np.int64)
-    lengths = np.ndarray(count, "<u8", block, strides=(1,))  # one at each byte
+    # Strides of 1 read a length and a checksum at each byte of the block, without a copy.
+    lengths = np.ndarray(count, "<u8", block, strides=(1,))
     sums = np.ndarray(count, "<u4", block, 8, strides=(1,))
     room = left - HEADER - FOOTER - np.arange(count)
     places = np.flatnonzero(lengths <= np.maximum(room, 0).astype(np.uint64))
@@ -174,10 +195,11 @@ def _headers_in(block: bytes, left: int) -> np.ndarray:
 
 
 def checksums(lengths: np.ndarray) -> np.ndarray:
-    """Returns the `checksum` of each of these lengths, uint64 [n], as uint32 [n]."""
+    """Returns the `checksum` of each length, uint32 [n]; the lengths are uint64 [n]."""
     crc = np.full(len(lengths), google_crc32c.value(bytes(8)), np.uint32)
     for table in _tables():
-        if not lengths.any():  # a byte of 0 changes nothing
+        # A byte of 0 changes nothing, so the higher bytes of short lengths need no look-up.
+        if not lengths.any():
             break
         crc ^= table[lengths & np.uint64(0xFF)]
         lengths = lengths >> np.uint64(8)
@@ -186,9 +208,9 @@ def checksums(lengths: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _tables() -> np.ndarray:
-    """Returns what a value of each of 8 bytes changes in their CRC-32C, uint32 [8, 256].
+    """Returns how each value of each of 8 bytes changes their CRC-32C, uint32 [8, 256].
 
-    A CRC of several changes is the exclusive or of them.
+    The CRC of several changes is the exclusive or of their effects.
     """
     none = google_crc32c.value(bytes(8))
     rows = [[google_crc32c.value(_one(i, v)) ^ none for v in range(256)] for i in range(8)]
@@ -196,10 +218,12 @@ def _tables() -> np.ndarray:
 
 
 def _one(place: int, value: int) -> bytes:
+    """Returns 8 bytes that are 0 except for one byte."""
     return bytes(place) + bytes([value]) + bytes(7 - place)
 
 
 def _check_whole(name: str, rows: np.ndarray) -> None:
+    """Raises DataError if an entry of an index is damaged."""
     damaged = np.flatnonzero(rows[:, 1] < 0)
     if len(damaged):
         first = int(damaged[0])
@@ -207,6 +231,7 @@ def _check_whole(name: str, rows: np.ndarray) -> None:
 
 
 def _damage_words(name: str, record: int, damage: int) -> str:
+    """Returns the message about a damaged record."""
     if damage == CUT_OFF:
         return f"{name} is cut off in record {record}, after {record} whole ones. {_NEXT_STEP}"
     if record == 0:
@@ -218,6 +243,7 @@ def _damage_words(name: str, record: int, damage: int) -> str:
 
 
 def _kept(place: str, stamp: Stamp) -> np.ndarray | None:
+    """Returns the index that is kept at a place, or None if it does not match the file."""
     try:
         table = array_of(read_bytes(place))
     except (OSError, ValueError):
@@ -229,11 +255,12 @@ def _kept(place: str, stamp: Stamp) -> np.ndarray | None:
 
 
 def _heads(stamp: Stamp, rows: np.ndarray) -> np.ndarray:
+    """Returns the first three rows of a kept index."""
     return np.array([stamp, (len(rows), checksum(rows.tobytes())), (_VERSION, 0)], np.int64)
 
 
 def _keep(place: str, stamp: Stamp, rows: np.ndarray) -> bool:
-    """Writes an index; returns whether it could be written."""
+    """Writes an index to a place, and returns whether that was possible."""
     content = io.BytesIO()
     np.save(content, np.concatenate([_heads(stamp, rows), rows]), allow_pickle=False)
     try:

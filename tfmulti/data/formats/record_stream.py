@@ -1,8 +1,8 @@
-"""GZIP-compressed TFRecord files as a stream: what cannot be read at random is read in order.
+"""GZIP-compressed TFRecord files as a stream, because they can only be read in order.
 
-All of it are TensorFlow's operations. A function of Python's inside a Dataset is called by
-TensorFlow's threads, and where one of them is in it while the program ends, as after an error,
-that waits for ever.
+The stream consists of TensorFlow's operations only. TensorFlow's threads would call a Python
+function inside a Dataset. If the program ends while a thread is in such a function, as after an
+error, the program waits for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tfmulti.data.source import map_nest
 if TYPE_CHECKING:
     import tensorflow as tf
 
-SCOPE = "tfmulti_record"  # stands in the errors of these operations
+# The error messages of these operations contain this name, by which the run recognizes them.
+SCOPE = "tfmulti_record"
 
 
 def stream(
@@ -33,13 +34,17 @@ def stream(
 ) -> tf.data.Dataset:
     """Returns the examples of GZIP files as a Dataset of global batches; the last may be smaller.
 
-    Args:
-        classes: labels must be below it, where it is given.
-        seed: each pass has another order: the files anew, and the records within a buffer of
-            so many. None keeps the order.
+    TensorFlow's kernels decode and resize images. They resize bilinearly, or by the mean of the
+    covered pixels if the image shrinks to half its size or less. The EXIF orientation is ignored.
 
-    Images are decoded and resized by TensorFlow's kernels: bilinear, or by the mean where they
-    become less than half as large. The orientation that EXIF says is not looked at.
+    Args:
+        paths: the files.
+        features: the features of a record.
+        classes: the number of classes, which limits the labels. None: labels are not checked.
+        global_batch_size: the rows of a batch.
+        seed: if given, each pass has another order of the files, and of the records within a
+            buffer. None keeps the order.
+        buffer: the number of records of that buffer.
     """
     import tensorflow as tf
 
@@ -57,6 +62,7 @@ def stream(
 
 
 def _decoded(tf: Any, records: tf.Tensor, features: Features, classes: int | None) -> Any:
+    """Returns a batch of examples from encoded records, as TensorFlow operations."""
     used: set[str] = set()
     map_nest(used.add, features.names)
     chosen = {name: features.features[name] for name in used}
@@ -72,6 +78,7 @@ def _decoded(tf: Any, records: tf.Tensor, features: Features, classes: int | Non
 
 
 def _value(tf: Any, rows: tf.Tensor, feature: Feature) -> tf.Tensor:
+    """Returns a feature of a batch in its final form."""
     if feature.type == "raw":
         flat = tf.io.decode_raw(rows, tf.as_dtype(feature.dtype), little_endian=True)
         return tf.reshape(flat, [tf.size(rows), *feature.shape])
@@ -82,6 +89,7 @@ def _value(tf: Any, rows: tf.Tensor, feature: Feature) -> tf.Tensor:
 
 
 def _image(tf: Any, data: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
+    """Returns one image, decoded and resized, uint8 of `shape`."""
     height, width, channels = shape
     image = tf.io.decode_image(data, channels, expand_animations=False)
     image.set_shape([None, None, channels])

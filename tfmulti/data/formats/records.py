@@ -13,7 +13,8 @@ from tfmulti.data.io.files import stamp_of
 from tfmulti.data.io.open_files import OpenFiles
 from tfmulti.errors import DataError
 
-_AT_ONCE = 8  # files whose index is made: remote ones answer slowly
+# The indices of this many files are made at a time, because remote files answer slowly.
+_AT_ONCE = 8
 
 
 class ByteStrings(Protocol):
@@ -22,26 +23,29 @@ class ByteStrings(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """Returns the examples of these numbers, in that order."""
+        """Returns the examples with these numbers, in that order."""
 
     def where(self, number: int) -> str:
         """Returns the file and the record of an example, for messages."""
 
     def identity(self) -> str:
-        """Returns what is another text where the examples are others."""
+        """Returns a text that differs if the examples differ."""
 
 
 class Records:
     """The records of TFRecord files, numbered from 0 over all files. Any thread may read.
 
-    A file may hold any number of them, also none. With `keep_damage` what is damaged in a file,
-    or cut off, is a record as well, one that cannot be read.
+    A file may hold any number of records, also none.
 
     Args:
-        packed: the GZIP files that these were unpacked from, for messages.
+        paths: the files.
+        keep_damage: whether a damaged or cut-off place of a file is a record that cannot be read,
+            instead of an error.
+        packed: the GZIP files from which `paths` were unpacked, for messages.
 
     Raises:
-        DataError: a file is missing, no TFRecord file, cut off or damaged, or all are empty.
+        DataError: a file is missing, is not a TFRecord file, or is cut off or damaged, or there
+            are no records in any file.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Records:
         return int(self._ends[-1])
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """Returns the data of these records, in that order.
+        """Returns the data of the records with these numbers, in that order.
 
         Raises:
             DataError: a checksum is wrong, or the file is cut off.
@@ -78,7 +82,7 @@ class Records:
         return [self._read_one(*self._place(int(number))) for number in numbers]
 
     def where(self, number: int) -> str:
-        """Returns the file of a record, and its number there from 0 on."""
+        """Returns the file of a record, and its number in that file, from 0."""
         file, row = self._place(number)
         return f"{self._names[file]}, record {row}"
 
@@ -87,10 +91,12 @@ class Records:
         return "\n".join(f"{path} {stamp_of(path)}" for path in self.paths)
 
     def _place(self, number: int) -> tuple[int, int]:
+        """Returns the index of the file of a record, and its number in that file."""
         file = int(np.searchsorted(self._ends, number, side="right"))
         return file, number - int(self._ends[file]) + len(self._indices[file])
 
     def _read_one(self, file: int, row: int) -> bytes:
+        """Returns the data of one record; raises DataError if it is damaged."""
         offset, length = self._indices[file][row].tolist()
         if length < 0:
             raise DataError(_damage_words(self._indices[file], row, self._is_packed))

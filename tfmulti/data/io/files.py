@@ -1,6 +1,7 @@
-"""Files of this machine, and those that TensorFlow reads (`gs://…` and the like).
+"""Files on this machine, and files in the stores that TensorFlow can open (`gs://…` and others).
 
-A path with a scheme goes to `tf.io.gfile`, which imports TensorFlow; any other does not.
+A path with a scheme is read by `tf.io.gfile`, which imports TensorFlow. Any other path is read
+without TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from typing import IO, Any, NamedTuple
 from tfmulti.config.console import quiet_stderr
 from tfmulti.errors import DataError
 
-MOST_BYTES = 1 << 30  # of a file that is one example
+# A file that is one example has at most this many bytes.
+MOST_BYTES = 1 << 30
 
 
 class Stamp(NamedTuple):
-    """What changes when a file is written anew: its size in bytes, and when that was."""
+    """The size in bytes and the modification time of a file, which change when it is rewritten."""
 
     size: int
     modified_ns: int
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path has a scheme, such as `gs://bucket/file`."""
+    """Returns whether a path has a scheme, such as `gs://bucket/file`."""
     return "://" in path
 
 
@@ -40,23 +42,24 @@ def join(folder: str, name: str) -> str:
 
 
 def expanded(path: str) -> str:
-    """Returns a path with the home folder in the place of `~`."""
+    """Returns a path with `~` replaced by the home folder."""
     return path if is_remote(path) else os.path.expanduser(path)
 
 
 def memory_bytes() -> int:
-    """Returns the memory of this machine, in bytes: what one file may take of it at most."""
+    """Returns the memory of this machine in bytes, which one file may take at most."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def read_bytes(path: str, most: int | None = None) -> bytes:
-    """Returns what a file holds.
+    """Returns the content of a file.
 
     Args:
-        most: bytes that it may have; None: any number.
+        path: the file.
+        most: the largest size in bytes of a local file. None: there is no limit.
 
     Raises:
-        OSError: it cannot be read, has more bytes, or is a named pipe or a device.
+        OSError: the file cannot be read, is too large, or is a named pipe or a device.
     """
     if not is_remote(path):
         with open_regular(path) as file:
@@ -72,7 +75,7 @@ def open_regular(path: str) -> IO[bytes]:
     """Returns a file of this machine, open for reading.
 
     Raises:
-        OSError: it cannot be opened, or is a named pipe or a device, which may have no end.
+        OSError: the file cannot be opened, or is a named pipe or a device, which may have no end.
     """
     file = open(path, "rb", opener=_opened_at_once)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -82,11 +85,12 @@ def open_regular(path: str) -> IO[bytes]:
 
 
 def _opened_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # who opens a named pipe would wait
+    """Opens a file without blocking; opening a named pipe would wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def stamp_of(path: str) -> Stamp:
-    """Returns the size of a file, and when it was modified.
+    """Returns the size and the modification time of a file.
 
     Raises:
         OSError: there is no such file.
@@ -100,15 +104,15 @@ def stamp_of(path: str) -> Stamp:
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is a folder at a path."""
+    """Returns whether there is a folder at a path."""
     return bool(gfile().isdir(path)) if is_remote(path) else os.path.isdir(path)
 
 
 def in_folder(place: str, path: str) -> tuple[list[str], list[str]]:
-    """Returns the names of the folders and of the files in a folder, sorted, none hidden.
+    """Returns the names of the folders and of the files in a folder, sorted, without hidden ones.
 
     Raises:
-        DataError: there is no such folder, or it cannot be read; `place` begins the message.
+        DataError: the folder does not exist or cannot be read; the message begins with `place`.
     """
     try:
         if not is_folder(path):
@@ -129,10 +133,10 @@ def in_folder(place: str, path: str) -> tuple[list[str], list[str]]:
 
 
 def below(place: str, path: str) -> Iterator[str]:
-    """Yields the paths of all files in a folder and in those below it; none is hidden.
+    """Yields the paths of all files in a folder and in the folders below it, without hidden ones.
 
     Raises:
-        DataError: a folder cannot be read.
+        DataError: a folder cannot be read; the message begins with `place`.
     """
     folders, names = in_folder(place, path)
     yield from (join(path, name) for name in names)
@@ -141,13 +145,17 @@ def below(place: str, path: str) -> Iterator[str]:
 
 
 def matching(place: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> list[str]:
-    """Returns the sorted paths of the files that a pattern means: a file, a glob or a folder.
+    """Returns the sorted paths of the files that a pattern matches: a file, a glob or a folder.
 
-    Of a folder these are its own files with one of the extensions (`.csv`, small letters), none
-    of them hidden.
+    A folder stands for the files directly in it that have one of the extensions and are not hidden.
+
+    Args:
+        place: the start of messages, such as `--dataset csv:PATTERN`.
+        pattern: the path of a file or a folder, or a glob.
+        extensions: the endings of the files of a folder, in lower case, such as `.csv`.
 
     Raises:
-        DataError: there is none, or they cannot be looked for; `place` begins the message.
+        DataError: there is no such file, or the search fails.
     """
     pattern = expanded(pattern)
     try:
@@ -160,7 +168,8 @@ def matching(place: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> l
                 raise DataError(f"{place}: {name} is no regular file. Remove it from there.")
     except DataError:
         raise
-    except Exception as error:  # TensorFlow's file systems have many
+    except Exception as error:
+        # TensorFlow's file systems raise many types of exceptions.
         raise DataError(f"{place}: {pattern}: {_words_of(error)}. Give another path.") from None
     if not found:
         raise DataError(f"{place}: no file {pattern}. Give a file, a folder of files or a glob.")
@@ -168,6 +177,7 @@ def matching(place: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> l
 
 
 def _with_extensions(place: str, folder: str, extensions: tuple[str, ...]) -> list[str]:
+    """Returns the files of a folder with an extension; raises DataError if none."""
     names = [n for n in in_folder(place, folder)[1] if n.lower().endswith(extensions)]
     if not names:
         ending = " that ends in " + " or ".join(extensions) if any(extensions) else ""
@@ -179,6 +189,7 @@ def _with_extensions(place: str, folder: str, extensions: tuple[str, ...]) -> li
 
 
 def _glob(pattern: str) -> list[str]:
+    """Returns the sorted files that a glob matches."""
     if not is_remote(pattern):
         return sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
     found = sorted(gfile().glob(pattern))
@@ -186,22 +197,23 @@ def _glob(pattern: str) -> list[str]:
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """Returns where files that can be made again are kept: $TFMULTI_CACHE or ~/.cache/tfmulti."""
+    """Returns the folder for files that can be made again: $TFMULTI_CACHE or ~/.cache/tfmulti."""
     return Path(env.get("TFMULTI_CACHE") or "~/.cache/tfmulti").expanduser()
 
 
 def _exists(path: str) -> bool:
+    """Returns whether there is a file or a folder at a path."""
     return bool(gfile().exists(path)) if is_remote(path) else os.path.exists(path)
 
 
 def gfile() -> Any:
-    """Returns `tf.io.gfile`; imports TensorFlow where that has not been done."""
+    """Returns `tf.io.gfile`; imports TensorFlow if that has not been done."""
     return tensorflow().io.gfile
 
 
 @contextlib.contextmanager
 def as_os_error() -> Iterator[None]:
-    """Inside, an error of TensorFlow's file systems becomes an `OSError`."""
+    """Turns errors of TensorFlow's file systems into `OSError` within its block."""
     tf = tensorflow()
     try:
         yield
@@ -212,7 +224,7 @@ def as_os_error() -> Iterator[None]:
 
 
 def tensorflow() -> Any:
-    """Returns TensorFlow; imports it, quietly, where that has not been done."""
+    """Returns TensorFlow; imports it, without its start-up messages, if needed."""
     if "tensorflow" not in sys.modules:
         with quiet_stderr():
             importlib.import_module("tensorflow")
@@ -220,6 +232,6 @@ def tensorflow() -> Any:
 
 
 def _words_of(error: Exception) -> str:
-    """Returns an error's reason in one line, without a stop."""
+    """Returns the reason of an error in one line, without a full stop."""
     words = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
     return " ".join(str(words).split()).rstrip(".") or type(error).__name__

@@ -16,7 +16,10 @@ PARTS = {"train": "train", "validation": "validation", "val": "validation", "tes
 class Classes(NamedTuple):
     """The files of class folders, class by class, each class in the order of its paths.
 
-    `labels` is int32 [files]: the place of a file's class in `names`, which are sorted.
+    Attributes:
+        names: the names of the classes, sorted.
+        paths: the files.
+        labels: for each file the index of its class in `names`, int32 [files].
     """
 
     names: tuple[str, ...]
@@ -25,14 +28,15 @@ class Classes(NamedTuple):
 
 
 def find_parts(place: str, path: str) -> dict[str, str]:
-    """Returns the folder of each part: `train`, and `validation` and `test` where they are.
+    """Returns the folder of each part: `train`, and `validation` and `test` if they exist.
 
-    A folder with a `train` folder that holds folders has parts (`validation` may be `val`);
-    any other one is the training part itself. `place` begins the messages, such as
+    A folder has parts if it contains a folder `train` that contains folders. `validation` may be
+    called `val`. Any other folder is the training part itself. Messages begin with `place`, such as
     `--dataset text:FOLDER`.
 
     Raises:
-        DataError: there is no such folder, or beside `train` is one that is no part.
+        DataError: there is no such folder, only the folder `train` is missing, a folder beside
+            `train` is not a part, or there are both `val` and `validation`.
     """
     names, _ = files.in_folder(place, path)
     if "train" not in names:
@@ -43,7 +47,8 @@ def find_parts(place: str, path: str) -> dict[str, str]:
             )
         return {"train": path}
     if not files.in_folder(place, files.join(path, "train"))[0]:
-        return {"train": path}  # a class that is called train
+        # This folder `train` contains no class folders, so it is a class of that name.
+        return {"train": path}
     parts: dict[str, str] = {}
     for name in names:
         if name not in PARTS:
@@ -60,17 +65,19 @@ def find_parts(place: str, path: str) -> dict[str, str]:
 def find_classes(
     place: str, path: str, extensions: tuple[str, ...], names: Sequence[str] | None = None
 ) -> Classes:
-    """Returns the files of the class folders in `path`, those of folders within them included.
+    """Returns the files in the class folders of `path` and in the folders below them.
 
     Args:
-        place: what begins the messages, such as `--dataset text:FOLDER`.
-        extensions: the endings of the files that count, in small letters (`.txt`); a file may
-            have them in capitals. Hidden files do not count.
-        names: the classes of the training part, for another part: it may lack some of them.
+        place: the start of messages, such as `--dataset text:FOLDER`.
+        path: the folder that contains the class folders.
+        extensions: the endings of the files that count, in lower case, such as `.txt`. A file may
+            have them in upper case. Hidden files do not count.
+        names: the classes of the training part, when another part is read. That part may lack some
+            of them.
 
     Raises:
-        DataError: there are fewer than two classes, one of them has no such file, or one is
-            none of `names`.
+        DataError: there are fewer than two classes, a class has no such file, or a class is not in
+            `names`.
     """
     found, _ = files.in_folder(place, path)
     if names is None:
@@ -98,6 +105,7 @@ def find_classes(
 def _checked(
     place: str, path: str, found: list[str], extensions: tuple[str, ...]
 ) -> tuple[str, ...]:
+    """Returns the names of the classes; raises DataError if they are fewer than two."""
     if len(found) < 2:
         words = f"one class folder ({found[0]})" if found else "no class folders"
         raise DataError(
@@ -108,6 +116,7 @@ def _checked(
 
 
 def _files_of(place: str, folder: str, extensions: tuple[str, ...]) -> list[str]:
+    """Returns the files of a class folder; raises DataError if there are none."""
     found = [p for p in files.below(place, folder) if p.lower().endswith(extensions)]
     if not found:
         raise DataError(

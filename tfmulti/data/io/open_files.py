@@ -1,9 +1,9 @@
-"""Files to read at any place: on this machine, or wherever TensorFlow's file systems reach.
+"""Files that are read at any offset, on this machine or in TensorFlow's file systems.
 
     LocalFile     a path: `pread`, which any number of threads may call at once
     RemoteFile    gs://…, s3://…, ram://…, file://…: `tf.io.gfile`, one thread at a time
 
-TensorFlow is imported when the first such path is used, and not before.
+TensorFlow is imported only when the first remote path is used.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Protocol
 
 from tfmulti.data.io.files import as_os_error, gfile, is_remote, open_regular
 
-MOST_OPEN = 64  # files that one source keeps open
+# One source keeps at most this many files open.
+MOST_OPEN = 64
 
 
 class File(Protocol):
     """A file that is open for reading."""
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Returns the bytes from `offset` on; fewer than `length` at the end of the file."""
+        """Returns `length` bytes from `offset` on, or fewer at the end of the file."""
 
 
 class LocalFile:
-    """A file of this machine. It is closed when nobody holds it any more."""
+    """A file of this machine. It is closed when nothing refers to it."""
 
     def __init__(self, path: str) -> None:
         file = open_regular(path)
@@ -38,7 +39,8 @@ class LocalFile:
 
     def read_at(self, offset: int, length: int) -> bytes:
         data = os.pread(self._descriptor, length, offset)
-        while 0 < len(data) < length:  # one call gives at most 2 GiB
+        # One call returns at most 2 GiB.
+        while 0 < len(data) < length:
             more = os.pread(self._descriptor, length - len(data), offset + len(data))
             if not more:
                 break
@@ -62,9 +64,9 @@ class RemoteFile:
 
 
 class OpenFiles:
-    """The files that were read last, kept open; at most `most` of them.
+    """Keeps open the files that were read last, at most `most` of them.
 
-    A file that gives way is closed when the threads that read it are done.
+    A file that is dropped is closed when the threads that read it are done.
     """
 
     def __init__(self, most: int = MOST_OPEN) -> None:
@@ -78,13 +80,14 @@ class OpenFiles:
         """Returns the open file of a path.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         with self._change:
             if path in self._files:
                 self._files.move_to_end(path)
                 return self._files[path]
-        file = open_file(path)  # may take long: other files go on meanwhile
+        # The lock is free here: opening a file may take long, and other threads must go on.
+        file = open_file(path)
         with self._change:
             file = self._files.setdefault(path, file)
             while len(self._files) > self._most:
@@ -93,10 +96,10 @@ class OpenFiles:
 
 
 def open_file(path: str) -> File:
-    """Returns a file to read.
+    """Returns a file that is open for reading.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     return RemoteFile(path) if is_remote(path) else LocalFile(path)
 
@@ -105,9 +108,10 @@ def write_whole(path: str, data: bytes) -> None:
     """Writes a file whole or not at all; several processes may write the same one.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     folder, name = os.path.split(path)
+    # Each writer has a partial file of its own, and renaming replaces the file at once.
     partial = os.path.join(folder, f".partial-{uuid.uuid4().hex}-{name}")
     if is_remote(path):
         remote = gfile()

@@ -1,8 +1,8 @@
-"""GZIP files unpacked once, into the cache folder: then they can be read at any place.
+"""GZIP files that are unpacked once, into the cache folder, so that they can be read at any offset.
 
-Of a file that is damaged as much is unpacked as can be, and what is missing shows as a file that
-is cut off: it ends with one byte more. A wrong checksum at the end of the GZIP data alone is no
-damage here, since records have checksums of their own.
+A damaged file is unpacked up to the damage. One more byte at the end then makes it look like a
+TFRecord file that is cut off. A checksum that is wrong only at the end of the GZIP data does not
+count as damage, because records have checksums of their own.
 """
 
 from __future__ import annotations
@@ -21,31 +21,36 @@ from tfmulti.data.io.files import Stamp, cache_folder, is_remote, stamp_of
 from tfmulti.data.io.open_files import File, open_file
 from tfmulti.errors import DataError
 
-GZIP = b"\x1f\x8b"  # how such a file begins
+# A GZIP file begins with these bytes.
+GZIP = b"\x1f\x8b"
 _BLOCK = 1 << 16
-_AT_ONCE = 4  # files; zlib leaves Python's lock
-_TRAILER = 8  # bytes at the end of GZIP data: checksum and length
-_CUT_OFF = b"\0"  # less than the header of a record
+# This many files are unpacked at a time, because zlib releases Python's lock.
+_AT_ONCE = 4
+# The bytes at the end of GZIP data: a checksum and the length.
+_TRAILER = 8
+# One byte is shorter than the header of a record, so the file ends within a record.
+_CUT_OFF = b"\0"
 
 
 def folder_of(env: Mapping[str, str] = os.environ) -> Path:
-    """Returns where files are unpacked to."""
+    """Returns the folder for unpacked files."""
     return cache_folder(env) / "unpacked"
 
 
 def unpack(paths: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the paths of what GZIP files hold; unpacks those that are not there yet.
+    """Returns the paths of the unpacked GZIP files; unpacks those that are not there yet.
 
-    Workers of one machine share them, and so do later runs, until the file changes.
+    The workers of one machine share them, and so do later runs, until the GZIP file changes.
 
     Raises:
-        DataError: one cannot be read, or not be written.
+        DataError: a file cannot be read, or its content cannot be written.
     """
     with ThreadPoolExecutor(_AT_ONCE, "tfmulti-unpack") as pool:
         return list(pool.map(lambda path: _unpacked(path, folder_of(env)), paths))
 
 
 def _unpacked(path: str, folder: Path) -> str:
+    """Returns the path of one unpacked file."""
     try:
         stamp = stamp_of(path)
         file = open_file(path)
@@ -57,6 +62,7 @@ def _unpacked(path: str, folder: Path) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f".{known}.lock", "w") as lock:
+            # One worker of the machine unpacks the file, and the others wait for it.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 with replacing(target) as partial, open(partial, "wb") as out:
@@ -71,15 +77,20 @@ def _unpacked(path: str, folder: Path) -> str:
 
 
 def pieces(file: File, stamp: Stamp) -> Iterator[bytes]:
-    """Yields what a GZIP file holds, with one byte more where that cannot be unpacked to its end.
+    """Yields the content of a GZIP file, and one byte more if it cannot be unpacked to its end.
+
+    Args:
+        file: the GZIP file.
+        stamp: its size and modification time.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     packed, at = _inflater(), 0
     while at < stamp.size and (block := file.read_at(at, _BLOCK)):
         at += len(block)
         while block:
+            # A failed call returns nothing, so the block is then unpacked again byte by byte.
             before = packed.copy()
             try:
                 yield packed.decompress(block)
@@ -89,7 +100,8 @@ def pieces(file: File, stamp: Stamp) -> Iterator[bytes]:
                 if left + stamp.size - at >= _TRAILER:
                     yield _CUT_OFF
                 return
-            block = packed.unused_data.lstrip(b"\0")  # zeros may fill up its last block
+            # A file may have several GZIP members, and zeros may fill up its last block.
+            block = packed.unused_data.lstrip(b"\0")
             if block:
                 packed = _inflater()
     if stamp.size and not packed.eof:
@@ -97,11 +109,12 @@ def pieces(file: File, stamp: Stamp) -> Iterator[bytes]:
 
 
 def _inflater() -> Any:
-    return zlib.decompressobj(wbits=31)  # of GZIP data
+    """Returns a decompressor of GZIP data."""
+    return zlib.decompressobj(wbits=31)
 
 
 def _until_damage(packed: Any, block: bytes) -> tuple[bytes, int]:
-    """Returns what a block holds before it is damaged, and how many bytes come after that."""
+    """Returns what a block holds before its damage, and how many bytes remain from there on."""
     found = []
     for i in range(len(block)):
         try:
