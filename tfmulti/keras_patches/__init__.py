@@ -1,8 +1,11 @@
-"""Every private name of Keras and TensorFlow that tfmulti touches, one file a subject.
+"""All uses of private names of Keras and TensorFlow, with one file for each subject.
 
-Each file lists its private names with the upstream issue and the condition under which the patch
-can go. `tests/mirrored/test_keras_patches.py` holds a test for each of them, which fails when Keras
-no longer needs the patch, or no longer has the name. `installation.install` puts all patches in
-place, at the first step of a prepared model. What is computed instead of Keras' own stands in
-`distribution`. The package `cpu_speed` is for speed alone, and can be switched off.
+The docstring of each file has a table of the names that it touches. The table gives the upstream
+issue of each name and the condition under which the patch can be removed.
+`tests/mirrored/test_keras_patches.py` has a test for each private name. The test fails when Keras
+does not need the patch any more, or does not have the name any more.
+
+`installation.install` puts all patches in place before the first step of a prepared model is built.
+The computations that replace those of Keras are in the package `distribution`. The package
+`cpu_speed` only makes steps faster, and the environment can switch it off.
 """

@@ -1,4 +1,7 @@
-"""Batch statistics over the rows of all replicas (`distribution.normalization`).
+"""BatchNormalization with the batch statistics of all replicas (`distribution.normalization`).
+
+The statistics need a collective, which cannot run inside a loop of the graph. So a recurrent layer
+with a BatchNormalization in its cell is unrolled.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -29,13 +32,14 @@ from tfmulti.keras_patches.patching import replace
 
 
 def install() -> None:
+    """Patches BatchNormalization, and the loop of recurrent layers that may contain one."""
     replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
     replace(keras.layers.BatchNormalization, "call", _fused)
     replace(keras.layers.RNN, "inner_loop", _unrolled)
 
 
 def _needs_meetings(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the layer's method with an error of ours where replicas cannot meet."""
+    """Returns the layer's method, which raises ModelError where replicas cannot meet."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +59,10 @@ def _needs_meetings(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras' layer is many operations on all values, and their gradients many more."""
+    """Returns a `call` of BatchNormalization that takes few fused operations where it can.
+
+    Keras' layer takes many operations on all values, and their gradients take many more.
+    """
 
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         share = current()
@@ -64,6 +71,8 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
         channels = inputs.shape[-1]
         gamma = tf.convert_to_tensor(self.gamma) if self.scale else tf.ones([channels])
         beta = tf.convert_to_tensor(self.beta) if self.center else tf.zeros([channels])
+        # The statistics are of this replica's rows alone in local steps, and where neither the
+        # layer nor the user asks for those of all replicas.
         of_all = self.synchronized or share.sync_batch_norm
         by_itself = not share.is_whole and (share.is_local or not of_all)
         group = share.alone() if by_itself else share
@@ -74,13 +83,15 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
         for variable, value in zip(moving, found, strict=True):
             before = tf.convert_to_tensor(variable.value)
             moved = before * self.momentum + value * (1.0 - self.momentum)
-            variable.assign(tf.where(count > 0, moved, before))  # of no rows nothing is learned
+            # A replica without rows reads one that does not count, and must learn nothing from it.
+            variable.assign(tf.where(count > 0, moved, before))
         return outputs
 
     return _needs_meetings(call)
 
 
 def _can_be_fused(layer: Any, inputs: Any, training: Any) -> bool:
+    """Returns whether the fused form computes what this call of the layer asks for, on CPUs."""
     known = tf.is_tensor(inputs) and inputs.shape.rank is not None and inputs.shape.rank > 1
     return bool(
         known
@@ -96,10 +107,10 @@ def _can_be_fused(layer: Any, inputs: Any, training: Any) -> bool:
 
 
 def _unrolled(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the loop of a recurrent layer, unrolled where replicas meet in its cell.
+    """Returns the loop of a recurrent layer, which is unrolled where replicas meet in its cell.
 
-    Keras calls the cell once before its loop, to learn what the cell returns. That call changes the
-    cell's states, so it is made here, too.
+    Before a loop that is not unrolled, Keras calls the cell once to learn what the cell returns.
+    That call changes the cell's states, so this loop makes it, too.
     """
 
     def inner_loop(self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any) -> Any:
@@ -119,13 +130,15 @@ def _unrolled(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _normalizes(cell: Any) -> bool:
-    """Whether a recurrent cell, which need not be a layer, holds a BatchNormalization."""
+    """Returns whether a recurrent cell, which need not be a layer, holds a BatchNormalization."""
     return isinstance(cell, keras.layers.Layer) and any(
         isinstance(part, keras.layers.BatchNormalization) for part in layers_of(cell)
     )
 
 
 def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `_moments` that takes mean and variance over the rows of all replicas."""
+
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
         share = current()
         if share is None or (mask is not None and share.is_whole):
@@ -134,11 +147,14 @@ def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
         synchronized = (self.synchronized or share.sync_batch_norm) and not share.is_local
         if synchronized and context.num_replicas_in_sync > 1:
             return normalization.global_moments(share, inputs, mask, self._reduction_axes)
-        if share.is_whole:  # Keras' own for several replicas loses digits, and is not needed
+        # Keras' own method for several replicas loses digits, and the whole batch can do without.
+        if share.is_whole:
             return keras.ops.moments(inputs, self._reduction_axes)
-        # What reads a row that does not count learns nothing from it.
+        # A replica without rows reads one that does not count. It returns the moving statistics,
+        # so that they stay as they are.
         known = (tf.cast(v, inputs.dtype) for v in (self.moving_mean, self.moving_variance))
-        if share.is_local and mask is None:  # Keras' own might be synchronized
+        # The layer's own `synchronized` would make Keras reduce over the replicas in local steps.
+        if share.is_local and mask is None:
             own = keras.ops.moments(inputs, self._reduction_axes)
         else:
             own = original(self, inputs, mask)

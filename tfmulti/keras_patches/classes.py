@@ -1,4 +1,4 @@
-"""Classes derived from a user's class, which keep its name so that models are saved as before."""
+"""Derived classes that keep the name of the user's class, so that models are saved as before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _original: dict[type, type] = {}
 
 
 def derived_class(original: type, bases: tuple[type, ...]) -> type:
-    """Returns a class over `bases` that bears the name and module of `original`."""
+    """Returns a class with these bases and with the name, module and docstring of `original`.
+
+    The same bases give the same class each time.
+    """
     if bases not in _derived:
         names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         _derived[bases] = type(original.__name__, bases, names | {"__doc__": original.__doc__})
@@ -21,9 +24,14 @@ def derived_class(original: type, bases: tuple[type, ...]) -> type:
 
 @contextlib.contextmanager
 def original_classes(*things: Any) -> Iterator[None]:
-    """Inside, the objects have the classes that they had before tfmulti derived from them.
+    """Gives objects back their original classes inside the context.
 
-    Keras writes public classes by identity; what is saved inside is as plain Keras saves it.
+    Keras recognizes its public classes by identity when it saves an object. So an object that is
+    saved inside the context is saved as by plain Keras.
+
+    Args:
+        *things: models, optimizers or other objects. Those without a derived class stay as they
+            are.
     """
     changed: list[tuple[Any, type]] = []
     for thing in things:

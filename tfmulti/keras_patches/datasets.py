@@ -1,4 +1,4 @@
-"""Datasets: Keras' adapters, and what a `tf.data.Dataset` is made of.
+"""Access to Keras' data adapters, and to the parts of a `tf.data.Dataset`.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -15,18 +15,22 @@ from keras.src.trainers import data_adapters
 
 
 def batches_of(x: Any, class_weight: Any = None) -> Any:
-    """Returns Keras' own adapter of a Dataset, PyDataset, generator or DataLoader.
+    """Returns Keras' own adapter for a Dataset, PyDataset, generator or DataLoader.
 
-    It has `get_tf_dataset()`, `num_batches`, `on_epoch_begin()` and `on_epoch_end()`.
+    The adapter has `get_tf_dataset()`, `num_batches`, `on_epoch_begin()` and `on_epoch_end()`.
+
+    Args:
+        x: the data, as `fit` takes it.
+        class_weight: the weight of each class, as `fit` takes it.
     """
     return data_adapters.get_data_adapter(x=x, class_weight=class_weight)
 
 
 def parts_of(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, ...]:
-    """Returns the Datasets that a Dataset is made of; no public name of TensorFlow tells."""
+    """Returns the Datasets that a Dataset was directly made from."""
     return tuple(dataset._inputs())
 
 
 def kind_of(dataset: tf.data.Dataset) -> str:
-    """Returns what made a Dataset: `_ShuffleDataset`, `_RepeatDataset`, …"""
+    """Returns the class name of a Dataset, such as `_ShuffleDataset` or `_RepeatDataset`."""
     return type(dataset).__name__

@@ -1,4 +1,8 @@
-"""`tf.GradientTape.gradient` (public), whose result is the gradient of the global batch."""
+"""Patch of the public `tf.GradientTape.gradient`: its target becomes that of the global batch.
+
+Each replica computes its own part of the gradient. The mean of these parts over the replicas, each
+weighted by its rows, is the gradient of the global batch (`distribution.global_values`).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,13 @@ from tfmulti.keras_patches.patching import replace
 
 
 def install() -> None:
+    """Patches `tf.GradientTape.gradient`."""
     replace(tf.GradientTape, "gradient", _gradient)
 
 
 def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `gradient` that differentiates what one device would have computed."""
+
     def gradient(
         self: Any,
         target: Any,
@@ -38,6 +45,8 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         share = partial()
         if share is None or output_gradients is not None:
             return original(self, target, sources, **options)
+        # Without labels a vector is taken for the losses of rows, and its gradient for that of
+        # their sum over all replicas.
         if not row_labels.are_kept() and not share.is_local:
             target = tf.nest.map_structure(lambda t: losses.summed_gradient(share, t), target)
         compute = functools.partial(original, self)

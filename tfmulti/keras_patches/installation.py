@@ -1,4 +1,4 @@
-"""Puts all patches in place."""
+"""Installs all patches of Keras and TensorFlow in one call."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ PATCHES = (
 
 
 def install() -> None:
-    """Replaces functions of Keras and TensorFlow by those that know of replicas; once a process.
+    """Replaces functions of Keras and TensorFlow by versions that know about replicas.
 
-    Outside a prepared model's step they are Keras' own, and with one replica, too, except for the
-    faster forms of `cpu_speed`.
+    The patches stay for the life of the process, and further calls change nothing. Outside a step
+    of a prepared model the patched functions behave as before. With one replica they do so inside
+    a step, too, except for the faster forms of `cpu_speed`.
     """
     warn_of_untested()
     for patch in PATCHES:

@@ -1,11 +1,14 @@
-"""Layers and states of the user's own, inside a step of several replicas.
+"""Patches that make layers and custom steps right inside a step of several replicas.
+
+A value that the user's own code assigns to a variable becomes the value of the global batch.
+Layers that compare the rows of a batch get the rows of all replicas.
 
 | what | name | upstream | can go when |
 |---|---|---|---|
 | states of steps | public: `keras.Variable.assign`; private: `DistributedVariable.assign`, `assign_add`, `assign_sub` | none | a variable that a step changes gets the value of the global batch |
-| labels of rows | public: `Layer.__call__` | none | none: it tells which rows a layer's outputs belong to |
-| layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` | none | these layers know of replicas |
-| steps of the user's own | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know of replicas |
+| labels of rows | public: `Layer.__call__` | none | never: it records which rows a layer's outputs belong to |
+| layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` | none | these layers know about replicas |
+| custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know about replicas |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; private: `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
 """  # noqa: E501
 
@@ -33,11 +36,12 @@ from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replac
 
 
 def install() -> None:
+    """Patches layers, assignments to variables, and TensorFlow's functions for custom steps."""
     replace(tf.distribute.ReplicaContext, "merge_call", _keeping_traces)
     replace(keras.layers.Layer, "__call__", _labelled_layer)
     for variable in (keras.Variable, DistributedVariable):
         for name in ("assign", "assign_add", "assign_sub"):
-            # Keras' other methods call `assign`.
+            # The other assigning methods of `keras.Variable` call its `assign`.
             if name == "assign" or variable is DistributedVariable:
                 replace(variable, name, _assigned)
     for owner, name, function in custom_steps.FUNCTIONS:
@@ -47,14 +51,22 @@ def install() -> None:
 
 
 def states_of_its_own(model: keras.Model) -> dict[int, str]:
-    """Returns what changes by the user's own code in a step: `ReplicaSlice.states`."""
+    """Returns the variables that the user's own code may change in a step.
+
+    Variables of layers are "layer", and those of metrics that are not Keras' own are "metric".
+    Variables of Keras' own metrics have an empty kind, since patches of Keras handle them.
+
+    Returns:
+        The kind of each Keras variable, by the variable's id, for `ReplicaSlice.states`.
+    """
     found: dict[int, str] = {}
     for layer in layers_of(model):
         found |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
     metrics = [*model.metrics, *keras.Model.metrics.fget(model)]
     while metrics:
         metric = metrics.pop()
-        inner = list(getattr(metric, "metrics", ()))  # of the metrics that `compile` was given
+        # Keras holds the metrics that `compile` was given in one metric that contains them.
+        inner = list(getattr(metric, "metrics", ()))
         metrics += inner
         if not inner:
             kind = "" if is_of_keras(type(metric)) else "metric"
@@ -63,9 +75,11 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
 
 
 def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an assigning method that stores the value of the global batch in a custom state."""
+
     def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         share = partial()
-        # Keras' own layers see to their states by themselves.
+        # Assignments within Keras' own layers stay: other patches handle the states of those.
         asks = share is not None and not _in_layer_of_keras.get()
         kind = share.states.get(id(self)) if share is not None and asks else None
         if share is not None and kind == "layer":
@@ -78,9 +92,10 @@ def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `merge_call` after which the layers hold what this replica's trace left on them.
+    """Returns a `merge_call` that keeps what this replica's trace has left on the layers.
 
-    While a replica waits in it the others trace the same layers, and leave their losses there.
+    While one replica waits in `merge_call`, the other replicas of the process trace the same
+    layers and leave their own losses there. Afterwards each layer gets this replica's back.
     """
 
     def merge_call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +112,9 @@ def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _left_by_trace(layer: Any) -> dict[str, Any]:
-    """Returns copies of a layer's attributes that hold tensors of the graph that is traced.
+    """Returns copies of the attributes in which a layer holds tensors of the traced graph.
 
-    Keras' own layers keep their losses alone.
+    Keras' own layers hold tensors of a graph in their losses only.
     """
     losses = {"_losses": list(layer._losses), "_loss_ids": set(layer._loss_ids)}
     if is_of_keras(type(layer)):
@@ -121,6 +136,8 @@ _in_layer_of_keras = PerThread(False)
 
 
 def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `__call__` that labels outputs whose rows depend on the same input row alone."""
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = type(self).__module__.startswith("keras.src.layers.")
         with _in_layer_of_keras.set_to(own and not isinstance(self, keras.layers.Lambda)):
@@ -133,9 +150,10 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _works_by_rows(layer: Any) -> bool:
-    """Whether a layer and all in it are Keras' own, which compute a row from that row alone.
+    """Returns whether a layer and its sublayers are Keras' own, which compute row by row.
 
-    `mixing` and BatchNormalization see to those that do not.
+    Keras' layers that need other rows count, too: `batch_dependent_layers` and the patch of
+    BatchNormalization give them the rows of all replicas.
     """
     parts = [layer, *layer._flatten_layers(include_self=False)]
     return all(

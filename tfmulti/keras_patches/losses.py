@@ -1,8 +1,13 @@
-"""Losses of a replica that sum to the loss of the global batch (`distribution.losses`).
+"""Loss patches: the replicas' losses add up to the loss of the global batch.
+
+`distribution.losses` has the formulas. Keras divides each replica's loss by the number of replicas,
+which is wrong for replicas with different numbers of rows. Inside a prepared model's step the
+patches leave that division out, and scale each loss to the replica's part of the global batch. A
+loss that is computed from several rows together is made the value of the global batch.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
-| losses | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values`, `Loss.__call__` | keras#20585 | losses say by which rows they are averaged |
+| losses | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values`, `Loss.__call__` | keras#20585 | a loss tells over which rows it takes the mean |
 | `add_loss` of a vector | `Trainer._aggregate_additional_loss` | keras#20585 | the same |
 """  # noqa: E501
 
@@ -32,11 +37,13 @@ from tfmulti.distribution.replica_slice import (
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.patching import is_of_keras, replace
 
-# What Keras leaves on a tensor: the logits of a softmax or sigmoid, and which steps count.
+# The attributes that Keras puts on a tensor: the logits of a softmax or sigmoid, and the mask that
+# tells which timesteps count.
 ATTACHED = ("_keras_logits", "_keras_mask")
 
 
 def install() -> None:
+    """Patches Keras' losses, and the sum of the losses that `add_loss` was given."""
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         replace(loss_module, name, _only_outside)
     replace(loss_module, "reduce_weighted_values", _part_of_global)
@@ -45,10 +52,13 @@ def install() -> None:
 
 
 def _only_outside(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that changes a loss only outside a prepared model's step."""
     return lambda value: original(value) if current() is None else value
 
 
 def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `reduce_weighted_values` that scales a replica's loss to the global batch."""
+
     def reduce(
         values: Any,
         sample_weight: Any = None,
@@ -60,8 +70,9 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         one_number = tf.convert_to_tensor(values).shape.rank == 0
         losses.note_reduction(one_number)
         share = partial()
+        # `_loss_of_all_rows` makes a loss of one number the loss of the global batch.
         if share is None or one_number or not _is_by_rows(share, values):
-            return loss  # `_loss_of_all_rows` makes the loss of the global batch of it
+            return loss
         same_rank = loss_module.squeeze_or_expand_to_same_rank
         part = losses.scaled_to_global(
             share,
@@ -77,7 +88,7 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_by_rows(share: ReplicaSlice, values: Any) -> bool:
-    """Whether a loss has a value for each row, or it is not known that it has none."""
+    """Returns whether a loss has a value for each row, or it is unknown how it depends on rows."""
     kinds = (Kind.ROWS, Kind.LOCAL)
     return (
         of_keras_by_rows.get()
@@ -86,17 +97,27 @@ def _is_by_rows(share: ReplicaSlice, values: Any) -> bool:
     )
 
 
+# Whether this thread computes a loss or metric of Keras that has a value for each row.
 of_keras_by_rows = PerThread(False)
 
 
 def have_rows(*values: Any) -> bool:
-    """Whether all values are rows, of which Keras' own losses and metrics take one by one."""
+    """Returns whether each value has rows, every one computed from the same input row alone.
+
+    From such values a loss or metric of Keras computes the value of each row by itself.
+    """
     leaves = tf.nest.flatten(values)
     return all(row_labels.label_of(leaf).kind is Kind.ROWS for leaf in leaves)
 
 
 def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a loss' `__call__` whose result stands for the loss of the global batch."""
+    """Returns a `__call__` of a loss whose result is this replica's part of the global loss.
+
+    Where `row_labels` tell how the result depends on the rows, `global_values` makes it that part.
+    Otherwise the loss is first computed on this replica's rows alone, to see whether it has a value
+    for each row. A loss of Keras that has such values is computed as it is. Any other loss is
+    computed from the rows of all replicas.
+    """
 
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         share = partial()
@@ -107,13 +128,15 @@ def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             with of_keras_by_rows.set_to(is_of_keras(function) and have_rows(y_true, y_pred)):
                 found = original(self, y_true, y_pred, sample_weight)
             kind = row_labels.label_of(found).kind
+            # The user's code that reduces these values gets values of the global batch itself.
             if kind is not Kind.LOCAL and found.shape.rank != 0:
-                return found  # what takes its values makes those of the global batch of them
+                return found
             if kind is not Kind.LOCAL:
                 return global_values.averaged(share, found)
         seen = losses.Seen()
+        # The result of this call is not used in the step. It only shows how the loss is computed.
         with losses.watching(seen), computing(share.alone()):
-            found = original(self, y_true, y_pred, sample_weight)  # to see; not in the step
+            found = original(self, y_true, y_pred, sample_weight)
         by_rows = not seen.scalar and (seen.reduced or found.shape.rank)
         if by_rows and is_of_keras(getattr(self, "fn", type(self))):
             return original(self, y_true, y_pred, sample_weight)
@@ -124,6 +147,8 @@ def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an `_aggregate_additional_loss` that makes a vector a part of the global sum."""
+
     def aggregate(self: Any, loss: Any) -> Any:
         share = partial()
         if share is not None and not global_values.are_known(share):
@@ -134,7 +159,7 @@ def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_losses(model: keras.Model) -> None:
-    """Puts what sees a loss of one number also around `__call__` of the user's own classes."""
+    """Patches `__call__` of the user's own loss classes in a model, as that of Keras' `Loss`."""
     for loss in keras.tree.flatten(model.loss):
         if isinstance(loss, keras.losses.Loss):
             owner = next(cls for cls in type(loss).__mro__ if "__call__" in vars(cls))

@@ -1,8 +1,14 @@
-"""Metrics whose states, summed over the replicas, are those of one device.
+"""Metric patches: the replicas' metric states must sum to the state of one device.
+
+Each replica updates its own state by its own rows, and the states are added up later. A value for
+each row fits that rule as it is. A single number for a batch does not: it is replaced by a value
+of the global batch and counted once. Where `row_labels` do not tell how the values of a metric's
+function depend on the rows, the function gets the rows of all replicas, and replica 0 alone counts
+the result.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
-| metrics of one number a batch | `MeanMetricWrapper._fn`, and `Mean.update_state` | none | a metric can be told what it is computed from |
+| metrics of one number per batch | `MeanMetricWrapper._fn`, and `Mean.update_state` | none | a metric can be told what it is computed from |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,17 +37,21 @@ from tfmulti.keras_patches.patching import is_of_keras, replace
 
 
 def install() -> None:
+    """Patches `update_state` of Keras' metrics that add up values or the mean of values."""
     replace(keras.metrics.MeanMetricWrapper, "update_state", _metric_of_all_rows)
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
         replace(metric, "update_state", _mean_of_shares)
 
 
 def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an `update_state` for metrics that keep the mean of a function's values."""
+
     def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         share = partial()
         if share is None:
             return original(self, y_true, y_pred, sample_weight)
         values = functools.partial(self._fn, **self._fn_kwargs)
+        # This call only finds out whether the function returns a value for each row.
         with computing(share.alone()):
             found = tf.convert_to_tensor(values(y_true, y_pred))
         one_number = found.shape.rank == 0
@@ -58,7 +68,8 @@ def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             return keras.metrics.Mean.update_state(self, found, weights)
         if share.is_local and not losses.in_passes():
             return original(self, y_true, y_pred, sample_weight)
-        # The numbers are of the whole batch; the replicas' states are summed later.
+        # Every replica computes the number of the whole batch, and the replicas' states are summed
+        # later. So only replica 0 may count it.
         context = tf.distribute.get_replica_context()
         counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
 
@@ -74,7 +85,7 @@ def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mean_of_shares(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `update_state` of a metric that adds values up, or their mean by weights."""
+    """Returns an `update_state` for metrics that keep a sum of values or their weighted mean."""
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         share = partial()
@@ -86,9 +97,10 @@ def _mean_of_shares(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted_once(share: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, Any]:
-    """Returns what a metric gets on this replica, so that the replicas' states add up.
+    """Returns the values and weights by which this replica's state becomes its part of the sum.
 
-    What is no value of rows, such as a batch's loss, counts once, whoever computed it.
+    A value for each row stays. A value of the whole batch, such as its loss, is made the value of
+    the global batch. Its weight is divided among the replicas, so that it counts once.
     """
     tensor = tf.convert_to_tensor(values)
     if of_keras_by_rows.get() and tensor.shape.rank != 0:
@@ -101,17 +113,22 @@ def _counted_once(share: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, A
     if kind is Kind.ROWS or (kind is Kind.LOCAL and tensor.shape.rank != 0):
         return values, weight
     weighs = Kind.ALIKE if weight is None else row_labels.label_of(weight).kind
-    if weighs is Kind.LOCAL:  # such as the rows of a ragged tensor
+    # The weight's dependence on the rows may be unknown, as for the rows of a ragged tensor.
+    if weighs is Kind.LOCAL:
         global_values.note_unknown(share, weight)
-    if weighs in (Kind.COUNT, Kind.LOCAL):  # of its rows: the replicas' mean by rows is meant
+    # A weight that counts this replica's rows asks for the replicas' mean by rows. A weight that
+    # is not understood is treated alike.
+    if weighs in (Kind.COUNT, Kind.LOCAL):
         return global_values.averaged(share, tensor), weight
     if weighs is Kind.ALIKE:
         found = global_values.averaged(share, tensor)
         if weight is not None:
             return found, share.part * tf.cast(weight, share.part.dtype)
-        # Without weights each value of a vector counts by itself, with one for all their mean.
+        # Without weights each value of a vector counts by itself, so each gets the part as its
+        # weight. With one weight for all of them, Keras would count their mean once.
         return found, tf.fill(tf.shape(found)[:1], share.part) if found.shape.rank else share.part
-    if weighs is Kind.SUM:  # a part of the whole weight
+    # Each replica holds a part of the whole weight.
+    if weighs is Kind.SUM:
         return global_values.of_one_device(share, tensor), weight
     whole = global_values.of_one_device(share, weight)
     part = tf.cast(whole, share.part.dtype) * share.part

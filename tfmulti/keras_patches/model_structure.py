@@ -1,4 +1,4 @@
-"""What a model consists of: layers, variables, metrics, and which layer made a tensor.
+"""Access to the parts of a model: layers, variables, metrics, and the layer that made a tensor.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -23,19 +23,23 @@ from tfmulti.distribution.replica_context import metric_variables
 
 
 def build_from_specs(model: keras.Model, specs: Any) -> None:
-    """Builds layers, losses, metrics and optimizer from the form of one batch.
+    """Builds layers, losses, metrics and optimizer from the shapes and dtypes of one batch.
 
-    Keras does this in `fit` from a real batch, which fails on a tuple of PerReplica values
-    (`_maybe_symbolic_build`). `specs` is one batch's `(x, y, sample_weight)`, each leaf with
-    `shape` and `dtype`. Call it inside the strategy's scope, on every worker.
+    Keras does this in `fit` from a real batch, in `_maybe_symbolic_build`, which fails on a tuple
+    of PerReplica values. Call this function inside the strategy's scope, on every worker.
+
+    Args:
+        model: the compiled model.
+        specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
     """
     model._symbolic_build(data_batch=specs)
 
 
 def last_operations(model: keras.Model) -> list[Any] | None:
-    """Returns the layer or operation that makes each output; None where Keras cannot tell.
+    """Returns the layer or operation that makes each output, or None if Keras cannot tell.
 
-    A model within the model is looked into, and so are layers that do nothing.
+    For an output of a nested model it is the last operation inside that model. A linear Activation
+    changes nothing, so the operation before it is returned.
     """
     try:
         outputs = keras.tree.flatten(model.outputs)
@@ -59,12 +63,16 @@ def last_operations(model: keras.Model) -> list[Any] | None:
 
 
 def _does_nothing(operation: Any) -> bool:
+    """Returns whether an operation is an Activation layer that returns its inputs unchanged."""
     linear = getattr(operation, "activation", None) is keras.activations.linear
     return isinstance(operation, keras.layers.Activation) and linear
 
 
 def all_metric_variables(model: keras.Model) -> list[Any]:
-    """Returns the Keras variables of all metrics of a model, named in its `metrics` or not."""
+    """Returns the Keras variables of all metrics of a model.
+
+    They include metrics that a `metrics` property of the user's own does not list.
+    """
     known = {id(v): v for v in metric_variables(model)}
     for metric in keras.Model.metrics.fget(model):
         known.update({id(v): v for v in metric.variables})
@@ -72,41 +80,48 @@ def all_metric_variables(model: keras.Model) -> list[Any]:
 
 
 def seed_variables(model: keras.Model) -> list[Any]:
-    """Returns the Keras variables that hold where a model's random numbers go on."""
+    """Returns the Keras variables that hold the states of a model's seed generators."""
     return [v for v in model.non_trainable_variables if is_seed(v)]
 
 
 def layers_of(model: keras.Model) -> list[Any]:
-    """Returns the model, its layers, and theirs."""
+    """Returns the model itself, its layers, and the layers within these at any depth."""
     return list(model._flatten_layers(include_self=True, recursive=True))
 
 
-SEED = "seed_generator_state"  # Keras' name of the variable of a generator
+# Keras' name for the variable that holds the state of a seed generator.
+SEED = "seed_generator_state"
 
 
 def sublayers(layer: Any) -> list[Any]:
-    """Returns the layers that a layer or model holds itself."""
+    """Returns the layers that a layer or model holds directly, without those within them."""
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
 def own_variables(layer: Any) -> list[Any]:
-    """Returns the Keras variables of a layer but those of its sublayers, the seeds' last."""
+    """Returns the Keras variables of a layer without those of its sublayers, seeds last."""
     seeds = [generator.state for generator in layer._seed_generators]
     return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
 
 
 def is_seed(variable: Any) -> bool:
-    """Whether a Keras variable holds where random numbers go on."""
+    """Returns whether a Keras variable holds the state of a seed generator."""
     return bool(variable.name == SEED)
 
 
 def moving_statistics(
     model: keras.Model, *, sync_batch_norm: bool, is_local: bool = False
 ) -> list[Any]:
-    """Returns the Keras variables that layers update by themselves while they train.
+    """Returns the Keras variables that each replica updates from its own rows while it trains.
 
-    Those of floating point type, of layers that are not frozen, and not synchronized (in local
-    steps none are): each replica has its own.
+    They are the non-trainable floating point variables of layers that are not frozen. Variables of
+    metrics are left out. So are those of a synchronized BatchNormalization, because all replicas
+    compute the same values for them.
+
+    Args:
+        model: the model.
+        sync_batch_norm: whether every BatchNormalization is synchronized.
+        is_local: whether workers take local steps, in which no layer is synchronized.
     """
     found = {}
     for layer in layers_of(model):
@@ -121,23 +136,28 @@ def moving_statistics(
 
 
 def flush_tensorboard(callback: keras.callbacks.TensorBoard) -> None:
-    """Writes the events that a TensorBoard callback holds in memory to its files."""
+    """Writes the events that a TensorBoard callback holds in memory into its files."""
     for writer in callback._writers.values():
         writer.flush()
 
 
 def initial_epoch_of(model: keras.Model, initial_epoch: int) -> int:
-    """Returns the epoch that a BackupAndRestore callback wants to start from, or the given one."""
+    """Returns the epoch from which a BackupAndRestore callback wants to resume, or the given one.
+
+    Args:
+        model: the model, on which the callback leaves its epoch.
+        initial_epoch: what `fit` was given.
+    """
     return int(getattr(model, "_initial_epoch", None) or initial_epoch)
 
 
 def function_of(metric: Any) -> Any:
-    """Returns the function that a metric takes the mean of, if it takes one."""
+    """Returns the function whose values a metric averages, or None if it has no such function."""
     return getattr(metric, "_fn", None)
 
 
 def operations_of(model: keras.Model) -> list[Any]:
-    """Returns the operations of functional models that are no layers."""
+    """Returns the operations in a model, and in the models within it, that are not layers."""
     return [
         operation
         for each in layers_of(model)
@@ -148,7 +168,7 @@ def operations_of(model: keras.Model) -> list[Any]:
 
 @contextlib.contextmanager
 def step_replaced(model: keras.Model, step: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, another function is a model's `train_step`."""
+    """Replaces the `train_step` of a model by another function inside the context."""
     vars(model)["train_step"] = step
     try:
         yield

@@ -1,4 +1,9 @@
-"""Optimizers that get the gradient of the global batch, and update each replica by itself.
+"""Optimizers that get the gradient of the global batch and update each replica's copy by itself.
+
+Keras' `apply` clips the gradients of each replica and then sums them. A patched optimizer reduces
+the gradients first, so clipping, finite checks and loss scaling see the gradient of the global
+batch. All replicas then compute the same update, each on its own copy of the variables. So the
+update needs no `merge_call`, and may stand inside a condition.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -35,6 +40,7 @@ Gradients = Sequence[Any]
 
 
 def install() -> None:
+    """Patches the methods by which Keras' optimizers reduce gradients and update variables."""
     replace(TFOptimizer, "_all_reduce_sum_gradients", _unless_unknown)
     for name in (
         "_backend_update_step",
@@ -46,6 +52,8 @@ def install() -> None:
 
 
 def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns Keras' reduction, which raises ModelError for an optimizer outside the model."""
+
     def reduce(optimizer: Any, grads_and_vars: Any) -> Any:
         if partial() is not None:
             raise ModelError(
@@ -59,16 +67,19 @@ def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _UpdatesReplica:
-    """An optimizer whose gradients are global: each replica updates its own copy by itself.
+    """Mixin for an optimizer that gets global gradients: each replica updates its own copy.
 
-    Keras reduces here, and updates in cross-replica context (`merge_call`), which cannot be
-    inside a condition: gradient accumulation and overwriting by averages are conditions.
+    Keras reduces the gradients in `_all_reduce_sum_gradients` and updates in cross-replica context
+    by `merge_call`. That cannot stand inside a condition, and Keras accumulates gradients and
+    overwrites variables by their averages inside conditions.
     """
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        """Returns the gradients as they are, since they are reduced already."""
         return list(grads_and_vars)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Updates a variable, with several replicas by the faster forms of `cpu_speed`."""
         step = super().update_step  # type: ignore[misc]
         context = tf.distribute.get_replica_context()
         several = context is not None and context.num_replicas_in_sync > 1
@@ -78,7 +89,7 @@ class _UpdatesReplica:
 
 
 def _updated(optimizer: Any, variable: Any) -> list[Any]:
-    """Returns a variable and what an SGD or an Adam keeps for it."""
+    """Returns a variable and the optimizer state that SGD or Adam keeps for it."""
     index = optimizer._get_variable_index(variable)
     if isinstance(optimizer, keras.optimizers.Adam):
         return [variable, optimizer._momentums[index], optimizer._velocities[index]]
@@ -86,9 +97,10 @@ def _updated(optimizer: Any, variable: Any) -> list[Any]:
 
 
 def _on_each_replica(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Keras' method for all backends in place of TensorFlow's, for `_UpdatesReplica`.
+    """Returns a method that takes Keras' backend-neutral form for an `_UpdatesReplica`.
 
-    It stands where TensorFlow's stood, so what an optimizer's class puts around it stays.
+    The method replaces that of `TFOptimizer` itself. So an override in an optimizer's class that
+    calls `super()` still works.
     """
     plain = getattr(BaseOptimizer, original.__name__)
 
@@ -103,10 +115,13 @@ def _on_each_replica(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ReducesFirst(_UpdatesReplica):
+    """Mixin for an optimizer whose `apply` reduces the gradients before anything else."""
+
     _tfmulti_reduce: Callable[[Gradients], list[Any]]
     _tfmulti_take: Callable[[Any, Gradients, Any], bool]
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
+        """Reduces the gradients and applies them, unless the `take` function keeps them."""
         if tf.distribute.get_replica_context() is not None:
             grads = _gradients_of_global_batch(grads)
             if self._tfmulti_take(self, grads, trainable_variables):
@@ -118,10 +133,10 @@ class _ReducesFirst(_UpdatesReplica):
 
 
 def _gradients_of_global_batch(gradients: Gradients) -> list[Any]:
-    """Returns gradients that a step changed by itself such that their mean over replicas is right.
+    """Returns gradients whose mean over the replicas, by rows, is the gradient of one device.
 
-    A gradient as the tape gives it stays. One that was clipped or normalized on each replica would
-    not be that of the global batch.
+    A gradient stays as the tape gives it. A step may have clipped or normalized a gradient on each
+    replica, and the mean of those is wrong. Such a gradient is replaced by one from global values.
     """
     share = partial()
     if share is None or not global_values.are_known(share):
@@ -133,17 +148,18 @@ def _gradients_of_global_batch(gradients: Gradients) -> list[Any]:
 
 
 def _compute_before_waits(gradients: Gradients) -> None:
-    """Has the gradients of variables computed before a wait for other workers that follows them.
+    """Orders the graph so that gradients are computed before the next wait for other workers.
 
-    A wait is that of a BatchNormalization's gradient: the layers before it need what comes of it,
-    and the gradients of the variables behind it need not wait. A worker that left these for later
-    would itself be waited for.
+    The backward pass of a synchronized BatchNormalization waits for the other workers. The
+    gradients that stand before that wait in the graph do not depend on it. A worker that postponed
+    them would make the other workers wait for it.
     """
     waits = set(collectives.waits())
     if not waits:
         return
     found, rest = set(), [g.op for g in gradients if isinstance(g, tf.Tensor)]
-    for operation in rest:  # it grows: a regularizer's part is added to the layer's
+    # The list grows in the loop: AddN adds a regularizer's part to the gradient of the layer.
+    for operation in rest:
         found.add(operation)
         if operation.type == "AddN":
             rest += [value.op for value in operation.inputs]
@@ -161,12 +177,17 @@ def take_reduced_gradients(
     reduce: Callable[[Gradients], list[Any]],
     take: Callable[[Any, Gradients, Any], bool],
 ) -> None:
-    """Makes `optimizer.apply` reduce the gradients by `reduce` first, and never again.
+    """Makes `optimizer.apply` reduce the gradients once, before anything else.
 
-    Clipping, finite checks and loss scaling inside the optimizer then see the gradient of
-    the global batch; Keras reduces after them. Where `take(optimizer, gradients, variables)`
-    returns True, it has kept them and nothing is updated. The optimizer keeps its class'
+    Clipping, finite checks and loss scaling inside the optimizer then see the gradient of the
+    global batch. Keras itself reduces after them. The optimizer gets a derived class with the same
     name and module, so that it is saved as before.
+
+    Args:
+        optimizer: the optimizer to change, with its inner optimizers.
+        reduce: returns the gradients of the global batch for those of this replica.
+        take: takes optimizer, gradients and variables before the reduction. If it returns True, it
+            has kept the gradients, and `apply` updates nothing.
     """
     for inner in inner_optimizers(optimizer):
         _mix_in(inner, _UpdatesReplica)
@@ -176,11 +197,12 @@ def take_reduced_gradients(
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[Any]:
-    """Returns the optimizers that another one hands its gradients to."""
+    """Returns the optimizers to which another optimizer passes its gradients."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 
 
 def _mix_in(thing: Any, mixin: type) -> None:
+    """Gives an object a class derived from its own and from `mixin`, unless it has one."""
     if not isinstance(thing, mixin):
         object.__setattr__(thing, "__class__", derived_class(type(thing), (mixin, type(thing))))

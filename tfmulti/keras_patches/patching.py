@@ -1,4 +1,4 @@
-"""How a function of Keras or TensorFlow is replaced, once, by one that knows of replicas."""
+"""Tools that replace a function of Keras or TensorFlow by a version that knows about replicas."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from tfmulti.distribution.replica_slice import (
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function of a class or module, unless it is a replacement already.
+
+    Args:
+        owner: the class or module that holds the function.
+        name: the attribute under which `owner` holds it.
+        make: takes the original function and returns the new one.
+    """
     original = getattr(owner, name)
     if not hasattr(original, "_tfmulti"):
         new = functools.wraps(original)(make(original))
@@ -22,7 +29,14 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def in_replica_slice(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns what makes TensorFlow's function call `function(original, share, …)` in a share."""
+    """Returns the `make` of `replace` that calls `function(original, share, …)` in a replica slice.
+
+    The original function is called as before outside a prepared model's step, and where the slice
+    is the whole global batch.
+
+    Args:
+        function: takes the original function, the `ReplicaSlice`, and the call's arguments.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -37,6 +51,7 @@ def in_replica_slice(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def is_of_keras(function: Any) -> bool:
-    """Whether a function or class is Keras' own, whose value of a row is computed from that row."""
+    """Returns whether Keras defines a function or class, and computes each row by itself there."""
     module = getattr(function, "__module__", "")
+    # The circle loss compares each row with all other rows.
     return module.startswith("keras.src.") and function is not keras.losses.circle

@@ -1,4 +1,10 @@
-"""Random numbers of a step: each replica draws those of its rows (`distribution.randomness`).
+"""Random numbers of a step: each replica draws those that one device draws for its rows.
+
+One device draws a tensor of random numbers for the global batch. Each replica gets the numbers
+that stand at its own rows of that tensor (`distribution.randomness`). So all replicas must draw
+from the same seed. Keras keeps its generator for draws without a seed once per thread, and
+TensorFlow traces each replica in a thread of its own. `step_generator` returns one generator for
+all replicas in its place.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -37,21 +43,24 @@ from tfmulti.distribution.replica_slice import (
 )
 from tfmulti.keras_patches.patching import replace
 
-_GENERATOR = "_tfmulti_generator"  # an attribute of a strategy
+# The attribute of a strategy that holds the generator of `step_generator`.
+_GENERATOR = "_tfmulti_generator"
+# The generators from which a step has drawn.
 _drawn_from: weakref.WeakSet[keras.random.SeedGenerator] = weakref.WeakSet()
 
 
 def install() -> None:
+    """Patches all drawing functions of Keras' TensorFlow backend."""
     for name, draw in randomness.DRAWS.items():
         replace(random_module, name, _drawn_by(draw))
 
 
 def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
-    """Returns the generator of draws without a seed in the steps of a model; None: Keras' own.
+    """Returns the generator for draws without a seed in a model's steps; None means Keras' own.
 
-    Keras has one for all such draws, but keeps one a thread, and replicas are traced in threads of
-    their own. This one has a copy on each replica and takes the place of Keras': at once, or, where
-    Keras has made none yet, when a step has drawn from it (`share_generator`).
+    With one replica Keras' own generator serves. With several, the generator has a copy of its
+    state on each replica. It replaces Keras' generator at once if Keras has made one. Otherwise
+    `share_generator` lets it replace Keras' as soon as a step has drawn from it.
     """
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync == 1:
@@ -62,7 +71,8 @@ def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
         return generator
     if generator is None or generator in _drawn_from:
         with strategy.scope():
-            generator = keras.random.SeedGenerator(0)  # draws nothing: it has a seed
+            # With a seed given, Keras draws none from Python's generator.
+            generator = keras.random.SeedGenerator(0)
         vars(strategy)[_GENERATOR] = generator
     generator.state.assign(_next_global_seed())
     if made is not None:
@@ -72,13 +82,18 @@ def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
 
 
 def share_generator(generator: keras.random.SeedGenerator | None) -> None:
-    """Makes a generator Keras' own, if a step has drawn from it.
+    """Puts a generator in the place of Keras' own, if a step has drawn from it.
 
-    Call it after the step was traced, where Keras would have made its own, by a draw from Python's.
+    Call it after the step was traced. At that point Keras would have made its own generator, by a
+    draw from Python's generator. This function makes that draw, too.
+
+    Args:
+        generator: what `step_generator` returned.
     """
     made = global_generator()
     if generator is None or generator is made or generator not in _drawn_from:
         return
+    # In eager mode the step has run, so the generator's state has moved on and must stay.
     has_drawn = tf.executing_eagerly()
     with tf.init_scope():
         made = global_seed_generator()
@@ -88,9 +103,10 @@ def share_generator(generator: keras.random.SeedGenerator | None) -> None:
 
 
 def _next_global_seed() -> Any:
-    """Returns the state of Keras' generator, or the one that it would begin with if made now.
+    """Returns the state of Keras' generator, or the state that it would begin with if made now.
 
-    Keras makes it at the first draw without a seed, by a draw from Python's generator.
+    Keras makes its generator at the first draw without a seed, by a draw from Python's generator.
+    Python's generator keeps its state here.
     """
     made = global_generator()
     if made is not None:
@@ -104,7 +120,11 @@ def _next_global_seed() -> Any:
 
 @contextlib.contextmanager
 def with_global_generator() -> Iterator[None]:
-    """Inside, Keras' generator of draws without a seed is made; afterwards it is as it was."""
+    """Gives Keras a generator for draws without a seed, if it has none, inside the context.
+
+    Afterwards Keras has its earlier generator, or none. To make the generator takes a draw from
+    Python's generator, whose state is put back at once.
+    """
     before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     python = random.getstate()
     try:
@@ -116,16 +136,17 @@ def with_global_generator() -> Iterator[None]:
 
 
 def global_generator() -> keras.random.SeedGenerator | None:
-    """Returns Keras' generator of draws without a seed; None: Keras has made none yet."""
+    """Returns Keras' generator for draws without a seed, or None if Keras has made none yet."""
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
 def made_global_generator() -> keras.random.SeedGenerator:
-    """Returns Keras' generator of draws without a seed, which is made now if there is none."""
+    """Returns Keras' generator for draws without a seed, and makes it if there is none."""
     return global_seed_generator()
 
 
 def _seed(share: ReplicaSlice, seed: Any) -> tf.Tensor:
+    """Returns the seed of one draw, from the caller's seed or the generator without a seed."""
     if seed is not None:
         return random_module._cast_seed(draw_seed(seed))
     generator = share.seeds or global_seed_generator()
@@ -134,7 +155,7 @@ def _seed(share: ReplicaSlice, seed: Any) -> tf.Tensor:
 
 
 def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns what makes Keras' function one that calls `draw(share, seed, its arguments)`."""
+    """Returns the `make` of `replace` whose function calls `draw(original, share, seed, …)`."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

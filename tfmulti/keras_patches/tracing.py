@@ -1,4 +1,4 @@
-"""How TensorFlow traces functions.
+"""Access to how TensorFlow traces functions.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -17,18 +17,21 @@ import tensorflow as tf
 
 
 def by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that AutoGraph reads, and what it calls, when a graph is traced."""
+    """Returns a version of a function that AutoGraph converts when TensorFlow traces it.
+
+    AutoGraph converts the functions that it calls, too.
+    """
     autograph = tf.__internal__.autograph
     converted: Callable[..., Any] = autograph.tf_convert(function, autograph.control_status_ctx())
     return converted
 
 
 def traces_of(function: Any) -> list[Any]:
-    """Returns what a `tf.function` was traced to so far."""
+    """Returns the concrete functions that a `tf.function` has been traced to so far."""
     return list(function._list_all_concrete_functions())
 
 
 def eager_mode() -> contextlib.AbstractContextManager[None]:
-    """Inside, operations run at once, whatever graph is the default one."""
+    """Returns a context in which operations run at once, whatever graph is the default one."""
     mode: contextlib.AbstractContextManager[None] = tf.__internal__.eager_context.eager_mode()
     return mode

@@ -1,4 +1,4 @@
-"""Variables and strategies of models and optimizers that move to another strategy.
+"""Access to the variables and the strategy of a model or optimizer that moves to another strategy.
 
 | what | name | upstream | can go when |
 |---|---|---|---|
@@ -19,14 +19,16 @@ from tfmulti.keras_patches.patching import replace
 
 
 def install() -> None:
+    """Makes `float`, `int` and `numpy.asarray` read mirrored Keras variables."""
     for name in ("__float__", "__int__", "__array__"):
         replace(keras.Variable, name, _of_one_copy)
 
 
 def _of_one_copy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras asks the value of a variable for a number; TensorFlow's mirrored ones have no such way.
+    """Returns a conversion method of `keras.Variable` that reads mirrored variables, too.
 
-    Outside of a step, as in a callback, the copies of all replicas are the same.
+    Keras converts the variable's value, but TensorFlow's mirrored variables have no conversion to
+    a number. Outside a step, for example in a callback, the copies of all replicas are the same.
     """
 
     def converted(self: Any, *args: Any) -> Any:
@@ -39,17 +41,24 @@ def _of_one_copy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tf_variable_of(variable: Any) -> Any:
-    """Returns the `tf.Variable` that holds a Keras variable's value; None before it is built."""
+    """Returns the `tf.Variable` behind a Keras variable, or None before the variable is built."""
     return variable._value
 
 
 def set_tf_variable(variable: Any, value: tf.Variable) -> None:
-    """Makes a Keras variable hold its value in another `tf.Variable`."""
+    """Makes a Keras variable keep its value in another `tf.Variable`."""
     variable._value = value
 
 
 def new_tf_variable(variable: Any, value: Any) -> tf.Variable:
-    """Returns what Keras makes for a variable in the scope in effect, and leaves it as it is."""
+    """Returns a new `tf.Variable` as Keras makes it for a Keras variable in the current scope.
+
+    The Keras variable itself keeps its `tf.Variable`.
+
+    Args:
+        variable: the Keras variable.
+        value: the first value of the new `tf.Variable`.
+    """
     before = variable._value
     variable._initialize(value)
     made, variable._value = variable._value, before
@@ -57,27 +66,29 @@ def new_tf_variable(variable: Any, value: Any) -> tf.Variable:
 
 
 def strategy_of(thing: Any) -> tf.distribute.Strategy | None:
-    """Returns the strategy that a model or an optimizer was made in; None: in no scope."""
+    """Returns the strategy whose scope a model or optimizer was made in, or None for no scope."""
     if isinstance(thing, keras.Model):
         found = thing._distribute_strategy
     else:
         found = vars(thing).get("_distribution_strategy")
-    # Keras keeps the default strategy for an optimizer that was made outside every scope.
+    # Keras stores TensorFlow's default strategy in an optimizer that was made outside every scope.
     is_default = found is not None and not _is_real(found)
     return None if is_default else found
 
 
 def _is_real(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a strategy is not TensorFlow's default one."""
     return type(strategy).__name__ != "_DefaultDistributionStrategy"
 
 
 def set_strategy(thing: Any, strategy: tf.distribute.Strategy | None) -> None:
-    """Gives a model or an optimizer a strategy; None: the default one."""
+    """Sets the strategy of a model or optimizer; None stands for "made in no scope"."""
     if isinstance(thing, keras.Model):
         thing._distribute_strategy = strategy
         return
     if strategy is None:
-        with tf.Graph().as_default():  # inside no scope
+        # A new graph is inside no strategy's scope.
+        with tf.Graph().as_default():
             strategy = tf.distribute.get_strategy()
     vars(thing)["_distribution_strategy"] = strategy
 
@@ -86,7 +97,7 @@ Keys = dict[Any, Any]
 
 
 def variable_keys(optimizers: Sequence[Any], variables: Sequence[Any]) -> Keys:
-    """Returns the variables by the keys under which optimizers know them now."""
+    """Returns the variables that are built, by the keys under which optimizers know them."""
     if not optimizers:
         return {}
     built = [v for v in variables if v._value is not None]
@@ -94,10 +105,14 @@ def variable_keys(optimizers: Sequence[Any], variables: Sequence[Any]) -> Keys:
 
 
 def exchange_keys(optimizers: Sequence[Any], keys: Keys) -> list[tuple[Any, str, Any]]:
-    """Makes optimizers know variables that were re-created; `keys` are from before.
+    """Makes optimizers find their variables after these got new `tf.Variable`s.
+
+    Args:
+        optimizers: the optimizers to change.
+        keys: what `variable_keys` returned before the variables were re-created.
 
     Returns:
-        For `restore_keys`: each attribute that was exchanged, and what it was.
+        The optimizer, name and old value of each changed attribute, for `restore_keys`.
     """
     before = []
     for optimizer in optimizers:
@@ -115,10 +130,15 @@ def exchange_keys(optimizers: Sequence[Any], keys: Keys) -> list[tuple[Any, str,
 
 
 def _in(key: Any, keys: Keys) -> bool:
+    """Returns whether an item of an optimizer's attribute is one of its keys of variables."""
     return isinstance(key, str) and key in keys
 
 
 def restore_keys(before: Sequence[tuple[Any, str, Any]]) -> None:
-    """Gives optimizers back what `exchange_keys` replaced."""
+    """Undoes `exchange_keys`.
+
+    Args:
+        before: what `exchange_keys` returned.
+    """
     for optimizer, name, value in before:
         vars(optimizer)[name] = value

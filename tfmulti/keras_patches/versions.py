@@ -8,13 +8,16 @@ import warnings
 import keras
 import tensorflow as tf
 
-# What the private names here were tested with.
+# The versions that the private names in this package were tested with.
 TESTED = {"Keras": "3.15", "TensorFlow": "2.21"}
 
 
 @functools.cache
 def warn_of_untested() -> None:
-    """Says once where another version of Keras or TensorFlow is installed than was tested."""
+    """Warns once per process if the installed Keras or TensorFlow is not a tested version.
+
+    Only the major and minor parts of the version are compared.
+    """
     installed = {"Keras": keras.__version__, "TensorFlow": tf.__version__}
     others = [
         f"{name} {installed[name]}"

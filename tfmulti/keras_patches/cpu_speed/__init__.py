@@ -1,1 +1,1 @@
-"""Faster forms of Keras' layers and optimizers on CPUs; the numbers stay within rounding."""
+"""Faster forms of Keras' layers and optimizers on CPUs, with the same numbers up to rounding."""

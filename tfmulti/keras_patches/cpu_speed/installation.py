@@ -1,12 +1,12 @@
-"""Puts the faster forms in place of Keras' functions, on CPUs and in a step of ours.
+"""Installs the faster forms of Keras' functions, for steps of prepared models on CPUs.
 
-`TFMULTI_CPU_KERNELS=0` in the environment leaves all of them out: where a number looks wrong, it
-tells whether one of them is the cause. Keras' functions have no public way to be replaced:
+`TFMULTI_CPU_KERNELS=0` in the environment switches all of them off. That shows whether one of them
+is the cause of a number that looks wrong. Keras has no public way to replace these functions:
 
 | what | name | upstream | can go when |
 |---|---|---|---|
-| attention | private: `backend.tensorflow.nn._dot_product_attention_xla` | none | Keras' own takes products of matrices, not `einsum` |
-| layers | public: `call` of `kernels.LAYERS` | none | Keras' own are as fast |
+| attention | private: `backend.tensorflow.nn._dot_product_attention_xla` | none | Keras' own uses matrix products, not `einsum` |
+| layers | public: `call` of `kernels.LAYERS` | none | Keras' own layers are as fast |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SWITCH = "TFMULTI_CPU_KERNELS"
 
 @functools.cache
 def is_enabled() -> bool:
-    """Whether the environment allows the faster forms: TFMULTI_CPU_KERNELS is not 0."""
+    """Returns whether the environment allows the faster forms: TFMULTI_CPU_KERNELS is not 0."""
     return os.environ.get(SWITCH, "1") != "0"
 
 
 def install() -> None:
-    """Replaces Keras' functions where the faster forms are enabled."""
+    """Patches Keras' layers and attention with the faster forms, if these are enabled."""
     if not is_enabled():
         return
     for layer, function in kernels.LAYERS.items():
@@ -46,7 +46,10 @@ def install() -> None:
 
 
 def on_cpus(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns what makes Keras' function call `function(original, …)` in a step on CPUs."""
+    """Returns the `make` of `replace` that calls `function(original, …)` in a step on CPUs.
+
+    Outside a prepared model's step, and on GPUs, Keras' original function is called.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +63,7 @@ def on_cpus(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def is_on_gpu() -> bool:
-    """Whether this replica is on a GPU, whose kernels are others and were not measured."""
+    """Returns whether this replica is on a GPU, for which the faster forms were not measured."""
     if tf.distribute.has_strategy():
         return bool(placement_of(tf.distribute.get_strategy()).gpus)
     return bool(tf.config.list_logical_devices("GPU"))

@@ -1,8 +1,8 @@
-"""Keras' layers in fewer operations, on CPUs: each takes Keras' function and its arguments.
+"""Keras' layers in fewer operations, for steps of prepared models on CPUs.
 
-Forward the numbers are Keras' own to the bit; gradients are the same sums in another order, so
-that they differ in the last digit. What a function does not know it leaves to Keras. Only a
-prepared model's steps come here.
+Each function takes Keras' original function and the arguments of a call. The forward numbers are
+those of Keras to the bit. Gradients are the same sums in another order, so they can differ in the
+last digit. A function that does not support its inputs calls Keras' original.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ def attention(
     is_causal: bool,
     scale: Any,
 ) -> tf.Tensor:
-    """Returns softmax(query · key × scale) · value by products of matrices, not by `einsum`.
+    """Returns softmax(query · key × scale) · value by matrix products instead of `einsum`.
 
-    The gradient reads the scores once: what their sum takes from each is known from the output
-    (Dao et al., FlashAttention, 2022, arXiv:2205.14135, appendix B.4).
+    The gradient reads the scores once. The softmax gradient needs one sum for each target, and
+    that sum follows from the output (Dao et al., FlashAttention, 2022, arXiv:2205.14135, appendix
+    B.4).
 
     Args:
+        original: Keras' function, which serves where there is a bias or another type than float32.
         query: (rows, targets, heads, width).
         key: (rows, sources, heads, width).
         value: (rows, sources, heads, width).
-        bias: what is added to the scores; with one Keras' own function serves.
+        bias: a tensor to be added to the scores, or None.
         mask: True where a target sees a source; (rows, heads or 1, targets or 1, sources).
-        is_causal: whether a target sees no source after its own place.
+        is_causal: whether a target sees no source after its own position.
         scale: one number.
+
+    Returns:
+        A tensor of shape (rows, targets, heads, width).
     """
     if bias is not None or not query.dtype == key.dtype == value.dtype == tf.float32:
         return original(query, key, value, bias, mask, is_causal, scale)
@@ -62,7 +67,9 @@ def attention(
             by_weights = tf.matmul(upstream, value, transpose_b=True)
             taken = tf.reduce_sum(upstream * outputs, -1, keepdims=True)
             by_scores = weights * (by_weights - taken)
-            if seen is not None:  # of a target that sees nothing all weights are alike
+            # A target that sees no source has equal weights for all sources, not 0. So the
+            # gradient must be masked, too.
+            if seen is not None:
                 by_scores = tf.where(seen, by_scores, 0.0)
             found = (
                 tf.matmul(by_scores, key) * scale,
@@ -78,7 +85,8 @@ def attention(
     return found
 
 
-NOTHING = -0.7 * tf.float32.max  # Keras' score of what is not seen
+# The score that Keras gives a source that a target does not see.
+NOTHING = -0.7 * tf.float32.max
 
 
 def _heads_first(values: tf.Tensor) -> tf.Tensor:
@@ -87,6 +95,7 @@ def _heads_first(values: tf.Tensor) -> tf.Tensor:
 
 
 def _seen(mask: Any, is_causal: bool, query: tf.Tensor, key: tf.Tensor) -> tf.Tensor | None:
+    """Returns where a target sees a source, from both masks; None if it sees all."""
     seen = None if mask is None else tf.cast(mask, tf.bool)
     if is_causal:
         places = tf.ones([tf.shape(query)[1], tf.shape(key)[1]], tf.bool)
@@ -96,10 +105,15 @@ def _seen(mask: Any, is_causal: bool, query: tf.Tensor, key: tf.Tensor) -> tf.Te
 
 
 def layer_norm(original: Original, layer: Any, inputs: Any) -> tf.Tensor:
-    """Returns LayerNormalization of the last axis, whose gradient takes four sums.
+    """Returns the LayerNormalization of the last axis, with a gradient of four sums.
 
-    Ba, Kiros and Hinton, Layer normalization, 2016 (arXiv:1607.06450). Sums over the rows are of
-    each example first, which loses fewer digits.
+    The method is that of Ba, Kiros and Hinton, Layer normalization, 2016 (arXiv:1607.06450). Sums
+    over the rows add up each example first, which loses fewer digits.
+
+    Args:
+        original: Keras' `call`, which serves for other axes, other types and RMS scaling.
+        layer: the LayerNormalization.
+        inputs: float32, with at least two axes.
     """
     if not _is_known(inputs) or layer.rms_scaling or not _is_last_axis(layer.axis, inputs):
         return original(layer, inputs)
@@ -144,14 +158,21 @@ def _is_last_axis(axis: Any, inputs: tf.Tensor) -> bool:
 
 
 def _is_known(inputs: Any) -> bool:
-    """Whether inputs are float32 of at least two axes, the last of which is known."""
+    """Returns whether inputs are float32 with at least two axes and a known last axis."""
     if not isinstance(inputs, tf.Tensor) or inputs.dtype != tf.float32:
         return False
     return bool((inputs.shape.rank or 0) > 1 and inputs.shape[-1])
 
 
 def dense(original: Original, layer: Any, inputs: Any, training: Any = None) -> tf.Tensor:
-    """Returns Dense of inputs of more than two axes by one product of two matrices."""
+    """Returns Dense of inputs with more than two axes by one product of two matrices.
+
+    Args:
+        original: Keras' `call`, which serves for two axes, and for other types or kernels.
+        layer: the Dense layer.
+        inputs: float32, (rows, …, width).
+        training: passed on to Keras' `call`.
+    """
     if not _is_known(inputs) or inputs.shape.rank == 2:
         return original(layer, inputs, training=training)
     found = _product(layer, inputs, 1)
@@ -159,10 +180,16 @@ def dense(original: Original, layer: Any, inputs: Any, training: Any = None) -> 
 
 
 def einsum_dense(original: Original, layer: Any, inputs: Any, training: Any = None) -> tf.Tensor:
-    """Returns EinsumDense by one product of two matrices, where its equation is one.
+    """Returns EinsumDense by one product of two matrices, where its equation allows that.
 
-    That is where the inputs' last axes are the kernel's first, and the kernel's others are the
-    output's last: the projections of MultiHeadAttention.
+    The inputs' last axes must be the kernel's first, and the kernel's other axes the output's last.
+    The projections of MultiHeadAttention have that form.
+
+    Args:
+        original: Keras' `call`, which serves for other equations and types.
+        layer: the EinsumDense layer.
+        inputs: float32, with at least two axes.
+        training: passed on to Keras' `call`.
     """
     summed = _summed_axes(layer.equation)
     found = _product(layer, inputs, summed) if summed and _is_known(inputs) else None
@@ -170,10 +197,10 @@ def einsum_dense(original: Original, layer: Any, inputs: Any, training: Any = No
 
 
 def _product(layer: Any, inputs: tf.Tensor, summed: int) -> tf.Tensor | None:
-    """Returns a layer's outputs, where `summed` last axes are those of its kernel.
+    """Returns a layer's outputs, or None where its kernel or bias has another form.
 
-    All rows are those of one matrix; TensorFlow adds the bias, and rectifies, as it writes the
-    product. None where kernel or bias have another form.
+    The last `summed` axes of the inputs must be the first of the kernel. All other axes become the
+    rows of one matrix. TensorFlow adds the bias, and applies a ReLU, while it writes the product.
     """
     bias, activation = layer.bias, layer.activation
     into, out = list(layer.kernel.shape[:summed]), list(layer.kernel.shape[summed:])
@@ -192,7 +219,7 @@ def _product(layer: Any, inputs: tf.Tensor, summed: int) -> tf.Tensor | None:
 
 
 def _summed_axes(equation: str) -> int:
-    """Returns over how many last axes of the inputs an equation sums; 0: it is no such product.
+    """Returns how many last axes of the inputs an equation sums over, or 0 for another form.
 
     >>> _summed_axes("abc,cde->abde"), _summed_axes("abcd,cde->abe"), _summed_axes("abc,bd->acd")
     (1, 2, 0)
@@ -205,6 +232,7 @@ def _summed_axes(equation: str) -> int:
     return summed if product and outputs == kept + kernel[summed:] else 0
 
 
+# The function that replaces `call` of each of Keras' layers.
 LAYERS: dict[type[keras.layers.Layer], Callable[..., Any]] = {
     keras.layers.LayerNormalization: layer_norm,
     keras.layers.Dense: dense,

@@ -1,15 +1,16 @@
 """Updates of SGD and Adam in fewer operations than Keras takes for each variable.
 
-SGD's is one kernel a variable, where Keras takes up to five operations. A variable, its gradient
-and its momentum are read and written once; the numbers are those of Keras' `update_step` but for
-the rounding of the last digit. So one device, which has Keras' numbers to the bit, keeps that.
+The update of SGD is one kernel per variable, where Keras takes up to five operations. The kernel
+reads and writes a variable, its gradient and its momentum once. Its numbers differ from those of
+Keras' `update_step` in the rounding of the last digit. So it is not used with one replica, which
+has Keras' numbers to the bit.
 Kernels: https://www.tensorflow.org/api_docs/python/tf/raw_ops/ResourceApplyKerasMomentum and
 https://www.tensorflow.org/api_docs/python/tf/raw_ops/ResourceApplyGradientDescent
 
-Adam's update has the operations of Keras' own, but computes only once what is the same for all
-variables. A large network's step has a fifth fewer operations, so its first step comes sooner.
-TensorFlow's kernel for Adam would not do: it takes 1 - beta of the rounded beta, 1.3e-5 off for
-0.999.
+The update of Adam has the operations of Keras' own. It computes values that are the same for all
+variables only once. The step of a large network has a fifth fewer operations, so its first step
+comes sooner. TensorFlow's kernel for Adam is not exact enough: it computes 1 - beta from the
+rounded beta, which is 1.3e-5 off for 0.999.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import tensorflow as tf
 
 from tfmulti.distribution.replica_slice import PerThread
 
-# What the update of all variables computes once, by the graph that it is computed in.
+# The values that the update of all variables computes once, by graph and dtype.
 _once: PerThread[dict[Any, Any]] = PerThread({})
 
 
 def of_all_variables() -> contextlib.AbstractContextManager[dict[Any, Any]]:
-    """Inside the context, in this thread, an optimizer updates all variables once."""
+    """Returns a context, for this thread, in which an optimizer updates all its variables once."""
     return _once.set_to({})
 
 
@@ -36,7 +37,14 @@ Update = Callable[[Any, Any, list[Any], Any], bool]
 
 
 def of_step(step: Any) -> Update | None:
-    """Returns the update that has an `update_step`'s numbers; None for that of another class."""
+    """Returns the update that replaces an optimizer's `update_step`.
+
+    Args:
+        step: the bound `update_step` of an optimizer.
+
+    Returns:
+        The update for Keras' own SGD or Adam, and None for any other class.
+    """
     known: dict[Any, Update] = {
         keras.optimizers.SGD.update_step: sgd,
         keras.optimizers.Adam.update_step: adam,
@@ -45,18 +53,26 @@ def of_step(step: Any) -> Update | None:
 
 
 def sgd(optimizer: Any, gradient: Any, variables: list[Any], learning_rate: Any) -> bool:
-    """Updates a variable by its gradient; returns False, with nothing done, where it cannot.
+    """Updates a variable by its gradient, as Keras' SGD does, by one kernel.
 
     Args:
-        variables: the variable and, where the optimizer has a momentum, the one of that.
+        optimizer: the SGD.
+        gradient: the gradient of the global batch.
+        variables: the variable and, if the optimizer has a momentum, the momentum's variable.
+        learning_rate: one number.
+
+    Returns:
+        True if the variable was updated. False means that nothing was done, because the kernel
+        does not support the variable, its type or its gradient.
     """
     handles = [_handle(v) for v in variables]
     dtype = tf.as_dtype(keras.backend.standardize_dtype(variables[0].dtype))
     if None in handles or gradient.dtype != dtype or dtype not in (tf.float32, tf.float64):
         return False
     if isinstance(gradient, tf.IndexedSlices):
+        # Without a momentum Keras changes only the rows of the slices. A momentum moves all rows.
         if len(handles) == 1:
-            return False  # Keras changes those rows alone; a momentum moves all
+            return False
         gradient = tf.convert_to_tensor(gradient)
     rate = tf.cast(learning_rate, dtype)
     if len(handles) == 1:
@@ -74,10 +90,17 @@ def sgd(optimizer: Any, gradient: Any, variables: list[Any], learning_rate: Any)
 
 
 def adam(optimizer: Any, gradient: Any, variables: list[Any], learning_rate: Any) -> bool:
-    """Updates a variable by its gradient as `sgd` does, and as Keras: to the bit.
+    """Updates a variable by its gradient, with the numbers of Keras' Adam to the bit.
 
     Args:
+        optimizer: the Adam.
+        gradient: the gradient of the global batch.
         variables: the variable, its momentum and its velocity.
+        learning_rate: one number.
+
+    Returns:
+        True if the variable was updated. False means that nothing was done, because the optimizer
+        has `amsgrad` or the gradient is `tf.IndexedSlices`.
     """
     variable, momentum, velocity = variables
     if optimizer.amsgrad or isinstance(gradient, tf.IndexedSlices):
@@ -99,6 +122,6 @@ def adam(optimizer: Any, gradient: Any, variables: list[Any], learning_rate: Any
 
 
 def _handle(variable: Any) -> Any:
-    """Returns the resource of a Keras or TensorFlow variable on this replica, if it is one."""
+    """Returns the resource handle of a variable on this replica, or None if it has none."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     return getattr(value, "handle", None)

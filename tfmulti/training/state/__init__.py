@@ -1,1 +1,1 @@
-"""What a prepared model remembers, and its variables: checked, named, captured, restored."""
+"""The state of a prepared model, and its variables: checked, named, captured and restored."""

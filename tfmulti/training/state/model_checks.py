@@ -1,4 +1,4 @@
-"""What must hold of a model before it is trained, and building what is not built yet."""
+"""Checks of a model before it is trained, and the building of parts that are not built yet."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from tfmulti.training.state.trainer_state import state_of
 
 
 def check_compiled(model: keras.Model) -> None:
-    """Raises ModelError where `compile` was not called."""
+    """Raises an error if the model is not compiled.
+
+    Raises:
+        ModelError: `compile` was not called.
+    """
     if not model.compiled:
         raise ModelError("the model is not compiled. Call model.compile(...) first.")
 
 
 def check_overrides(model: keras.Model) -> None:
-    """Raises ModelError where the model's class replaces what `prepare` replaces."""
+    """Raises an error if the model's class overrides a method that `prepare` replaces.
+
+    Raises:
+        ModelError: the class overrides `make_train_function` or one of its siblings.
+    """
     for name in ("make_train_function", "make_test_function", "make_predict_function"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             raise ModelError(
@@ -35,7 +43,11 @@ def check_overrides(model: keras.Model) -> None:
 
 
 def check_scope(model: keras.Model) -> None:
-    """Raises ModelError where a variable was made outside the strategy's scope."""
+    """Raises an error if a variable was made outside the strategy's scope.
+
+    Raises:
+        ModelError: there is such a variable in the model, its optimizers or its metrics.
+    """
     strategy = model.distribute_strategy
     parts = {
         "model's": model.variables,
@@ -54,7 +66,11 @@ def check_scope(model: keras.Model) -> None:
 
 
 def check_rows_are_free(model: keras.Model) -> None:
-    """Raises ModelError where a layer keeps something for each row, and replicas share rows."""
+    """Raises an error if a layer keeps a state for each row and there are several replicas.
+
+    Raises:
+        ModelError: there are several replicas, and a layer is stateful.
+    """
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
     for layer in layers_of(model):
@@ -68,7 +84,7 @@ def check_rows_are_free(model: keras.Model) -> None:
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the compiled optimizer, and those that the model holds for its own train_step.
 
-    It finds them as attributes, in lists and dicts of attributes, and in sub-models.
+    These may be attributes, may stand in lists and dicts of attributes, or in sub-models.
     """
     found: dict[int, keras.optimizers.Optimizer] = {}
     seen: set[int] = set()
@@ -93,7 +109,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 @contextlib.contextmanager
 def as_made(model: keras.Model) -> Iterator[None]:
-    """Inside, the model and its optimizers have the classes that the user made them of."""
+    """Gives the model and its optimizers back the user's classes inside the context."""
     things = [model, *optimizers_of(model)]
     things += [inner for t in things[1:] for inner in inner_optimizers(t)]
     with original_classes(*things):
@@ -101,12 +117,19 @@ def as_made(model: keras.Model) -> Iterator[None]:
 
 
 def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
-    """Builds what a batch of this form needs, in the scope. Every worker calls it.
+    """Builds, in the strategy's scope, the parts of a model that a batch needs.
 
-    With `optimizers` also those of a train_step of its own, which one device needs no sooner.
+    Every worker calls it. Then it checks that the model can be trained by the replicas.
+
+    Args:
+        model: the prepared and compiled model.
+        specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
+        optimizers: whether to build the optimizers of a train_step of the user's own even with one
+            replica, which needs them no sooner. With several replicas they are always built.
 
     Raises:
-        ModelError: a part was made outside the scope.
+        ModelError: a part was made outside the scope, or a layer is stateful and there are several
+            replicas.
     """
     _build_by_own_step(model, specs)
     try:
@@ -120,8 +143,9 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
             ) from None
         if _takes_batches_as_keras(model):
             raise
-        # A step of the user's own may need no call(), as a GAN's, or take batches of another form
-        # than (x, y, sample_weight), as a siamese network's: the step itself builds its parts.
+        # A step of the user's own may need no call(), as for a GAN. It may also take batches of
+        # another form than (x, y, sample_weight), as for a siamese network. Such a step builds its
+        # parts itself.
     if optimizers or model.distribute_strategy.num_replicas_in_sync > 1:
         build_optimizers(model, specs)
     check_scope(model)
@@ -129,15 +153,15 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
 
 
 def _takes_batches_as_keras(model: keras.Model) -> bool:
-    """Whether both steps are Keras' own, which take a batch as (x, y, sample_weight)."""
+    """Returns whether both steps are Keras' own, which take (x, y, sample_weight)."""
     own, base = type(model), keras.Model
     return own.train_step is base.train_step and own.test_step is base.test_step
 
 
 def _build_by_own_step(model: keras.Model, specs: Any) -> None:
-    """Builds the layers that a train_step of the user's own calls, in the scope.
+    """Builds, in the scope, the layers that a train_step of the user's own calls.
 
-    Keras alone builds them when it traces that step: `call` need not use all of them.
+    The model's `call` need not use all of them. Plain Keras builds them when it traces the step.
     """
     if type(model).train_step is keras.Model.train_step or state_of(model).taken is not None:
         return
@@ -146,10 +170,14 @@ def _build_by_own_step(model: keras.Model, specs: Any) -> None:
 
 
 def build_optimizers(model: keras.Model, specs: Any) -> None:
-    """Builds the optimizers that a train_step of the user's own holds, in the scope.
+    """Builds, in the scope, the optimizers that a train_step of the user's own uses.
 
-    It takes a trace of the step without effect to see which variables each one gets. On several
-    replicas they would build themselves too late, within the compiled step.
+    A trace of the step without side effects shows which variables each optimizer gets. On several
+    replicas the optimizers would otherwise build themselves too late, inside the compiled step.
+
+    Args:
+        model: the prepared and compiled model.
+        specs: the nest that the step takes; each leaf has a `shape` and a `dtype`.
     """
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
     taken = state_of(model).taken or {}
@@ -162,11 +190,11 @@ def build_optimizers(model: keras.Model, specs: Any) -> None:
 
 
 def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
-    """Traces the train_step, and returns and keeps the variables that each optimizer gets.
+    """Traces the train_step without side effects, and returns the variables of each optimizer.
 
-    They are None for an optimizer that the step does not use; where the step fails, those that it
-    would have used later are missing. The variables that layers make then are made in the scope.
-    No optimizer builds itself.
+    The value is None for an optimizer that the step does not use. If the step fails, the optimizers
+    that it would have used later are missing. Layers that the trace builds get their variables in
+    the scope. No optimizer builds itself. The result is kept in `TrainerState.taken`.
     """
     found: dict[Any, Any] = {}
     state_of(model).taken = found
@@ -179,12 +207,15 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
         take_reduced_gradients(optimizer, list, note)
     without_effect = keras.StatelessScope()
     without_effect.__enter__()
-    outside = relocation.without_strategy(None)  # a tape takes no variables of all replicas
-    with outside, contextlib.suppress(Exception):  # the step itself will tell
+    # Inside the strategy's scope a gradient tape does not accept variables of all replicas.
+    outside = relocation.without_strategy(None)
+    # An error of the step is raised again when the step itself is traced.
+    with outside, contextlib.suppress(Exception):
         tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
         found |= {each: None for each in optimizers_of(model) if each not in found}
     with model.distribute_strategy.scope():
-        without_effect.__exit__()  # makes variables
+        # The scope makes the layers' variables when it ends.
+        without_effect.__exit__()
     return found
 
 

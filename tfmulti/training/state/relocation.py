@@ -1,11 +1,12 @@
-"""Re-creates the variables of a model elsewhere, with their values.
+"""Re-creates the variables of a model for another strategy, with their values.
 
-    adopt(model, strategy)   what was made outside a strategy's scope is re-created inside it
-    on_one_device(state)     for a while all variables are plain ones, as Keras alone makes them
+    adopt(model, strategy)   re-creates inside a strategy's scope what was made outside it
+    on_one_device(state)     replaces all variables by plain ones for a while, as in plain Keras
 
-Both keep every Keras `Variable` object and give it another `tf.Variable`, so layers, optimizers
-and metrics need not know. Variables of TensorFlow's own, which a user holds as attributes, in
-lists and dictionaries, or in the closures and globals of functions, are replaced where they stand.
+Both keep every Keras `Variable` object and give it another `tf.Variable`. So layers, optimizers and
+metrics do not notice. A user may also hold `tf.Variable`s directly: as attributes, in lists and
+dictionaries, or in the closures and globals of functions. These are replaced where they are held.
+`find` searches the model for all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tfmulti.keras_patches.variables import (
     variable_keys,
 )
 
-# Objects of these packages are looked into only where they are one of `_OF_KERAS`.
+# The search enters objects of these packages only if they are one of `_OF_KERAS`.
 _LIBRARIES = ("keras", "tensorflow", "numpy", "tfmulti", "builtins")
 _OF_KERAS = (
     keras.layers.Layer,
@@ -47,13 +48,19 @@ _OF_KERAS = (
     keras.optimizers.Optimizer,
     keras.random.SeedGenerator,
 )
-# A longer list that begins with a number, a text or an array is data, and holds no variables.
+# A longer list that begins with a number, a text or an array is taken for data without variables.
 _SHORT_LIST = 1000
 
 
 @dataclass
 class VariableHolder:
-    """Where a `tf.Variable` of TensorFlow's own is kept, and what puts another one there."""
+    """A place that holds a `tf.Variable` directly, without a Keras variable around it.
+
+    Attributes:
+        name: a name of the place that a user understands.
+        variable: the `tf.Variable` that the place held when it was found.
+        put: puts another value into the place.
+    """
 
     name: str
     variable: tf.Variable
@@ -62,13 +69,16 @@ class VariableHolder:
 
 @dataclass
 class State:
-    """All that was found from a model: what holds numbers that a step may change.
+    """All variables that were found from a model, and the objects that hold them.
 
     Attributes:
         variables: the Keras variables.
-        places: the `tf.Variable`s of the user's own, by where they are kept.
-        models, optimizers, metrics, layers: the objects of these kinds.
-        objects: everything that has attributes.
+        places: the places that hold a `tf.Variable` directly.
+        models: the models.
+        optimizers: the optimizers.
+        metrics: the metrics.
+        layers: the layers.
+        objects: all objects that have attributes.
     """
 
     variables: list[Any] = field(default_factory=list)
@@ -80,7 +90,7 @@ class State:
     objects: list[Any] = field(default_factory=list)
 
     def named(self) -> dict[str, Any]:
-        """Returns every `tf.Variable` once, by a name that a user knows it by."""
+        """Returns every `tf.Variable` once, by a unique name that a user understands."""
         found: dict[str, Any] = {}
         seen: set[int] = set()
         pairs = [(v.path, tf_variable_of(v)) for v in self.variables]
@@ -98,28 +108,38 @@ class State:
 
 
 def find(*roots: Any) -> State:
-    """Returns what holds numbers in the objects given, and in all that these hold."""
+    """Returns the variables in the given objects, and in everything that these hold.
+
+    Args:
+        *roots: models or other objects.
+    """
     return _Search().run(roots)
 
 
 class _Search:
+    """A depth-first search for variables, with a stack of its own instead of recursion."""
+
     def __init__(self) -> None:
         self.state = State()
-        self._seen: dict[int, Any] = {}  # it keeps the objects, so that no id is used again
+        # The dict keeps the objects alive, so that Python uses no id again.
+        self._seen: dict[int, Any] = {}
         self._waiting: list[tuple[Any, str, Callable[[Any], None]]] = []
 
     def run(self, roots: Sequence[Any]) -> State:
+        """Searches from the given objects, and returns what was found."""
         self._waiting = [(root, type(root).__name__, _not_replaceable) for root in roots[::-1]]
         while self._waiting:
             self._look(*self._waiting.pop())
         return self.state
 
     def _look(self, thing: Any, name: str, put: Callable[[Any], None]) -> None:
+        """Looks at one object, which is in a place with a name and a `put`."""
         if isinstance(thing, keras.Variable):
             if not self._is_known(thing):
                 self.state.variables.append(thing)
         elif isinstance(thing, tf.Variable):
-            self.state.places.append(VariableHolder(name, thing, put))  # each place of it
+            # Every place of a variable is noted, since each must get the new variable.
+            self.state.places.append(VariableHolder(name, thing, put))
         elif isinstance(thing, (list, tuple, set, frozenset, Mapping)):
             if not self._is_known(thing):
                 self._look_into(thing, name, put)
@@ -131,20 +151,24 @@ class _Search:
         elif isinstance(thing, functools.partial):
             parts = [thing.func, *thing.args, *thing.keywords.values()]
             self._add([(part, name, _not_replaceable) for part in parts])
-        elif hasattr(thing, "python_function") and not self._is_known(thing):  # a tf.function
+        # A `tf.function` holds the user's function in this attribute.
+        elif hasattr(thing, "python_function") and not self._is_known(thing):
             self._add([(thing.python_function, name, put)])
         elif _has_state(thing) and not self._is_known(thing):
             self._look_at_object(thing)
 
     def _is_known(self, thing: Any) -> bool:
+        """Returns whether the search has seen an object before, and marks it as seen."""
         known = id(thing) in self._seen
         self._seen[id(thing)] = thing
         return known
 
     def _add(self, found: Sequence[tuple[Any, str, Callable[[Any], None]]]) -> None:
-        self._waiting += found[::-1]  # the first is looked at next
+        """Adds objects to the stack, so that the first of them is looked at next."""
+        self._waiting += found[::-1]
 
     def _look_into(self, box: Any, name: str, put: Callable[[Any], None]) -> None:
+        """Adds the items of a container to the stack."""
         first = next(iter(box), None)
         plain = isinstance(first, (int, float, str, bytes, np.ndarray, np.generic))
         if isinstance(box, Mapping):
@@ -160,11 +184,12 @@ class _Search:
         self._add(items)
 
     def _look_at_function(self, function: types.FunctionType) -> None:
-        """Looks at what a function of the user's own takes from around it."""
+        """Adds what a function of the user's own takes from its closure and its globals."""
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         found: list[Any] = []
         for name, cell in cells:
-            with contextlib.suppress(ValueError):  # an empty cell
+            # An empty cell raises ValueError.
+            with contextlib.suppress(ValueError):
                 found.append((cell.cell_contents, name, _cell_putter(cell)))
         outside = function.__globals__
         kinds = (keras.Variable, tf.Variable, *_OF_KERAS)
@@ -174,6 +199,7 @@ class _Search:
         self._add(found)
 
     def _look_at_object(self, thing: Any) -> None:
+        """Notes an object by its kind, and adds its attributes and the user's methods."""
         state = self.state
         state.objects.append(thing)
         if isinstance(thing, keras.Model):
@@ -197,7 +223,10 @@ class _Search:
 
 
 def _is_tracking(name: str) -> bool:
-    """Whether an attribute is TensorFlow's list of what an object holds: no name for a user."""
+    """Returns whether TensorFlow keeps its list of an object's parts in an attribute.
+
+    Such attributes are looked at last, so that a variable gets the name of the user's attribute.
+    """
     return name.startswith("_self_")
 
 
@@ -206,12 +235,14 @@ def _is_of_library(module: Any) -> bool:
 
 
 def _has_state(thing: Any) -> bool:
+    """Returns whether an object may hold variables: one of Keras' kinds, or one of the user's."""
     if isinstance(thing, (type, types.ModuleType)) or not hasattr(thing, "__dict__"):
         return False
     return isinstance(thing, _OF_KERAS) or not _is_of_library(type(thing).__module__)
 
 
 def _not_replaceable(value: Any) -> None:
+    """Raises ModelError, as the `put` of a place whose value cannot be replaced."""
     raise ModelError(
         "a tf.Variable is kept where it cannot be replaced (in a set, or as an argument that a "
         "functools.partial holds). Keep it as an attribute of the model."
@@ -219,7 +250,7 @@ def _not_replaceable(value: Any) -> None:
 
 
 def _putter(box: Any, key: Any) -> Callable[[Any], None]:
-    """Returns what replaces an item past the tracking of Keras' and TensorFlow's containers."""
+    """Returns a `put` for an item, which bypasses Keras' and TensorFlow's tracking containers."""
 
     def put(value: Any) -> None:
         if isinstance(box, list):
@@ -233,6 +264,7 @@ def _putter(box: Any, key: Any) -> Callable[[Any], None]:
 
 
 def _tuple_putter(box: Any, at: int, put: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns a `put` for an item of a tuple, which puts a new tuple into the tuple's place."""
     now = list(box)
 
     def put_one(value: Any) -> None:
@@ -244,6 +276,8 @@ def _tuple_putter(box: Any, at: int, put: Callable[[Any], None]) -> Callable[[An
 
 
 def _cell_putter(cell: types.CellType) -> Callable[[Any], None]:
+    """Returns a `put` for a variable in the closure of a function."""
+
     def put(value: Any) -> None:
         cell.cell_contents = value
 
@@ -251,14 +285,17 @@ def _cell_putter(cell: types.CellType) -> Callable[[Any], None]:
 
 
 def components(variable: tf.Variable) -> list[tf.Variable]:
-    """Returns what this process has of a variable: one plain variable for each local replica."""
+    """Returns one plain variable for each local replica of a variable."""
     if isinstance(variable, tf.distribute.DistributedValues):
         return list(variable.values)
     return [variable]
 
 
 def values_of(state: State) -> dict[str, list[np.ndarray]]:
-    """Returns the value of every variable on each local replica, by name. No collective."""
+    """Returns the value of every variable on each local replica, by name.
+
+    This is no collective.
+    """
     return {
         name: [np.asarray(part) for part in components(variable)]
         for name, variable in state.named().items()
@@ -266,7 +303,10 @@ def values_of(state: State) -> dict[str, list[np.ndarray]]:
 
 
 def set_values(state: State, values: Mapping[str, Sequence[np.ndarray]]) -> None:
-    """Gives every variable the values that `values_of` returned, to the bit. No collective."""
+    """Sets every variable to the values that `values_of` returned, to the bit.
+
+    This is no collective.
+    """
     for name, variable in state.named().items():
         for part, value in zip(components(variable), values.get(name, ()), strict=False):
             part.assign(value)
@@ -274,10 +314,13 @@ def set_values(state: State, values: Mapping[str, Sequence[np.ndarray]]) -> None
 
 @contextlib.contextmanager
 def without_strategy(device: str | None) -> Iterator[None]:
-    """Inside, no strategy is in effect, although the caller may be inside a scope.
+    """Leaves every strategy's scope inside the context, and runs operations at once.
 
-    A strategy's scope belongs to the default graph, so another graph has none. TensorFlow
-    refuses to enter the default strategy's scope within another one's.
+    A strategy's scope belongs to the default graph, so it does not reach another graph. TensorFlow
+    does not allow entering the scope of the default strategy within another scope.
+
+    Args:
+        device: the device of the operations inside; None leaves it to TensorFlow.
     """
     with tf.Graph().as_default(), eager_mode(), tf.device(device):
         yield
@@ -285,11 +328,18 @@ def without_strategy(device: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[int, tf.Variable]]:
-    """Inside, all variables are plain ones on one device, with the first replica's values.
+    """Replaces all variables inside the context by plain ones on one device.
 
-    Models and optimizers belong to no strategy there. At the end everything has the variables
-    that it had before, whose values have not changed. It gives the plain variables by the ids of
-    those that they stand for.
+    The plain variables begin with the values of this process' first replica. Models and optimizers
+    belong to no strategy inside. Afterwards everything has its old variables again, with the values
+    that they had.
+
+    Args:
+        state: what `find` returned.
+        device: the device; None leaves it to TensorFlow.
+
+    Yields:
+        Each plain variable, by the id of the `tf.Variable` that it replaces.
     """
     old = [(v, tf_variable_of(v)) for v in state.variables]
     old = [(v, now) for v, now in old if now is not None]
@@ -322,24 +372,26 @@ def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[i
 
 
 def _plain(variable: tf.Variable, like: Any) -> tf.Variable:
+    """Returns a plain variable with the first local replica's value; `like` tells `trainable`."""
     value = np.asarray(components(variable)[0])
     trainable = bool(getattr(like, "trainable", False))
     return tf.Variable(value, dtype=variable.dtype, trainable=trainable)
 
 
 def _with_strategy(state: State) -> list[Any]:
+    """Returns the objects that Keras gives a strategy: models and optimizers."""
     return [*state.models, *state.optimizers]
 
 
 def enter(model: keras.Model) -> None:
-    """Makes a model one of the strategy of this process, where it was made outside every scope.
+    """Moves a model into the strategy of this process, if it was made outside every scope.
 
-    That is the strategy whose scope is entered, or the one that `make_strategy` made. What was
-    made outside the scope of the model's own strategy is re-created inside it. Every worker calls
-    it.
+    That strategy is the one whose scope is entered, or the one that `make_strategy` has made. A
+    model that has a strategy keeps it. Variables that were made outside the scope of the model's
+    strategy are re-created inside it. Every worker calls this function.
 
     Raises:
-        ClusterError: the environment names several workers, and no strategy was made of them.
+        ClusterError: the environment names several workers, but this process has made no strategy.
         ModelError: a variable was made in the scope of another strategy.
     """
     strategy = strategy_of(model)
@@ -360,11 +412,16 @@ def enter(model: keras.Model) -> None:
 
 
 def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
-    """Makes a model one of a strategy, and returns how many variables were re-created there.
+    """Moves a model into a strategy, and returns how many variables were re-created there.
 
-    What was made outside the strategy's scope (the model, its optimizers, its metrics) gets
-    variables inside it with the values that they had. Every worker calls it: several workers
-    give a new variable the chief's value. Nothing happens where everything is in the scope.
+    Variables of the model, its optimizers and its metrics that were made outside the strategy's
+    scope are re-created inside it, with their values. Every worker calls this function: with
+    several workers a new variable gets the chief's value. If all variables are in the scope, no
+    variable changes.
+
+    Args:
+        model: the model.
+        strategy: the strategy that the model gets.
 
     Raises:
         ModelError: a variable was made in the scope of another strategy.
@@ -407,10 +464,10 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
 
 
 def _in_scope(variable: Any, value: np.ndarray, placement: Placement) -> tf.Variable:
-    """Returns a new `tf.Variable` for a Keras variable, in the scope that is in effect."""
+    """Returns a new `tf.Variable` for a Keras variable, in the current scope."""
     new = new_tf_variable(variable, value)
     if variable.synchronization == "on_read" and variable.aggregation == "sum":
-        # The replicas' parts are added up, so one of them has the value.
+        # The replicas' parts are added up, so only the first replica may hold the value.
         for local, part in enumerate(components(new)):
             if placement.first_replica + local:
                 part.assign(np.zeros_like(value))
@@ -418,6 +475,7 @@ def _in_scope(variable: Any, value: np.ndarray, placement: Placement) -> tf.Vari
 
 
 def _check_plain(variables: Sequence[Any]) -> None:
+    """Raises ModelError if a variable was made in the scope of a strategy."""
     for variable in variables:
         if isinstance(variable, tf.distribute.DistributedValues):
             raise ModelError(

@@ -1,7 +1,8 @@
-"""The state of a run in progress, out of a model and back into it.
+"""Captures the state of a run from a model, and restores it.
 
-`capture` and `restore` run on every worker: metrics hold a part on each replica. What they
-give and take is a tree of plain values and NumPy arrays (`checkpoint.Record`).
+`capture` and `restore` run on every worker, because each replica holds its own part of the metrics.
+The state is a tree of plain values and NumPy arrays, which goes into a checkpoint
+(`file_format.Record`). Variables are known by the names of `variable_names`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Tree = dict[str, Any]
 
 
 def capture(model: keras.Model) -> Tree:
-    """Returns all but what is trained: metrics in progress, random generators, other variables.
+    """Returns the state that is not trained: metrics, random generators and other variables.
 
-    An evaluation changes no more than this.
+    An evaluation changes nothing besides this state. Every worker calls it: it is a collective.
     """
     state = state_of(model)
     generator = global_generator()
@@ -45,24 +46,33 @@ def capture(model: keras.Model) -> Tree:
 
 
 def capture_trained(model: keras.Model) -> Tree:
-    """Returns the weights that are trained, and the optimizers' slots."""
+    """Returns the trainable weights and the optimizers' slots, by name.
+
+    Every worker calls it, since a variable may be synchronized when it is read.
+    """
     return {name: _value(v) for name, v in _variables(model, trained=True).items()}
 
 
 def _variables(model: keras.Model, *, trained: bool) -> Tree:
+    """Returns the variables that are trained, or all others; a scalar of an optimizer is not."""
     weights = {id(v) for v in model.trainable_variables}
     weights |= {id(v) for o in optimizers_of(model) for v in o.variables if len(v.shape)}
     return {n: v for n, v in named_variables(model).items() if (id(v) in weights) is trained}
 
 
 def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
-    """Gives a built model the state that `capture` and `capture_trained` returned.
+    """Restores what `capture` and `capture_trained` returned, in a built model.
 
-    A layer that only training calls may not have made its seeds yet. They get their state when the
-    layer makes them.
+    A layer that only training calls may not have made its seeds yet. `restore_late` restores these
+    when the layer has made them.
+
+    Args:
+        model: the prepared, compiled and built model.
+        tree: what `capture` returned.
+        trained: what `capture_trained` returned.
 
     Raises:
-        ResumeError: the model or its optimizer has other variables.
+        ResumeError: the model, its optimizer or its metrics have other variables.
     """
     variables, saved, state = named_variables(model), tree["variables"] | trained, state_of(model)
     late = {name: value for name, value in saved.items() if _is_late(model, name, variables)}
@@ -77,7 +87,7 @@ def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
 
 
 def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> bool:
-    """Whether a variable is a seed of a layer that is there, but not built yet."""
+    """Returns whether a saved variable is a seed of a layer that exists but is not built yet."""
     if name in variables or not re.search(rf"/{SEED}( \d+)?$", name):
         return False
     within = [(place, layer) for place, layer in places_of(model).items() if name.startswith(place)]
@@ -85,13 +95,14 @@ def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> boo
 
 
 def restore_late(model: keras.Model) -> None:
-    """Gives what was built since `restore` its state."""
+    """Restores the variables that layers have made since `restore`."""
     saved, variables = state_of(model).saved_variables, named_variables(model)
     for name in [name for name in saved if name in variables]:
         variables[name].assign(saved.pop(name))
 
 
 def _check_same(variables: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises ResumeError where names, types or shapes of variables differ from the saved ones."""
     for name in [*variables, *saved]:
         here = _form(variables[name]) if name in variables else "not there"
         there = _form(saved[name]) if name in saved else "not there"
@@ -107,18 +118,22 @@ def _form(value: Any) -> str:
 
 
 def _value(variable: Any) -> np.ndarray:
-    # Every worker reads: a variable that is synchronized on reading needs them all.
+    # Every worker reads, because a variable that is synchronized on reading takes a collective.
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
 
 def metric_states(model: keras.Model) -> Tree:
-    """Returns each metric variable's value on every replica, [replicas, …]; a collective."""
+    """Returns each metric variable's values on all replicas as [replicas, …], by name.
+
+    Every worker calls it: it is a collective.
+    """
     variables = replica_context.metric_variables(model)
     if not variables:
         return {}
     known, read = _readers.get(model, ([], None))
     if read is None or [id(v) for v in known] != [id(v) for v in variables]:
-        read = _reader(model.distribute_strategy, variables)  # traced once, not at each checkpoint
+        # The function is kept, so that it is traced once and not at each checkpoint.
+        read = _reader(model.distribute_strategy, variables)
         _readers[model] = (variables, read)
     return {name: v.numpy() for name, v in zip(_names(variables), read(), strict=True)}
 
@@ -129,6 +144,11 @@ _readers: weakref.WeakKeyDictionary[keras.Model, tuple[Sequence[Any], Callable[[
 
 
 def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Callable[[], Any]:
+    """Returns a function, a collective, that returns each variable's values as [replicas, …].
+
+    Each replica puts its value in its own place among zeros, and the sum has all values.
+    """
+
     def on_replica() -> list[tf.Tensor]:
         context = tf.distribute.get_replica_context()
         count = context.num_replicas_in_sync
@@ -147,7 +167,7 @@ def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Calla
 
 
 def _set_metric_states(model: keras.Model, saved: Tree) -> None:
-    """Gives each replica its part; where their number has changed, the first gets the sum."""
+    """Restores each replica's part of the metrics; see `_shared_out` for another number of them."""
     strategy = model.distribute_strategy
     place = placement_of(strategy)
     variables = replica_context.metric_variables(model)
@@ -170,6 +190,12 @@ def _set_metric_states(model: keras.Model, saved: Tree) -> None:
 
 
 def _shared_out(states: np.ndarray, variable: Any, count: int) -> np.ndarray:
+    """Returns a metric variable's value for each of `count` replicas, [count, …].
+
+    If the number of replicas has changed, the first replica gets the sum of the saved values. A
+    variable that is averaged has the mean everywhere. One that counts on the first replica only has
+    that replica's value everywhere.
+    """
     if len(states) == count:
         return states
     if variable.aggregation == "mean":
@@ -180,6 +206,7 @@ def _shared_out(states: np.ndarray, variable: Any, count: int) -> np.ndarray:
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
+    """Returns names of metric variables that are unique by their numbers."""
     return [f"{number} {variable.name}" for number, variable in enumerate(variables)]
 
 
@@ -194,7 +221,7 @@ def random_states() -> Tree:
 
 
 def set_random_states(saved: Tree) -> None:
-    """Gives Python's and NumPy's generators the states that `capture` found."""
+    """Sets Python's and NumPy's generators to the states that `random_states` returned."""
     kind, numbers, position, has_gauss, gauss = saved["numpy"]
     np.random.set_state((kind, numbers, position, has_gauss, gauss))
     version, words, following = saved["python"]

@@ -1,7 +1,7 @@
-"""Why a run stops before its end, and how all workers come to stop at the same step.
+"""What a prepared model remembers, and the votes by which all workers stop at the same step.
 
-Each worker votes with every execution; the votes travel with the metrics, in the same
-collective. What the sum says holds for all workers, so none is left waiting for another.
+Each worker votes with every execution. The votes travel with the metrics, in the same collective.
+All workers follow the sum of the votes, so none of them is left waiting for another.
 """
 
 from __future__ import annotations
@@ -13,37 +13,49 @@ from typing import Any
 from tfmulti.config.local_sync import SyncOptions
 from tfmulti.config.reading import ReadOptions
 
-REASONS = ("requested", "SIGINT", "SIGTERM")  # a later one outweighs an earlier one
-VOTES = (*REASONS, "checkpoint", "pace")  # what travels with each execution
+# The reasons to stop. A later one outweighs an earlier one.
+REASONS = ("requested", "SIGINT", "SIGTERM")
+# The votes that travel with each execution.
+VOTES = (*REASONS, "checkpoint", "pace")
 
 
 @dataclass
 class TrainerState:
-    """What a prepared model remembers beside its variables.
+    """What a prepared model remembers besides its variables.
 
-    `seed` is that of the data order (None: drawn at each fit). `interrupted` is set by a
-    signal of this process; `stopped_by` by the vote, alike on all workers. `steps` and
-    `examples` count since the run of the last `fit` began, of which `steps_before` and
-    `examples_before` are from before it was resumed here. A step takes `microbatches` passes,
-    batch statistics over all replicas if `sync_batch_norm`, and gradients that travel between
-    workers as `gradient_compression` says, and XLA compiles its passes if `jit_compile` (None: as
-    `compile` says, and on GPUs). If it `chooses_pace`, executions take as many steps as
-    `pace` finds. Of the `epoch_s` seconds of the last epoch's steps
-    `waited_s` went by without data, which `reader_threads` threads read; `lost` examples of the
-    run could not be read. `gathers` says that a step gathers rows, which it can do once an
-    execution only. Where workers take steps of their own, `synchronisation` says when they meet,
-    and `outer` moves their weights then (`local_steps`). `traces` counts how often an execution of
-    training was traced; `taken` are the variables that each optimizer took when a step was traced
-    to build its parts, and `unknown` has the reasons why it is not known how values that the steps
-    take depend on the rows. `specs` is the form of a global batch of the last `fit`.
-
-    `seeds_drawn` counts the seeds of the data order that `fit` has drawn, where `seed` is None.
-
-    `verify` says whether the first `verify_steps` steps are compared with those of one device
-    (None: where parts are the user's own), and `verification` is what the last comparison found.
-
-    `saved_variables` are the states, in the checkpoint that this run was resumed from, of seeds of
-    layers that are yet to be built.
+    Attributes:
+        seed: the seed of the data order; None lets each `fit` draw one.
+        microbatches: the number of passes of a step.
+        sync_batch_norm: whether batch statistics are over the rows of all replicas.
+        gradient_compression: the type in which gradients travel between workers.
+        reading: how the examples of a source are read.
+        synchronisation: when the workers average their weights in local steps.
+        outer: the outer optimizer of local steps, or None (`local_steps`).
+        verify: whether the first steps are compared with one device; None compares them where parts
+            of the model are the user's own.
+        verify_steps: how many first steps are compared.
+        verification: the result of the last comparison.
+        chooses_pace: whether the steps of an execution are chosen (`StepsPerExecution`).
+        jit_compile: whether XLA compiles the passes of a step; None does so where `compile` asks
+            for it, and on GPUs.
+        interrupted: the reason to stop that `interrupt` has set in this process.
+        stopped_by: the reason for which the votes stopped the run, the same on all workers.
+        steps: the steps since the run of the last `fit` began.
+        examples: the examples since then.
+        steps_before: those of the steps that were taken before the run was resumed here.
+        examples_before: those of the examples that were taken before.
+        epoch_s: the seconds that the steps of the last epoch took.
+        waited_s: the part of `epoch_s` in which the steps waited for data.
+        reader_threads: the number of threads that read the data.
+        lost: how many examples of the run could not be read.
+        gathers: whether a step gathers rows, which it can do only once in an execution.
+        traces: how often an execution of training was traced.
+        taken: the variables of each optimizer, from a trace of the step that built its parts.
+        unknown: the reasons why it is unknown how values of the steps depend on the rows.
+        specs: the shapes and dtypes of a global batch of the last `fit`.
+        seeds_drawn: how many seeds of the data order `fit` has drawn, where `seed` is None.
+        saved_variables: the states, from the checkpoint of a resumed run, of seeds whose layers are
+            not built yet.
     """
 
     seed: int | None = None
@@ -80,13 +92,20 @@ class TrainerState:
 def votes(
     wants_stop: bool, interrupted: str | None, *, wants_checkpoint: bool = False, pace: int = 0
 ) -> list[float]:
-    """Returns this worker's vote for each of `VOTES`; that for a pace is its steps."""
+    """Returns this worker's votes, one number for each of `VOTES`.
+
+    Args:
+        wants_stop: whether this worker wants to stop.
+        interrupted: the signal that asks this worker to stop, or None.
+        wants_checkpoint: whether this worker wants a checkpoint after this execution.
+        pace: the steps that this worker wants for each execution; 0 wants no change.
+    """
     asked = {"requested": wants_stop, "checkpoint": wants_checkpoint, "pace": pace}
     return [float(asked.get(vote, False) or vote == interrupted) for vote in VOTES]
 
 
 def verdict(counted: Sequence[float]) -> str | None:
-    """Returns the weightiest reason that has a vote, or None to go on.
+    """Returns the weightiest reason to stop that has a vote, or None to go on.
 
     >>> verdict([1, 0, 2, 0])
     'SIGTERM'
@@ -96,7 +115,7 @@ def verdict(counted: Sequence[float]) -> str | None:
 
 
 def wants_checkpoint(counted: Sequence[float]) -> bool:
-    """Returns whether a checkpoint is to be made after this execution.
+    """Returns whether the workers make a checkpoint after this execution.
 
     >>> wants_checkpoint([0, 0, 0, 1, 0])
     True
@@ -105,7 +124,9 @@ def wants_checkpoint(counted: Sequence[float]) -> bool:
 
 
 def agreed_pace(counted: Sequence[float], local_replicas: int) -> int:
-    """Returns the steps that the chief wants for each execution, which its replicas voted for.
+    """Returns the steps that the chief wants for each execution; 0 wants no change.
+
+    The sum counts the chief's vote once for each of its replicas.
 
     >>> agreed_pace([0, 0, 0, 0, 40], 2)
     20
@@ -114,25 +135,29 @@ def agreed_pace(counted: Sequence[float], local_replicas: int) -> int:
 
 
 def state_of(model: object) -> TrainerState:
-    """Returns what a prepared model remembers: counts, and why it stopped."""
+    """Returns the state of a prepared model."""
     state = vars(model)["_tfmulti"]
     assert isinstance(state, TrainerState)
     return state
 
 
 def is_prepared(model: object) -> bool:
-    """Whether a model went through `prepare`."""
+    """Returns whether a model is a prepared model."""
     return "_tfmulti" in vars(model)
 
 
 def remember(model: object, state: TrainerState) -> None:
-    """Gives a model its state, past Keras' tracking of attributes."""
+    """Stores the state of a model as an attribute that Keras does not track."""
     vars(model)["_tfmulti"] = state
 
 
 def interrupt(model: object, reason: str) -> None:
     """Makes a running `fit` or `evaluate` end after the next execution, on all workers.
 
-    Safe to call from a signal handler or another thread. `reason` is SIGINT or SIGTERM.
+    It is safe to call this from a signal handler or from another thread.
+
+    Args:
+        model: the prepared model.
+        reason: SIGINT or SIGTERM.
     """
     state_of(model).interrupted = reason

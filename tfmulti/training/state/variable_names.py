@@ -1,8 +1,8 @@
-"""Names of a model's variables that are the same for every model that is built alike.
+"""Names of variables that are the same for every model that is built in the same way.
 
-Keras' own names count the layers of a process: the same model made twice has `dense` and
-`dense_2`, and slots of optimizers are named after them. Here a variable is named by where its
-layer stands in the model and by the layer's class.
+Keras' own names count all layers of a process. So the same model made twice has `dense` and
+`dense_2`, and the optimizer's slots are named after these. Here a variable's name tells the place
+of its layer in the model and the layer's class.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tfmulti.training.state.model_checks import optimizers_of
 
 
 def named_variables(model: keras.Model) -> dict[str, Any]:
-    """Returns all variables but the metrics', those of layers first, then those of optimizers.
+    """Returns all variables except those of metrics by name, layers first, then optimizers.
 
-    Such as `Sequential/1 Dense/kernel`, `optimizer Adam/3 momentum of Sequential/1 Dense/kernel`.
+    Names are such as `Sequential/1 Dense/kernel` and
+    `optimizer Adam/3 momentum of Sequential/1 Dense/kernel`.
     """
     metrics = {id(v) for v in replica_context.metric_variables(model)}
     named: dict[str, Any] = {}
@@ -49,7 +50,7 @@ def named_variables(model: keras.Model) -> dict[str, Any]:
 
 
 def places_of(model: keras.Model) -> dict[str, Any]:
-    """Returns the model and its layers by where they stand, such as `Sequential/1 Dense`."""
+    """Returns the model and all its layers by their places, such as `Sequential/1 Dense`."""
     return dict(_places(model, type(model).__name__, set()))
 
 
@@ -62,13 +63,14 @@ def _places(layer: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]
 
 
 class _Slots:
-    """Names an optimizer's variables: Keras puts the path of a model's variable before a slot."""
+    """Names an optimizer's variables, in whose Keras names the path of a weight stands."""
 
     def __init__(self, model: keras.Model, names: dict[int, str]) -> None:
         paths = {v.path.replace("/", "_"): names[id(v)] for v in model.trainable_variables}
         self._paths = sorted(paths.items(), key=lambda item: -len(item[0]))
 
     def name(self, variable: Any) -> str:
+        """Returns a name such as `momentum of Sequential/1 Dense/kernel`, or Keras' own name."""
         for path, name in self._paths:
             before, found, slot = variable.name.partition(f"{path}_")
             if found:

@@ -1,8 +1,8 @@
-"""Compiles what `fit` and `evaluate` call for each execution.
+"""Compiles the function that `fit` and `evaluate` call for each execution.
 
-An execution takes one or several steps from an iterator and returns what all replicas
-found, with one collective for all metrics together. The iterator yields global batches, of
-which a step keeps its `WorkerBatch`: this worker's part, one share a local replica.
+An execution runs one or several steps and returns their results over all replicas. One collective
+sums all metrics together. The source may yield global batches. Then each step keeps this worker's
+rows as a `WorkerBatch`, with one replica slice for each local replica.
 """
 
 from __future__ import annotations
@@ -34,23 +34,32 @@ from tfmulti.training.step.step_result import StepResult, Summary, Taken, time_o
 
 
 class Execution:
-    """`execution(source, steps, votes)`, for training or for evaluation.
+    """A compiled function of training or evaluation: `execution(source, steps, votes)`.
 
-    It runs `steps` steps from a queue or an iterator of global batches, or one step on a
-    `WorkerBatch` or an Optional of a batch, and returns their `StepResult`. `votes` are this
-    worker's. An iterator must have that many batches: a step without a batch would still do what
-    needs no data, draw seeds and count itself.
+    A call runs `steps` steps from a queue or an iterator of global batches. It can also run one
+    step on a `WorkerBatch` or an Optional of a batch. It returns a `StepResult`. `votes` are those
+    of this worker.
+
+    An iterator must have as many batches as there are steps. A step without a batch would still do
+    everything that needs no data: it would draw seeds and count itself.
+
+    Args:
+        model: the prepared and compiled model.
+        placement: this process' place among the workers.
+        training: whether the steps are `train_step` or `test_step`.
 
     Attributes:
-        one: takes a source and votes, and runs a step.
-        several: takes an iterator, the number of steps, and votes.
-        one_and_next: takes an outlet, `WorkerBatch` and votes: see `Ahead`.
-        is_verified: whether its first steps were compared with one device's (`verification`).
+        one: runs a step; takes a source and votes.
+        several: runs several steps; takes an iterator, the number of steps, and votes.
+        one_and_next: runs a step and takes the next batch meanwhile (`Ahead`); takes a queue, a
+            `WorkerBatch` and votes.
+        is_verified: whether the first steps were compared with one device (`verification`).
     """
 
     def __init__(self, model: keras.Model, placement: Placement, *, training: bool) -> None:
         self.is_verified = False
-        self._traced: tuple[Any, Any] | None = None  # a source, and the execution that takes it
+        # A source, and the concrete function that was traced for it.
+        self._traced: tuple[Any, Any] | None = None
         self._training = training
         installation.install()
         seeds = step_generator(model)
@@ -60,7 +69,8 @@ class Execution:
         self._summary = Summary(model, placement, logs, training=training)
         alone = agreed(model, placement)
         self._agreed = alone or self._taken
-        # A collective before the step (`agreed`) may not run beside those of another one.
+        # The collective of `agreed` must not run beside the collectives of another step. So no
+        # batch is taken ahead where it is needed.
         compiles = not model.run_eagerly
         self._goes_ahead = compiles and alone is None and local_steps.steps_at_once(model) == 1
         apart = training and self._state.outer is not None
@@ -83,6 +93,7 @@ class Execution:
         return found
 
     def _call(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
+        """Runs the compiled function that fits the source and the number of steps."""
         vote = tf.constant(votes, tf.float32)
         if isinstance(source, Replay):
             source = source.source(steps)
@@ -105,8 +116,8 @@ class Execution:
             return found
         count = tf.constant(steps)
         if self._may_gather and self.several.experimental_get_tracing_count() == 0:
-            # Tells whether steps gather rows: a collective of one function takes one shape a
-            # call, so batches of several sizes need calls of their own.
+            # Tracing tells whether the steps gather rows. A collective within a function takes one
+            # shape in each call, so batches of different sizes need a call each.
             self.several.get_concrete_function(source, count, vote)
         if self._may_gather and self._state.gathers:
             return self._one_by_one(source, steps, vote)
@@ -114,10 +125,15 @@ class Execution:
         return found
 
     def trace(self, source: Any, steps: int, votes: Sequence[float]) -> None:
-        """Traces an execution, which builds what its steps call first. It runs no step.
+        """Traces an execution without running it, and so builds the layers that its steps use.
 
-        The next execution from that source is the one that was traced, on whatever thread and in
-        whatever scope: it is not traced again there.
+        If the next call has the same source, it uses the traced function. It is not traced again,
+        even if the call comes from another thread or scope.
+
+        Args:
+            source: as for a call.
+            steps: as for a call.
+            votes: as many numbers as for a call.
         """
         if self._model.run_eagerly:
             return
@@ -136,16 +152,20 @@ class Execution:
             self._traced = source, self.several.get_concrete_function(source, count, vote)
 
     def _traced_for(self, source: Any) -> Any:
+        """Returns the function that `trace` made for this source, once, or None."""
         traced, self._traced = self._traced, None
         return traced[1] if traced is not None and traced[0] is source else None
 
     def _taken(self, source: Any) -> WorkerBatch:
+        """Returns the next batch of a source."""
         return taken(source, self._placement)
 
     def _one(self, source: Any, votes: tf.Tensor) -> StepResult:
+        """Runs one step."""
         _tell_of_trace()
         before = self._summary.before()
-        taken = Taken.nothing(self._placement)  # it waits from here on
+        # The time that the step waits for data is measured from here.
+        taken = Taken.nothing(self._placement)
         shards = self._agreed(source)
         taken = taken.counted(shards).waited_for(time_of(shards))
         return self._summary.after(shards, self._step(shards), votes, before, taken)
@@ -153,7 +173,7 @@ class Execution:
     def _one_and_next(
         self, source: Any, shards: WorkerBatch, votes: tf.Tensor
     ) -> tuple[StepResult, WorkerBatch]:
-        """Runs a step on a batch that is on the GPUs, and brings the next one there meanwhile."""
+        """Runs a step on a batch that is on the GPUs, and copies the next one there meanwhile."""
         _tell_of_trace()
         before = self._summary.before()
         taken = Taken.nothing(self._placement).counted(shards)
@@ -163,6 +183,7 @@ class Execution:
         return self._summary.after(shards, found, votes, before, taken), following
 
     def _several(self, iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> StepResult:
+        """Runs all steps but the last in a loop, and then the last one, whose logs it returns."""
         _tell_of_trace()
         before = self._summary.before()
         taken = Taken.nothing(self._placement)
@@ -181,6 +202,7 @@ class Execution:
         return self._summary.after(shards, self._step(shards), votes, before, taken)
 
     def _one_by_one(self, source: Any, steps: int, vote: tf.Tensor) -> StepResult:
+        """Runs several steps by one call each."""
         found = [self.one(source, vote) for _ in range(steps)]
         summed = ("rows", "lost", "waited_s")
         sums = {name: tf.add_n([getattr(each, name) for each in found]) for name in summed}
@@ -188,9 +210,10 @@ class Execution:
         return last._replace(**sums)
 
     def _ahead(self, ahead: Ahead, vote: tf.Tensor) -> StepResult:
+        """Runs a step on the batch that `ahead` holds, and lets it hold the next one."""
         held = self._first(ahead.outlet) if ahead.held is None else ahead.held
         if self.one_and_next.experimental_get_tracing_count() == 0:
-            # Once for any number of rows, and not again for the last batch.
+            # This trace is for any number of rows, so the last batch needs no trace of its own.
             self.one_and_next.get_concrete_function(ahead.outlet, with_any_rows(held), vote)
             run_state.restore_late(self._model)
         found: StepResult
@@ -199,13 +222,17 @@ class Execution:
         return found
 
     def _build_by(self, function: Any, *inputs: Any) -> None:
-        """Builds the layers that a step calls first, and gives them what was saved of them."""
+        """Builds the layers that a step calls, and restores their states from the checkpoint."""
         if function.experimental_get_tracing_count() == 0:
-            function.get_concrete_function(*inputs)  # traces, and runs nothing
+            # This traces the function and runs nothing.
+            function.get_concrete_function(*inputs)
             run_state.restore_late(self._model)
 
 
 def _tell_of_trace() -> None:
-    """Tells the launcher that an execution is traced: the code of a function runs only then."""
+    """Tells the launcher that an execution is being traced.
+
+    Python code of a compiled function runs only when TensorFlow traces it.
+    """
     if not tf.executing_eagerly():
         heartbeat().tracing()

@@ -1,16 +1,24 @@
-"""Workers that take steps of their own and meet seldom, for networks that are slow.
+"""Local steps: each worker trains alone for some steps, then all average. For slow networks.
 
-DiLoCo (Douillard et al., DiLoCo: Distributed low-communication training of language models, 2023,
-arXiv:2311.08105): each worker takes H steps by the user's optimizer, on its own rows of each global
-batch and as if it were alone. Then all meet: what the weights have moved, averaged over the
-workers, is the gradient of an outer optimizer, SGD with Nesterov momentum, which moves the weights
-that all had before. Each worker counts by the rows that it has trained on, as in federated
-averaging (McMahan et al., 2017, arXiv:1602.05629); with equal shares that is DiLoCo's mean.
+The algorithm is DiLoCo (Douillard et al., DiLoCo: Distributed low-communication training of
+language models, 2023, arXiv:2311.08105):
 
-An execution is H steps, or what is left of an epoch, and ends where workers meet. So what is seen
-from outside (by callbacks, validation, checkpoints, at the end of an epoch and of `fit`) are the
-same weights on all workers, and what they had before is what they had when the execution began.
-What workers do not share are the states of their optimizers.
+1. Each worker takes H steps with the user's optimizer, on its own rows of each global batch, as if
+   it were alone.
+2. The workers average how far their weights have moved. Each worker counts by the rows that it has
+   trained on, as in federated averaging (McMahan et al., 2017, arXiv:1602.05629). With equal
+   numbers of rows that is the mean of DiLoCo.
+3. The average is the gradient of an outer optimizer, SGD with Nesterov momentum. It moves the
+   weights that all workers had before the H steps:
+
+       gradient = sum over workers of part * (before - after)
+       velocity = momentum * velocity + gradient
+       weights = before - rate * (gradient + momentum * velocity)
+
+An execution has H steps, or the steps that are left of an epoch, and ends with 2 and 3. So
+callbacks, validation, checkpoints, and the end of an epoch or of `fit` see the same weights on all
+workers. The weights before the H steps are those at the beginning of the execution, so only the
+velocity must be kept. The states of the user's optimizers differ from worker to worker.
 """
 
 from __future__ import annotations
@@ -34,10 +42,14 @@ Tree = dict[str, Any]
 
 
 class OuterOptimizer:
-    """Moves the weights that all workers had by the mean of what their steps have moved them.
+    """SGD with Nesterov momentum, whose gradient is the average move of the workers' weights.
 
     Args:
-        wire: how gradients travel; see `replicas.summed`.
+        model: the prepared model.
+        wire: how gradients travel, as keyword arguments of `replica_context.summed`.
+
+    Attributes:
+        velocities: the momentum's variable of each weight; empty without momentum.
     """
 
     def __init__(self, model: keras.Model, wire: dict[str, Any]) -> None:
@@ -54,15 +66,18 @@ class OuterOptimizer:
                 ]
 
     def now(self) -> Any:
-        """Returns the weights: before the steps, those that all workers have."""
+        """Returns the current weights on each replica. Before the steps all workers have the same.
+
+        Call it in cross-replica context.
+        """
         return self._strategy.run(lambda: [tf.identity(v.value) for v in self._weights])
 
     def step(self, before: Sequence[tf.Tensor], part: tf.Tensor) -> None:
-        """Gives all workers the same weights; in replica context.
+        """Gives all workers the same weights again. Every worker calls it, in replica context.
 
         Args:
-            before: what `now` returned before the steps.
-            part: this worker's part of the rows that were trained on since.
+            before: this replica's weights from `now`, before the steps.
+            part: this worker's part of the rows that all workers have trained on since.
         """
         moved = [
             replica_context.weighed(
@@ -77,26 +92,32 @@ class OuterOptimizer:
                 velocity = self.velocities[i]
                 following = self._momentum * tf.convert_to_tensor(velocity.value) + move
                 velocity.assign(following)
-                move = move + self._momentum * following  # Nesterov's, as PyTorch writes it
+                # Nesterov's momentum in the form in which PyTorch computes it.
+                move = move + self._momentum * following
             variable.assign(tf.cast(tf.cast(old, move.dtype) - self._rate * move, old.dtype))
 
 
 def _wide(variable: Any) -> str:
-    """Returns the type that a variable's moves are added in: float32 or wider."""
+    """Returns the dtype in which a variable's moves are added: float64 for float64, or float32."""
     return "float64" if variable.dtype == "float64" else "float32"
 
 
 def is_on(model: keras.Model) -> bool:
-    """Whether the model's workers take steps of their own: where there are several."""
+    """Returns whether a model takes local steps: `sync_every` is set for several workers."""
     several = placement_of(model.distribute_strategy).workers > 1
     return several and state_of(model).synchronisation.every is not None
 
 
 def make_outer(model: keras.Model, wire: dict[str, Any]) -> OuterOptimizer | None:
-    """Returns a new outer optimizer where workers take steps of their own; else None.
+    """Returns a new outer optimizer, or None if the model takes no local steps.
+
+    Args:
+        model: the prepared model.
+        wire: how gradients travel, as keyword arguments of `replica_context.summed`.
 
     Raises:
-        ModelError: the model's optimizer averages weights, which would be each worker's own.
+        ModelError: an optimizer of the model has `use_ema=True`, and its averages would differ
+            from worker to worker.
     """
     if not is_on(model):
         return None
@@ -112,13 +133,17 @@ def make_outer(model: keras.Model, wire: dict[str, Any]) -> OuterOptimizer | Non
 
 
 def steps_at_once(model: keras.Model) -> int:
-    """Returns the steps of an execution: up to where workers meet, or what the user compiled."""
+    """Returns the steps of an execution: `sync_every`, or the model's `steps_per_execution`."""
     every = state_of(model).synchronisation.every
     return every if every is not None and is_on(model) else int(model.steps_per_execution)
 
 
 def check_length_is_known(model: keras.Model) -> None:
-    """Raises DataError where workers take steps of their own, and data may end within these."""
+    """Raises an error for data of unknown length, if the model takes local steps.
+
+    Raises:
+        DataError: the model takes local steps, so its data could end between two averages.
+    """
     if is_on(model):
         raise DataError(
             f"--sync_every {state_of(model).synchronisation.every} needs data that tells how many "
@@ -128,9 +153,14 @@ def check_length_is_known(model: keras.Model) -> None:
 
 
 def capture(model: keras.Model) -> Tree:
-    """Returns the optimizers' part of a checkpoint: the outer one, and all workers' inner ones.
+    """Returns the part of a checkpoint for local steps: velocities, and all workers' slots.
 
-    Runs on every worker: a collective where workers take steps of their own.
+    Runs on every worker, because local steps need a collective here. Without local steps the lists
+    are empty.
+
+    Returns:
+        `sync_every`; `velocities`, one array for each weight; and `slots`, one array of shape
+        [workers, …] for each variable of the user's optimizers.
     """
     state = state_of(model)
     tree: Tree = {"sync_every": state.synchronisation.every, "velocities": [], "slots": []}
@@ -141,12 +171,17 @@ def capture(model: keras.Model) -> Tree:
 
 
 def restore(model: keras.Model, saved: Tree | None) -> None:
-    """Gives a model what `capture` returned; each worker its own part.
+    """Restores what `capture` returned; each worker takes its own slots.
 
-    Where the number of workers has changed, each begins with the mean of the others' slots.
+    If the number of workers has changed, each worker gets the mean of the saved slots. Of whole
+    numbers and booleans it gets the first worker's.
+
+    Args:
+        model: the prepared model, with built optimizers.
+        saved: what `capture` returned; None for a run without that part.
 
     Raises:
-        ResumeError: the saved run met at other steps.
+        ResumeError: the saved run has another `sync_every`.
     """
     state = state_of(model)
     before, now = saved["sync_every"] if saved else None, state.synchronisation.every
@@ -167,6 +202,7 @@ def restore(model: keras.Model, saved: Tree | None) -> None:
 
 
 def _part_of(values: np.ndarray, place: Placement) -> np.ndarray:
+    """Returns this worker's value of a slot, out of the saved values [workers, …]."""
     if len(values) == place.workers:
         part: np.ndarray = values[place.rank]
     elif np.issubdtype(values.dtype, np.integer) or values.dtype == bool:
@@ -177,6 +213,7 @@ def _part_of(values: np.ndarray, place: Placement) -> np.ndarray:
 
 
 def _slots(model: keras.Model) -> list[Any]:
+    """Returns all variables of a model's optimizers."""
     return [v for optimizer in optimizers_of(model) for v in optimizer.variables]
 
 
@@ -186,7 +223,7 @@ _readers: weakref.WeakKeyDictionary[keras.Model, tuple[list[int], Callable[[], A
 
 
 def _reader(model: keras.Model) -> Callable[[], Any]:
-    """Returns a function of each slot's value on all workers, [workers, …]; a collective."""
+    """Returns a function, a collective, that returns each slot's values as [workers, …]."""
     variables = _slots(model)
     known, read = _readers.get(model, ([], None))
     if read is None or known != [id(v) for v in variables]:
@@ -202,11 +239,12 @@ def _reader(model: keras.Model) -> Callable[[], Any]:
 
 
 def _gathered(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns what all replicas have, [replicas, …] each; two collectives a dtype."""
+    """Returns each value of all replicas as [replicas, …], by two collectives for each dtype."""
     found: dict[int, tf.Tensor] = {}
     for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
         places = [i for i, v in enumerate(values) if v.dtype == dtype]
         packed = tf.concat([tf.reshape(values[i], [-1]) for i in places], 0)
+        # No collective gathers bfloat16.
         bits = tf.bitcast(packed, tf.float16) if dtype == tf.bfloat16 else packed
         rows = replica_context.gather_rows(bits[tf.newaxis])
         rows = tf.bitcast(rows, dtype) if dtype == tf.bfloat16 else rows

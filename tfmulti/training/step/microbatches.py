@@ -1,9 +1,12 @@
-"""One update from several passes: a share too large for the memory, computed part by part.
+"""Microbatches: one update from several passes, for a replica slice that is too large for memory.
 
-Each pass takes a part of the replica's rows forward and backward. Its gradients, weighed by
-its rows, wait here; after the last pass they are summed over passes and replicas at once and
-the optimizer updates as it would for the whole batch. Unlike Keras'
-`gradient_accumulation_steps` a step stays a step: schedules, logs and callbacks count it once.
+Each pass computes forward and backward for a part of the replica's rows. Its gradients, weighted by
+its rows, are added up here. After the last pass the sums are reduced over the replicas, and the
+optimizer updates as it would for the whole batch. Unlike with Keras' `gradient_accumulation_steps`,
+a step stays one step: schedules, logs and callbacks count it once.
+
+The divisor of a weighted mean is known only after all passes. So the losses' divisors are measured
+first (`distribution.losses.Divisors`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ Step = Callable[[Any, ReplicaSlice], dict[str, Any]]
 
 
 class Taker(Protocol):
-    """What gradients go to in place of an optimizer's `apply`."""
+    """Takes the gradients that a step passes to an optimizer's `apply`."""
 
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None: ...
 
@@ -36,16 +39,12 @@ _taker: PerThread[Taker | None] = PerThread(None)
 
 
 def giving_gradients_to(taker: Taker) -> contextlib.AbstractContextManager[Taker | None]:
-    """Inside the context, in this thread, what goes to an optimizer's `apply` comes there."""
+    """Returns a context, for this thread, in which gradients go to `taker` and not to `apply`."""
     return _taker.set_to(taker)
 
 
 class Collector:
-    """Takes the gradients of the passes in place of the optimizer.
-
-    Raises:
-        ModelError: a pass updates more than once; what follows the first update would need it.
-    """
+    """Adds up the gradients of all passes in the place of the optimizer."""
 
     def __init__(self) -> None:
         self._optimizer: Any = None
@@ -54,12 +53,21 @@ class Collector:
         self._taken = 0
 
     def taking(self) -> contextlib.AbstractContextManager[Taker | None]:
-        """Inside the context, gradients that go to an optimizer's `apply` come here."""
+        """Returns a context for one pass, in which gradients come here and not to `apply`."""
         self._taken = 0
         return giving_gradients_to(self)
 
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
-        """Adds the gradients of one pass to those of the passes before."""
+        """Adds the gradients of one pass, weighted by its rows, to those of the earlier passes.
+
+        Args:
+            optimizer: the optimizer that was to apply them.
+            gradients: dense gradients, `tf.IndexedSlices` or None.
+            variables: the variables of the gradients.
+
+        Raises:
+            ModelError: the pass updates a second time, which needs the weights of the first update.
+        """
         self._taken += 1
         if self._taken > 1:
             raise ModelError(
@@ -75,19 +83,28 @@ class Collector:
         ]
 
     def tensors(self) -> list[tf.Tensor]:
-        """Returns what must be computed before the next pass begins, and with it its memory."""
+        """Returns the sums so far. They must be computed before the next pass takes its memory."""
         return [
             g.values if isinstance(g, tf.IndexedSlices) else g for g in self._sums if g is not None
         ]
 
     def update(self) -> None:
-        """Lets the optimizer update by what was collected."""
+        """Lets the optimizer apply the sums of the gradients."""
         if self._optimizer is not None:
             self._optimizer.apply(self._sums, self._variables)
 
 
 def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
-    """Keeps the gradients of a pass for later; returns False outside one."""
+    """Gives gradients to the taker of this thread.
+
+    Args:
+        optimizer: the optimizer that was to apply them.
+        gradients: dense gradients, `tf.IndexedSlices` or None.
+        variables: the variables of the gradients.
+
+    Returns:
+        Whether there is a taker; if not, the optimizer must apply the gradients.
+    """
     taker = _taker.get()
     if taker is None:
         return False
@@ -98,10 +115,17 @@ def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
 def run(
     model: keras.Model, step: Step, data: Any, share: ReplicaSlice, passes: int
 ) -> dict[str, Any]:
-    """Returns the logs of a step that takes several passes over a replica's rows.
+    """Runs a step in several passes over a replica's rows, and returns its logs.
 
     Args:
+        model: the prepared model.
         step: computes one part of the rows, and updates the metrics by them.
+        data: the replica's rows.
+        share: the replica slice.
+        passes: the number of passes.
+
+    Returns:
+        The mean of the passes' logs, by rows.
     """
     parts = [_part(data, share, passes, number) for number in range(passes)]
     divisors = _measured(model, step, parts)
@@ -110,7 +134,8 @@ def run(
     sums, logs = Collector(), []
     for number, (rows, part) in enumerate(parts):
         with tf.control_dependencies(sums.tensors()):
-            if number:  # all passes draw what stands at their rows of the same tensors
+            # All passes must draw from the same seeds: one device draws once for all rows.
+            if number:
                 for seed, value in zip(seeds, drawn, strict=True):
                     seed.assign(value)
             with sums.taking(), divisors.in_use():
@@ -120,7 +145,7 @@ def run(
 
 
 def _part(data: Any, share: ReplicaSlice, passes: int, number: int) -> tuple[Any, ReplicaSlice]:
-    """Returns the rows of one pass, and what part of the global batch they are."""
+    """Returns the rows of one pass, and the pass's own `ReplicaSlice`."""
     start, stop = sharding.share_bounds(
         share.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
     )
@@ -143,13 +168,13 @@ def _part(data: Any, share: ReplicaSlice, passes: int, number: int) -> tuple[Any
 def _measured(
     model: keras.Model, step: Step, parts: Sequence[tuple[Any, ReplicaSlice]]
 ) -> Divisors:
-    """Returns what the losses divide by, over all passes and replicas.
+    """Returns the divisors of the losses, summed over all passes and replicas.
 
-    The passes are computed without effect: what only the losses' values need is no part of
-    the compiled step, and a step without such losses is not measured further.
+    The passes are traced in a scope without side effects. TensorFlow keeps only those of their
+    operations that the divisors need. If the first pass has no divisors, no other pass is traced.
     """
     divisors = Divisors()
-    # Regularizers ask the scope for their weights; it must answer with the variables themselves.
+    # Regularizers ask the scope for their weights, and must get the variables themselves.
     weights = {id(v): v.value for v in model.trainable_variables}
     for rows, part in parts:
         scope = keras.StatelessScope()
@@ -163,6 +188,7 @@ def _measured(
 
 
 def _added(sum_so_far: Any, gradient: Any) -> Any:
+    """Returns the sum of two gradients, each dense, `tf.IndexedSlices` or None."""
     if sum_so_far is None or gradient is None:
         return gradient if sum_so_far is None else sum_so_far
     if isinstance(sum_so_far, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
@@ -171,7 +197,7 @@ def _added(sum_so_far: Any, gradient: Any) -> Any:
 
 
 def _combined(logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]) -> dict[str, Any]:
-    """Returns the mean of the passes' logs by their rows."""
+    """Returns the mean of the passes' logs, weighted by their rows."""
     total = tf.add_n(list(weights))
     return {
         name: tf.math.divide_no_nan(
@@ -190,4 +216,5 @@ def _combined(logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]) -> d
 
 
 def _as_floats(logs: dict[str, Any]) -> dict[str, tf.Tensor]:
+    """Returns logs of which whole numbers and booleans are cast to float32."""
     return {n: v if v.dtype.is_floating else tf.cast(v, tf.float32) for n, v in logs.items()}

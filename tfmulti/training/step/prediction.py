@@ -1,4 +1,4 @@
-"""Compiles what `predict` calls for each batch."""
+"""Compiles the function that `predict` calls for each batch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from tfmulti.training.step.step_result import first_local
 
 
 class Predicted(NamedTuple):
-    """What the model makes of a global batch, rows in order, the same on every worker.
+    """The model's outputs for a global batch, with its rows in order, the same on every worker.
 
-    `lost` is how many examples of it could not be read; others stand in their places.
+    Attributes:
+        outputs: the outputs of all rows.
+        lost: how many examples of the batch could not be read. Other examples stand in their
+            places.
     """
 
     outputs: Any
@@ -37,10 +40,14 @@ class Predicted(NamedTuple):
 
 
 def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Predicted]:
-    """Returns `predict(source)`, which takes a global batch and returns what it `Predicted`.
+    """Returns `predict(source)`, which takes one global batch and returns a `Predicted`.
 
-    The source is a queue, an iterator of global batches, a `WorkerBatch`, or an Optional of a
-    batch. Every worker gets all rows.
+    Every worker must call it, and gets the outputs of all rows. The source is a queue, an iterator
+    of global batches, a `WorkerBatch`, or an Optional of a batch.
+
+    Args:
+        model: the prepared model.
+        placement: this process' place among the workers.
     """
     strategy = model.distribute_strategy
     installation.install()
@@ -52,7 +59,8 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     def predict(source: Any) -> Predicted:
         shards = taken(source, placement)
         shards = shards.of_any_rows() if any_rows else shards
-        may_lose = placement.workers > 1 and isinstance(source, BatchQueue)  # alone, reading ends
+        # A single worker ends its reading at the first example that it cannot read.
+        may_lose = placement.workers > 1 and isinstance(source, BatchQueue)
 
         def replica_step() -> Predicted:
             with collectives.serving("prediction", placement):

@@ -1,4 +1,4 @@
-"""One step on all local replicas: what it takes, and how each replica computes its share."""
+"""One step on all local replicas: how it gets a batch, and how each replica computes its slice."""
 
 from __future__ import annotations
 
@@ -27,19 +27,25 @@ from tfmulti.training.step.step_result import first_local
 
 
 def without_autograph(function: Callable[..., Any]) -> Any:
-    """Returns a function of ours compiled, without AutoGraph, to which we leave nothing to do.
+    """Returns a function of tfmulti as a `tf.function` without AutoGraph.
 
-    It would read each of our functions that the first step calls, about a second in all.
+    tfmulti's functions need no AutoGraph. It would read each of them that the first step calls,
+    which takes about a second in all.
     """
     function = tf.autograph.experimental.do_not_convert(function)
     return tf.function(function, reduce_retracing=True)
 
 
 def step_of(model: keras.Model, name: str) -> Callable[[Any], Any]:
-    """Returns `train_step`, `test_step` or `predict_step`, with AutoGraph where it is the user's.
+    """Returns a model's step function, converted by AutoGraph if it is the user's own.
 
-    Keras gives a step of the user's own to AutoGraph only within a `@tf.function`, which is taken
-    off: it could not reduce. Here any step of the user's own may have conditions on tensors.
+    A `@tf.function` around the step is removed, because replicas cannot reduce inside it. Keras
+    leaves AutoGraph to such a `@tf.function`. With this conversion any step of the user's own may
+    have conditions on tensors.
+
+    Args:
+        model: the model.
+        name: `train_step`, `test_step` or `predict_step`.
     """
     step = getattr(model, name)
     step = getattr(step, "python_function", step)
@@ -48,7 +54,14 @@ def step_of(model: keras.Model, name: str) -> Callable[[Any], Any]:
 
 
 def taken(source: Any, placement: Placement) -> WorkerBatch:
-    """Returns what a step takes; of a global batch it keeps this worker's rows, on the host."""
+    """Returns the next `WorkerBatch` of a source.
+
+    A source of global batches gives this worker's rows of the next one, which stay on the host.
+
+    Args:
+        source: a queue, an iterator of global batches, a `WorkerBatch`, or an Optional of a batch.
+        placement: this process' place among the workers.
+    """
     if isinstance(source, WorkerBatch):
         return source
     if isinstance(source, (BatchQueue, IndexQueue)):
@@ -61,10 +74,11 @@ def taken(source: Any, placement: Placement) -> WorkerBatch:
 
 
 def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], WorkerBatch] | None:
-    """Returns a function that adds the numbers of all workers' rows to a batch, if needed.
+    """Returns a function that takes a batch and corrects its row numbers, or None if not needed.
 
-    Where examples that cannot be read are left out, no worker knows how many rows the others
-    have: they tell each other, by one small collective a step.
+    With `skip_bad_records` each worker leaves out the examples that it cannot read. So no worker
+    knows how many rows the others have. The workers exchange these numbers in one small collective
+    for each step.
     """
     if not state_of(model).reading.skip_bad_records or placement.workers == 1:
         return None
@@ -95,17 +109,26 @@ def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], WorkerBa
 
 def states_of_its_own(model: keras.Model) -> dict[int, str]:
     """Returns the variables that the user's own code changes in a step (`ReplicaSlice.states`)."""
-    places = relocation.find(model).places  # variables of TensorFlow's own
+    # The user may also hold variables that are plain `tf.Variable`s.
+    places = relocation.find(model).places
     return layers.states_of_its_own(model) | {id(p.variable): "layer" for p in places}
 
 
 def make_step(
     model: keras.Model, placement: Placement, seeds: Any, logs: StepLogs | None, *, training: bool
 ) -> Callable[[WorkerBatch], Any]:
-    """Returns a function that runs one step on all local replicas and returns their logs.
+    """Returns a function that runs one step of a `WorkerBatch` on all local replicas.
 
-    It returns the replicas' values of their metrics' variables, too. Without `logs` it returns
-    what the steps return as it is.
+    Args:
+        model: the prepared model.
+        placement: this process' place among the workers.
+        seeds: the generator for draws without a seed, or None for Keras' own.
+        logs: takes the logs that the model's step returns; None leaves them as they are.
+        training: whether the step is `train_step` or `test_step`.
+
+    Returns:
+        A function whose result has, for each local replica, the step's logs and the values of the
+        metrics' variables.
     """
     strategy = model.distribute_strategy
     state = state_of(model)
@@ -115,6 +138,8 @@ def make_step(
         step = xla.xla_compiled(model, step, placement)
 
     def compute(data: Any, share: ReplicaSlice) -> Any:
+        # A replica without rows reads one that does not count. Its metrics are put back after the
+        # step. Where the number of rows is known when the step is traced, every replica has rows.
         fixed = share.read_rows is not None and not model.run_eagerly
         variables = [] if fixed or share.is_whole else replica_context.metric_variables(model)
         before = [tf.identity(v.value) for v in variables]
@@ -151,8 +176,8 @@ def make_step(
                 found = compute(shards.data[local], share)
             else:
                 found = microbatches.run(model, compute, shards.data[local], share, passes)
-        # Told here, the metrics wait for nothing else in the step: their sums are on the way
-        # while the weights are updated.
+        # The metrics' values are read here, so they wait for nothing else in the step. Their sums
+        # travel between workers while the weights are updated.
         return found, [tf.identity(v.value) for v in replica_context.metric_variables(model)]
 
     def one_step(shards: WorkerBatch) -> Any:
@@ -160,7 +185,9 @@ def make_step(
         states = states_of_its_own(model) if has_labels else {}
 
         def alike(shards: WorkerBatch = shards) -> Any:
-            random.setstate(python)  # AugMix draws by it, once, when a replica is traced
+            # AugMix draws from Python's generator when a replica is traced. All replicas must draw
+            # the same.
+            random.setstate(python)
             return replica_step(shards, states)
 
         found = strategy.run(alike)
@@ -171,7 +198,17 @@ def make_step(
 
 
 def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None:
-    """Says of which values it is not known that they are one device's, unless that was seen."""
+    """Warns on the chief if some values of a step may differ from those of one device.
+
+    There is no warning for a `train_step` that was compared with one device and had its numbers.
+    The warning names the first reason that was noted while the step was traced. All noted reasons
+    are then forgotten, so that they give one warning only.
+
+    Args:
+        model: the prepared model.
+        placement: this process' place among the workers.
+        step: the name of the step, such as `train_step`.
+    """
     state = state_of(model)
     if not state.unknown:
         return

@@ -1,9 +1,9 @@
-"""The logs that a step returns: which of them are results of metrics, and what the others are.
+"""The logs that a step returns, made those of one device.
 
-A step may return any nest of dicts, as in Keras: tensors, Python numbers, results of metrics under
-any name. Each replica holds its own part of a metric's state, so a log that is a metric's result is
-computed anew from the summed states, once for all steps of a call. Any other log is made the value
-of the global batch by `global_values`.
+A step may return nested dicts, as in Keras, with tensors, Python numbers, or results of metrics
+under any name. Each replica holds only its own part of a metric's state. So a log that is the
+result of a metric is computed again from the summed states, once for all steps of a call.
+`global_values` makes any other log the value of the global batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ Logs = dict[str, tf.Tensor]
 
 
 class _Result(NamedTuple):
-    """A metric's result in a step: the metric's place in `model.metrics`, and a key of its dict."""
+    """A metric's result in a step.
+
+    Attributes:
+        metric: the metric's index in `model.metrics`.
+        key: the key in the dict that the metric returns, or None if it returns no dict.
+    """
 
     metric: int
     key: str | None
@@ -32,16 +37,20 @@ class _Result(NamedTuple):
 class StepLogs:
     """The logs of the train or test step of a model.
 
+    Args:
+        model: the prepared and compiled model.
+
     Attributes:
-        results: for each log that is a metric's result, whose.
-        overrides: whether an epoch's logs are the metrics' results, as Keras has it where a step
-            returns logs with just their names.
+        results: the metric's result that a log is, by the log's name.
+        overrides: whether the logs of an epoch are the metrics' results. So Keras does where a step
+            returns logs with exactly the metrics' names.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._seen: list[tuple[Any, _Result, int]] = []  # a value, whose, after how many updates
-        # Each replica is traced in a thread of its own.
+        # Each value that a metric returned, whose result it is, and after how many updates.
+        self._seen: list[tuple[Any, _Result, int]] = []
+        # The updates by thread and metric, because each replica is traced in a thread of its own.
         self._updates: dict[tuple[int, int], int] = {}
         self._tracing = 0
         self.results: dict[str, _Result] = {}
@@ -49,7 +58,10 @@ class StepLogs:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside, results of the model's metrics are noted. The replicas' threads may overlap."""
+        """Notes the results of the model's metrics inside the context.
+
+        The contexts of several replicas, each in a thread of its own, may overlap.
+        """
         metrics = list(self._model.metrics)
         if not self._tracing:
             self._seen = []
@@ -67,6 +79,8 @@ class StepLogs:
                     vars(metric).pop("update_state", None)
 
     def _noting_result(self, number: int, result: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a metric's `result` that notes what it returns."""
+
         def noting() -> Any:
             found = result()
             count = self._count(number)
@@ -77,6 +91,8 @@ class StepLogs:
         return noting
 
     def _counting(self, number: int, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a metric's `update_state` that counts its calls."""
+
         def counting(*args: Any, **kwargs: Any) -> Any:
             self._updates[threading.get_ident(), number] = self._count(number) + 1
             return update(*args, **kwargs)
@@ -88,10 +104,15 @@ class StepLogs:
         return self._updates.get((threading.get_ident(), number), 0)
 
     def taken(self, logs: Any, share: ReplicaSlice) -> Logs:
-        """Returns a step's logs by name; inside `recorded`, before the metrics change again.
+        """Returns a replica's logs of a step by name, and notes which are results of metrics.
 
-        Those that are no metric's result are such that their mean over the replicas, by rows, is
-        the value of one device.
+        Call it inside `recorded`, before the metrics change again. A metric's result is replaced by
+        0, since `final` computes it. The mean over the replicas, by rows, of any other log is the
+        value of one device.
+
+        Args:
+            logs: what the model's step returned.
+            share: the replica slice.
         """
         self.overrides = isinstance(logs, Mapping) and set(logs) == set(
             self._model.get_metrics_result()
@@ -108,18 +129,20 @@ class StepLogs:
         return found
 
     def _result_of(self, value: Any) -> _Result | None:
+        """Returns the metric's result that a value is, if the metric has not been updated since."""
         for seen, result, count in reversed(self._seen):
             if seen is value and (tf.is_tensor(value) or isinstance(value, keras.Variable)):
                 return result if self._count(result.metric) == count else None
         return None
 
     def final(self, means: Logs) -> tuple[Logs, Logs]:
-        """Returns the logs of a step and those of an epoch that ends with it.
+        """Returns the logs of a step, and the logs of an epoch that ends with it.
 
-        The model's metrics must hold the states of all replicas.
+        The variables of the model's metrics must hold the states of all replicas.
 
         Args:
-            means: for each name in the logs the mean over the replicas; not used for results.
+            means: the mean over the replicas of each log, by name. Those of metrics' results are
+                not used.
         """
         metrics = list(self._model.metrics)
         computed = {number: metrics[number].result() for number in self._metrics_in_use()}
@@ -129,7 +152,7 @@ class StepLogs:
             if result is None:
                 return means[name]
             found = computed[result.metric]
-            # A metric may return its variable, which has the summed state here alone.
+            # A metric may return its variable, which has the summed state only inside this call.
             return tf.convert_to_tensor(found if result.key is None else found[result.key])
 
         logs = {name: value(name) for name in means}
@@ -139,6 +162,7 @@ class StepLogs:
         return logs, logs
 
     def _metrics_in_use(self) -> list[int]:
+        """Returns the indices of the metrics whose results are logs."""
         return sorted({result.metric for result in self.results.values()})
 
 

@@ -1,4 +1,9 @@
-"""What an execution found, summed over all replicas by one collective."""
+"""The result of an execution, summed over all replicas by one collective.
+
+The collective carries the metrics' states, the workers' votes, a digest of the batch, and the moves
+of the moving statistics. So all workers get the same logs, decide alike, and hold the same state
+after each execution.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +22,22 @@ from tfmulti.training.step.step_logs import Logs, StepLogs
 
 
 class StepResult(NamedTuple):
-    """What an execution returns, the same on every worker.
+    """The result of an execution, the same on every worker.
 
-    `logs` are the last step's logs over the global data, and `epoch_logs` those of an epoch that
-    ends here: see `StepLogs.final`. `votes` counts, for each reason to stop, the replicas whose
-    worker has it; `digests` has that of each worker's last
-    batch, by rank. `rows` are the
-    examples of all steps of the execution, `lost` those that could not be read, and `waited_s` the
-    seconds that a replica waited for data, on average.
+    Attributes:
+        logs: the logs of the last step, over the data of all replicas.
+        epoch_logs: the logs of an epoch that ends with this execution (`StepLogs.final`).
+        votes: each vote of `trainer_state.VOTES`, summed over all replicas. A tensor, and a list of
+            floats once `loops.run` has read it.
+        digests: the digest of each worker's last batch, by rank.
+        rows: the number of examples of all steps of the execution.
+        lost: how many examples of the execution could not be read.
+        waited_s: the seconds that a replica waited for data, on average.
     """
 
     logs: Logs
     epoch_logs: Logs
-    votes: Any  # a tensor, and a list of floats once `epochs.run` has read it
+    votes: Any
     digests: tf.Tensor
     rows: tf.Tensor
     lost: tf.Tensor
@@ -37,10 +45,13 @@ class StepResult(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What the steps of an execution took from their source, on this worker.
+    """The totals of what the steps of an execution took from their source, on this worker.
 
-    `rows` has, for each local replica, the rows that count, and then those of all replicas.
-    `free_since` is when the last step ended: the next one waits from then on.
+    Attributes:
+        rows: the rows of each local replica that count, and last those of all replicas.
+        lost: how many examples could not be read.
+        waited_s: the seconds that the steps waited for data.
+        free_since: the time at which the last step ended. The next one waits from then on.
     """
 
     rows: tuple[tf.Tensor, ...]
@@ -50,23 +61,24 @@ class Taken(NamedTuple):
 
     @classmethod
     def nothing(cls, placement: Placement) -> Taken:
+        """Returns the totals before the first step, which waits from this time on."""
         rows = tuple(tf.constant(0, tf.int64) for _ in range(placement.local_replicas + 1))
         return cls(rows, tf.constant(0, tf.int64), tf.constant(0, tf.float64), now())
 
     def counted(self, shards: WorkerBatch) -> Taken:
-        """Returns the same with the rows of a step."""
+        """Returns the totals with the rows of one more step."""
         more = (*shards.own_rows, shards.rows)
         rows = tuple(a + b for a, b in zip(self.rows, more, strict=True))
         return self._replace(rows=rows, lost=self.lost + shards.lost)
 
     def waited_for(self, came: tf.Tensor) -> Taken:
-        """Returns the same when the next step's data has come, at a time."""
+        """Returns the totals with the time that a step waited for data, which came at `came`."""
         return self._replace(waited_s=self.waited_s + tf.maximum(came - self.free_since, 0))
 
     def after(self, logs: Any) -> Taken:
-        """Returns the same when a step has ended, with these logs."""
-        # TensorFlow may take the next step's data while this one runs: that is no waiting. On a
-        # GPU a step has ended when what it computes can be brought to the host.
+        """Returns the totals with the end of a step, whose logs are given."""
+        # TensorFlow may take the next step's data while this step runs, which is no waiting. On a
+        # GPU a step has ended when its results can be copied to the host.
         with tf.device("CPU:0"):
             done = [tf.identity(t) for t in tf.nest.flatten(logs, expand_composites=True)]
         with tf.control_dependencies(done):
@@ -74,8 +86,9 @@ class Taken(NamedTuple):
 
 
 def now() -> tf.Tensor:
-    """Returns the time in seconds; 0 under op determinism, where TensorFlow tells none."""
-    with tf.init_scope():  # asked now, not when the step runs
+    """Returns the time in seconds, or 0 under op determinism, where TensorFlow has no clock."""
+    # The call in `init_scope` runs at once, even while a step is traced.
+    with tf.init_scope():
         try:
             tf.timestamp()
         except tf.errors.FailedPreconditionError:
@@ -84,19 +97,20 @@ def now() -> tf.Tensor:
 
 
 def time_of(shards: WorkerBatch) -> tf.Tensor:
-    """Returns the time at which a batch has come."""
+    """Returns the time in seconds at which a batch has come."""
     leaves = tf.nest.flatten(shards.data[0], expand_composites=True)
     data = [leaf for leaf in leaves if leaf is not None][:1]
-    with tf.control_dependencies([shards.rows, *data]):  # their number may be known beforehand
+    # The number of rows alone may be known before the batch comes.
+    with tf.control_dependencies([shards.rows, *data]):
         return now()
 
 
 class Statistics:
     """The moving statistics of a model's layers, averaged over the replicas by their rows.
 
-    Each replica updates its own from its own rows. An execution ends with the same ones
-    everywhere: those before it, moved by the mean of the replicas' moves. So what is
-    evaluated or saved at any time is the average.
+    Each replica updates its own statistics from its own rows. At the end of an execution all get
+    the same: the statistics before it, plus the mean of the replicas' moves. So every evaluation
+    and every checkpoint sees the average.
     """
 
     def __init__(self, model: keras.Model, placement: Placement) -> None:
@@ -110,26 +124,42 @@ class Statistics:
         self._strategy = model.distribute_strategy
 
     def now(self) -> Any:
-        """Returns the values on all replicas."""
+        """Returns the current values on each replica. Call it in cross-replica context."""
         return self._strategy.run(lambda: [tf.identity(v.value) for v in self._variables])
 
     def moved(self, before: list[tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
-        """Returns by how much this replica's have moved, times its weight."""
+        """Returns how far this replica's statistics have moved, times its weight.
+
+        Args:
+            before: this replica's values from `now`, before the steps.
+            weight: this replica's part of the rows of all replicas, float64 scalar.
+        """
         return [
             tf.math.multiply_no_nan(tf.convert_to_tensor(v.value) - old, tf.cast(weight, old.dtype))
             for v, old in zip(self._variables, before, strict=True)
         ]
 
     def set(self, before: list[tf.Tensor], moved: list[tf.Tensor]) -> None:
-        """Sets the values on this replica."""
+        """Sets this replica's statistics to those before the steps plus the mean move.
+
+        Args:
+            before: this replica's values from `now`, before the steps.
+            moved: what `moved` returned, summed over all replicas.
+        """
         for variable, old, move in zip(self._variables, before, moved, strict=True):
             variable.assign(old + move)
 
 
 class Summary:
-    """Makes the `StepResult` of a model's executions.
+    """Makes the `StepResult` of a model's executions, and ends them with the same state everywhere.
 
-    `outer` moves the weights of workers that take steps of their own (`local_steps`).
+    After local steps it also averages the weights of the workers (`local_steps`).
+
+    Args:
+        model: the prepared model.
+        placement: this process' place among the workers.
+        logs: the logs of the model's step.
+        training: whether the executions train.
     """
 
     def __init__(
@@ -141,23 +171,29 @@ class Summary:
         self._traces = training and not model.run_eagerly
 
     def before(self) -> Any:
-        """Returns moving statistics and weights as they are before the steps."""
+        """Returns moving statistics and weights before the steps, for `after`.
+
+        Weights are returned with local steps only.
+        """
         statistics = self._statistics.now() if self._statistics else ()
         return statistics, self._outer.now() if self._outer else ()
 
     def after(
         self, shards: WorkerBatch, found: Any, votes: tf.Tensor, before: Any, taken: Taken
     ) -> StepResult:
-        """Returns what the steps found, and gives all replicas the same state.
+        """Returns the result of an execution, and gives all replicas the same state.
 
         Args:
-            shards: what the last step took.
-            found: what it returned: of each replica its logs and the states of its metrics.
+            shards: the batch of the last step.
+            found: the logs and the metrics' states of each replica, as the last step returned them.
+            votes: this worker's votes.
             before: what `before` returned.
+            taken: the totals of all steps of the execution.
         """
         strategy = self._model.distribute_strategy
         if self._traces:
-            state_of(self._model).traces += 1  # each function of an execution comes here once
+            # This line runs once for each traced function of an execution.
+            state_of(self._model).traces += 1
 
         def on_replica(found: Any, before: Any, weights: Any) -> StepResult:
             with collectives.serving("outcome", self._placement):
@@ -175,6 +211,7 @@ class Summary:
         before: list[tf.Tensor],
         weights: list[tf.Tensor],
     ) -> StepResult:
+        """Does the work of `after` on one replica, in replica context."""
         logs, metrics = found
         local = replica_context.local_index(self._placement.local_replicas)
         weight = tf.math.divide_no_nan(
@@ -198,7 +235,7 @@ class Summary:
         taken: Taken,
         moved: list[tf.Tensor],
     ) -> tuple[StepResult, list[tf.Tensor]]:
-        """Returns what all replicas found, and `moved` summed over them, from one collective."""
+        """Returns the result of all replicas, and `moved` summed over them, by one collective."""
         weight = shards.weight(local)
         place = self._placement
         digest = tf.cast(shards.digest if local == 0 else 0, tf.float32)
@@ -219,11 +256,12 @@ class Summary:
 
 
 def _part(value: Any, weight: tf.Tensor) -> tf.Tensor:
-    """Returns what a replica's log adds to the mean by rows."""
+    """Returns what a replica's log adds to the mean over replicas by rows."""
     value = value if value.shape.is_fully_defined() else tf.reduce_mean(value)
     value = value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
     return tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
 
 
 def first_local(strategy: tf.distribute.Strategy, values: Any) -> Any:
+    """Returns the first local replica's values of a nest of values on all replicas."""
     return tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], values)

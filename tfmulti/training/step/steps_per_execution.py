@@ -1,22 +1,36 @@
-"""How many steps one call into TensorFlow takes, chosen from what steps and calls cost."""
+"""Chooses how many steps one call into TensorFlow takes, from the costs of steps and calls.
+
+Each call costs time besides its steps. Fewer calls with more steps each save that cost, but an
+execution of several steps must be compiled first. If a call costs `c` seconds and `n` steps are
+left, then `k` steps in each call save `c * (1 - 1 / k) * n` seconds. `k` is the number of steps
+that take about `TARGET_S`. It is used if it saves more time than the compilation takes.
+"""
 
 from __future__ import annotations
 
 import statistics
 
-TARGET_S = 0.1  # of a call: progress moves ten times a second, and a stop takes no longer
-TRIALS = 8  # calls that are measured, after the two that are traced and warm up
-CALL_S = (
-    0.0005  # of a call of the smallest network, that no clock outside of it tells from its steps
-)
+# The time that a call should take: progress moves ten times a second, and a stop takes no longer.
+TARGET_S = 0.1
+# The number of calls that are measured. Two calls before them trace the step and warm up.
+TRIALS = 8
+# A call of the smallest network hides this cost: a clock outside the call cannot tell it from the
+# steps.
+CALL_S = 0.0005
 
 
 class StepsPerExecution:
-    """How many steps the next execution takes.
+    """The number of steps of each execution, given or chosen by measurement.
 
-    `steps` is a number given, or None: then each is one step, until `TRIALS` were measured. More
-    are taken when what the calls of the rest cost is more than compiling an execution of several
-    steps does. The chief decides, and `agree` tells all workers at the same execution.
+    A number that is to be chosen is 1 until `TRIALS` executions were measured. The chief chooses
+    it. All workers take it by `agree`, at the same execution.
+
+    Args:
+        steps: the number of steps; None lets it be chosen.
+        most: the largest number that may be chosen; None sets no limit.
+
+    Attributes:
+        at_once: the number of steps of the next execution.
     """
 
     def __init__(self, steps: int | None, *, most: int | None = None) -> None:
@@ -30,16 +44,16 @@ class StepsPerExecution:
 
     @property
     def wish(self) -> int:
-        """The steps that this worker wants for each execution from now on; 0: as it is."""
+        """The number of steps that this worker wants for each execution; 0 wants no change."""
         return self._wish
 
     def add(self, period_s: float, inside_s: float, steps_left: int) -> None:
-        """Counts an execution of one step.
+        """Adds the measurement of an execution of one step.
 
         Args:
-            period_s: since the execution before had ended.
-            inside_s: those of them that the execution itself took.
-            steps_left: until the end of `fit`.
+            period_s: seconds from the end of the execution before to the end of this one.
+            inside_s: the part of these seconds that the execution itself took.
+            steps_left: the steps until the end of `fit`.
         """
         if not self._open:
             return
@@ -51,9 +65,10 @@ class StepsPerExecution:
             self._wish = self._best(steps_left)
 
     def _best(self, steps_left: int) -> int:
+        """Returns the number of steps to take in each execution, or 0 for no change."""
         step_s = statistics.median(self._periods[2:])
         call_s = max(statistics.median(self._outside[2:]), 0.0) + CALL_S
-        # A step without its call: several of them last as long as one execution shall.
+        # The steps alone, without the cost of their calls, should take `TARGET_S`.
         steps = int(TARGET_S / max(step_s - call_s, 1e-6))
         steps = min(steps, steps_left, self._most or steps)
         if steps < 2:
@@ -62,6 +77,10 @@ class StepsPerExecution:
         return steps if saved_s > self._compiled_s else 0
 
     def agree(self, steps: int) -> None:
-        """Takes what the chief wanted; 0: nothing new."""
+        """Takes the number of steps on which all workers have agreed; 0 changes nothing.
+
+        Args:
+            steps: the number that the chief voted for.
+        """
         if steps:
             self.at_once, self._wish = steps, 0

@@ -1,4 +1,4 @@
-"""Counts what the workers say outside of a step."""
+"""Small collectives between workers outside of a step: votes, and numbers of each worker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.step.step_result import first_local
 
 
-@functools.lru_cache(maxsize=4)  # strategies: a process has one, seldom two
+# A process has one strategy, seldom two.
+@functools.lru_cache(maxsize=4)
 def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], list[float]]:
-    """Returns `vote(values)`: each value summed over the replicas of all workers.
+    """Returns `vote(values)`, which returns each value summed over the replicas of all workers.
 
-    Every worker must call it: it is a collective.
+    `vote` is a collective: every worker must call it, with as many values.
     """
 
     def total(values: tf.Tensor) -> tf.Tensor:
@@ -36,12 +37,14 @@ def make_vote(strategy: tf.distribute.Strategy) -> Callable[[Sequence[float]], l
 
 
 def gather(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list[int]]:
-    """Returns the numbers that each worker gives, by its rank, exactly.
+    """Returns the exact numbers that each worker gives, in the order of the ranks.
 
-    Every worker must call it with as many: it is a collective.
+    This is a collective: every worker must call it, with as many numbers.
 
     Args:
-        values: from 0 to 65,535, so that float32 holds them times 256 replicas of a worker.
+        strategy: the strategy of the run.
+        values: whole numbers from 0 to 65,535. Float32 holds these exactly, also multiplied by the
+            replicas of a worker, up to 256.
     """
     place = placement_of(strategy)
     if place.workers == 1:

@@ -1,10 +1,12 @@
-"""A step's forward and backward pass compiled by XLA, on each replica by itself.
+"""Compiles a step's forward and backward pass by XLA, on each replica by itself.
 
-Replicas cannot meet inside a compiled function. So the gradients are taken out of it, and summed
-and applied after it; of Keras' own `train_step` nothing else comes after them that depends on them.
-A pass that needs the other replicas (batch statistics or a loss of all rows) is not compiled, nor
-one that draws random numbers: XLA's are others than those of several replicas.
-https://www.tensorflow.org/xla
+Replicas cannot reduce inside a compiled function. So the function returns the gradients, which are
+summed and applied after it. That is right for Keras' own `train_step`, since nothing in it after
+the update depends on the update.
+
+A pass that needs the other replicas, for batch statistics or a loss of all rows, is not compiled.
+Neither is a pass that draws random numbers: XLA's differ from those of several replicas. Such a
+step is traced again without XLA. https://www.tensorflow.org/xla
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ Step = Callable[[Any], Any]
 
 
 def xla_compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
-    """Returns a step whose passes XLA compiles, or the same where it shall or can not.
+    """Returns a step whose passes XLA compiles, or the same step if XLA is not used.
 
-    Where it was asked for and cannot be done, a warning says why.
+    The user asks for XLA by `prepare(jit_compile=True)` or by `compile`. On GPUs XLA is the
+    default. A warning tells why XLA cannot compile a step for which the user asked.
+
+    Args:
+        model: the prepared model.
+        step: the model's `train_step`.
+        placement: this process' place among the workers.
     """
     chosen = state_of(model).jit_compile
     asked = bool(model.jit_compile) if chosen is None else chosen
@@ -44,7 +52,7 @@ def xla_compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
 
 
 def _hindrance(model: keras.Model) -> str | None:
-    """Returns why a model's step cannot be compiled, if that is known before it is traced."""
+    """Returns why XLA cannot compile a model's step, or None if tracing must tell."""
     if type(model).train_step is not keras.Model.train_step:
         return "a train_step of your own may use what its updates leave"
     if state_of(model).microbatches > 1:
@@ -55,6 +63,8 @@ def _hindrance(model: keras.Model) -> str | None:
 
 
 def _by_xla(step: Step, asked: bool) -> Step:
+    """Returns a step that is compiled by XLA, or runs without XLA where tracing shows why not."""
+
     def run(data: Any) -> Any:
         hindrances: list[str] = []
         kept = _Kept()
@@ -68,6 +78,8 @@ def _by_xla(step: Step, asked: bool) -> Step:
         try:
             logs, gradients = passes(data)
         except Exception:
+            # Keras may raise another exception in the place of CannotCompile, so the list of
+            # hindrances tells whether that was the cause.
             if not hindrances:
                 raise
             if asked:
@@ -81,7 +93,7 @@ def _by_xla(step: Step, asked: bool) -> Step:
 
 
 class _Kept:
-    """The gradients of a step, and whose they are."""
+    """Keeps the gradients of a step, with the optimizer and the variables that they are for."""
 
     def __init__(self) -> None:
         self.optimizer: Any = None
@@ -89,8 +101,10 @@ class _Kept:
         self.variables: Any = None
 
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
+        """Keeps the gradients, as a `microbatches.Taker`."""
         self.optimizer, self.gradients, self.variables = optimizer, list(gradients), variables
 
 
 def _warn(reason: str) -> None:
+    """Warns the user who asked for XLA that it does not compile the step."""
     warnings.warn(f"XLA does not compile this step (jit_compile): {reason}.", stacklevel=2)
