@@ -192,7 +192,7 @@ def test_upstream_methods_still_need_merge_call(behaviours: Behaviours, name: st
 
 
 def test_upstream_functions_of_loops_still_divide_for_a_sum(behaviours: Behaviours) -> None:
-    """The reason for `own_steps`: two of four rows, 1 and 3, of two replicas.
+    """The reason for `distribution.custom_steps`: two of four rows, 1 and 3, of two replicas.
 
     Replicas' gradients meet as a mean, so theirs must be 2 (the mean of the rows), 1 (the sum
     over 8, doubled) and 4 (not halved).

@@ -183,6 +183,11 @@ def test_a_file_that_is_one_example_has_an_end(tmp_path: Path) -> None:
         file.truncate(files.MOST_BYTES + 1)  # it takes no place on the disk
     with pytest.raises(OSError, match="more than 1,073,741,824 bytes"):
         files.read_bytes(str(path), files.MOST_BYTES)
+    with path.open("wb") as file:
+        file.truncate(1000)
+    assert len(files.read_bytes(f"file://{path}", 1000)) == 1000
+    with pytest.raises(OSError, match="more than 999 bytes"):
+        files.read_bytes(f"file://{path}", 999)
 
 
 def npy(shape: tuple[int, ...], data: bytes = b"") -> bytes:

@@ -204,6 +204,19 @@ def test_parquet_types(tmp_path: Path) -> None:
     assert data.spec.class_names == ("0", "1")
 
 
+def test_numbers_in_a_column_of_flags(tmp_path: Path) -> None:
+    """0 and 1 are flags; any other number is not what the training part has."""
+    for name, flags in (("train", [True, False]), ("validation", [1, 0]), ("test", [0, 7])):
+        parquet.write_table(pa.table({"flag": flags, "y": [0, 1]}), tmp_path / f"{name}.parquet")
+    options = f"{tmp_path}/train.parquet,validation={tmp_path}/validation.parquet,target=y"
+    data = fitted(tables.load_parquet(options, 0))
+    assert rows_of(data.validation)[0].shape[0] == 2
+    with pytest.raises(
+        DataError, match=r"'flag' is 7 in row 2 .*true or false in the training part"
+    ):
+        fitted(tables.load_parquet(f"{options},test={tmp_path}/test.parquet", 0))
+
+
 def test_a_type_that_is_not_read(tmp_path: Path) -> None:
     table = pa.table({"when": [datetime(2020, 1, 1)] * 4, "n": [1, 2, 3, 4], "y": list("abab")})
     parquet.write_table(table, tmp_path / "t.parquet")

@@ -65,7 +65,7 @@ class BatchPlan:
             local_replicas: the number of replicas of the worker.
             replicas: the number of replicas of all workers.
 
-        >>> Plan(30, 30).part(0, first_replica=6, local_replicas=2, replicas=8).shares
+        >>> BatchPlan(30, 30).part(0, first_replica=6, local_replicas=2, replicas=8).shares
         ((24, 27, True), (27, 30, True))
         """
         epoch, in_epoch = divmod(step, self.steps_per_epoch)

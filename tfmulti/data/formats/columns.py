@@ -247,7 +247,11 @@ def _cast(array: Any, kind: str) -> Any:
         return compute.cast(array, pyarrow.string())
     if not _is_text(array):
         # A safe cast would refuse 2**53 + 1, which float64 rounds to 2**53.
-        return compute.cast(array, pyarrow.float64(), safe=False)
+        numbers = compute.cast(array, pyarrow.float64(), safe=False)
+        known = compute.is_in(numbers, value_set=pyarrow.array([0.0, 1.0, None]))
+        if kind == FLAG and not compute.all(known).as_py():
+            raise ValueError
+        return numbers
     if kind == FLAG:
         small = compute.utf8_lower(array)
         known = compute.is_in(small, value_set=pyarrow.array(["true", "false", None]))

@@ -56,19 +56,26 @@ def read_bytes(path: str, most: int | None = None) -> bytes:
 
     Args:
         path: the file.
-        most: the largest size in bytes of a local file. None: there is no limit.
+        most: the largest size in bytes. None: there is no limit.
 
     Raises:
         OSError: the file cannot be read, is too large, or is a named pipe or a device.
     """
-    if not is_remote(path):
+    content: bytes
+    limit = float("inf") if most is None else most
+    too_large = OSError(errno.EFBIG, f"it has more than {limit:,} bytes", path)
+    if is_remote(path):
+        with as_os_error(), gfile().GFile(path, "rb") as file:
+            content = file.read(-1 if most is None else most + 1)
+    else:
         with open_regular(path) as file:
-            if most is not None and os.fstat(file.fileno()).st_size > most:
-                raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
-            return file.read()
-    with as_os_error(), gfile().GFile(path, "rb") as file:
-        content: bytes = file.read()
-        return content
+            # A sparse file takes no place on the disk, so nothing of a file too large is read.
+            if os.fstat(file.fileno()).st_size > limit:
+                raise too_large
+            content = file.read()
+    if len(content) > limit:
+        raise too_large
+    return content
 
 
 def open_regular(path: str) -> IO[bytes]:
