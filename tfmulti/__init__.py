@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfmulti.cluster.cluster import Cluster, Task
     from tfmulti.config.fit_config import FitConfig
+    from tfmulti.config.training_options import TrainingOptions
     from tfmulti.data.arrays import ArraySource
     from tfmulti.data.data_set import DataSpec
     from tfmulti.data.source import Source
@@ -57,6 +58,7 @@ _PLACES = {
     "Task": "tfmulti.cluster.cluster",
     "TfmultiError": "tfmulti.errors",
     "Throughput": "tfmulti.run.callbacks.throughput",
+    "TrainingOptions": "tfmulti.config.training_options",
     "UserError": "tfmulti.errors",
     "Verification": "tfmulti.training.verification.result",
     "VerificationError": "tfmulti.errors",
@@ -86,6 +88,7 @@ __all__ = [
     "Task",
     "TfmultiError",
     "Throughput",
+    "TrainingOptions",
     "UserError",
     "Verification",
     "VerificationError",

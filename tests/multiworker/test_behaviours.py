@@ -179,7 +179,7 @@ def test_a_dataset_that_ends_early_ends_the_epoch(behaviours: Behaviours, kind: 
         ("microbatches_and_two_updates", "ModelError", "updates more than once a step"),
         ("microbatches_and_a_loss_of_one_number", "ModelError", "which --microbatches splits"),
         ("microbatches_and_a_clip_of_its_own", "ModelError", "knows only after the last pass"),
-        ("no_microbatches", "ModelError", "must be at least 1"),
+        ("no_microbatches", "ConfigError", "must be at least 1"),
         ("class_weight_of_several_outputs", "DataError", "several parts"),
         ("ragged_array", "DataError", "a RaggedTensor cannot be read by rows"),
         ("parts_of_different_rows", "DataError", "have different numbers of rows"),

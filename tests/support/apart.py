@@ -97,6 +97,11 @@ class Variant:
     evaluated: bool = False  # before it is trained, which gathers what all rows decide
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What `prepare` is told of the outer optimizer."""
+        return {"outer_learning_rate": self.rate, "outer_momentum": self.momentum}
+
+    @property
     def data(self) -> tuple[np.ndarray, ...]:
         arrays = (X, Y, WEIGHTS) if self.weighed else (X, Y)
         return tuple(array[: self.rows] for array in arrays)
@@ -108,10 +113,8 @@ def by_weight() -> keras.losses.Loss:
 
 VARIANTS = {
     "momentum and a regularizer": Variant(dense),
-    "adam with clipping": Variant(_adam, prepared={"outer_learning_rate": 0.5}, rate=0.5),
-    "three steps, no outer momentum": Variant(
-        dense, every=3, prepared={"outer_momentum": 0.0}, momentum=0.0
-    ),
+    "adam with clipping": Variant(_adam, rate=0.5),
+    "three steps, no outer momentum": Variant(dense, every=3, momentum=0.0),
     "a loss of one number": Variant(lambda: dense(loss=root_of_mean_squares), evaluated=True),
     "a sum": Variant(
         lambda: dense(loss=keras.losses.SparseCategoricalCrossentropy(reduction="sum"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tfmulti.config.fit_config import FitConfig, read_config_file
+from tfmulti.config.run_directory import RunDir
 from tfmulti.errors import ConfigError
 
 
@@ -91,3 +92,16 @@ def test_config_file_mistakes(tmp_path: Path, text: str | bytes | None, message:
 def test_every_field_has_help() -> None:
     assert all(item.metadata["help"] for item in dataclasses.fields(FitConfig))
     assert "epochs" in json.loads(FitConfig().to_json())
+
+
+def test_a_configuration_of_an_older_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"backup_every_s": 5.0, "keep_backups": 3}')
+    assert read_config_file(str(path)) == {"checkpoint_every_s": 5.0, "keep_checkpoints": 3}
+
+
+def test_a_run_directory_of_an_older_version_keeps_its_folder(tmp_path: Path) -> None:
+    run_dir = RunDir(str(tmp_path))
+    assert run_dir.checkpoints == tmp_path / "checkpoints"
+    (tmp_path / "backups").mkdir()
+    assert run_dir.checkpoints == tmp_path / "backups"

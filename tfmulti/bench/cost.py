@@ -30,7 +30,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfmulti.config.local_sync import GATHER_BYTES, PACK_BYTES
+from tfmulti.distribution.bucket_sizes import GATHER_BYTES, PACK_BYTES
 
 
 @dataclass(frozen=True)

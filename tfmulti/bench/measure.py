@@ -24,8 +24,8 @@ from tfmulti.bench.parts import Phase
 from tfmulti.bench.request import MeasureRequest, MeasureResult
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.selection import BatchSizes
-from tfmulti.config.local_sync import PACK_BYTES
 from tfmulti.data.source import Source
+from tfmulti.distribution.bucket_sizes import PACK_BYTES
 from tfmulti.distribution.connections import channel_of
 from tfmulti.distribution.strategies import Placement, device_names
 from tfmulti.errors import DataError

@@ -11,7 +11,8 @@ from typing import Any
 from absl import flags
 
 from tfmulti import errors
-from tfmulti.config.fit_config import FitConfig, base_type, read_config_file
+from tfmulti.config.fit_config import FitConfig, read_config_file
+from tfmulti.config.training_options import TrainingOptions, base_type
 from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
 
 
@@ -129,7 +130,9 @@ def help_text(
 ) -> str:
     """Returns what `--help` prints: a command's manual, and its flags, `more` of them first."""
     lines = [manual, "Flags:"]
-    of_run = (item.name for item in dataclasses.fields(FitConfig))
+    inherited = {item.name for item in dataclasses.fields(TrainingOptions)}
+    names = [item.name for item in dataclasses.fields(FitConfig)]
+    of_run = sorted(names, key=inherited.__contains__)  # what a run is, then how it is trained
     for name in [*more, "config", *(name for name in of_run if name not in without)]:
         flag = values[name]
         default = f" (default: {flag.default})" if flag.default not in (None, False) else ""

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.config.local_sync import GATHER_BYTES
+from tfmulti.distribution.bucket_sizes import GATHER_BYTES
 from tfmulti.distribution.connections import channel_now, channel_of, noting
 from tfmulti.distribution.strategies import Placement
 

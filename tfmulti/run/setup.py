@@ -142,20 +142,7 @@ def make_model(setup: Setup) -> keras.Model:
             model = user_model.build(config.model, build, data.spec)
     finally:
         keras.config.set_dtype_policy(before)  # a script goes on with its own
-    prepare(
-        model,
-        seed=config.seed,
-        microbatches=config.microbatches,
-        sync_batch_norm=config.sync_batch_norm,
-        gradient_compression=config.gradient_compression,
-        sync_every=config.sync_every,
-        outer_learning_rate=config.outer_learning_rate,
-        outer_momentum=config.outer_momentum,
-        steps_per_execution="auto" if config.steps_per_execution is None else None,
-        jit_compile=config.jit_compile,
-        verify=config.verify,
-        verify_steps=config.verify_steps,
-    )
+    prepare(model, config.training_options)
     state_of(model).reading = reading_of(setup)
     return model
 

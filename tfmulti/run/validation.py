@@ -14,7 +14,6 @@ from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.cluster.selection import batch_sizes, select
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig, check_same_run, read_config_file
-from tfmulti.config.local_sync import SyncOptions
 from tfmulti.config.run_directory import RunDir, check_writable
 from tfmulti.data.data_set import DataSet, size_of
 from tfmulti.data.formats.pixels import limit_pixels
@@ -59,7 +58,7 @@ def check(
     )
     several = cluster is not None and selection.strategy == "multi_worker_mirrored"
     workers = cluster.size if cluster is not None and several else 1
-    synchronisation_of(config).check_place(workers, selection.local_replicas)
+    config.check_place(workers, selection.local_replicas)
     if config.run_dir is not None:
         goes_on = _goes_on(config, RunDir(config.run_dir))
     elif config.resume == "must":
@@ -80,11 +79,6 @@ def check(
     if config.export_dir is not None and done is None:
         _check_export_dir(Path(config.export_dir))
     return Job(resolved, None if config.ignore_cluster else cluster, data, done)
-
-
-def synchronisation_of(config: FitConfig) -> SyncOptions:
-    """Returns how often workers meet, as a value."""
-    return SyncOptions(config.sync_every, config.outer_learning_rate, config.outer_momentum)
 
 
 def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:

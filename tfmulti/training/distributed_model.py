@@ -1,9 +1,12 @@
-"""`prepare(model)`: a Keras model whose `fit`, `evaluate` and `predict` are right everywhere.
+"""Prepares a Keras model: its `fit`, `evaluate` and `predict` give one device's numbers anywhere.
 
-`DistributedModel` takes the place of Keras' trainer *under* the model's own class: what the
-user's class overrides (`train_step`, `compute_loss`, `fit`, …) still comes first, and its
-`super()` calls arrive here. The replicas run the user's step as one device would; their
-gradients meet in the optimizer and their metrics once an execution (`replicas`, `steps`).
+`prepare` puts `DistributedModel` between the model's own class and `keras.Model`. So a method that
+the user's class overrides, such as `train_step`, `compute_loss` or `fit`, still comes first. Its
+`super()` calls arrive in `DistributedModel`.
+
+Each replica runs the user's step as one device would. The gradients are summed over all replicas
+when the step calls the optimizer (`replica_context`). The metrics are summed once in each execution
+(`step_result`).
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ import keras
 import tensorflow as tf
 
 from tfmulti.config import run_directory
-from tfmulti.config.fit_config import COMPRESSIONS
-from tfmulti.config.local_sync import PACK_BYTES, SyncOptions
 from tfmulti.config.reading import ReadOptions
+from tfmulti.config.training_options import TrainingOptions, changed
 from tfmulti.distribution import connections, losses
+from tfmulti.distribution.bucket_sizes import PACK_BYTES
 from tfmulti.distribution.replica_context import own_gradients, reduce_gradients
 from tfmulti.distribution.strategies import Placement, placement_of
-from tfmulti.errors import ConfigError, ModelError
+from tfmulti.errors import ModelError
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.losses import watch_losses
 from tfmulti.keras_patches.optimizers import take_reduced_gradients
@@ -54,113 +57,46 @@ from tfmulti.training.verification import verification
 Model = TypeVar("Model", bound=keras.Model)
 
 
-def prepare(
-    model: Model,
-    *,
-    seed: int | None = None,
-    microbatches: int = 1,
-    sync_batch_norm: bool = True,
-    gradient_compression: str = "none",
-    reader_threads: int | None = None,
-    skip_bad_records: int = 0,
-    sync_every: int | None = None,
-    outer_learning_rate: float = 0.7,
-    outer_momentum: float = 0.9,
-    steps_per_execution: str | None = None,
-    jit_compile: bool | None = None,
-    verify: bool | None = None,
-    verify_steps: int = 1,
-) -> Model:
-    """Returns the same model with a `fit`, `evaluate` and `predict` for any strategy.
+def prepare(model: Model, options: TrainingOptions | None = None, **changes: Any) -> Model:
+    """Returns the same model with `fit`, `evaluate` and `predict` for any strategy.
 
-    Call it before or after `compile`, on a Functional, Sequential or subclassed model, with
-    or without a `train_step` of its own. What Keras' documentation says of the three methods
-    holds, with `batch_size` the global batch; every worker calls them alike, on the same data.
+    Call it before or after `compile`. The model may be Functional, Sequential or subclassed, with
+    or without a `train_step` of its own. The three methods do what Keras' documentation says, and
+    their `batch_size` is the global batch. Every worker calls them alike, with the same data.
 
     Args:
-        model: a Keras model made inside `strategy.scope()`.
-        seed: of the data order; None takes one that follows from the state of NumPy's generator,
-            which stays as it is, and from how often `fit` was called (the chief's holds for all
-            workers).
-        microbatches: passes of one step: each replica's rows are computed in that many
-            parts, and the weights are updated once, by the gradient of the whole batch.
-        sync_batch_norm: BatchNormalization layers take mean and variance over the rows of
-            all replicas, as one device would: two collectives a layer and step. False leaves
-            it to the layers' own `synchronized`; moving statistics are then averaged over
-            the replicas, weighted by their rows.
-        gradient_compression: the type that gradients have between workers: none (their own),
-            float16 or bfloat16, which halve the traffic and round each gradient, and then their
-            sum, to 11 or 8 binary digits. They are added in float32, but by TensorFlow's
-            collectives (GPUs, workers that cannot connect) in their own type. float16 loses what is
-            below 6e-8 and overflows above 65,504, before gradients are clipped; bfloat16 does not.
-            Weights stay alike everywhere; they are not one device's to the last digits any more.
-            Nothing within one process.
-        reader_threads: how many examples of a `Source` each worker reads at a time; 0: in the
-            thread that feeds the steps; None: as many as it has cores, where reading is slow.
-        skip_bad_records: how many examples of a `Source` that cannot be read are left out in
-            a pass over the data, counted over all workers; one more is an error.
-        sync_every: how many steps each worker takes by itself, on its own rows, before all meet
-            (`local_steps`): less talk over a slow network, and not one device's numbers. They meet
-            at the end of an epoch, too; an execution is as many steps, whatever
-            `steps_per_execution` says. None: every step is taken together, exactly. With one
-            worker it does nothing.
-        outer_learning_rate: what the mean of the workers' moves is multiplied by where they meet.
-        outer_momentum: Nesterov momentum of these moves.
-        steps_per_execution: `auto` takes as many steps at a time in `fit` as last a tenth of a
-            second, where that saves more than it costs to compile; callbacks are called once for
-            them, as with `compile(steps_per_execution=N)`. None: as `compile` says.
-        jit_compile: whether XLA compiles the forward and backward pass of each replica. None: as
-            `compile(jit_compile=True)` asks for it, and on GPUs, as Keras alone does with one:
-            there False here turns it off, since Keras does not tell its own False from the user's.
-            A step in which replicas need each other before their gradients meet, or that draws
-            random numbers, is not compiled: these would be XLA's own.
-        verify: whether the first `fit` takes its first step also on one device, by plain Keras,
-            and raises VerificationError where the numbers differ by more than rounding; nothing is
-            trained or changed then. None: with several replicas, where a train_step, loss,
-            metric, layer or optimizer is not Keras' own. It takes one more trace and two steps of
-            the whole batch on one device.
-        verify_steps: how many first steps are compared.
+        model: a Keras model. Variables that were made outside every strategy's scope move into the
+            strategy of this process.
+        options: how the model trains. None: the defaults.
+        changes: fields of `TrainingOptions`, which replace those of `options`:
+            `prepare(model, microbatches=4)`.
+
+    Returns:
+        The model itself, whose class derives from its own class and from `DistributedModel`.
 
     Raises:
-        ModelError: no Keras model, or one that was made outside the strategy's scope, or
-            `microbatches` below 1.
-        ConfigError: a number out of its range, an unknown compression or pace, or `sync_every`
-            where workers have several replicas each.
+        ModelError: `model` is no Keras model, its class overrides `make_train_function` or one of
+            its siblings, or a variable belongs to another strategy.
+        ClusterError: the environment names several workers, but this process made no strategy.
+        ConfigError: there is no such option, a value is out of its range, or `sync_every` is given
+            and workers have several replicas each.
     """
     if not isinstance(model, keras.Model):
         raise ModelError(f"prepare() takes a keras.Model, not a {type(model).__name__}.")
     if not isinstance(model, DistributedModel):
         model_checks.check_overrides(model)
+    options = changed(options or TrainingOptions(), changes)
     relocation.enter(model)
     model_checks.check_scope(model)
-    if microbatches < 1:
-        raise ModelError(f"microbatches is {microbatches}, but it must be at least 1.")
-    if gradient_compression not in COMPRESSIONS:
-        raise ConfigError(
-            f"gradient_compression is {gradient_compression!r}, "
-            f"but it must be one of {', '.join(COMPRESSIONS)}."
-        )
-    if steps_per_execution not in (None, "auto"):
-        raise ConfigError(
-            f"steps_per_execution is {steps_per_execution!r}, but it must be 'auto' or None. "
-            "Give a number to compile()."
-        )
-    if verify_steps < 1:
-        raise ConfigError(f"verify_steps is {verify_steps}, but it must be at least 1.")
     place = placement_of(model.distribute_strategy)
-    synchronisation = SyncOptions(sync_every, outer_learning_rate, outer_momentum)
-    synchronisation.check_place(place.workers, place.local_replicas)
-    reading = ReadOptions(reader_threads, skip_bad_records)
-    state = TrainerState(
-        seed, microbatches, sync_batch_norm, gradient_compression, reading, synchronisation
-    )
-    state.chooses_pace = steps_per_execution == "auto"
-    state.jit_compile = jit_compile
-    state.verify, state.verify_steps = verify, verify_steps
+    options.check_place(place.workers, place.local_replicas)
+    reading = ReadOptions(options.reader_threads, options.skip_bad_records)
+    state = TrainerState(options, reading)
     if not isinstance(model, DistributedModel):
         cls = type(model)
         derived = derived_class(cls, (cls, DistributedModel))
         object.__setattr__(model, "__class__", derived)
+    # Functions that were made before this call have other options.
     for name in ("train_function", "test_function", "predict_function"):
         setattr(model, name, None)
     remember(model, state)
@@ -174,7 +110,7 @@ Result = TypeVar("Result")
 def _on_all_workers(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Returns a method that says, where another worker is not there, that all must call it."""
+    """Returns a method whose error, if another worker is missing, says that all must call it."""
 
     @functools.wraps(method)
     def called(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -185,13 +121,18 @@ def _on_all_workers(
 
 
 class DistributedModel(keras.Model):
-    """Keras' trainer, written anew for `tf.distribute`; see `prepare`."""
+    """Replaces Keras' trainer methods by methods for `tf.distribute`; see `prepare`."""
 
     train_function: Any
     test_function: Any
     predict_function: Any
 
     def make_train_function(self, force: bool = False) -> None:
+        """Makes the function of a training execution, as Keras does before `fit`.
+
+        Args:
+            force: whether to make it again although there is one.
+        """
         if self.train_function is None or force:
             outer = state_of(self).outer = local_steps.make_outer(self, self._wire)
             all_meet = functools.partial(reduce_gradients, **self._wire)
@@ -202,30 +143,37 @@ class DistributedModel(keras.Model):
             self.train_function = Execution(self, self._placement, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
+        """Makes the function of an evaluation execution; see `make_train_function`."""
         if self.test_function is None or force:
             watch_losses(self)
             self.test_function = Execution(self, self._placement, training=False)
 
     def make_predict_function(self, force: bool = False) -> None:
+        """Makes the function that predicts one batch; see `make_train_function`."""
         if self.predict_function is None or force:
             self.predict_function = make_prediction(self, self._placement)
 
     @property
     def _wire(self) -> dict[str, Any]:
-        """How gradients travel between workers; see `reduce_gradients`."""
+        """The keyword arguments of `reduce_gradients` for gradients between workers."""
         if self._placement.workers == 1:
             return {}
-        compression = state_of(self).gradient_compression
+        compression = state_of(self).options.gradient_compression
         wire = None if compression == "none" else tf.as_dtype(compression)
         return {"wire": wire, "by_bytes": PACK_BYTES}
 
     def _pace(self, checkpoint: Checkpoint | None) -> StepsPerExecution:
-        """Returns how many steps executions have: as compiled, or chosen if that was asked for.
+        """Returns the number of steps of each execution, as compiled or to be chosen.
 
-        On GPUs a step by itself takes its data there while the one before runs.
+        On GPUs nothing is chosen. There an execution of one step already copies the batch of the
+        next step to the GPU while it runs.
         """
         given = local_steps.steps_at_once(self)
-        chosen = state_of(self).chooses_pace and given == 1 and not local_steps.is_on(self)
+        chosen = (
+            state_of(self).options.steps_per_execution == "auto"
+            and given == 1
+            and not local_steps.is_on(self)
+        )
         if not chosen or self.run_eagerly or self._placement.gpus:
             return StepsPerExecution(given)
         return StepsPerExecution(None, most=checkpoint.every_steps if checkpoint else None)
@@ -242,12 +190,22 @@ class DistributedModel(keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """Returns the loss of this replica's rows as a part of the global one; see Keras."""
+        """Returns the loss of this replica's rows, scaled as a part of the global loss.
+
+        See Keras' `Model.compute_loss`.
+
+        Args:
+            x: the inputs of this replica's rows.
+            y: the targets of this replica's rows.
+            y_pred: the outputs of the model for these rows.
+            sample_weight: the weights of these rows.
+            training: whether the loss is for training.
+        """
         with losses.compiled_loss():
             return super().compute_loss(x, y, y_pred, sample_weight, training)
 
     @_on_all_workers
-    def fit(  # Keras' own signature
+    def fit(  # Keras' signature
         self,
         x: Any = None,
         y: Any = None,
@@ -266,7 +224,19 @@ class DistributedModel(keras.Model):
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
     ) -> keras.callbacks.History:
-        """Trains for `epochs` epochs; see Keras' `Model.fit`. Every worker calls it alike."""
+        """Trains the model until epoch `epochs` has ended, and returns the history.
+
+        Every worker calls it alike, with the same data. See Keras' `Model.fit`, whose arguments
+        these are. `batch_size` and `validation_batch_size` are global batches.
+
+        Raises:
+            ModelError: the model is not compiled, or cannot be trained by replicas.
+            DataError: the workers have different data, the data has no batches, or it cannot be
+                read.
+            ConfigError: two Checkpoint callbacks were given.
+            ResumeError: the Checkpoint callback cannot resume the run.
+            VerificationError: the first steps differ from those of one device.
+        """
         model_checks.check_compiled(self)
         relocation.enter(self)
         place = self._placement
@@ -276,7 +246,7 @@ class DistributedModel(keras.Model):
         with resume.checkpoint_in(callbacks) as checkpoint:
             record = resume.find_record(self, checkpoint)
             drawn = epochs_loop.draw_seed(self) if shuffle else None
-            seed = resume.seed_of(record, drawn, state_of(self).seed is not None)
+            seed = resume.seed_of(record, drawn, state_of(self).options.seed is not None)
             feed = make_feed(
                 x,
                 y,
@@ -303,8 +273,9 @@ class DistributedModel(keras.Model):
                 )
             epochs_loop.check_same_data(self, feed, validation)
             feed.begin_call()
-            # A comparison with one device begins with all slots, as a checkpoint does.
-            needs_slots = checkpoint is not None or bool(state_of(self).verify)
+            # A comparison with one device needs all slots before the first step. So does a
+            # checkpoint.
+            needs_slots = checkpoint is not None or bool(state_of(self).options.verify)
             model_checks.build(self, feed.specs, optimizers=needs_slots)
             count = steps_per_epoch or feed.steps
             self.stop_training = False
@@ -322,6 +293,8 @@ class DistributedModel(keras.Model):
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             all_callbacks.on_train_begin()
             keeper = None
+            # The manager notes the callbacks' attributes as they are after `on_train_begin`. It
+            # saves those that change later.
             if checkpoint is not None:
                 feeds = {"training": feed} | ({"validation": validation} if validation else {})
                 keeper = resume.CheckpointManager(
@@ -362,7 +335,15 @@ class DistributedModel(keras.Model):
         callbacks: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        """Returns loss and metrics over the data, each row counted once; see Keras."""
+        """Returns loss and metrics over the data, and counts each row once.
+
+        Every worker calls it alike, with the same data. See Keras' `Model.evaluate`, whose
+        arguments these are. `batch_size` is the global batch.
+
+        Raises:
+            ModelError: the model is not compiled.
+            DataError: the data has no batches, or it cannot be read.
+        """
         model_checks.check_compiled(self)
         if self.test_function is None:
             relocation.enter(self)
@@ -380,6 +361,7 @@ class DistributedModel(keras.Model):
         count = _steps_of(feed, steps)
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
+        # A feed that the caller gave stays open: `fit` uses it again in the next validation.
         with closing(None if feed is x else feed):
             found = epochs_loop.evaluate(self, feed, count, tools)
         return _results(found, return_dict)
@@ -393,13 +375,21 @@ class DistributedModel(keras.Model):
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """Returns the outputs of all rows, in order, on every worker; see Keras."""
+        """Returns the outputs of all rows, in order, on every worker.
+
+        Every worker calls it alike, with the same data. See Keras' `Model.predict`, whose arguments
+        these are. `batch_size` is the global batch.
+
+        Raises:
+            DataError: the data has no batches, or an example of it cannot be read.
+        """
         relocation.enter(self)
         feed = make_feed(
             x,
             placement=self._placement,
             batch_size=batch_size,
             steps_per_epoch=steps,
+            # Each row has an output, so no example may be left out.
             reading=ReadOptions(state_of(self).reading.threads, keeps_each=True),
         )
         count = _steps_of(feed, steps)
@@ -416,7 +406,15 @@ class DistributedModel(keras.Model):
         class_weight: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        """Takes one step on one global batch of arrays; see Keras. Every worker calls it."""
+        """Trains one step on one global batch of arrays, and returns its loss and metrics.
+
+        Every worker calls it with the whole global batch. See Keras' `Model.train_on_batch`, whose
+        arguments these are.
+
+        Raises:
+            ModelError: the model is not compiled.
+            DataError: the arrays differ in length, or `class_weight` does not go with them.
+        """
         model_checks.check_compiled(self)
         if self.train_function is None:
             relocation.enter(self)
@@ -430,7 +428,15 @@ class DistributedModel(keras.Model):
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
-        """Returns loss and metrics of one global batch of arrays; see Keras."""
+        """Returns loss and metrics of one global batch of arrays.
+
+        Every worker calls it with the whole global batch. See Keras' `Model.test_on_batch`, whose
+        arguments these are.
+
+        Raises:
+            ModelError: the model is not compiled.
+            DataError: the arrays differ in length.
+        """
         model_checks.check_compiled(self)
         if self.test_function is None:
             relocation.enter(self)
@@ -440,7 +446,10 @@ class DistributedModel(keras.Model):
         return _on_batch(self, self.test_function, batch, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """Returns the outputs of one global batch of arrays, rows in order; see Keras."""
+        """Returns the outputs of one global batch of arrays, rows in order; see Keras.
+
+        Every worker calls it with the whole global batch.
+        """
         if self.predict_function is None:
             relocation.enter(self)
         self.make_predict_function()
@@ -449,20 +458,32 @@ class DistributedModel(keras.Model):
         return tf.nest.map_structure(epochs_loop.concatenated, outputs)
 
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """Saves the model as Keras does: it loads without tfmulti.
+        """Saves the model as Keras does, so that it loads without tfmulti.
 
-        Several workers may save to one file: it is always that of one of them, and whole.
+        Several workers may save to one `.keras` or `.h5` file. The file is then always whole, and
+        is that of one of them.
+
+        Args:
+            filepath: the file or folder.
+            overwrite: whether to replace what is there.
+            **kwargs: further arguments of Keras' `Model.save`.
         """
         with self._whole(filepath, overwrite) as path, model_checks.as_made(self):
             keras.Model.save(self, path, overwrite=overwrite, **kwargs)
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """Saves the weights as Keras does; to one file as `save` does."""
+        """Saves the weights as Keras does. Several workers may save to one file, as in `save`.
+
+        Args:
+            filepath: the file, such as `model.weights.h5`.
+            overwrite: whether to replace what is there.
+            **kwargs: further arguments of Keras' `Model.save_weights`.
+        """
         with self._whole(filepath, overwrite) as path:
             keras.Model.save_weights(self, path, overwrite=overwrite, **kwargs)
 
     def _whole(self, filepath: Any, overwrite: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gives where to write a file that others may write, too, and puts it in its place."""
+        """Returns a context that gives a path to write to, and moves the file to its place."""
         if self._placement.workers > 1 and overwrite and isinstance(filepath, (str, os.PathLike)):
             path = Path(filepath)
             if path.suffix in (".keras", ".h5") and path.parent.is_dir() and not path.is_dir():
@@ -470,13 +491,13 @@ class DistributedModel(keras.Model):
         return contextlib.nullcontext(filepath)
 
     def __reduce__(self) -> Any:
-        """Pickles and copies the model as Keras does: the copy is to be prepared again."""
+        """Pickles and copies the model as Keras does. The copy must be prepared again."""
         with model_checks.as_made(self):
             return self.__reduce__()
 
 
 def _steps_of(feed: Feed, asked: int | None) -> int | None:
-    """Returns how many batches are evaluated: those that were asked for, but each once."""
+    """Returns how many batches to read: as many as asked for, but each batch once at most."""
     if asked and feed.endless and feed.steps is not None and asked > feed.steps:
         warnings.warn(
             f"the data ended after {feed.steps} of {asked} steps. Ask for fewer steps.",
@@ -488,7 +509,11 @@ def _steps_of(feed: Feed, asked: int | None) -> int | None:
 
 @contextlib.contextmanager
 def closing(*feeds: Feed | None) -> Iterator[None]:
-    """Closes feeds at its end, so that none of their threads is left."""
+    """Closes feeds at the end of the context, so that none of their threads is left.
+
+    Args:
+        *feeds: the feeds; None is ignored.
+    """
     try:
         yield
     finally:
@@ -506,6 +531,7 @@ def _callback_list(
     *,
     history: bool = False,
 ) -> keras.callbacks.CallbackList:
+    """Returns the callbacks that this worker runs; by default only the chief shows progress."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     chief = model._placement.is_chief
@@ -522,11 +548,13 @@ def _callback_list(
 
 
 def _one_batch(x: Any, y: Any, sample_weight: Any) -> Any:
+    """Returns one global batch of arrays as tensors."""
     source = array_source(x, y, sample_weight)
     return tf.nest.map_structure(tf.convert_to_tensor, source.data)
 
 
 def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_dict: bool) -> Any:
+    """Runs one execution on one global batch, and returns its results."""
     model.reset_metrics()
     shards = from_batch(batch, model._placement)
     outcome = epochs_loop.run(model, execute, shards, 1, False)
@@ -534,5 +562,6 @@ def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_di
 
 
 def _results(logs: dict[str, Any], return_dict: bool) -> Any:
+    """Returns logs as Keras does: a dict, a list of values, or the only value."""
     values = list(logs.values())
     return logs if return_dict else values[0] if len(values) == 1 else values

@@ -1,7 +1,7 @@
-"""Keras' callbacks that write files, made safe where several workers share a folder.
+"""Makes Keras' callbacks that write files safe for several workers that share a folder.
 
-No callback of Keras knows of workers: in one shared folder ModelCheckpoint crashes on
-HDF5's lock, CSVLogger writes each row once a worker and TensorBoard makes a file a worker.
+No callback of Keras knows of workers. In one shared folder ModelCheckpoint crashes on the lock of
+HDF5, CSVLogger writes each row once for each worker, and TensorBoard makes a file for each worker.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ _CHIEF_ONLY = (
 
 
 def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that this worker runs. Every worker calls it.
+    """Returns the callbacks that this worker runs.
 
-    On the chief: all as given. On the others: without those that only write. ModelCheckpoint
-    saves there, too, since saving may need every worker: see `saving_elsewhere`.
+    The chief runs all of them. The other workers run those that do more than write. ModelCheckpoint
+    runs on every worker, because saving may need all workers (`saving_elsewhere`).
+
+    Args:
+        callbacks: one callback or several, as `fit` takes them; None is left out.
+        placement: this process' place among the workers.
 
     Raises:
-        ModelError: BackupAndRestore with several workers, which cannot be made safe.
+        ModelError: there are several workers, and a callback is BackupAndRestore. It cannot be made
+            safe, because each worker writes the same files.
     """
     given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     given = [callback for callback in given if callback is not None]
@@ -54,9 +59,14 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
 def saving_elsewhere(
     callbacks: Iterable[keras.callbacks.Callback], placement: Placement
 ) -> Iterator[None]:
-    """Inside, ModelCheckpoint saves to a folder that is thrown away, on all workers but the chief.
+    """Lets ModelCheckpoint write to a temporary folder inside the context, except on the chief.
 
-    Afterwards the user's callbacks have the paths that they were given.
+    When the context ends, the folder is removed, and the callbacks get back the paths that they
+    were given.
+
+    Args:
+        callbacks: all callbacks that this worker runs.
+        placement: this process' place among the workers.
     """
     if placement.is_chief:
         yield

@@ -21,6 +21,7 @@ from tfmulti.training.step import local_steps
 
 at_workers = behaviour_at("multi_worker_mirrored")
 EXACT = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+NESTEROV = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
 
 def _trained(variant: apart.Variant, **prepared: Any) -> list[Any]:
@@ -44,7 +45,7 @@ def _trained(variant: apart.Variant, **prepared: Any) -> list[Any]:
 
 def _behaviour(name: str, variant: apart.Variant) -> None:
     def weights() -> list[Any]:
-        return _trained(variant, sync_every=variant.every)
+        return _trained(variant, sync_every=variant.every, **variant.options)
 
     weights.__name__ = f"apart: {name}"
     at_workers(weights)
@@ -110,13 +111,15 @@ def validated_apart() -> Any:
 @at_workers
 def stopped_apart() -> bool:
     """Whether it ends as a run that was not stopped: in the second epoch, and later again."""
-    return _stopped(FEEDS["arrays"], [StopsAt(3), StopsAt(2)], prepared={"sync_every": 2})
+    return _stopped(
+        FEEDS["arrays"], [StopsAt(3), StopsAt(2)], prepared={"sync_every": 2, **NESTEROV}
+    )
 
 
 @at_workers
 def stopped_apart_in_the_evaluation() -> bool:
     stop = StopsAt(2, in_evaluation=True)
-    return _stopped(FEEDS["arrays"], [stop], prepared={"sync_every": 2})
+    return _stopped(FEEDS["arrays"], [stop], prepared={"sync_every": 2, **NESTEROV})
 
 
 @at_workers
@@ -140,7 +143,7 @@ def slots_of_other_workers() -> Any:
     """Returns this worker's slots, those in a checkpoint, and those of one of five workers."""
     with here.strategy.scope():
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    made = model(optimizer=optimizer, prepared={"sync_every": 2})
+    made = model(optimizer=optimizer, prepared={"sync_every": 2, **NESTEROV})
     fit(made, epochs=1)
     kept = local_steps.capture(made)
     own = [np.asarray(v).tolist() for v in made.optimizer.variables]

@@ -1,10 +1,10 @@
-"""Checkpoint: a run that was stopped, however, goes on as if it had not been.
+"""The callback `Checkpoint`: a run that was stopped goes on as if it had not been.
 
     model = prepare(build())
     model.fit(x, y, epochs=90, callbacks=[Checkpoint("runs/a/checkpoints")])
 
-Every worker gives it to `fit`, which asks it when a checkpoint is due, and where to begin. The
-chief reads and writes the folder.
+Every worker gives the callback to `fit`. `fit` asks it when a checkpoint is due and where to begin.
+Only the chief reads and writes the folder.
 """
 
 from __future__ import annotations
@@ -29,28 +29,38 @@ RESUME = ("auto", "never", "must")
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Keeps the newest positions of a run in a folder, and resumes from the newest whole one.
+    """Keeps the newest checkpoints of a run in a folder, and resumes from the newest whole one.
 
-    The numbers that follow are those of a run that was never stopped: weights, optimizer,
-    metrics of the epoch in progress, order of the data, masks, and what callbacks know
-    (EarlyStopping, ReduceLROnPlateau, a callback of your own: its attributes of plain values,
-    or what its `get_state()` returns). A `tf.data.Dataset` goes on
-    at once, on any number of workers; what TensorFlow cannot save (a generator, numbers without a
-    seed) must give the same batches again and is read anew up to the position.
+    A resumed run has the same numbers as a run that was never stopped. A checkpoint holds the
+    weights, the optimizer, the metrics of the current epoch, the position in the data, the state of
+    random generators, and what callbacks know. That is so for EarlyStopping, ReduceLROnPlateau and
+    a callback of your own: its attributes with plain values, or what its `get_state()` returns.
+
+    A `tf.data.Dataset` goes on at its position at once, on any number of workers. TensorFlow cannot
+    save the position of a generator, or of random numbers without a seed. Such data is read again
+    up to the position, and must give the same batches again.
 
     Args:
-        folder: of this run's checkpoints.
-        every_steps: a checkpoint after each so many steps; None: by time alone.
-        every_s: and when the last one is so many seconds old; None: by steps alone.
-        keep: how many stay.
-        resume: `auto` resumes where there is a checkpoint, `must` fails where there is none, and
-            `never` refuses a folder that has one.
-        settings: what must not change between a stop and the resumption, by name.
-        clock: returns seconds.
+        folder: the folder of this run's checkpoints.
+        every_steps: makes a checkpoint each time that this number of steps has ended. None makes
+            checkpoints by time only.
+        every_s: makes a checkpoint when the last one is this number of seconds old. None makes
+            checkpoints by steps only.
+        keep: how many checkpoints stay in the folder.
+        resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, and `never`
+            refuses a folder that has one.
+        settings: values by name that must not change between a stop and the resumption.
+        clock: a function that returns seconds.
+
+    Attributes:
+        resume: the argument `resume`.
+        settings: the settings, as JSON gives them back.
+        every_steps: the argument `every_steps`.
 
     Raises:
         ConfigError: an argument is out of its range.
-        ResumeError: at `fit`: no checkpoint to resume from, or not of this run.
+        ResumeError: `fit` raises it if there is no checkpoint to resume from, or if the newest one
+            is not of this run.
     """
 
     def __init__(
@@ -80,23 +90,33 @@ class Checkpoint(keras.callbacks.Callback):
         self._writer: threading.Thread | None = None
 
     def get_state(self) -> dict[str, Any]:
-        """Returns nothing: what it counts is the process', not the run's."""
+        """Returns an empty state, since this callback's attributes belong to the process."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing; see `get_state`."""
+        """Does nothing; see `get_state`.
+
+        Args:
+            state: what `get_state` returned.
+        """
 
     def release(self) -> None:
-        """Gives the folder back, once what is being written is there."""
+        """Waits until the last checkpoint is written, and gives the folder back."""
         self.finish()
         if self._owns:
             self._ownership.release()
             self._owns = False
 
     def wants(self, step: int, count: int) -> bool:
-        """Whether a checkpoint is due after the next `count` steps, `step` being those so far."""
+        """Returns whether a checkpoint is due after the next execution.
+
+        Args:
+            step: the steps so far.
+            count: the steps of the next execution.
+        """
+        # If the disk is slower than the interval, checkpoints are left out.
         if self._writer is not None and self._writer.is_alive():
-            return False  # the disk is slower than the interval
+            return False
         by_steps = self.every_steps is not None and (
             (step + count) // self.every_steps > step // self.every_steps
         )
@@ -104,12 +124,14 @@ class Checkpoint(keras.callbacks.Callback):
         return by_steps or by_time
 
     def newest(self) -> Record | None:
-        """Returns the record to resume from, or None to begin anew. Runs on the chief.
+        """Returns the record to resume from, or None to begin anew. Only the chief calls it.
 
-        The folder is this process' from here to the end of training.
+        The call takes the folder for this process, until `release`.
 
         Raises:
-            ResumeError: the folder and `resume` contradict each other, or it is another's.
+            ResumeError: another process owns the folder, the folder does not fit `resume`, no
+                checkpoint is whole, a setting has changed, or this machine does not see the
+                checkpoint that the job has made.
         """
         folder = self._checkpoints.folder
         if not self._owns:
@@ -152,6 +174,7 @@ class Checkpoint(keras.callbacks.Callback):
         return record
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        """Raises ResumeError if a setting differs from the saved one."""
         for name in dict.fromkeys([*saved, *self.settings]):
             if saved.get(name) != self.settings.get(name):
                 raise ResumeError(
@@ -160,7 +183,12 @@ class Checkpoint(keras.callbacks.Callback):
                 )
 
     def keep(self, record: Record, *, wait: bool) -> None:
-        """Writes a record in the background, or before it returns. Runs on the chief."""
+        """Writes a record in a thread. Only the chief calls it.
+
+        Args:
+            record: the record.
+            wait: whether to return only when the record is written.
+        """
         self.finish()
         self._last = self._clock()
         self._writer = threading.Thread(
@@ -171,26 +199,34 @@ class Checkpoint(keras.callbacks.Callback):
             self.finish()
 
     def finish(self) -> None:
-        """Waits until what is being written is there."""
+        """Waits until the checkpoint that the thread writes is written."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
 
     def _write(self, record: Record) -> None:
+        """Writes a record, and tells the launcher of it; runs in the writing thread."""
         try:
             path = self._checkpoints.write(record)
             heartbeat().saved(record.step, str(path.parent.absolute()))
         except NotOwner as error:
             self._ownership.end(error)
-        except Exception as error:  # no fault of a checkpoint ends the run
+        # An error of a checkpoint must not end the run.
+        except Exception as error:
             say(
                 f"no checkpoint at step {record.step}: {error}. Training goes on; the older ones "
                 "stay."
             )
 
 
-Backup = Checkpoint  # the name before version 0.2
+# The name before version 0.2 stays valid.
+Backup = Checkpoint
 
 
 def say(words: str) -> None:
+    """Prints a sentence on stderr.
+
+    Args:
+        words: the sentence.
+    """
     print(f"tfmulti: {words}", file=sys.stderr, flush=True)

@@ -1,4 +1,18 @@
-"""What callbacks have learned since training began, out of them and back into them."""
+"""Captures what callbacks have learned since training began, and restores it.
+
+A callback may have `get_state()` and `set_state(state)`. Then these give and take its state. Of any
+other callback the state is its attributes that have changed since `fit` called `on_train_begin`.
+
+A checkpoint is a file that anyone may have written. So `CallbackStates.restore` sets an attribute
+only under these rules:
+
+- The callback had the attribute when training began.
+- The saved value has the same kind as the value of that time, or one of the two is None.
+- Neither of the two values holds a path. A text is taken for a path if it has a slash, or if the
+  attribute's name has a word such as `path` or `file`.
+
+`CallbackStates.capture` leaves out what `restore` would not set.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +28,32 @@ from tfmulti.training.checkpoint.serialization import NotPlainError, copied
 
 Tree = dict[str, Any]
 
-# In names of attributes that hold where something is written or read.
+# An attribute with such a name holds the place of a file or of a server.
 _PATHS = re.compile(r"path|file|folder|directory|url|(^|_)dir(_|$)", re.IGNORECASE)
 
-# Their attributes are the terminal's, or are set anew by what they watch.
+# ProgbarLogger's attributes belong to the terminal, and LambdaCallback's are functions.
 _STATELESS = (keras.callbacks.ProgbarLogger, keras.callbacks.LambdaCallback)
 
-# Given anew by `fit`; and Keras turns a `min_delta`'s sign when the callback is first used.
+# `fit` sets these attributes itself. Of `min_delta` Keras may change the sign when the callback is
+# first used, although it is a setting.
 _SETTINGS = ("model", "_model", "params", "_params", "min_delta")
 
 
 class CallbackStates:
-    """What callbacks have learned since training began.
+    """The states of callbacks, as they have changed since this object was made.
 
-    A callback that has `get_state()` and `set_state(state)` speaks for itself. Of others it is
-    the attributes of plain values and arrays that have changed since `fit` called
-    `on_train_begin`: EarlyStopping's patience and best weights, ModelCheckpoint's best, the
-    counts of a callback of one's own; not their settings. An attribute of a class derived from
-    a plain one (a defaultdict, a deque, an IntEnum) keeps its class.
+    Attributes with plain values and arrays are captured if they have changed. Examples are the
+    patience and the best weights of EarlyStopping, the best value of ModelCheckpoint, and the
+    counts of a callback of the user's own. Settings do not change, so they are not captured. An
+    attribute of a class that derives from a plain one, such as a defaultdict, a deque or an
+    IntEnum, keeps its class.
 
-    A checkpoint is a file that anyone may have written. So `restore` sets an attribute only where
-    the callback here had it when training began, to a value of the same kind, and never a path.
-    What it would not set is not captured.
+    Args:
+        callbacks: the callbacks of `fit`, after it has called `on_train_begin`.
 
-    `left_out` says in one line each what the last `capture` or `restore` left out.
+    Attributes:
+        left_out: one sentence for each state that the last `capture` left out, and for each that
+            `restore` has left out since.
     """
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
@@ -46,7 +62,7 @@ class CallbackStates:
         self.left_out: list[str] = []
 
     def capture(self) -> Tree:
-        """Returns each callback's state by its name."""
+        """Returns the state of each callback, by the callback's name."""
         self.left_out = []
         return {
             name: self._told(c) if _speaks(c) else self._changes(name, c)
@@ -54,7 +70,11 @@ class CallbackStates:
         }
 
     def restore(self, saved: Tree) -> None:
-        """Gives the callbacks that are here their states."""
+        """Restores the states of the callbacks that both runs have.
+
+        Args:
+            saved: what `capture` returned.
+        """
         for name, callback in self._callbacks.items():
             state = saved.get(name)
             if state is None:
@@ -71,6 +91,7 @@ class CallbackStates:
                     self._leave_out(f"attribute {key!r}", callback, reason)
 
     def _told(self, callback: Any) -> Any:
+        """Returns a copy of what a callback's `get_state` returns, or None if it is not plain."""
         try:
             return copied(callback.get_state(), "get_state()")
         except NotPlainError as error:
@@ -78,6 +99,7 @@ class CallbackStates:
             return None
 
     def _changes(self, name: str, callback: keras.callbacks.Callback) -> Tree:
+        """Returns the attributes of a callback that have changed."""
         before, changes = self._before[name], {}
         known = type(callback).__module__.startswith(("keras.", "tfmulti."))
         for key, value in _attributes(callback).items():
@@ -86,11 +108,14 @@ class CallbackStates:
             reason = _reason_to_refuse(before, key, value)
             if reason is None:
                 changes[key] = value
-            elif not known:  # Keras' own keep writers and functions, which are the process'
+            # Attributes of Keras' callbacks that are not plain are writers and functions, which
+            # belong to the process and not to the run.
+            elif not known:
                 self._leave_out(f"attribute {key!r}", callback, reason)
         return changes
 
     def _leave_out(self, what: str, callback: Any, reason: object) -> None:
+        """Notes in `left_out` what is left out and why."""
         self.left_out.append(
             f"the {what} of the callback {type(callback).__qualname__} is not in the checkpoints, "
             f"since {reason}; a resumed run begins it anew. Give the callback get_state() and "
@@ -99,7 +124,13 @@ class CallbackStates:
 
 
 def _reason_to_refuse(before: Tree, key: str, value: Any) -> str | None:
-    """Returns why an attribute is not set to a value, beside those that it had in the beginning."""
+    """Returns why an attribute must not get a value, or None if it may.
+
+    Args:
+        before: the callback's attributes when training began.
+        key: the name of the attribute.
+        value: the value.
+    """
     if isinstance(value, _Other):
         return str(value.error)
     if key not in before:
@@ -115,7 +146,7 @@ def _reason_to_refuse(before: Tree, key: str, value: Any) -> str | None:
 
 
 def _texts_in(value: Any) -> Iterator[str | bytes]:
-    """Yields the texts of a plain value, but those by which a dict names its values."""
+    """Yields all texts in a plain value, without the keys of dicts."""
     if isinstance(value, (str, bytes)):
         yield value
     elif isinstance(value, Mapping):
@@ -127,23 +158,29 @@ def _texts_in(value: Any) -> Iterator[str | bytes]:
 
 
 def _looks_like_a_path(text: str | bytes) -> bool:
+    """Returns whether a text has a character that separates folders, or a null character."""
     whole = text.decode(errors="replace") if isinstance(text, bytes) else text
     return any(sign in whole for sign in ("/", "\\", "\0"))
 
 
 def _kind(value: Any) -> type:
-    """Returns what a plain value is; a number of any type is a float."""
+    """Returns the type of a plain value; for a number of any type but bool it is float."""
     if isinstance(value, (bool, np.bool_)):
         return bool
     return float if isinstance(value, (int, float, np.number)) else type(value)
 
 
 def _speaks(callback: Any) -> bool:
+    """Returns whether a callback gives and takes its own state."""
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
 class _Other:
-    """Stands for an attribute that is not plain: equal while it is the same object, of the same."""
+    """Stands for an attribute whose value is not plain.
+
+    `objects` has the ids of the value and of the items that it holds. Two are the same if these ids
+    are.
+    """
 
     def __init__(self, value: Any, error: NotPlainError) -> None:
         self.error = error
@@ -153,6 +190,7 @@ class _Other:
 
 
 def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, Any]:
+    """Returns callbacks by names such as `EarlyStopping 1`: the class and a number within it."""
     found: dict[str, Any] = {}
     for callback in callbacks:
         if isinstance(callback, _STATELESS):
@@ -165,7 +203,7 @@ def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, Any]:
 
 
 def _attributes(callback: Any) -> Tree:
-    """Returns copies of a callback's attributes, and of what is not plain an `_Other`."""
+    """Returns copies of a callback's attributes, with an `_Other` for each that is not plain."""
     found: Tree = {}
     for key, value in vars(callback).items():
         if key not in _SETTINGS:
@@ -177,19 +215,23 @@ def _attributes(callback: Any) -> Tree:
 
 
 def _base(value: Any) -> Any:
-    """Returns the plain value that one of a derived class holds; others as they are."""
+    """Returns the plain value that a value of a derived class holds, and others as they are."""
     if isinstance(value, deque):
         return list(value)
     if isinstance(value, (bool, np.generic)):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # str() of an Enum is its name
+        # str() of an Enum is the name of its member, and not its value.
+        return str.__str__(value)
     bases: tuple[Any, ...] = (dict, list, int, float)
     return next((base(value) for base in bases if isinstance(value, base)), value)
 
 
 def _like(current: Any, saved: Any) -> Any:
-    """Returns a saved value as one of the class that the attribute has here."""
+    """Returns a saved value as a value of the class that the attribute has here.
+
+    A container that is here is filled with the saved items, and returned.
+    """
     if type(current) is type(saved) or current is None:
         return saved
     if isinstance(current, dict) and isinstance(saved, dict):
@@ -208,6 +250,7 @@ def _like(current: Any, saved: Any) -> Any:
 
 
 def _same(left: Any, right: Any) -> bool:
+    """Returns whether two values of `_attributes` have the same type and are equal."""
     if isinstance(left, _Other) or isinstance(right, _Other):
         both = isinstance(left, _Other) and isinstance(right, _Other)
         return both and left.objects == right.objects
@@ -215,6 +258,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _same_values(left: Any, right: Any) -> bool:
+    """Returns whether two plain values of one type are equal."""
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_same, left, right))
     if isinstance(left, dict):

@@ -1,9 +1,11 @@
-"""Checkpoints: a run's position as one file, whole or absent.
+"""Writes and reads checkpoints: the position of a run as one file, which is whole or absent.
 
-A record is what a run needs to go on as if it had never stopped: a tree of plain values
-(where it is, seeds, callbacks' states) and arrays (weights, slots, metrics in progress). Each
-is one `.npz` file: the arrays as NumPy writes them, and `record.json`, which has the tree and
-the SHA-256 of every array. Beside zip's own checksums that tells a damaged file from a whole one.
+A record holds what a run needs to go on as if it had never stopped. It is a tree of plain values
+(position, seeds, states of callbacks) and arrays (weights, slots, metrics of the current epoch).
+
+A record becomes one `.npz` file. It holds the arrays as NumPy writes them, and `record.json`. That
+has the tree and the SHA-256 of every array. These digests and zip's own checksums tell a damaged
+file from a whole one.
 """
 
 from __future__ import annotations
@@ -25,20 +27,23 @@ from tfmulti.config.run_directory import replacing
 from tfmulti.errors import TfmultiError
 from tfmulti.training.checkpoint import serialization
 
+# A file of another format is not read.
 FORMAT = 3
 _TREE = "record.json"
 _NAME = re.compile(r"step-(\d{9,})\.npz")
 
 
 class DamagedCheckpoint(TfmultiError):
-    """A checkpoint's file is not as it was written."""
+    """Raised if the file of a checkpoint is not as it was written."""
 
 
 @dataclass(frozen=True)
 class Record:
     """A position in a run.
 
-    `step` counts the optimizer steps since the run began. `tree` holds plain values (`plain`).
+    Attributes:
+        step: the steps since the run began.
+        tree: plain values and arrays by name (`serialization`).
     """
 
     step: int
@@ -46,7 +51,7 @@ class Record:
 
 
 def to_bytes(record: Record) -> bytes:
-    """Returns the file of a record."""
+    """Returns the content of the file of a record."""
     arrays: list[np.ndarray] = []
     tree = serialization.to_json(record.tree, arrays)
     named = [serialization.to_npy(array) for array in arrays]
@@ -71,12 +76,17 @@ def to_bytes(record: Record) -> bytes:
 def from_bytes(data: bytes) -> Record:
     """Returns the record that a file holds.
 
+    Args:
+        data: the content of the file.
+
     Raises:
-        DamagedCheckpoint: it is cut off, a bit has changed, or a part is missing.
+        DamagedCheckpoint: the file is cut off, a bit has changed, a part is missing, or the file
+            has another format.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            # All together take no more memory than the file has bytes.
+            # Only entries that are not compressed are read. So a small file cannot take more
+            # memory than it has bytes.
             entries = archive.infolist()
             is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
             if is_packed or sum(entry.file_size for entry in entries) > len(data):
@@ -102,43 +112,56 @@ def from_bytes(data: bytes) -> Record:
             record = Record(operator.index(head["step"]), {**tree})
     except DamagedCheckpoint:
         raise
-    except Exception as error:  # zip and npy have many ways to be broken
+    except Exception as error:
+        # A damaged zip or npy file raises errors of many types.
         raise DamagedCheckpoint(f"it is cut off or damaged ({error})") from None
     return record
 
 
 class Checkpoints:
-    """The newest checkpoints of a run in one folder. Only the chief reads and writes it.
+    """The newest checkpoints of a run in one folder. Only the chief reads and writes them.
 
     Args:
-        keep: how many stay. An older one goes when a newer one was written and read again.
-        check: called before anything is written or removed; it raises where that must not be.
+        folder: the folder; it is made when the first checkpoint is written.
+        keep: how many checkpoints stay. An older one is removed after a newer one was written and
+            read again.
+        check: a function that is called before anything is written or removed. It raises an error
+            if this process must not do that.
+
+    Attributes:
+        folder: the folder.
     """
 
     def __init__(
         self, folder: Path, keep: int = 2, check: Callable[[], None] = lambda: None
     ) -> None:
         self.folder, self._keep, self._check = folder, keep, check
-        self._damaged: set[Path] = set()  # that were read
+        # The files that `newest` has read and found damaged.
+        self._damaged: set[Path] = set()
 
     def files(self) -> list[Path]:
         """Returns the files of all checkpoints, the newest first."""
         if not self.folder.is_dir():
             return []
         named = (path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
-        found = [path for path in named if path.is_file()]  # no named pipe, nor a device
+        # Reading a named pipe or a device of that name might never end.
+        found = [path for path in named if path.is_file()]
         return sorted(found, key=_step_of, reverse=True)
 
     def write(self, record: Record) -> Path:
-        """Writes a record, reads it again, and removes older ones beyond `keep`.
+        """Writes a record, reads it again, removes older ones beyond `keep`, and returns the path.
 
-        Of those that are newer only what was read and found damaged is removed: the run went on
-        from before it. Any other is another's.
+        Damaged files that `newest` has found are removed, too, even if they are newer, because the
+        run went on from an older checkpoint. All other newer files stay: another run wrote them.
+
+        Args:
+            record: the record.
 
         Raises:
-            Exception: what `check` raises; nothing more was written or removed.
-            OSError: the disk is full, or the folder cannot be written; what was there stays.
-            DamagedCheckpoint: what is read is not what was written; what was there stays.
+            Exception: `check` raised it; nothing was written or removed after that.
+            OSError: the disk is full, or the folder cannot be written. All earlier files stay.
+            DamagedCheckpoint: the file does not hold what was written to it. All earlier files
+                stay.
         """
         data = to_bytes(record)
         self._check()
@@ -159,7 +182,7 @@ class Checkpoints:
         return path
 
     def newest(self) -> tuple[Record | None, list[str]]:
-        """Returns the newest whole record, and what is wrong with those newer than it."""
+        """Returns the newest whole record, or None, and what is wrong with the newer files."""
         wrong: list[str] = []
         for path in self.files():
             try:
@@ -173,6 +196,7 @@ class Checkpoints:
 
 
 def _step_of(path: Path) -> int:
+    """Returns the step in the name of a checkpoint's file."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])

@@ -1,14 +1,19 @@
-"""Who may write to a run's folder: one process at a time, and the newest attempt of a job.
+"""Lets one process at a time write to a run's folder: the owner.
 
-The owner leaves `owner.json` there: its run, attempt, host and process. While it lives it touches
-that file every two seconds, on which others see that it does, on NFS too and whatever their clocks
-say. A process that comes later is refused while the owner lives, unless it is a later attempt of
-the same job: that takes over at once, since the launcher has given the earlier one up. A process
-that has lost the folder finds that out before it writes or removes anything, and at its next touch,
-and ends. The record stays when its owner has ended, so that an earlier attempt that was stopped
-for a while finds it even then.
+The owner writes `owner.json` into the folder, with its run, attempt, host and process. These are
+the rules:
 
-Fencing by the attempt's number is that of Kleppmann, "How to do distributed locking" (2016).
+1. While the owner lives, it touches the file every two seconds. Other processes see from that that
+   it lives. This works on NFS, too, and does not depend on the clocks of the machines.
+2. A second process is refused while the owner lives. A later attempt of the same job takes over at
+   once, because the launcher has given up the earlier attempt.
+3. An owner checks the file before it writes or removes anything, and each time it touches the file.
+   If the folder has a new owner, the process ends.
+4. The file stays after its owner has ended. So an earlier attempt that was suspended for a while
+   still finds it.
+
+The number of the attempt serves as a fencing token (Kleppmann, "How to do distributed locking",
+2016).
 """
 
 from __future__ import annotations
@@ -34,24 +39,39 @@ from tfmulti.config.run_directory import remove_partial, write_text
 from tfmulti.errors import EXIT_FAILED, ResumeError, TfmultiError
 
 FILE = "owner.json"
+# The owner touches the file at this interval.
 BEAT_S = 2.0
-ROUND_S = 1.0  # until another machine sees a file by NFS
-SILENT_S = 20.0  # without a touch, after which an owner on another machine has ended
+# The time until another machine sees a new file on NFS.
+ROUND_S = 1.0
+# An owner on another machine that has not touched the file for this time has ended.
+SILENT_S = 20.0
+# The system reports with these numbers that the disk or the quota is full.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# A process that waits looks at the file at this interval.
 _LOOK_S = 0.5
+# No more of the file is read, whatever another program has written there.
 _MOST_BYTES = 4096
 
 
 class NotOwner(TfmultiError):
-    """Another process owns the folder by now: nothing may be written there any more."""
+    """Raised if another process owns the folder, so that this one must not write there."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that owns a folder.
+    """A process that owns a folder, as `owner.json` describes it.
 
-    `machine` is its kernel's boot and its namespace of processes, in which `pid` and `began`, in
-    ticks since the boot, are its own alone.
+    Attributes:
+        run_id: the job's id from the launcher; empty without a launcher.
+        attempt: the number of the job's attempt.
+        host: the name of the machine.
+        since: the local time at which the process made this description.
+        machine: the boot id of the kernel and the namespace of process ids. Within it, `pid` and
+            `began` together name one process.
+        pid: the process id.
+        began: the time at which the process began, in ticks since the boot.
+        token: a random text, which no other process has.
+        ended: whether the process has given the folder back.
     """
 
     run_id: str
@@ -65,17 +85,18 @@ class Owner:
     ended: bool = False
 
     def in_words(self) -> str:
-        """Returns who it is, in a line."""
+        """Returns a description of the process for a message, in one line."""
         run = f" (run {self.run_id[:64]!r}, attempt {self.attempt})" if self.run_id else ""
         return f"process {self.pid} on {self.host[:255]!r} since {self.since[:32]!r}{run}"
 
 
 class Ownership:
-    """This process' right to write to a folder.
+    """The right of this process to write to a folder.
 
     Args:
-        env: says the job and the attempt, where the launcher or a scheduler has set them.
-        end: ends the process, with an exit code.
+        folder: the folder; it is made when it is taken.
+        env: the environment, in which the launcher names the job and the attempt.
+        end: a function that ends the process with an exit code.
     """
 
     def __init__(
@@ -98,18 +119,20 @@ class Ownership:
             token=secrets.token_hex(8),
         )
         self._count = 0
-        self._lock = threading.Lock()  # the beat and who releases write the same file
+        # The beating thread and the thread that releases the folder write the same file.
+        self._lock = threading.Lock()
         self._released = threading.Event()
 
     def take(self) -> None:
-        """Takes the folder; every `take` needs a `release`.
+        """Takes the folder. Every `take` needs a `release`.
 
-        It returns at once where the last owner's process ran on this machine, or is an earlier
-        attempt of this job; else it may watch for `SILENT_S` seconds whether that one lives.
+        The call decides at once if the last owner has given the folder back, ran on this machine,
+        or is an earlier attempt of this job. Otherwise it may watch the file for up to `SILENT_S`
+        seconds to see whether that owner lives.
 
         Raises:
-            ResumeError: another process owns it, and lives.
-            OSError: the folder cannot be made or written. A full disk is none: that is said.
+            ResumeError: another process owns the folder, and lives.
+            OSError: the folder cannot be made or written. A full disk gives a message only.
         """
         self._count += 1
         if self._count > 1:
@@ -124,20 +147,23 @@ class Ownership:
         except BaseException:
             self._count = 0
             raise
-        remove_partial(self._folder)  # those that wrote them have ended
+        # The processes that wrote the partial files have ended.
+        remove_partial(self._folder)
         atexit.register(self._leave)
-        self._released = threading.Event()  # a thread of an earlier take has its own
+        # A thread of an earlier `take` keeps its own event, so it cannot go on by mistake.
+        self._released = threading.Event()
         threading.Thread(
             target=self._beat, args=(self._released,), name="tfmulti-owner", daemon=True
         ).start()
 
     def _check_first(self) -> None:
-        """Checks that no other machine took the folder in the same moment."""
+        """Raises ResumeError if another machine took the folder in the same moment."""
         other = _read(self._path)
         if other is not None and other != self._mine:
             raise self._refused(other)
 
     def _refused(self, other: Owner) -> ResumeError:
+        """Returns the error for a folder that another living process owns."""
         error: ResumeError = ResumeError(
             f"{self._folder} belongs to a run that goes on: {other.in_words()}. Wait for its "
             "end, or give another folder."
@@ -145,6 +171,7 @@ class Ownership:
         return error
 
     def _take(self) -> None:
+        """Writes this process into the file, unless another owner lives."""
         other = self._owner_that_lives()
         if other is not None:
             raise self._refused(other)
@@ -153,7 +180,8 @@ class Ownership:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            self._path.unlink(missing_ok=True)  # of one that has ended
+            # The file names an owner that has ended.
+            self._path.unlink(missing_ok=True)
             print(
                 f"tfmulti: no {FILE} in {self._folder}: {error.strerror}. Until there is room "
                 "for it, a second start there is not noticed.",
@@ -162,16 +190,17 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Gives the folder back, at the last of as many releases as takes."""
+        """Gives the folder back, once it was released as often as it was taken."""
         self._count = max(0, self._count - 1)
         if self._count == 0 and not self._released.is_set():
             self._leave()
 
     def check(self) -> None:
-        """Checks that the folder is still this process'.
+        """Raises an error if the folder belongs to another process.
 
         Raises:
-            NotOwner: it is another's.
+            NotOwner: another process owns the folder, and is no earlier attempt of this job.
+            OSError: the file cannot be read.
         """
         found = _read(self._path)
         if found is not None and found != self._mine and not self._is_earlier(found):
@@ -181,8 +210,13 @@ class Ownership:
             )
 
     def end(self, error: NotOwner) -> None:
-        """Says who owns the folder now, and ends this process."""
-        # Whoever read what this process says may be gone, or read no more.
+        """Prints an error, and ends this process with the exit code of a failure.
+
+        Args:
+            error: tells who owns the folder.
+        """
+        # Printing blocks for ever if the reader of this process' output has stopped reading. The
+        # timer then ends the process.
         late = threading.Timer(BEAT_S, self._end, [EXIT_FAILED])
         late.daemon = True
         late.start()
@@ -193,6 +227,7 @@ class Ownership:
         self._end(EXIT_FAILED)
 
     def _owner_that_lives(self) -> Owner | None:
+        """Returns the other process that owns the folder and lives, or None."""
         other = _read(self._path)
         if other is None or other.ended or self._is_earlier(other):
             return None
@@ -216,13 +251,16 @@ class Ownership:
         return None
 
     def _is_earlier(self, other: Owner) -> bool:
+        """Returns whether another process is an earlier attempt of this job."""
         mine = self._mine
         return mine.run_id != "" and other.run_id == mine.run_id and other.attempt < mine.attempt
 
     def _write(self, *, ended: bool = False) -> None:
+        """Writes this process as the owner into the file."""
         write_text(self._path, json.dumps(asdict(replace(self._mine, ended=ended)), indent=2))
 
     def _beat(self, released: threading.Event) -> None:
+        """Touches the file until the folder is released; ends the process if it lost the folder."""
         while not released.wait(BEAT_S):
             try:
                 with self._lock:
@@ -231,17 +269,21 @@ class Ownership:
                     self.check()
                     if _read(self._path) == self._mine:
                         os.utime(self._path)
-                    else:  # removed, or it could not be written before
+                    else:
+                        # The file was removed, or the disk was full when it was to be written.
                         self._write()
             except NotOwner as error:
                 self.end(error)
                 return
             except OSError:
-                continue  # the storage is away for a while
+                # The storage may come back.
+                continue
 
     def _leave(self) -> None:
+        """Stops the beat, and writes that the owner has ended if it still owns the folder."""
+        # A forked child inherits the `atexit` function, but the folder is its parent's.
         if os.getpid() != self._mine.pid:
-            return  # a child that was forked
+            return
         with self._lock:
             self._released.set()
             with contextlib.suppress(OSError, NotOwner):
@@ -255,14 +297,20 @@ _known: dict[Path, Ownership] = {}
 
 
 def ownership_of(folder: Path) -> Ownership:
-    """Returns this process' ownership of a folder, the same for each part of the program."""
+    """Returns the one `Ownership` of a folder in this process.
+
+    Args:
+        folder: the folder. Other paths to the same folder give the same object.
+    """
     place = Path(os.path.realpath(folder))
     return _known.setdefault(place, Ownership(place))
 
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[bool]:
-    """Inside, no other process of this machine looks for an owner there; gives whether that holds.
+    """Locks a folder inside the context, against other processes of this machine.
+
+    The context gives whether the folder is locked.
 
     Raises:
         ResumeError: another process keeps the folder locked.
@@ -275,7 +323,7 @@ def _one_at_a_time(folder: Path) -> Iterator[bool]:
 
 
 def _is_locked(number: int, folder: Path) -> bool:
-    """Locks a folder; returns False where its file system locks none, as NFS."""
+    """Locks a folder, and returns False if its file system cannot lock folders, such as NFS."""
     until = time.monotonic() + SILENT_S + 5.0
     while True:
         try:
@@ -293,10 +341,10 @@ def _is_locked(number: int, folder: Path) -> bool:
 
 
 def _read(path: Path) -> Owner | None:
-    """Returns the owner that a file names, or None where there is none, or none of that form.
+    """Returns the owner that a file names, or None if there is no file or it has another form.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -308,7 +356,10 @@ def _read(path: Path) -> Owner | None:
 
 
 def _touched(path: Path) -> int | None:
-    """Returns when a file was last touched; opened anew, which asks an NFS server again."""
+    """Returns when a file was last touched, in nanoseconds, or None if it cannot be read.
+
+    The file is opened each time, because that makes an NFS client ask the server again.
+    """
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -317,25 +368,28 @@ def _touched(path: Path) -> int | None:
 
 
 def _machine() -> str:
+    """Returns what names this machine's boot and this process' namespace of process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return secrets.token_hex(8)  # unknown: nobody takes it for theirs
+        # No other process gets the same text, so none takes this machine for its own.
+        return secrets.token_hex(8)
 
 
 def _began(pid: int) -> int:
-    """Returns when a process began, in ticks since the boot; -1 where there is none."""
+    """Returns when a process began, in ticks since the boot, or -1 if it does not run."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return -1
+    # The second field is the name of the program in parentheses, which may hold any character.
     state, *rest = text.rpartition(")")[2].split()
     return -1 if state in ("Z", "X") else int(rest[18])
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether there is such a process of another user, whose /proc this one may not see."""
+    """Returns whether a process of another user has this id; its /proc may be hidden."""
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -1,6 +1,30 @@
-"""What `fit` does with a Checkpoint: makes one where it is due, and begins where the newest ends.
+"""Makes checkpoints while `fit` trains, and lets `fit` begin where the newest one ends.
 
-Everything here runs on every worker; the chief's record is the one that counts, on all.
+The chief reads the newest record and broadcasts it, so all workers resume from the same one. To
+make a checkpoint, every worker takes part in the collectives that capture the variables. Then the
+chief writes the file.
+
+A record's tree has these entries:
+
+    progress    `Progress`: epoch, step and logs
+    examples    the examples since the run began
+    seed        the seed of the data order
+    data        the sizes of the data, which must be the same when the run is resumed
+    positions   the positions in the data that TensorFlow saves, on the chief (`input.positions`)
+    passes      how many iterators each feed has made
+    unread      how many of them nothing has read
+    settings    `Checkpoint.settings`
+    trained     weights and slots
+    apart       the part of local steps (`step.local_steps`)
+    model       all other variables, metrics and random generators (`state.run_state`)
+    callbacks   `callback_states`
+    lost        how many examples could not be read
+
+An evaluation changes `passes`, `unread`, `model`, `callbacks` and `lost`, but neither weights nor
+slots. If training is stopped in a validation, the checkpoint has these entries from before the
+validation. So the resumed run repeats the whole validation.
+
+Functions without a note of their own run on every worker.
 """
 
 from __future__ import annotations
@@ -33,12 +57,16 @@ Tree = dict[str, Any]
 
 @dataclass
 class Progress:
-    """Where training is.
+    """The position of the training.
 
-    `epoch` epochs are whole; of the next one `step` steps are done, which left `logs`. If
-    `goes_on`, the next step takes from the iterator in use, which has given `batches` batches;
-    else it begins another. `lost` examples of this pass of the data could not be read.
-    `is_over` says that a callback ended training.
+    Attributes:
+        epoch: the number of whole epochs.
+        step: the steps of the next epoch that have ended.
+        logs: the logs of these steps.
+        goes_on: whether the next step takes from the iterator in use. Otherwise it begins another.
+        batches: the batches that the iterator in use has given in its pass.
+        lost: the examples of this pass over the data that could not be read.
+        is_over: whether a callback has ended the training.
     """
 
     epoch: int
@@ -52,10 +80,13 @@ class Progress:
 
 @contextlib.contextmanager
 def checkpoint_in(callbacks: Any) -> Iterator[Checkpoint | None]:
-    """Inside, the Checkpoint among the callbacks that `fit` was given may own its folder.
+    """Gives the Checkpoint among the callbacks, or None, and releases it after the context.
+
+    Args:
+        callbacks: the callbacks that `fit` was given.
 
     Raises:
-        ConfigError: there are two.
+        ConfigError: there are several Checkpoint callbacks.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
@@ -74,10 +105,19 @@ def checkpoint_in(callbacks: Any) -> Iterator[Checkpoint | None]:
 
 @contextlib.contextmanager
 def saving_at_signals(model: keras.Model, keeper: Checkpoint | None) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM to a program of the user's own end training with a checkpoint.
+    """Lets SIGINT and SIGTERM end the training with a checkpoint inside the context.
 
-    At its end KeyboardInterrupt follows, or SystemExit(143): saved, start me again. Without a
-    Checkpoint, or where the command watches already, nothing is different.
+    This is for a user's own program. It changes nothing without a Checkpoint, or if tfmulti's
+    command watches the signals already.
+
+    Args:
+        model: the prepared model.
+        keeper: the Checkpoint callback, or None.
+
+    Raises:
+        KeyboardInterrupt: SIGINT stopped the training.
+        SystemExit: SIGTERM stopped the training. The exit code 143 says that everything is saved
+            and that the program may be started again.
     """
     if keeper is None or is_watched():
         yield
@@ -94,10 +134,16 @@ def saving_at_signals(model: keras.Model, keeper: Checkpoint | None) -> Iterator
 
 
 def find_record(model: keras.Model, keeper: Checkpoint | None) -> Record | None:
-    """Returns the chief's record to resume from, on every worker; None to begin anew.
+    """Returns the chief's record to resume from on every worker, or None to begin anew.
+
+    Every worker calls it: it broadcasts the record.
+
+    Args:
+        model: the prepared model.
+        keeper: the Checkpoint callback, or None.
 
     Raises:
-        ResumeError: on all workers, where the chief finds that it cannot be.
+        ResumeError: the chief cannot take a record from the folder. All workers raise it.
     """
     if keeper is None:
         return None
@@ -107,7 +153,8 @@ def find_record(model: keras.Model, keeper: Checkpoint | None) -> Record | None:
     if placement_of(strategy).is_chief:
         try:
             found = keeper.newest()
-        except Exception as wrong:  # the other workers wait for word
+        # The other workers wait in the broadcast, so the chief must not raise the error before.
+        except Exception as wrong:
             error = wrong
     words = broadcast(strategy, str(error).encode() if error else None)
     if words is not None:
@@ -119,10 +166,15 @@ def find_record(model: keras.Model, keeper: Checkpoint | None) -> Record | None:
 
 
 def seed_of(record: Record | None, drawn: int | None, fixed: bool) -> int | None:
-    """Returns the seed of the data order: the record's, where there is one.
+    """Returns the seed of the data order: the seed of the record if there is one.
+
+    Args:
+        record: the record to resume from, or None.
+        drawn: the seed of this run; None without a shuffle.
+        fixed: whether `prepare` was given the seed.
 
     Raises:
-        ResumeError: this run was given another.
+        ResumeError: this run was given another seed, or only one of the two runs shuffles.
     """
     if record is None:
         return drawn
@@ -140,10 +192,12 @@ def seed_of(record: Record | None, drawn: int | None, fixed: bool) -> int | None
 
 @contextlib.contextmanager
 def _of_known_form() -> Iterator[None]:
-    """Inside, a record is read that has all its checksums, but may be of another program.
+    """Raises ResumeError if code inside the context finds that a record has another form.
+
+    The record's checksums are right, but another program or version may have written it.
 
     Raises:
-        ResumeError: something is not there, or is of another type.
+        ResumeError: an entry of the record is missing, or has another type.
     """
     try:
         yield
@@ -158,7 +212,19 @@ def _of_known_form() -> Iterator[None]:
 
 
 class CheckpointManager:
-    """The checkpoints of one `fit`: `record` is where it resumes, or None."""
+    """The checkpoints of one call of `fit`. Every worker has one, and calls it alike.
+
+    Args:
+        model: the prepared, compiled and built model.
+        settings: the Checkpoint callback.
+        record: the record to resume from, or None.
+        callbacks: all callbacks, after `on_train_begin`.
+        feeds: the feeds by name: `training`, and `validation` if there is one.
+        seed: the seed of the data order.
+
+    Raises:
+        ResumeError: the sizes of the data differ from those of the record.
+    """
 
     def __init__(
         self,
@@ -182,7 +248,7 @@ class CheckpointManager:
                 _check_data(record.tree["data"], self._data)
 
     def start(self) -> Progress | None:
-        """Returns where to begin, or None at the beginning."""
+        """Returns the position to resume from, or None to begin anew."""
         if self._record is None:
             return None
         with _of_known_form():
@@ -190,10 +256,15 @@ class CheckpointManager:
 
     @_of_known_form()
     def restore(self) -> None:
-        """Gives model, callbacks and feeds the state of the record."""
+        """Restores the model, the callbacks and the feeds from the record.
+
+        Raises:
+            ResumeError: the record does not fit the model, or has another form.
+        """
         assert self._record is not None
         tree = self._record.tree
         for name, feed in self._feeds.items():
+            # The iterator in use is counted in `passes`, but `iterate` counts it again.
             in_use = name == "training" and tree["progress"]["goes_on"]
             position = tree.get("positions", {}).get(name)
             unread = tree.get("unread", {}).get(name, 0)
@@ -210,19 +281,31 @@ class CheckpointManager:
 
     @_of_known_form()
     def restore_random_states(self) -> None:
-        """Gives Python's and NumPy's generators the states of the record."""
+        """Restores the states of Python's and NumPy's generators from the record."""
         assert self._record is not None
         run_state.set_random_states(self._record.tree["model"]["random"])
 
     def wants(self, count: int) -> bool:
-        """Whether this worker wants a checkpoint after `count` more steps; only the chief does."""
+        """Returns whether this worker votes for a checkpoint; only the chief ever does.
+
+        Args:
+            count: the steps of the next execution, after which the checkpoint would be made.
+        """
         chief = placement_of(self._model.distribute_strategy).is_chief
         return chief and self._checkpoint.wants(state_of(self._model).steps, count)
 
     def keep(self, progress: Progress, *, wait: bool = False) -> None:
-        """Makes a checkpoint of here; the chief writes it, in the background unless `wait`."""
+        """Makes a checkpoint of the current position, which the chief writes.
+
+        Every worker calls it: capturing the variables is a collective.
+
+        Args:
+            progress: the current position.
+            wait: whether to return only when the chief has written the file.
+        """
         state = state_of(self._model)
-        with heartbeat().working(self):  # all workers take part
+        # All workers take part here, so the launcher must know that they may wait for each other.
+        with heartbeat().working(self):
             moving = self._before or self._moving()
             trained = run_state.capture_trained(self._model)
             apart = local_steps.capture(self._model)
@@ -245,10 +328,10 @@ class CheckpointManager:
             self._checkpoint.keep(record, wait=wait)
 
     def _positions(self, batches: int) -> dict[str, State | None]:
-        """Returns where the data is, the training data after so many batches of its pass.
+        """Returns the positions of the feeds on the chief, and nothing on other workers.
 
-        The chief's say, since all read the same batches. Of validation data that is not known in
-        the midst of its pass, which will be done again.
+        The chief's positions serve all workers, because all read the same batches. While a
+        validation runs, only the training data has a position: the validation is repeated.
         """
         if not placement_of(self._model.distribute_strategy).is_chief:
             return {}
@@ -257,7 +340,7 @@ class CheckpointManager:
         return {name: self._feeds[name].position(given.get(name, 0)) for name in known}
 
     def _moving(self) -> Tree:
-        """Returns what an evaluation changes, too: all but the weights; a collective."""
+        """Returns the entries that an evaluation changes; see the module. It is a collective."""
         return {
             "passes": {name: feed.passes for name, feed in self._feeds.items()},
             "unread": {name: feed.unread for name, feed in self._feeds.items()},
@@ -268,7 +351,10 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def again_if_stopped(self) -> Iterator[None]:
-        """If training stops inside, the checkpoint is from before it, so resuming repeats it."""
+        """Makes a resumed run repeat what is inside the context, if training stops there.
+
+        The next checkpoint then holds the state from before the context.
+        """
         with heartbeat().working(self):
             self._before = self._moving()
         yield
@@ -276,17 +362,19 @@ class CheckpointManager:
             self._before = None
 
     def _say_once(self, lines: list[str]) -> None:
+        """Prints the lines that were not printed before."""
         for line in lines:
             if line not in self._said:
                 self._said.add(line)
                 say(line)
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is written."""
+        """Waits until the chief has written the last checkpoint."""
         self._checkpoint.finish()
 
 
 def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ResumeError if the sizes of the data differ from the saved ones."""
     for part, form in now.items():
         for name, value in form.items():
             before = saved.get(part, {}).get(name)

@@ -1,9 +1,9 @@
-"""Plain values: what a checkpoint holds, and how it is written down.
+"""Writes plain values as JSON and arrays, and reads them again.
 
-Plain are None, bool, int, float, str, bytes, NumPy's arrays and scalars of any type but objects,
-and lists, tuples, sets and dicts of them. They come back as they were, to the bit and to the
-type; what is derived from one of them (a namedtuple, a defaultdict) is not plain, since it would
-come back as something else.
+A checkpoint holds plain values. These are None, bool, int, float, str, bytes, NumPy's arrays and
+scalars of any dtype but objects, and lists, tuples, sets and dicts of plain values. They are read
+as they were written, with the same bits and the same types. A value of a derived class, such as a
+namedtuple or a defaultdict, is not plain, because it would be read as the class it derives from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfmulti.errors import TfmultiError
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
-# The types that `ml_dtypes` adds to NumPy's.
+# The dtypes that `ml_dtypes` adds to those of NumPy, such as bfloat16.
 _BITS = {
     name: np.dtype(kind)
     for name, kind in vars(ml_dtypes).items()
@@ -30,7 +30,16 @@ _TYPES: dict[str, Callable[[list[Any]], Any]] = {name: kind for kind, name in _C
 
 
 class NotPlainError(TfmultiError):
-    """A value is not plain. `place` says where in the whole it is, `kind` what it is."""
+    """Raised for a value that is not plain.
+
+    Args:
+        place: where the value stands in the whole, such as `history['loss']`.
+        kind: the name of the value's type.
+
+    Attributes:
+        place: the argument `place`.
+        kind: the argument `kind`.
+    """
 
     def __init__(self, place: str, kind: str) -> None:
         super().__init__(f"{place or 'it'} is a {kind}")
@@ -38,10 +47,14 @@ class NotPlainError(TfmultiError):
 
 
 def copied(value: Any, place: str = "") -> Any:
-    """Returns a copy that shares nothing with the value.
+    """Returns a copy of a plain value that shares nothing with it.
+
+    Args:
+        value: the value.
+        place: the name of the value in error messages.
 
     Raises:
-        NotPlainError: it is not plain, or contains itself.
+        NotPlainError: the value is not plain, or contains itself.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -68,7 +81,12 @@ def copied(value: Any, place: str = "") -> Any:
 
 
 def to_json(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Returns plain values for JSON, in which each array is its number, and appends the arrays."""
+    """Returns a plain value as a tree for JSON, in which a number stands for each array.
+
+    Args:
+        value: the plain value.
+        arrays: the list to which the arrays are appended. The numbers are indices in it.
+    """
     if isinstance(value, np.generic):
         arrays.append(np.asarray(value))
         return {"scalar": len(arrays) - 1}
@@ -89,11 +107,17 @@ def to_json(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def from_json(node: Any, arrays: list[np.ndarray]) -> Any:
-    """Returns the values of which `to_json` made this. It takes the arrays out of their list.
+    """Returns the value from which `to_json` made a tree.
+
+    Args:
+        node: the tree.
+        arrays: the arrays. Those that are used are replaced by None in the list.
 
     Raises:
-        ValueError, LookupError, TypeError: it is of another form, or an array stands in it twice:
-            written again, a small file would be one of any size.
+        ValueError: the tree has another form, or an array stands in it twice. Such a small file
+            would become a file of any size when it is written again.
+        LookupError: the tree names an array or a type that there is not.
+        TypeError: the tree has another form.
     """
     if isinstance(node, list):
         return [from_json(item, arrays) for item in node]
@@ -114,6 +138,7 @@ def from_json(node: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _taken(arrays: list[Any], number: Any) -> np.ndarray:
+    """Returns an array of a list, and replaces it by None there."""
     if type(number) is not int or number < 0 or arrays[number] is None:
         raise ValueError("an array has another number, or stands in it twice")
     array: np.ndarray = arrays[number]
@@ -122,9 +147,13 @@ def _taken(arrays: list[Any], number: Any) -> np.ndarray:
 
 
 def to_npy(array: np.ndarray) -> tuple[str, bytes]:
-    """Returns the name of an array's type, and its `.npy` file.
+    """Returns the name of an array's dtype in `ml_dtypes`, or "", and its `.npy` file.
 
-    NumPy's format has no types of other packages (bfloat16, float8): their bits are written.
+    NumPy's format has no dtypes of other packages, such as bfloat16 and float8. The bits of such an
+    array are written as whole numbers.
+
+    Args:
+        array: an array that is plain.
     """
     name = _type_name(array.dtype)
     assert name is not None, f"an array of {array.dtype} is not plain"
@@ -135,16 +164,23 @@ def to_npy(array: np.ndarray) -> tuple[str, bytes]:
 
 
 def from_npy(name: str, data: bytes) -> np.ndarray:
-    """Returns the array of which `to_npy` made this."""
+    """Returns the array from which `to_npy` made a name and a file.
+
+    Args:
+        name: the name of the dtype.
+        data: the content of the `.npy` file.
+    """
     array = array_of(data)
     return array.view(_BITS[name]) if name else array
 
 
 def _type_name(dtype: np.dtype[Any]) -> str | None:
-    """Returns the name in `ml_dtypes`; empty for NumPy's own types, None for what is no data."""
+    """Returns a dtype's name in `ml_dtypes`, "" for NumPy's own, or None if it is not plain."""
+    # Kind T is NumPy's text of variable length, whose elements lie outside of the array.
     if dtype.hasobject or dtype.kind == "T":
         return None
-    if dtype.isbuiltin != 2:  # 2: registered with NumPy by another package
+    # With 2, NumPy says that another package has registered the dtype.
+    if dtype.isbuiltin != 2:
         return ""
     known = getattr(ml_dtypes, dtype.name, None)
     return dtype.name if known is not None and np.dtype(known) == dtype else None

@@ -1,4 +1,18 @@
-"""Batches of the user's own: a `tf.data.Dataset`, a PyDataset, a generator, a DataLoader."""
+"""Feeds of data that comes in global batches: a `tf.data.Dataset`, a PyDataset, a generator, ….
+
+Every worker reads the same global batches. A resumed run finds its position in them as follows:
+
+- A PyDataset of known length begins at any batch (`PyDatasetFeed`).
+- TensorFlow saves the position of a Dataset's iterator (`positions`). One iterator gives all passes
+  of a Dataset that ends, because only its position tells how the next pass is shuffled.
+- TensorFlow (2.21) saves nothing of a shuffle that has given its last row. Such a position lacks
+  the seeds of the next orders. If each shuffle draws one order a pass, a second iterator gives the
+  seeds. It is made as the iterator of the pass was. The iterators of a Dataset share the generators
+  of its shuffles, and the position of a new iterator tells how much they have drawn.
+- If one iterator draws several orders, as with `repeat` after a shuffle, the checkpoint holds the
+  last position of the pass that has all seeds. The batches since then are read again.
+- All other data is read again from the beginning up to the position.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +53,16 @@ class DatasetFeed:
     at the end of a pass whose number of batches is known: with `steps_per_epoch` the next pass
     takes it (`next_is_made`), and without it nothing reads it. The property `unread` counts the
     iterators that nothing reads.
+
+    The methods are those of `feed.Feed`.
+
+    Args:
+        x: the data.
+        class_weight: the weight of each class, or None.
+        next_is_made: whether the data is for a `fit` with `steps_per_epoch`.
+
+    Raises:
+        DataError: the data has no batches, or its batches cannot be cut into rows.
     """
 
     endless = False
@@ -46,22 +70,29 @@ class DatasetFeed:
     def __init__(self, x: Any, class_weight: Any, *, next_is_made: bool = False) -> None:
         self._x, self._class_weight = x, class_weight
         self._next_is_made = next_is_made
-        self._next_is_due = False  # Keras has made the iterator of the next pass, but not this feed
+        # Whether Keras has made the iterator of the next pass at this point, but this feed has not.
+        self._next_is_due = False
         self._build()
         if self.steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
         self.passes = self.unread = 0
         self._iterator: Any = None
-        self._has_ended = False  # it has given all batches of a pass
+        # Whether the iterator in use has given all batches of a pass.
+        self._has_ended = False
+        # The Dataset of all passes (`in_passes`), if one iterator gives them all.
         self._all_passes: tf.data.Dataset | None = None
         self._keeps_position = False
-        self._random_states: int | None = None  # that a whole position has
-        self._whole: tuple[int, Position] | None = None  # the last one of this pass, and where
-        self._given = 0  # batches of its pass that the iterator in use had given when it was made
+        # The number of random states in a position that has all seeds.
+        self._random_states: int | None = None
+        # The last position of this pass that has all seeds, and the batches given before it.
+        self._whole: tuple[int, Position] | None = None
+        # The batches of its pass that the iterator in use had given when it was restored.
+        self._given = 0
         endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
         self._without_end = x if endless else None
 
     def _build(self) -> None:
+        """Makes Keras' adapter of the data, and the Dataset that reads its batches ahead."""
         try:
             self._adapter = batches_of(self._x, self._class_weight)
         except ValueError as error:
@@ -72,12 +103,12 @@ class DatasetFeed:
 
     @property
     def _batches_ahead(self) -> int:
-        """How many batches are read while a step runs.
+        """The number of batches that are read while a step runs.
 
-        To read one may draw an order from a generator that the next iterator shares. So of such a
-        Dataset as many are read as plain TensorFlow reads: it adds a prefetch of its own, which
-        holds one batch as long as steps do not wait for it, where the Dataset does not end in
-        something that reads ahead already.
+        Reading a batch may draw an order from a generator that the next iterator shares. Of such a
+        Dataset this feed reads as many batches ahead as plain TensorFlow. TensorFlow adds a
+        prefetch unless the Dataset ends in an operation that reads ahead already. That prefetch
+        holds one batch as long as the steps do not wait for it.
         """
         if not draws_when_read(self._dataset):
             return PREFETCH_STEPS
@@ -109,7 +140,8 @@ class DatasetFeed:
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
         self.passes += 1
         self._next_is_due = False
-        self._has_ended = self._has_ended and skipped > 0  # else this is the next pass
+        # If nothing is skipped, this is the next pass.
+        self._has_ended = self._has_ended and skipped > 0
         self._adapter.on_epoch_begin()
         if self._has_ended:
             return self._pass_over() if self._iterator is None else self._iterator
@@ -126,10 +158,11 @@ class DatasetFeed:
 
     @property
     def _source(self) -> tf.data.Dataset:
-        """What an iterator is made of."""
+        """The Dataset of which the iterator in use is made."""
         return self._batches if self._all_passes is None else self._all_passes
 
     def _new_iterator(self) -> Any:
+        """Returns a new iterator; the first one tells whether TensorFlow can save a position."""
         iterator = iter(self._source)
         if self._keeps_position and self._random_states is None:
             found = position_of(iterator)
@@ -140,7 +173,7 @@ class DatasetFeed:
 
     @property
     def is_dataset(self) -> bool:
-        """Whether the data is a `tf.data.Dataset`, and not read by code of the user's own."""
+        """Whether the data is a `tf.data.Dataset`, so that no Python code of the user reads it."""
         return isinstance(self._x, tf.data.Dataset)
 
     @property
@@ -149,8 +182,13 @@ class DatasetFeed:
         return self._iterator
 
     def iterator_of(self, batches: Sequence[Any]) -> Any:
-        """Returns an iterator of these batches, of the same type as the one in use."""
-        given = self._dataset.take(0)  # it reads nothing, and has the form of all batches
+        """Returns an iterator of the given batches, of the same type as the one in use.
+
+        Args:
+            batches: global batches of this feed.
+        """
+        # This reads nothing, and gives the Dataset the form of all batches.
+        given = self._dataset.take(0)
         for batch in batches:
             given = given.concatenate(tf.data.Dataset.from_tensors(batch))
         given = pipeline.read_ahead(given)
@@ -167,8 +205,9 @@ class DatasetFeed:
         return None if self._has_ended else taken
 
     def keep_position(self) -> None:
+        # An iterator that a trial of the first batches has made was prepared before the trial.
         if self._iterator is not None:
-            return  # it was made for a trial of the first batches, and told before
+            return
         self._keeps_position = isinstance(self._x, tf.data.Dataset) and holds_all(self._batches)
         if self._keeps_position and not self.holds(None):
             self._all_passes = in_passes(self._batches, unread=self._leaves_one_unread)
@@ -179,30 +218,35 @@ class DatasetFeed:
             return state
         found = position_of(self._iterator)
         if found is None:
-            self._keeps_position = False  # it is too large: to find it out takes long
+            # The position is too large. To find that out takes long, so it is tried once only.
+            self._keeps_position = False
             return state
         lacks_seeds = random_states_in(found) < (self._random_states or 0)
         if not lacks_seeds:
             self._whole = batches, found
         elif self._has_ended or not batches:
-            return state  # between passes: they are made again, and nothing is read
+            # Between two passes nothing needs to be read: the earlier iterators are made again.
+            return state
         elif not self._draws_once_a_pass:
             if self._whole is None:
                 return state
-            batches, found = self._whole  # and on from there by reading
+            # The batches after this position are read again.
+            batches, found = self._whole
             lacks_seeds = False
         return state | {"iterator": found, "batches": batches, "lacks_seeds": lacks_seeds}
 
     @property
     def _draws_once_a_pass(self) -> bool:
-        """Whether each shuffle draws one order a pass, when the pass's iterator is made."""
+        """Whether each shuffle draws one order for a pass, when the pass begins."""
         return self._all_passes is not None and not must_be_read(self._batches)
 
     def begin_call(self) -> None:
-        self._adapter.on_epoch_end()  # of a PyDataset, which may shuffle then
+        # A PyDataset may shuffle then.
+        self._adapter.on_epoch_end()
 
     def end_epoch(self) -> None:
-        if self._without_end is not None:  # others may shuffle for the next pass, not within one
+        # A PyDataset that ends may shuffle for its next pass, but not within a pass.
+        if self._without_end is not None:
             self._without_end.on_epoch_end()
             self._without_end.on_epoch_begin()
 
@@ -214,9 +258,11 @@ class DatasetFeed:
         if not goes_on:
             self._iterator = None
         elif not self._has_ended:
-            next(self._iterator)  # the mark of the end
+            # This takes the mark of the end of the pass.
+            next(self._iterator)
         if not self._keeps_position:
-            self._all_passes = None  # numbers that no seed gives begin anew with an iterator
+            # Random numbers without a seed begin anew with each iterator, so each pass needs one.
+            self._all_passes = None
         self._has_ended, self._whole, self._given = ended, None, 0
         if whole:
             self._begin_next(goes_on)
@@ -225,7 +271,8 @@ class DatasetFeed:
         """Makes the iterator that Keras makes at the end of a pass of known length."""
         if self._leaves_one_unread:
             self.unread += 1
-            if not goes_on:  # else the iterator of all passes has made it
+            # The iterator of all passes has made it already.
+            if not goes_on:
                 iter(self._batches)
         elif self._is_known_dataset:
             if goes_on:
@@ -235,11 +282,12 @@ class DatasetFeed:
 
     @property
     def _is_known_dataset(self) -> bool:
+        """Whether the data is a `tf.data.Dataset` whose number of batches is known."""
         return isinstance(self._x, tf.data.Dataset) and self.steps is not None
 
     @property
     def _leaves_one_unread(self) -> bool:
-        """Whether Keras makes an iterator at the end of each pass that nothing reads."""
+        """Whether Keras makes an iterator that nothing reads at the end of each pass."""
         return self._is_known_dataset and not self._next_is_made
 
     def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
@@ -262,16 +310,15 @@ class DatasetFeed:
                 iter(self._batches)
 
     def _restored(self, state: State, made: int) -> Any:
-        """Returns an iterator at a saved position. `made` iterators were made before it.
-
-        A shuffle that has given its last row is not in a position. How many orders it has drawn
-        is in that of an iterator that was made as the pass's was.
+        """Returns an iterator at a saved position, before which `made` iterators were made.
 
         Raises:
             ResumeError: TensorFlow does not take the position. The pass cannot be read again
-                instead: the iterator that was tried has drawn a seed of each shuffle.
+                instead, because the iterator that was tried has drawn a seed of each shuffle.
         """
         of_pass = None
+        # The last of these iterators is made as the iterator of the pass was, so its position tells
+        # how many orders the shuffles have drawn.
         for _ in range(made + 1 if state["lacks_seeds"] else 0):
             of_pass = iter(self._source)
         seeds = position_of(of_pass) if of_pass is not None else None
@@ -283,12 +330,15 @@ class DatasetFeed:
                 "that file: the run goes on from the checkpoint before it."
             )
         if seeds is not None:
-            set_position(of_pass, seeds)  # last: all iterators share what the next pass draws by
+            # All iterators share the generators from which the next pass draws. The position above
+            # has changed them, so they are set after it.
+            set_position(of_pass, seeds)
         return iterator
 
     def _pass_over(self) -> Any:
-        """Returns an iterator of a pass of which nothing will be taken."""
-        iterator = iter(self._batches)  # when it is made it draws the seed of its shuffle
+        """Returns an iterator of a pass from which no step will take a batch."""
+        # The iterator draws the seeds of its shuffles when it is made.
+        iterator = iter(self._batches)
         if must_be_read(self._batches) and not self.holds(None):
             for _ in iterator:
                 pass
@@ -312,15 +362,20 @@ class DatasetFeed:
 
 
 class PyDatasetFeed(DatasetFeed):
-    """A PyDataset with a known number of batches: any of them is read at once.
+    """The feed of a PyDataset with a known number of batches, which can begin at any of them.
 
-    `is_training` says that one call has all passes; else each is an evaluation of its own.
+    Args:
+        x: the PyDataset.
+        class_weight: the weight of each class, or None.
+        is_training: whether one call of `fit` makes all passes. Otherwise each pass is an
+            evaluation of its own.
     """
 
     def __init__(self, x: InOrder, class_weight: Any, *, is_training: bool) -> None:
         super().__init__(x, class_weight)
         self._in_order, self._is_training = x, is_training
-        self._is_used = False  # its readers may hold batches of an earlier pass
+        # Whether Keras' readers may hold batches of an earlier pass.
+        self._is_used = False
 
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
         self.passes += 1
@@ -346,7 +401,8 @@ class PyDatasetFeed(DatasetFeed):
             self._is_used = self._in_order.begin_at > 0
 
     def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
-        for _ in range(passes):  # without its readers: nothing is read
+        # The PyDataset is called directly, without Keras' readers, so nothing is read.
+        for _ in range(passes):
             self.passes += 1
             if not self._is_training:
                 self._in_order.on_epoch_end()
@@ -355,9 +411,16 @@ class PyDatasetFeed(DatasetFeed):
 
 
 class InOrder(keras.utils.PyDataset):
-    """A PyDataset whose batches come in an order that all workers draw alike, anew each pass.
+    """A PyDataset whose batches come in the same shuffled order on all workers.
 
-    `seed` None keeps the order. The pass that is begun next starts at its batch `begin_at`.
+    Each pass has another order.
+
+    Args:
+        inner: the user's PyDataset.
+        seed: the seed of the orders; None keeps the order of `inner`.
+
+    Attributes:
+        begin_at: the batch at which the next pass begins, counted in its order.
     """
 
     def __init__(self, inner: keras.utils.PyDataset, seed: int | None) -> None:
@@ -371,10 +434,11 @@ class InOrder(keras.utils.PyDataset):
         return len(self._order)
 
     def __getitem__(self, index: int) -> Any:
-        # Where a pass does not start at its first batch, the last ones of it are not taken.
+        # If a pass begins later, `PyDatasetFeed` does not take the batches beyond its end.
         return self._inner[self._order[(index + self.begin_at) % len(self._order)]]
 
     def _shuffle(self) -> None:
+        """Draws the order of the next pass."""
         if self._random is not None:
             self._random.shuffle(self._order)
 
@@ -382,6 +446,7 @@ class InOrder(keras.utils.PyDataset):
         self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        # Keras starts its readers before on_epoch_begin, and has stopped them here.
+        # Keras starts its readers before `on_epoch_begin`. They have stopped here, so the order may
+        # change.
         self._shuffle()
         self._inner.on_epoch_end()

@@ -1,4 +1,12 @@
-"""What `fit`, `evaluate` and `predict` are given, as batches of this worker's shares."""
+"""Makes a feed of the data that `fit`, `evaluate` and `predict` are given.
+
+A feed gives the compiled step what it takes its batches from. There are two kinds:
+
+- Arrays and other sources have random access. Each worker reads its own rows only, by a
+  `Prefetcher`, and the position is the step (`SourceFeed`).
+- A `tf.data.Dataset`, a generator and a PyDataset give batches in their own order. Each worker
+  reads the whole global batches, and the step cuts them to the worker's rows (`DatasetFeed`).
+"""
 
 from __future__ import annotations
 
@@ -21,14 +29,18 @@ from tfmulti.training.input.positions import State
 from tfmulti.training.input.prefetcher import DEFAULT, Prefetcher, prefetcher_of, specs_of
 from tfmulti.training.input.worker_batch import Ahead
 
-DEFAULT_BATCH_SIZE = 32  # Keras' own
+DEFAULT_BATCH_SIZE = 32  # as Keras
 
 
 class Feed(Protocol):
-    """One part of the data, ready for `Execution`.
+    """The data of a training or an evaluation, as batches for `Execution`.
 
-    `steps` is the number of global batches of one pass, or None where only reading tells.
-    `specs` has the form of one global batch: leaves with `shape` and `dtype`.
+    A pass reads each global batch of the data once. The feed makes an iterator for each pass, or
+    one for all of them.
+
+    Attributes:
+        steps: the number of global batches of one pass, or None if only reading tells it.
+        specs: the form of one global batch, a nest whose leaves have a `shape` and a `dtype`.
     """
 
     @property
@@ -43,83 +55,108 @@ class Feed(Protocol):
 
     @property
     def form(self) -> dict[str, Any]:
-        """What must be the same for a run to resume: sizes by name."""
+        """The sizes by name that must be the same when a run is resumed."""
 
     @property
     def digest(self) -> int | None:
-        """A number that is another one where the data is another; None: it tells by its batches."""
+        """A number that differs if the data differs; None if each batch has a digest instead."""
 
     @property
     def passes(self) -> int:
-        """How many iterators were made."""
+        """The number of iterators that were made."""
 
     @property
     def unread(self) -> int:
-        """How many other iterators were made after a whole pass, from which nothing was read."""
+        """The number of further iterators, made after a whole pass, that nothing has read."""
 
     def holds(self, batches: int | None) -> bool:
-        """Whether one iterator is known to give so many batches; None: without end."""
+        """Returns whether one iterator is known to give enough batches.
+
+        Args:
+            batches: how many are needed; None for batches without end.
+        """
 
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        """Returns an iterator of global batches, or an outlet of this worker's `WorkerBatch`.
+        """Returns what the steps take from: an iterator of global batches, or a queue.
 
-        A feed with random access starts at that step, counted over all epochs; another one
-        starts a pass of its data after the first `skipped` batches: at once where `begin_after`
-        was told where they end, or else by reading them.
+        A feed with random access begins at `first_step`. Any other feed begins a pass of its data
+        after the first `skipped` batches. It begins there at once if `begin_after` was given the
+        position. Otherwise it reads these batches first.
+
+        Args:
+            first_step: the step, counted over all epochs.
+            skipped: the batches of the pass that were trained on before.
+
+        Raises:
+            DataError: the data ends within the skipped batches.
         """
 
     def next(self) -> Any:
-        """Returns the next `WorkerBatch` of the outlet in use, or an Optional of a global batch.
-
-        None at the end of a pass.
-        """
+        """Returns the next `WorkerBatch` or an Optional of a global batch, or None at the end."""
 
     def keep_position(self) -> None:
-        """Is called before the first iterator, where `position` will be asked for."""
+        """Prepares the feed for calls of `position`. Call it before the first `iterate`."""
 
     def position(self, batches: int) -> State | None:
-        """Returns where the iterator in use is, where that takes more than counting.
+        """Returns the position of the iterator in use, or None if counting batches is enough.
 
-        It has given so many batches of its pass.
+        Args:
+            batches: the batches of its pass that the iterator has given.
         """
 
     def begin_call(self) -> None:
-        """Tells the data that `fit` or an evaluation begins, which Keras tells it as the end of an
-        epoch."""
+        """Tells the data that `fit` or an evaluation begins, as Keras does, by `on_epoch_end`."""
 
     def end_epoch(self) -> None:
-        """Is called at the end of an epoch where the iterator goes on."""
+        """Tells the feed that an epoch has ended and that the iterator goes on."""
 
     def end_pass(self, whole: bool = False) -> None:
-        """Is called when an iterator has given its last batch, or is given up.
+        """Ends the pass of the iterator in use.
 
-        `whole`: it has given each batch of one pass of the data, and nobody has stopped it.
+        Args:
+            whole: whether the iterator has given each batch of the pass and was not stopped.
         """
 
     def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
-        """Puts a new feed where another was after so many iterators.
+        """Puts a new feed where the feed of the stopped run was.
 
-        Each may shuffle for the next: where the other's `position` does not hold that they are
-        made again, those from which nothing was read after the first `unread` of them.
+        Each iterator may shuffle the data for the next one. So the iterators of the stopped run are
+        made again, unless `position` holds what they have drawn.
+
+        Args:
+            passes: the `passes` of the stopped run, without the iterator that goes on.
+            position: what `position` returned there.
+            unread: the `unread` of the stopped run. One of these iterators follows each of the
+                first `unread` passes.
         """
 
     @property
     def error(self) -> Exception | None:
-        """Why the data cannot be read on, if that is so."""
+        """The reason why the data cannot be read on, or None."""
 
     def find_fault(self) -> str | None:
-        """Returns which record cannot be read and why, where reading the files again tells."""
+        """Returns which record cannot be read and why, or None if the files do not tell it."""
 
     @property
     def threads(self) -> int | None:
-        """How many threads read examples (0: the one that feeds the steps), if that is known."""
+        """The number of threads that read examples, or None if it is not known.
+
+        0 says that the thread that feeds the steps reads them.
+        """
 
     def close(self) -> None:
-        """Ends its threads. A feed that is closed may be iterated anew."""
+        """Ends the threads of the feed. A closed feed may be iterated again."""
 
 
 class SourceFeed:
-    """A source with random access under a plan."""
+    """The feed of a source with random access; its methods are those of `Feed`.
+
+    Args:
+        source: the examples.
+        plan: the order of the examples.
+        placement: this process' place among the workers.
+        reading: how the examples are read.
+    """
 
     endless = True
 
@@ -159,18 +196,21 @@ class SourceFeed:
 
     @property
     def source(self) -> Source:
+        """The examples."""
         return self._source
 
     @property
     def plan(self) -> BatchPlan:
+        """The order of the examples."""
         return self._plan
 
     @property
     def reading(self) -> ReadOptions:
+        """How the examples are read."""
         return self._reading
 
     def again(self) -> SourceFeed:
-        """Returns another feed of the same batches."""
+        """Returns a new feed of the same batches."""
         return SourceFeed(self._source, self._plan, self._placement, self._reading)
 
     def holds(self, batches: int | None) -> bool:
@@ -206,7 +246,8 @@ class SourceFeed:
         pass
 
     def end_pass(self, whole: bool = False) -> None:
-        # In an order that stays, the next pass is the same: what is read ahead begins it.
+        # Without a shuffle the next pass has the same order. The batches that were read ahead are
+        # then its first ones.
         self._is_at_start = whole and self._plan.seed is None and self.error is None
         if not self._is_at_start:
             self.close()
@@ -244,17 +285,26 @@ def make_feed(
     reading: ReadOptions = DEFAULT,
     is_training: bool = False,
 ) -> Feed:
-    """Returns the feed of what Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
+    """Returns the feed of any data that Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
 
     Args:
-        batch_size: the global batch, for arrays; what comes in batches keeps its own.
-        seed: shuffles anew each epoch; None keeps the order. A `tf.data.Dataset` or a
-            generator has its own order.
-        is_training: the data of `fit`, of which a pass may go on over epochs of
+        x: the data, as `fit` takes it, or a feed, which is returned as it is.
+        y: the targets of arrays.
+        sample_weight: the weights of the rows of arrays.
+        placement: this process' place among the workers.
+        batch_size: the global batch size of arrays and sources. Data in batches keeps its own.
+        class_weight: the weight of each class.
+        seed: the seed of the shuffle, which gives each epoch another order. None keeps the order. A
+            `tf.data.Dataset` or a generator has its own order.
+        steps_per_epoch: the steps of an epoch. Without a `batch_size` arrays are cut into so many
+            batches.
+        reading: how the examples of arrays and sources are read.
+        is_training: whether the data is for `fit`, where a pass may go on over several epochs of
             `steps_per_epoch` steps.
 
     Raises:
         DataError: the arrays differ in length, or an argument does not go with the data.
+        ModelError: the data is a `DistributedDataset`.
     """
     if isinstance(x, (SourceFeed, DatasetFeed)):
         return x
@@ -283,7 +333,12 @@ def make_feed(
 
 
 def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
-    """Returns what `fit` was given as a source; all floating-point numbers in Keras' `floatx`.
+    """Returns arrays as a source, with all floating-point numbers in Keras' `floatx`.
+
+    Args:
+        x: the inputs, an array or a nest of arrays.
+        y: the targets, or None.
+        sample_weight: the weights of the rows, or None.
 
     Raises:
         DataError: the arrays differ in length, or cannot be read by rows.
@@ -293,7 +348,7 @@ def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
 
 
 def _check_no_more(x: Any, **given: Any) -> None:
-    """Raises DataError where targets or weights were given beside data that holds them."""
+    """Raises DataError if targets or weights were given beside data that holds them itself."""
     for name, value in given.items():
         if value is not None:
             raise DataError(
@@ -303,6 +358,7 @@ def _check_no_more(x: Any, **given: Any) -> None:
 
 
 def _is_batched(x: Any) -> bool:
+    """Returns whether data comes in batches of its own."""
     if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset, Iterator)):
         return True
     return type(x).__module__.partition(".")[0] in ("torch", "grain") and hasattr(x, "__iter__")
@@ -311,10 +367,15 @@ def _is_batched(x: Any) -> bool:
 def weights_of_classes(
     y: Any, class_weight: Mapping[int, float], sample_weight: Any = None
 ) -> np.ndarray:
-    """Returns each row's weight by its label (whole numbers, or one-hot), floatx [rows].
+    """Returns the weight of each row by its label, in floatx [rows].
+
+    Args:
+        y: the labels, as whole numbers or one-hot.
+        class_weight: the weight of each label; a label without a weight has 1.
+        sample_weight: the `sample_weight` of the same call, which must be None.
 
     Raises:
-        DataError: there are sample weights too, or several outputs.
+        DataError: sample weights were given, too, or there are several outputs.
     """
     if sample_weight is not None:
         raise DataError("class_weight and sample_weight were both given. Give one of them.")
@@ -331,10 +392,14 @@ def weights_of_classes(
 
 
 def split_off_validation(parts: tuple[Any, ...], fraction: float) -> tuple[Any, Any]:
-    """Returns arrays without their last rows, and those rows: Keras' `validation_split`.
+    """Returns the first rows of arrays and their last rows, for Keras' `validation_split`.
+
+    Args:
+        parts: the arrays `(x, y, sample_weight)`, each of which may be None.
+        fraction: the part of the rows that are split off at the end.
 
     Raises:
-        DataError: the data is no arrays, or one of the parts would be empty.
+        DataError: the data is not arrays, or one of the two parts would be empty.
     """
     if _is_batched(parts[0]) or isinstance(parts[0], Source):
         raise DataError(

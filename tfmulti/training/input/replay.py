@@ -1,7 +1,8 @@
-"""The first batches of a feed, for a trial, without taking them from the training.
+"""Takes the first batches of a feed for a trial, and leaves them to the training, too.
 
-A source with random access is read once more. Of other data the first batches are taken from the
-iterator that the training uses, kept, and given to it again: the same tensors in the same order.
+The first batches of a source with random access are read once more. Other data is read only once:
+its first batches are taken from the iterator of the training and kept. The training then gets the
+same tensors in the same order.
 """
 
 from __future__ import annotations
@@ -21,23 +22,27 @@ from tfmulti.training.input.worker_batch import Replay
 
 
 class Trial:
-    """The first global batches of a feed, read alike by every worker. Close it when it is done.
+    """The first global batches of a feed. Every worker reads all of their rows.
+
+    Call `close` when the trial is done.
 
     Attributes:
         batches: the global batches, as one device gets them.
-        feed: what the training is to use instead of the feed.
-        draws: whether code of the user's own reads the data, and may draw random numbers by
-            Python's and NumPy's generators at any time.
+        feed: the feed that the training must use after the trial.
+        draws: whether Python code of the user reads the data. Such code may draw random numbers
+            from Python's and NumPy's generators at any time.
     """
 
     def __init__(self, feed: Feed, batches: int, kept: int, *, sure: bool) -> None:
-        """Takes the first batches.
+        """Reads the first batches.
 
         Args:
-            batches: how many are tried.
-            kept: how many are taken where the training gets them again: as many as its first
-                executions have.
-            sure: whether steps take from an iterator, which is known to have enough.
+            feed: the feed of the training.
+            batches: the number of batches of the trial.
+            kept: the number of batches that are taken from an iterator and given to the training
+                again. The first executions of the training must have exactly these batches.
+            sure: whether the iterator is known to have enough batches, so that executions take from
+                the iterator itself.
         """
         self.feed, self._given, self.draws = feed, feed, False
         self._iterator: Any = None
@@ -63,7 +68,7 @@ class Trial:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Has `source` give the batches from the first one on."""
+        """Makes `source` give the batches again, from the first one on."""
         self._close()
         if isinstance(self._given, SourceFeed):
             again = self._given.again()
@@ -73,16 +78,21 @@ class Trial:
             self._iterator = self._given.iterator_of(self.batches)
 
     def source(self, step: int) -> Any:
-        """Returns what an execution takes from, of the same type as in the training."""
+        """Returns what an execution takes its batches from, of the same type as in the training.
+
+        Args:
+            step: the first step of the execution.
+        """
         return self._optionals[step] if self._optionals else self._iterator
 
     def close(self) -> None:
-        """Ends the threads that read for the trial."""
+        """Ends the threads that read the data for the trial."""
         self._close()
 
 
 def _read_apart(feed: SourceFeed, count: int) -> list[Any]:
-    """Returns global batches as tensors; this worker reads all of their rows."""
+    """Returns the first global batches as tensors; this worker reads all of their rows."""
+    # With one worker and one replica, the rows of that replica are the whole batch.
     reader = Loader(feed.source, feed.plan, Placement(0, 1, 1), feed.reading)
     with contextlib.closing(reader.batches()) as batches:
         found = [batch.data[0] for batch in itertools.islice(batches, count)]
@@ -94,7 +104,14 @@ def _read_apart(feed: SourceFeed, count: int) -> list[Any]:
 
 
 class ReplayedFeed:
-    """A feed whose first pass has begun: its first batches were taken and are given again."""
+    """A feed whose first batches were taken already, and which gives them again.
+
+    All other methods are those of the feed itself.
+
+    Args:
+        feed: the feed, whose first pass has begun.
+        taken: the batches that were taken, as Optionals.
+    """
 
     def __init__(self, feed: DatasetFeed, taken: Sequence[Any]) -> None:
         self._feed, self._taken = feed, list(taken)
@@ -104,7 +121,12 @@ class ReplayedFeed:
         return getattr(self._feed, name)
 
     def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        """Returns what the first pass goes on with, or an iterator of a later pass."""
+        """Returns the iterator of a pass; that of the first pass has the taken batches again.
+
+        Args:
+            first_step: the step, counted over all epochs.
+            skipped: the batches of the pass that were trained on before.
+        """
         if not self._is_first:
             return self._feed.iterate(first_step, skipped)
         self._is_first = False
@@ -112,10 +134,14 @@ class ReplayedFeed:
         return Replay(self._feed.iterator_of(batches), len(batches), self._feed.iterator)
 
     def next(self) -> Any:
-        """Returns the next batch: first those that were taken."""
+        """Returns the next batch, beginning with those that were taken."""
         return self._taken.pop(0) if self._taken else self._feed.next()
 
     def end_pass(self, whole: bool = False) -> None:
-        """Ends the pass of the feed; what was kept belongs to its first pass only."""
+        """Ends the pass of the feed, and drops the taken batches, which are of the first pass.
+
+        Args:
+            whole: whether the iterator has given each batch of the pass and was not stopped.
+        """
         self._taken = []
         self._feed.end_pass(whole)

@@ -1,4 +1,14 @@
-"""A worker's part of a global batch, as the compiled step gets it, and where it takes it from."""
+"""This worker's part of a global batch, and the queues from which the compiled step takes it.
+
+    BatchQueue   a queue of rows that the host has read
+    IndexQueue   a queue of examples' indices; the step gathers the rows from arrays in memory
+    Ahead        one of these queues, with the next batch on its way to the GPUs
+    Replay       an iterator, after the batches that a trial has taken from it
+
+A queue is an argument of the compiled function. It is an `ExtensionType`, so another queue of the
+same form does not make TensorFlow trace the function again. An `ExtensionType` cannot hold a nest
+of `tf.TensorSpec`, so it holds a name, and `_FORMS` has the nest by that name.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +20,26 @@ import tensorflow as tf
 from tfmulti.data.source import leaves_of
 from tfmulti.distribution.replica_slice import ReplicaSlice, part_of
 
-PREFETCH_STEPS = 2  # batches that wait for the step; the reader makes others meanwhile
+# The number of batches that wait for the step. The reader makes others meanwhile.
+PREFETCH_STEPS = 2
 
 
 class WorkerBatch(NamedTuple):
     """This worker's part of one global batch.
 
-    `data[i]` are the rows that local replica `i` reads, from row `first_rows[i]` of the
-    global batch on, and `own_rows[i]` how many of them count: all, or none where a replica
-    without rows reads one (`sharding.rows_to_read`). `rows` is the number of rows of the
-    global batch (all int64), and `digest` a small whole number that is the same on all
-    workers if they read the same global batch (-1: not computed). `lost` counts the rows that
-    this worker could not read: they are left out of `data` and `own_rows`, and on one worker
-    out of `first_rows` and `rows`; several have to tell each other (`steps.agreed`).
+    Attributes:
+        data: for each local replica the rows that it reads, a nest of tensors.
+        own_rows: for each local replica how many of these rows count, int64 scalars. All count, or
+            none if a replica without rows reads one (`sharding.rows_to_read`).
+        first_rows: for each local replica the position of its first row in the global batch, int64
+            scalars.
+        rows: the number of rows of the global batch, int64 scalar.
+        digest: a small whole number that is the same on all workers if they have read the same
+            global batch; -1 if it is not computed.
+        lost: the number of rows that this worker could not read, int64 scalar. With
+            `skip_bad_records` they are left out of `data` and `own_rows`. A single worker leaves
+            them out of `first_rows` and `rows`, too. Several workers must exchange their numbers
+            first (`step.agreed`).
     """
 
     data: tuple[Any, ...]
@@ -33,20 +50,34 @@ class WorkerBatch(NamedTuple):
     lost: tf.Tensor
 
     def weight(self, local: int) -> tf.Tensor:
-        """Returns the part of the global batch that a local replica has, float64."""
-        return part_of(self.own_rows[local], self.rows)  # of nothing, where all rows were lost
+        """Returns which part of the global batch's rows a local replica has, float64 scalar.
+
+        It is 0 if all rows of the global batch were lost.
+
+        Args:
+            local: the index of the replica on this worker.
+        """
+        return part_of(self.own_rows[local], self.rows)
 
     def of_any_rows(self) -> WorkerBatch:
-        """Returns the same data, whose number of rows is not known when a step is traced.
+        """Returns the same batch with data whose number of rows is unknown while a step is traced.
 
-        A step must ask a tensor for it: a number would be that of this share (`row_labels`).
+        So a step must ask a tensor for the number. A fixed number would be that of this replica
+        slice, and not of the global batch (`row_labels`).
         """
         return self._replace(data=of_any_rows(self.data))
 
     def share(
         self, local: int, *, alone: bool, sync_batch_norm: bool, is_local: bool = False
     ) -> ReplicaSlice:
-        """Returns a local replica's share; `alone` if there is no other replica."""
+        """Returns the replica slice of a local replica.
+
+        Args:
+            local: the index of the replica on this worker.
+            alone: whether there is no other replica, so that the slice is the whole global batch.
+            sync_batch_norm: whether batch statistics are over the rows of all replicas.
+            is_local: whether the replica takes local steps, as if it had the only rows.
+        """
         own = self.own_rows[local]
         return ReplicaSlice(
             part_of(own, own) if is_local else self.weight(local),
@@ -61,7 +92,11 @@ class WorkerBatch(NamedTuple):
 
 
 def of_any_rows(data: Any) -> Any:
-    """Returns the same tensors, whose number of rows is not known when a step is traced."""
+    """Returns the same tensors with a number of rows that is unknown while a step is traced.
+
+    Args:
+        data: a nest of tensors whose first axis is the rows.
+    """
 
     def loosened(leaf: Any) -> Any:
         known = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None
@@ -73,24 +108,28 @@ def of_any_rows(data: Any) -> Any:
 
 
 class BatchQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
-    """The end of a queue of `WorkerBatch` that a compiled step takes from.
+    """A queue of `WorkerBatch` from which a compiled step takes the next one.
 
-    An argument of the step: another queue of the same form is no reason to trace it anew. Taken
-    from the queue itself a batch costs a fifth of what an iterator of tf.data adds.
+    To take a batch from the queue itself costs a fifth of what an iterator of tf.data adds.
 
-    `handle` is the queue's. It holds, for each of `replicas` local replicas, the leaves of its
-    rows, and then `WorkerBatch`' counts in one vector (`counts`).
+    Each element of the queue has the leaves of the rows of each local replica, and then one vector
+    of counts: `own_rows`, `first_rows`, `rows` and `lost`.
+
+    Attributes:
+        handle: the handle of TensorFlow's queue.
+        form: the name of a nest of `tf.TensorSpec`, the form of one replica's rows.
+        replicas: the number of local replicas.
     """
 
     handle: tf.Tensor
-    form: str  # names a nest of tf.TensorSpec
+    form: str
     replicas: int
 
     def take(self) -> WorkerBatch:
-        """Returns the next batch; waits until there is one.
+        """Returns the next batch, and waits until there is one.
 
         Raises:
-            OutOfRangeError: the queue was closed, since the data cannot be read on.
+            tf.errors.OutOfRangeError: the queue was closed, because the data cannot be read on.
         """
         nest = _FORMS[self.form]
         specs = leaves_of(nest)
@@ -110,22 +149,34 @@ class BatchQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
 
 
 class IndexQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
-    """The end of a queue of examples' numbers, of which a compiled step gathers the rows.
+    """A queue of examples' indices, for which a compiled step gathers the rows.
 
-    `arrays` are the leaves of all examples, in the host's memory. The queue holds, for each of
-    `replicas` local replicas, numbers (filled up to one length), and a vector of counts.
+    Each element of the queue has the indices of each local replica, padded to one length, and one
+    vector of counts. The counts are the rows that each replica reads, how many of them count, where
+    they begin, and the rows of the global batch.
+
+    Attributes:
+        handle: the handle of TensorFlow's queue.
+        arrays: the leaves of all examples, in the host's memory.
+        form: the name of a nest of `tf.TensorSpec`, the form of one replica's rows.
+        replicas: the number of local replicas.
     """
 
     handle: tf.Tensor
     arrays: tuple[tf.Tensor, ...]
-    form: str  # names a nest of tf.TensorSpec
+    form: str
     replicas: int
 
     def take(self) -> WorkerBatch:
-        """Returns the next batch; waits until its numbers are there."""
+        """Returns the next batch, and waits until its indices are there.
+
+        Raises:
+            tf.errors.OutOfRangeError: the queue was closed.
+        """
         nest = _FORMS[self.form]
         specs = leaves_of(nest)
-        with tf.device("CPU:0"):  # where the arrays are: the rows alone go to a GPU
+        # The arrays are in the host's memory. So only the rows of the batch go to a GPU.
+        with tf.device("CPU:0"):
             numbers, counts = tf.raw_ops.QueueDequeueV2(
                 handle=self.handle, component_types=[tf.int64, tf.int64]
             )
@@ -145,9 +196,16 @@ class IndexQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
 
 
 class Ahead:
-    """An outlet whose next batch is taken, and brought to the replicas' GPUs, while a step runs.
+    """A queue whose next batch is copied to the replicas' GPUs while a step runs.
 
-    `held` is the batch that was taken so; None at the beginning.
+    Args:
+        outlet: the queue.
+        gpus: the devices of the local replicas.
+
+    Attributes:
+        outlet: the queue.
+        gpus: the devices of the local replicas.
+        held: the batch that was taken from the queue and copied, or None before the first step.
     """
 
     def __init__(self, outlet: BatchQueue | IndexQueue, gpus: Sequence[str]) -> None:
@@ -156,16 +214,26 @@ class Ahead:
 
 
 class Replay:
-    """An iterator, and another one whose batches are to be taken before it.
+    """Two iterators, one after the other: executions take from the first one until it is empty.
 
-    As many batches stand before it as the first executions have: none takes from both.
+    The first iterator has as many batches as the first executions together. So no execution takes
+    from both.
+
+    Args:
+        first: the iterator of the batches that a trial has taken.
+        batches: the number of its batches.
+        rest: the iterator of the batches after them.
     """
 
     def __init__(self, first: Any, batches: int, rest: Any) -> None:
         self._first, self._left, self._rest = first, batches, rest
 
     def source(self, steps: int) -> Any:
-        """Returns the iterator that an execution of so many steps takes from."""
+        """Returns the iterator for the next execution.
+
+        Args:
+            steps: the number of steps of the execution.
+        """
         if self._left <= 0:
             return self._rest
         self._left -= steps
@@ -173,11 +241,17 @@ class Replay:
 
 
 def on_devices(shards: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
-    """Returns the same with each replica's rows on its device; text stays with the host."""
+    """Returns the same batch with each replica's rows on its device; text stays on the host.
+
+    Args:
+        shards: the batch.
+        devices: the devices of the local replicas.
+    """
 
     def copied(tensor: tf.Tensor, device: str) -> tf.Tensor:
+        # A GPU cannot hold text.
         if tensor.dtype == tf.string:
-            return tensor  # a GPU holds none
+            return tensor
         with tf.device(device):
             return tf.identity(tensor)
 
@@ -189,7 +263,11 @@ def on_devices(shards: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
 
 
 def with_any_rows(shards: WorkerBatch) -> WorkerBatch:
-    """Returns the form of all batches, out of one: any number of rows."""
+    """Returns a batch with specs in place of its data, so that it stands for any number of rows.
+
+    Args:
+        shards: any batch of the data.
+    """
     return shards._replace(
         data=tf.nest.map_structure(
             lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), shards.data
@@ -197,16 +275,30 @@ def with_any_rows(shards: WorkerBatch) -> WorkerBatch:
     )
 
 
+# The nests of `tf.TensorSpec` by the names that queues hold.
 _FORMS: dict[str, Any] = {}
 
 
 def queue_of(queue: tf.queue.QueueBase, form: Any, replicas: int) -> BatchQueue:
-    """Returns the outlet of a queue whose examples have this form, a nest of tf.TensorSpec."""
+    """Returns the `BatchQueue` of a queue.
+
+    Args:
+        queue: TensorFlow's queue.
+        form: the form of one replica's rows, a nest of `tf.TensorSpec`.
+        replicas: the number of local replicas.
+    """
     return BatchQueue(handle=queue.queue_ref, form=_named(form), replicas=replicas)
 
 
 def index_queue_of(queue: tf.queue.QueueBase, arrays: Any, form: Any, replicas: int) -> IndexQueue:
-    """Returns the outlet of a queue of numbers; `arrays` is a nest as `form`, of all examples."""
+    """Returns the `IndexQueue` of a queue.
+
+    Args:
+        queue: TensorFlow's queue.
+        arrays: the arrays of all examples, a nest of the same structure as `form`.
+        form: the form of one replica's rows, a nest of `tf.TensorSpec`.
+        replicas: the number of local replicas.
+    """
     return IndexQueue(
         handle=queue.queue_ref,
         arrays=tuple(leaves_of(arrays)),
@@ -216,12 +308,13 @@ def index_queue_of(queue: tf.queue.QueueBase, arrays: Any, form: Any, replicas: 
 
 
 def _named(form: Any) -> str:
+    """Stores a form in `_FORMS`, and returns its name."""
     name = repr(form)
     _FORMS[name] = form
     return name
 
 
 def _fixed_rows(data: Any) -> int | None:
-    """Returns how many rows the data has, where that is known when a step is traced."""
+    """Returns the number of rows of the data, or None if it is unknown while a step is traced."""
     sizes = {leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(data)}
     return sizes.pop() if len(sizes) == 1 else None

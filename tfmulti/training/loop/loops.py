@@ -380,8 +380,8 @@ def draw_seed(model: keras.Model) -> int:
     seeds this model has drawn.
     """
     state = state_of(model)
-    if state.seed is not None:
-        return state.seed
+    if state.options.seed is not None:
+        return state.options.seed
     state.seeds_drawn += 1
     generator = np.random.RandomState()
     generator.set_state(np.random.get_state())

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfmulti.config.local_sync import SyncOptions
 from tfmulti.config.reading import ReadOptions
+from tfmulti.config.training_options import TrainingOptions
 
 # The reasons to stop. A later one outweighs an earlier one.
 REASONS = ("requested", "SIGINT", "SIGTERM")
@@ -24,20 +24,10 @@ class TrainerState:
     """What a prepared model remembers besides its variables.
 
     Attributes:
-        seed: the seed of the data order; None lets each `fit` draw one.
-        microbatches: the number of passes of a step.
-        sync_batch_norm: whether batch statistics are over the rows of all replicas.
-        gradient_compression: the type in which gradients travel between workers.
+        options: how the model trains.
         reading: how the examples of a source are read.
-        synchronisation: when the workers average their weights in local steps.
         outer: the outer optimizer of local steps, or None (`local_steps`).
-        verify: whether the first steps are compared with one device; None compares them where parts
-            of the model are the user's own.
-        verify_steps: how many first steps are compared.
         verification: the result of the last comparison.
-        chooses_pace: whether the steps of an execution are chosen (`StepsPerExecution`).
-        jit_compile: whether XLA compiles the passes of a step; None does so where `compile` asks
-            for it, and on GPUs.
         interrupted: the reason to stop that `interrupt` has set in this process.
         stopped_by: the reason for which the votes stopped the run, the same on all workers.
         steps: the steps since the run of the last `fit` began.
@@ -58,18 +48,10 @@ class TrainerState:
             not built yet.
     """
 
-    seed: int | None = None
-    microbatches: int = 1
-    sync_batch_norm: bool = True
-    gradient_compression: str = "none"
+    options: TrainingOptions = field(default_factory=TrainingOptions)
     reading: ReadOptions = field(default_factory=ReadOptions)
-    synchronisation: SyncOptions = field(default_factory=SyncOptions)
     outer: Any = None
-    verify: bool | None = None
-    verify_steps: int = 1
     verification: Any = None
-    chooses_pace: bool = False
-    jit_compile: bool | None = None
     interrupted: str | None = None
     stopped_by: str | None = None
     steps: int = 0

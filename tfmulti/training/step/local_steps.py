@@ -53,7 +53,7 @@ class OuterOptimizer:
     """
 
     def __init__(self, model: keras.Model, wire: dict[str, Any]) -> None:
-        rules = state_of(model).synchronisation
+        rules = state_of(model).options
         self._rate, self._momentum = rules.outer_learning_rate, rules.outer_momentum
         self._strategy, self._wire = model.distribute_strategy, wire
         self._weights = {id(v): v for v in model.trainable_variables}.values()
@@ -105,7 +105,7 @@ def _wide(variable: Any) -> str:
 def is_on(model: keras.Model) -> bool:
     """Returns whether a model takes local steps: `sync_every` is set for several workers."""
     several = placement_of(model.distribute_strategy).workers > 1
-    return several and state_of(model).synchronisation.every is not None
+    return several and state_of(model).options.sync_every is not None
 
 
 def make_outer(model: keras.Model, wire: dict[str, Any]) -> OuterOptimizer | None:
@@ -121,7 +121,7 @@ def make_outer(model: keras.Model, wire: dict[str, Any]) -> OuterOptimizer | Non
     """
     if not is_on(model):
         return None
-    every = state_of(model).synchronisation.every
+    every = state_of(model).options.sync_every
     for optimizer in optimizers_of(model):
         for each in (optimizer, *inner_optimizers(optimizer)):
             if getattr(each, "use_ema", False):
@@ -134,7 +134,7 @@ def make_outer(model: keras.Model, wire: dict[str, Any]) -> OuterOptimizer | Non
 
 def steps_at_once(model: keras.Model) -> int:
     """Returns the steps of an execution: `sync_every`, or the model's `steps_per_execution`."""
-    every = state_of(model).synchronisation.every
+    every = state_of(model).options.sync_every
     return every if every is not None and is_on(model) else int(model.steps_per_execution)
 
 
@@ -146,7 +146,7 @@ def check_length_is_known(model: keras.Model) -> None:
     """
     if is_on(model):
         raise DataError(
-            f"--sync_every {state_of(model).synchronisation.every} needs data that tells how many "
+            f"--sync_every {state_of(model).options.sync_every} needs data that tells how many "
             "batches it has, since workers meet by their number: arrays, a Source, a PyDataset, or "
             "a Dataset with repeat() or assert_cardinality(). Leave --sync_every out for others."
         )
@@ -163,7 +163,7 @@ def capture(model: keras.Model) -> Tree:
         [workers, …] for each variable of the user's optimizers.
     """
     state = state_of(model)
-    tree: Tree = {"sync_every": state.synchronisation.every, "velocities": [], "slots": []}
+    tree: Tree = {"sync_every": state.options.sync_every, "velocities": [], "slots": []}
     if state.outer is not None:
         tree["velocities"] = [np.asarray(v) for v in state.outer.velocities]
         tree["slots"] = [value.numpy() for value in _reader(model)()]
@@ -184,7 +184,7 @@ def restore(model: keras.Model, saved: Tree | None) -> None:
         ResumeError: the saved run has another `sync_every`.
     """
     state = state_of(model)
-    before, now = saved["sync_every"] if saved else None, state.synchronisation.every
+    before, now = saved["sync_every"] if saved else None, state.options.sync_every
     if before != now:
         raise ResumeError(
             f"saved sync_every={before}, this run sync_every={now}. Use the saved one, "

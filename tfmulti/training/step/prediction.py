@@ -69,7 +69,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
         def predicted_by_replica() -> Predicted:
             index = replica_context.local_index(placement.local_replicas)
             alone = placement.replicas == 1
-            share = shards.share(index, alone=alone, sync_batch_norm=state.sync_batch_norm)
+            share = shards.share(index, alone=alone, sync_batch_norm=state.options.sync_batch_norm)
             share = share._replace(
                 seeds=seeds, note_unknown=lambda reason: state.unknown.setdefault(reason)
             )

@@ -132,7 +132,7 @@ def make_step(
     """
     strategy = model.distribute_strategy
     state = state_of(model)
-    passes = state.microbatches if training else 1
+    passes = state.options.microbatches if training else 1
     step = step_of(model, "train_step" if training else "test_step")
     if training:
         step = xla.xla_compiled(model, step, placement)
@@ -161,7 +161,7 @@ def make_step(
     def replica_step(shards: WorkerBatch, states: dict[int, str]) -> Any:
         shards = shards.of_any_rows() if has_labels else shards
         local = replica_context.local_index(placement.local_replicas)
-        alone, sync = placement.replicas == 1, state.sync_batch_norm
+        alone, sync = placement.replicas == 1, state.options.sync_batch_norm
         apart = training and state.outer is not None
         share = shards.share(local, alone=alone, sync_batch_norm=sync, is_local=apart)
         share = share._replace(

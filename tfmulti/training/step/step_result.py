@@ -114,7 +114,7 @@ class Statistics:
     """
 
     def __init__(self, model: keras.Model, placement: Placement) -> None:
-        sync = state_of(model).sync_batch_norm
+        sync = state_of(model).options.sync_batch_norm
         several = placement.replicas > 1
         self._variables = (
             moving_statistics(model, sync_batch_norm=sync, is_local=local_steps.is_on(model))

@@ -38,7 +38,7 @@ def xla_compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
         step: the model's `train_step`.
         placement: this process' place among the workers.
     """
-    chosen = state_of(model).jit_compile
+    chosen = state_of(model).options.jit_compile
     asked = bool(model.jit_compile) if chosen is None else chosen
     by_default = chosen is None and bool(placement.gpus)
     if model.run_eagerly or not (asked or by_default):
@@ -55,7 +55,7 @@ def _hindrance(model: keras.Model) -> str | None:
     """Returns why XLA cannot compile a model's step, or None if tracing must tell."""
     if type(model).train_step is not keras.Model.train_step:
         return "a train_step of your own may use what its updates leave"
-    if state_of(model).microbatches > 1:
+    if state_of(model).options.microbatches > 1:
         return "--microbatches takes several passes"
     if any(not layer.supports_jit for layer in layers_of(model)):
         return "a layer does not support it"

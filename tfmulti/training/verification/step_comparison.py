@@ -274,7 +274,7 @@ class StepComparison:
         Every worker calls it: the replicas' step has collectives. None: it was not found out.
         """
         model, batch = self._model, self._trial.batches[0]
-        if state_of(model).microbatches > 1:
+        if state_of(model).options.microbatches > 1:
             return None
         relocation.set_values(self._state, self._begin)
         here: list[recording.Notes] = []

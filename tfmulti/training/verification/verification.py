@@ -45,7 +45,7 @@ TOLD_FROM_S = 1.0
 
 def is_due(model: keras.Model) -> bool:
     """Whether `fit` is to compare: once a compile, as `prepare(verify=…)` says."""
-    wanted = state_of(model).verify
+    wanted = state_of(model).options.verify
     if wanted is None:
         several = placement_of(model.distribute_strategy).replicas > 1
         wanted = several and bool(own_parts(model))
@@ -62,13 +62,13 @@ def reason_to_skip(model: keras.Model) -> str | None:
     reasons = {
         "sync_every lets workers take steps of their own": local_steps.is_on(model),
         "gradient_compression rounds the gradients between workers": place.workers > 1
-        and state.gradient_compression != "none",
+        and state.options.gradient_compression != "none",
         "mixed_float16 may skip steps that overflow": "mixed_float16" in policies,
         "sync_batch_norm=False takes each replica's own batch statistics": several
         and normalizes
-        and not state.sync_batch_norm,
+        and not state.options.sync_batch_norm,
         "with microbatches BatchNormalization sees one pass at a time": normalizes
-        and state.microbatches > 1,
+        and state.options.microbatches > 1,
         "skip_bad_records leaves out other rows on each worker": state.reading.skip_bad_records > 0,
     }
     return next((words for words, holds in reasons.items() if holds), None)
@@ -98,18 +98,18 @@ def before_training(
     if reason is not None:
         state.verification = Verification(verdict="skipped", reason=reason)
         model.train_function.is_verified = True
-        if state.verify and placement_of(model.distribute_strategy).is_chief:
+        if state.options.verify and placement_of(model.distribute_strategy).is_chief:
             warnings.warn(f"verify: the numbers are not compared: {reason}.", stacklevel=3)
         return feed
     if keeps_position:
         feed.keep_position()
     sure = feed.holds(steps_per_epoch)
     at_once = local_steps.steps_at_once(model) if sure else 1
-    count = state.verify_steps if at_once == 1 else max(state.verify_steps, 2)
+    count = state.options.verify_steps if at_once == 1 else max(state.options.verify_steps, 2)
     kept = -(-count // at_once) * at_once
     if steps_per_epoch:
         count, kept = min(count, steps_per_epoch), min(kept, steps_per_epoch)
-    if state.chooses_pace and not isinstance(feed, SourceFeed):
+    if state.options.steps_per_execution == "auto" and not isinstance(feed, SourceFeed):
         # Executions may have more steps later, and none can take from what is kept and the rest.
         count = kept = 1
     trial = _trial_of_all(model, lambda: Trial(feed, count, kept, sure=sure))
@@ -117,7 +117,7 @@ def before_training(
         return feed  # the training tells which example it is, and on which worker
     with contextlib.closing(trial):
         if trial.batches:
-            required = bool(state.verify)
+            required = bool(state.options.verify)
             state.verification = check(model, trial, required=required)
             model.train_function.is_verified = True
             if tells and state.verification.seconds_apart > TOLD_FROM_S:

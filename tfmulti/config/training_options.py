@@ -1,0 +1,245 @@
+"""`TrainingOptions`: how training is distributed, as one value.
+
+`prepare(model, options)` takes it, and `FitConfig` inherits its fields. A field tells everything
+about an option: its type, default, range and help text. The flags, `--help`, the checks and the
+docs are made from the fields, so to add a flag is to add a field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from tfmulti.errors import ConfigError, did_you_mean
+
+COMPRESSIONS = ("none", "float16", "bfloat16")
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    path: bool = False,
+    free: bool = False,
+) -> Any:
+    """Returns a field with what its flag needs: help text, choices and bounds.
+
+    A `free` one may change between a stop and the resumption: where and for how long it runs.
+    """
+    limits = {"low": low, "above": above, "below": below}
+    rules = {"help": help, "choices": choices, "path": path, "free": free, **limits}
+    return field(default=default, metadata=rules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How a prepared model trains.
+
+    Args:
+        seed: the seed of the data order. None takes a seed from the state of NumPy's generator and
+            from how often `fit` was called. NumPy's generator keeps its state. All workers use the
+            chief's seed.
+        microbatches: the number of passes of one step. Each replica computes its rows in that many
+            parts. The weights are updated once, by the gradient of the whole batch.
+        sync_batch_norm: whether BatchNormalization layers take mean and variance over the rows of
+            all replicas, as one device would. This needs two collectives for each layer and step.
+            False leaves the choice to the `synchronized` of each layer. Moving statistics are then
+            averaged over the replicas, weighted by their rows.
+        gradient_compression: the type in which gradients travel between workers: `none` (their own
+            type), `float16` or `bfloat16`. The two short types halve the traffic. They round each
+            gradient, and then the sum, to 11 or 8 binary digits. The sum is computed in float32,
+            but TensorFlow's collectives compute it in the short type. These serve on GPUs, and for
+            workers that cannot connect to each other. float16 loses values below 6e-8 and overflows
+            above 65,504, before gradients are clipped. bfloat16 does neither. All workers keep the
+            same weights, whose last digits differ from one device's. Within one process the option
+            has no effect.
+        reader_threads: how many examples of a `Source` each worker reads at a time. 0 reads in the
+            thread that feeds the steps. None uses one thread for each core if reading is slow.
+        skip_bad_records: how many examples of a `Source` may be left out in a pass over the data
+            because they cannot be read, counted over all workers. One more is an error.
+        sync_every: how many steps each worker takes alone, on its own rows, before all workers
+            average their weights (`local_steps`). This needs less traffic on a slow network, and
+            the numbers are not those of one device. The workers also average at the end of an
+            epoch. An execution has this many steps, whatever `steps_per_execution` says. None takes
+            every step together, exactly. With one worker the option has no effect.
+        outer_learning_rate: the learning rate that multiplies the mean move of the workers' weights
+            when they are averaged.
+        outer_momentum: the Nesterov momentum of these moves.
+        steps_per_execution: `auto` lets an execution of `fit` have as many steps as take a tenth of
+            a second, if that saves more time than the compilation takes. Callbacks are called once
+            for each execution, as with `compile(steps_per_execution=N)`. None uses the number that
+            `compile` was given.
+        jit_compile: whether XLA compiles the forward and backward pass of each replica. None uses
+            XLA on GPUs, as Keras does with one GPU, and where `compile(jit_compile=True)` asks for
+            it. To turn it off on GPUs, give False here: Keras does not tell its own default False
+            from the user's False. A step is not compiled if its replicas need each other's rows
+            before the gradients are summed. Neither is a step that draws random numbers, because
+            XLA would draw others.
+        verify: whether the first `fit` compares its first step with the same step on one device by
+            plain Keras. If the numbers differ by more than rounding, `fit` raises
+            VerificationError, and nothing is trained or changed. None compares with several
+            replicas if a train_step, loss, metric, layer or optimizer is not Keras' own. The
+            comparison takes one more trace and two steps of the whole batch on one device.
+        verify_steps: how many first steps are compared.
+
+    Raises:
+        ConfigError: a value breaks its field's rule, or two fields contradict each other.
+
+    >>> TrainingOptions(microbatches=4).sync_batch_norm
+    True
+    """
+
+    _dashes: ClassVar[str] = ""  # before a field's name in a message
+
+    seed: int | None = flag(None, "Seed of the data order.", low=0, below=2**32)
+    microbatches: int = flag(
+        1,
+        "Passes of one step: each replica computes its rows in that many parts, to save memory, "
+        "and the weights are updated once, by the gradient of the whole batch.",
+        low=1,
+        free=True,
+    )
+    sync_batch_norm: bool = flag(
+        True,
+        "BatchNormalization over the rows of all replicas, as on one device; "
+        "--nosync_batch_norm: each replica's own, faster, averaged before saving.",
+    )
+    gradient_compression: str = flag(
+        "none",
+        "Gradients between workers in half the bytes: float16 or bfloat16, which round them; not "
+        "one device's numbers to the last digits.",
+        choices=COMPRESSIONS,
+    )
+    reader_threads: int | None = flag(
+        None,
+        "Examples that each worker reads at a time; 0: in the thread that feeds the steps. "
+        "Default: as many as it has cores, where reading is slow.",
+        low=0,
+        free=True,
+    )
+    skip_bad_records: int = flag(
+        0,
+        "Leave out up to so many examples that cannot be read in each pass over the data, over "
+        "all workers together, with the rows of CSV and Parquet files that cannot be; each is "
+        "named. GZIP files of records are unpacked for it. Default: the first one is an error.",
+        low=0,
+        free=True,
+    )
+    sync_every: int | None = flag(
+        None,
+        "Each of several workers takes so many steps by itself, then all meet (DiLoCo): for slow "
+        "networks; not one device's numbers. Default: all steps are taken together, exactly.",
+        low=1,
+    )
+    outer_learning_rate: float = flag(
+        1.0, "What the workers' mean move is multiplied by where they meet.", above=0
+    )
+    outer_momentum: float = flag(
+        0.0, "Nesterov momentum of the moves between meetings.", low=0, below=1
+    )
+    jit_compile: bool | None = flag(
+        None,
+        "XLA compiles each replica's forward and backward pass; --nojit_compile: it does not. "
+        "Default: on GPUs. Not where replicas need each other before their gradients meet, or "
+        "random numbers are drawn.",
+    )
+    verify: bool | None = flag(
+        None,
+        "Take the first step also on one device by plain Keras, and fail where the numbers differ "
+        "by more than rounding. Default: with several replicas, where a train_step, loss, metric, "
+        "layer or optimizer is your own.",
+        free=True,
+    )
+    verify_steps: int = flag(1, "How many first steps --verify compares.", low=1, free=True)
+    steps_per_execution: str | None = flag(
+        None,
+        "auto: an execution has as many steps as last 0.1 s, where that saves time on CPUs.",
+        choices=("auto",),
+        free=True,
+    )
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            check_value(item, getattr(self, item.name), self._dashes)
+        self._check_meetings()
+
+    def _check_meetings(self) -> None:
+        outer = [item for item in dataclasses.fields(self) if item.name.startswith("outer_")]
+        for item in outer if self.sync_every is None else ():
+            value = getattr(self, item.name)
+            if value != item.default:
+                raise ConfigError(
+                    f"{self._dashes}{item.name} {value:g} is used where workers meet after steps "
+                    f"of their own, which takes {self._dashes}sync_every. Give both, or leave it "
+                    "out."
+                )
+
+    def check_place(self, workers: int, local_replicas: int) -> None:
+        """Checks that each of several workers is one replica, if workers take local steps.
+
+        Args:
+            workers: the number of workers.
+            local_replicas: the replicas of each worker.
+
+        Raises:
+            ConfigError: a worker has several replicas, which would have to meet in each step.
+        """
+        if self.sync_every is not None and workers > 1 and local_replicas > 1:
+            raise ConfigError(
+                f"--sync_every {self.sync_every} needs workers of one replica each, but each of "
+                f"the {workers} workers has {local_replicas}. Start a worker for each GPU "
+                f"(python -m tfmulti.launch --nproc-per-node {local_replicas} …), or leave "
+                "--sync_every out."
+            )
+
+
+def base_type(item: dataclasses.Field[Any]) -> type:
+    """Returns the type of a field's values, without `None`."""
+    name = str(item.type).removesuffix(" | None")
+    return {"str": str, "int": int, "float": float, "bool": bool}[name]
+
+
+def check_value(item: dataclasses.Field[Any], value: Any, dashes: str) -> None:
+    if value is None and "None" in str(item.type):
+        return
+    kind = base_type(item)
+    accepted = (int, float) if kind is float else (kind,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(
+            f"{dashes}{item.name} is {value!r}, but it must be of type {kind.__name__}."
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{dashes}{item.name} is {value!r}, but it must be a finite number.")
+    rule = item.metadata
+    if rule["choices"] and value not in rule["choices"]:
+        raise ConfigError(
+            f"no {item.name} {value!r} for {dashes}{item.name}; "
+            + did_you_mean(str(value), rule["choices"])
+        )
+    for broken, words in (
+        (rule["low"] is not None and not value >= rule["low"], f"at least {rule['low']}"),
+        (rule["above"] is not None and not value > rule["above"], f"above {rule['above']}"),
+        (rule["below"] is not None and not value < rule["below"], f"below {rule['below']}"),
+    ):
+        if broken:
+            raise ConfigError(f"{dashes}{item.name} is {value!r}, but it must be {words}.")
+
+
+def changed(options: TrainingOptions, changes: Mapping[str, Any]) -> TrainingOptions:
+    """Returns options of which some fields are replaced.
+
+    Raises:
+        ConfigError: there is no field of that name, or a value breaks its rule.
+    """
+    known = [item.name for item in dataclasses.fields(TrainingOptions)]
+    for name in changes:
+        if name not in known:
+            raise ConfigError(f"no option {name!r} of training; {did_you_mean(name, known)}")
+    return dataclasses.replace(options, **changes)
