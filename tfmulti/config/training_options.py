@@ -18,24 +18,33 @@ from tfmulti.errors import ConfigError, did_you_mean
 COMPRESSIONS = ("none", "float16", "bfloat16")
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    low: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    path: bool = False,
-    free: bool = False,
-) -> Any:
-    """Returns a field with what its flag needs: help text, choices and bounds.
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What an option needs besides its type and default: its help text and its range.
 
-    A `free` one may change between a stop and the resumption: where and for how long it runs.
+    Args:
+        help: what `--help` and the docs say of it.
+        choices: the values that are allowed; none: any.
+        low: the least value that is allowed.
+        above: the value that it must be above.
+        below: the value that it must be below.
+        path: whether it names a file or folder.
+        free: whether it may change between a stop and the resumption of a run: such an option
+            says where and for how long the run goes, and does not change its numbers.
     """
-    limits = {"low": low, "above": above, "below": below}
-    rules = {"help": help, "choices": choices, "path": path, "free": free, **limits}
-    return field(default=default, metadata=rules)
+
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    above: float | None = None
+    below: float | None = None
+    path: bool = False
+    free: bool = False
+
+
+def flag(default: Any, help: str, **rule: Any) -> Any:
+    """Returns a dataclass field for an option, whose metadata are those of a `Rule`."""
+    return field(default=default, metadata=vars(Rule(help=help, **rule)))
 
 
 @dataclass(frozen=True, kw_only=True)

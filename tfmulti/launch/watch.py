@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tfmulti.launch import policy
 from tfmulti.launch.config import LaunchConfig
@@ -214,7 +215,8 @@ class Watch:
             if not pace.in_step:
                 words = f"has done nothing {quiet}, outside of a step"
             follows = pace.in_step and not all_in_step
-            found.append(self._failure(one.rank, one, words, 1, told.since_s, follows=follows))
+            failure = self._failure(one.rank, one, words, 1, told.since_s)
+            found.append(replace(failure, follows=follows))
         return found
 
     def _exit_of(self, one: WorkerStatus) -> Failure | None:
@@ -225,35 +227,29 @@ class Watch:
         found_s = one.ended_s or time.monotonic()
         if one.error is None:
             told_by_others = code in policy.ASKED_TO_STOP and one.told is not None and not notice
-            return self._failure(
-                one.rank, one, what, code, found_s, notice=notice, follows=told_by_others
-            )
+            failure = self._failure(one.rank, one, what, code, found_s)
+            return replace(failure, notice=notice, follows=told_by_others)
         self._output.keep_error(one.rank, one.error)
         follows = one.error.type in policy.LOST_A_WORKER
         lines = one.error.message.strip().splitlines() or [""]
         message = lines[-1 if lines[0].startswith("in user code") else 0].strip()[:300]
-        return self._failure(
-            one.rank,
-            one,
-            f"{what} ({one.error.type}: {'another worker was lost' if follows else message})",
-            code,
-            min(found_s, one.error.time_s),
-            traceback=one.error.traceback,
-            follows=follows,
-        )
+        message = "another worker was lost" if follows else message
+        what = f"{what} ({one.error.type}: {message})"
+        failure = self._failure(one.rank, one, what, code, min(found_s, one.error.time_s))
+        return replace(failure, traceback=one.error.traceback, follows=follows)
 
     def _failure(
-        self,
-        rank: int,
-        one: WorkerStatus | None,
-        what: str,
-        code: int,
-        found_s: float,
-        *,
-        traceback: str = "",
-        follows: bool = False,
-        notice: bool = False,
+        self, rank: int, one: WorkerStatus | None, what: str, code: int, found_s: float
     ) -> Failure:
+        """Returns why a worker failed, with its last step and its last line of output.
+
+        Args:
+            rank: the rank of the worker.
+            one: its status, or None where its machine does not answer.
+            what: what happened to it, after "worker N".
+            code: its exit code.
+            found_s: when it was noticed, in seconds of the launcher's clock.
+        """
         step = one.told.step if one and one.told else None
         last = self._output.last_line(rank)
-        return Failure(rank, what, code, found_s, step, traceback, last, follows, notice)
+        return Failure(rank, what, code, found_s, step, last_line=last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import keras
@@ -89,19 +90,42 @@ def optimizer_words(setup: Setup, model: keras.Model, compiled_here: bool) -> st
     return f"{config.optimizer} at {rate:g}{scaled}"
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a run's training gave: its metrics by epoch and at the end, and its times.
+
+    Args:
+        history: one list for each metric, with an entry for each epoch.
+        metrics: the final metrics, those of the test part included.
+        seconds: the time of the training loop.
+        throughput: the callback that measured the steps.
+        waiting: the callback that measured how long the steps waited for data.
+    """
+
+    history: dict[str, list[float]]
+    metrics: dict[str, float]
+    seconds: float
+    throughput: Throughput
+    waiting: Waiting
+
+
 def make_report(
-    setup: Setup,
-    model: keras.Model,
-    run_dir: RunDir | None,
-    history: dict[str, list[float]],
-    metrics: dict[str, float],
-    seconds: float,
-    throughput: Throughput,
-    waiting: Waiting,
+    setup: Setup, model: keras.Model, run_dir: RunDir | None, trained: Trained
 ) -> FitReport:
+    """Returns the report of a run.
+
+    Args:
+        setup: what the run was made of.
+        model: the trained model.
+        run_dir: the run's files; None on workers other than the chief.
+        trained: what the training gave.
+    """
     state = state_of(model)
+    history, throughput = trained.history, trained.throughput
     # One execution alone leaves nothing to measure but itself, tracing included.
-    speed = throughput.examples_per_second or (state.examples - state.examples_before) / seconds
+    speed = (
+        throughput.examples_per_second or (state.examples - state.examples_before) / trained.seconds
+    )
     return FitReport(
         strategy=setup.selection.strategy,
         why=setup.selection.why,
@@ -116,11 +140,11 @@ def make_report(
         steps_before=state.steps_before,
         examples_before=state.examples_before,
         parameters=model.count_params(),
-        metrics={name: v for name, v in metrics.items() if isinstance(v, float)},
+        metrics={name: v for name, v in trained.metrics.items() if isinstance(v, float)},
         history=history,
-        seconds=seconds,
+        seconds=trained.seconds,
         examples_per_second=speed,
-        waiting_share=waiting.share,
+        waiting_share=trained.waiting.share,
         examples_lost=state.lost + lost_examples(setup.data.lost),
         weights_sha256=artifacts.weights_sha256(model),
         inexact=inexact_flags(setup.config, setup.place),

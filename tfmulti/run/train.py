@@ -38,7 +38,7 @@ from tfmulti.run.callbacks.throughput import LOGS, Throughput
 from tfmulti.run.callbacks.waiting import Waiting
 from tfmulti.run.report import FitReport
 from tfmulti.run.setup import Setup, compile_model, make_model, set_up
-from tfmulti.run.summary import describe, make_report, say_for, summarize
+from tfmulti.run.summary import Trained, describe, make_report, say_for, summarize
 from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.checkpoint.owner import ownership_of
@@ -104,7 +104,8 @@ def run(job: validation.Job) -> FitReport:
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= test(setup, model)
         watch.finished()
-        report = make_report(setup, model, run_dir, history, metrics, seconds, throughput, waiting)
+        trained = Trained(history, metrics, seconds, throughput, waiting)
+        report = make_report(setup, model, run_dir, trained)
         if run_dir is not None:
             write_artifacts(setup, model, run_dir, report)
         summarize(setup, report)
@@ -239,7 +240,8 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
             "validation not counted. Nothing was written.",
         )
     metrics = {name: values[-1] for name, values in history.items()}
-    return make_report(setup, model, None, history, metrics, seconds, throughput, waiting)
+    trained = Trained(history, metrics, seconds, throughput, waiting)
+    return make_report(setup, model, None, trained)
 
 
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:

@@ -67,8 +67,8 @@ def prepare(model: Model, options: TrainingOptions | None = None, **changes: Any
     Args:
         model: a Keras model. Variables that were made outside every strategy's scope move into the
             strategy of this process.
-        options: how the model trains. None: the defaults.
-        changes: fields of `TrainingOptions`, which replace those of `options`:
+        options: how the model trains. None means the defaults.
+        **changes: fields of `TrainingOptions`, which replace those of `options`, as in
             `prepare(model, microbatches=4)`.
 
     Returns:
@@ -180,6 +180,7 @@ class DistributedModel(keras.Model):
 
     @property
     def _placement(self) -> Placement:
+        """This process' place among the workers."""
         return placement_of(self.distribute_strategy)
 
     def compute_loss(

@@ -129,9 +129,9 @@ class Checkpoint(keras.callbacks.Callback):
         The call takes the folder for this process, until `release`.
 
         Raises:
-            ResumeError: another process owns the folder, the folder does not fit `resume`, no
-                checkpoint is whole, a setting has changed, or this machine does not see the
-                checkpoint that the job has made.
+            ResumeError: another process owns the folder, or the folder does not fit `resume`. It is
+                also raised if no checkpoint is whole, if a setting has changed, or if this machine
+                does not see the checkpoint that the job has made.
         """
         folder = self._checkpoints.folder
         if not self._owns:

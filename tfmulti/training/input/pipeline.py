@@ -1,11 +1,11 @@
-"""Batches of the user's own: read ahead whole, and cut to this worker's rows when a step takes one.
+"""Reads the global batches of a `tf.data.Dataset` ahead, and cuts them to this worker's rows.
 
-An iterator of a `tf.data.Dataset` gives global batches, the same on every worker: so what it
-holds in buffers is of no place, and a saved position is taken anywhere (`positions`).
+An iterator of the Dataset gives global batches, the same on every worker. The step cuts a batch
+when it takes it. So the buffers of the iterator belong to no certain worker, and a saved position
+is good for any number of workers (`positions`).
 
-Nothing here is tuned while it runs: tf.data's autotuner makes the end of a run wait for up
-to as long as the run took (its period doubles up to 60 s), so it is switched off and
-parallelism is set by number.
+tf.data's autotuner is switched off, and parallelism is set by number. The autotuner's period
+doubles up to 60 s. It can make the end of a run wait for as long as the run took.
 """
 
 from __future__ import annotations
@@ -24,20 +24,33 @@ DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
 
 
 def read_ahead(dataset: tf.data.Dataset, batches: int = PREFETCH_STEPS) -> tf.data.Dataset:
-    """Returns the same batches, of which the next few are read while a step runs."""
+    """Returns the same batches, of which the next ones are read while a step runs.
+
+    Args:
+        dataset: the global batches.
+        batches: how many are read ahead; 0 reads none ahead.
+    """
     options = tf.data.Options()
-    if dataset.options().autotune.enabled is None:  # a user who set it keeps it
+    # A user who has set this option keeps the choice.
+    if dataset.options().autotune.enabled is None:
         options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    # An iterator whose random numbers a position would not hold has none (`positions`).
+    # A position would lack the random numbers of such a Dataset. With FAIL TensorFlow refuses to
+    # save one (`positions`).
     options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
     return (dataset.prefetch(batches) if batches else dataset).with_options(options)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def from_batch(batch: Any, placement: Placement) -> WorkerBatch:
-    """Returns this worker's `WorkerBatch` of one global batch of tensors."""
-    with tf.control_dependencies(_checks(batch)):  # or something else would fail first
+    """Returns this worker's `WorkerBatch` of one global batch.
+
+    Args:
+        batch: a nest of tensors, dense, ragged or sparse, with the rows on the first axis.
+        placement: this process' place among the workers.
+    """
+    # Without this dependency another operation would fail first, with a message of its own.
+    with tf.control_dependencies(_checks(batch)):
         batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
     rows = _rows(batch)
     nothing = tf.constant(0, tf.int64)
@@ -56,6 +69,7 @@ def from_batch(batch: Any, placement: Placement) -> WorkerBatch:
 
 
 def _rows(batch: Any) -> tf.Tensor:
+    """Returns the number of rows of the first part of a batch, int64 scalar."""
     leaf = next(t for t in tf.nest.flatten(batch) if t is not None)
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
@@ -65,7 +79,14 @@ def _rows(batch: Any) -> tf.Tensor:
 
 
 def check_known_rows(specs: Any) -> None:
-    """Raises DataError where it is known beforehand that the parts differ in their rows."""
+    """Raises an error if the form of the batches shows that they cannot be cut into rows.
+
+    Args:
+        specs: the form of the batches, a nest of `tf.TypeSpec`.
+
+    Raises:
+        DataError: a part has no rows, or two parts have different numbers of rows.
+    """
     shapes = [spec.shape for spec in tf.nest.flatten(specs) if spec is not None]
     if any(shape.rank == 0 for shape in shapes):
         raise DataError(
@@ -77,7 +98,7 @@ def check_known_rows(specs: Any) -> None:
 
 
 def different_rows() -> str:
-    """Returns what is wrong with such a batch, and what to do."""
+    """Returns the message for parts with different numbers of rows, with what to do."""
     return (
         f"{DIFFERENT_ROWS}, so they cannot be shared out by rows. Give each part one row for "
         "each example; what belongs to all examples belongs into the model."
@@ -85,16 +106,18 @@ def different_rows() -> str:
 
 
 def _checks(batch: Any) -> list[Any]:
-    """Returns what fails where the parts of a batch have different numbers of rows."""
+    """Returns operations that fail if the parts of a batch have different numbers of rows."""
     first, *rest = (_rows(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None)
     checks = (tf.debugging.assert_equal(own, first, message=DIFFERENT_ROWS) for own in rest)
-    return [check for check in checks if check is not None]  # None: run at once, or known
+    # There is no operation if the check has run at once, or if both numbers are known.
+    return [check for check in checks if check is not None]
 
 
 def _digest(batch: Any) -> tf.Tensor:
-    """Returns a number below 2**24 by which workers notice that they read different batches.
+    """Returns a number below 2**24 that shows whether workers read different batches, int32 scalar.
 
-    It is made of the first and the last row: cheap, and a shuffle without a seed changes it.
+    It is a hash of the number of rows, of the first and the last row, and of the lengths of texts.
+    That is cheap, and a shuffle without a seed changes it.
     """
     words = []
     for leaf in tf.nest.flatten(batch):

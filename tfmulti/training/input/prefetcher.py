@@ -1,11 +1,11 @@
-"""From a source to the compiled step: this worker's rows of each global batch, without end.
+"""Prefetches this worker's rows of each global batch from a source, without end.
 
-A thread runs ahead of the steps by a few batches and puts what it makes into a queue of
-TensorFlow's, out of which the compiled step takes (`shards.Outlet`). The position is one number,
-the steps so far.
+A thread runs a few batches ahead of the steps. It puts the batches into one of TensorFlow's queues,
+and the compiled step takes them from there. The position in the data is one number, the step.
 
-    Stream        examples, read by a `Loader`
-    ArrayStream   numbers of examples, for arrays in memory: the step itself gathers the rows
+    RowPrefetcher     rows of any source, which a `Loader` reads, in a `BatchQueue`
+    IndexPrefetcher   indices of examples, for arrays in memory, in an `IndexQueue`; the step
+                      gathers the rows
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from tfmulti.training.input.worker_batch import (
     queue_of,
 )
 
-MOST_COPIED = 1 << 30  # bytes of arrays that TensorFlow gets a copy of, to gather from
-_BLOCK_BYTES = 1 << 17  # of examples' numbers that are planned at a time
+# Of arrays with more bytes TensorFlow gets no copy to gather from.
+MOST_COPIED = 1 << 30
+# The bytes of the indices that are computed together.
+_BLOCK_BYTES = 1 << 17
 
 DEFAULT = ReadOptions()
 
@@ -50,7 +52,17 @@ def prefetcher_of(
     first_step: int = 0,
     reading: ReadOptions = DEFAULT,
 ) -> Prefetcher:
-    """Returns this worker's part of a plan's batches from a step on. Close it when it is done."""
+    """Returns a prefetcher of this worker's part of a plan's batches.
+
+    Close the prefetcher when no step needs it any more.
+
+    Args:
+        source: the examples.
+        plan: the order of the examples.
+        placement: this process' place among the workers.
+        first_step: the step of the first batch, counted over all epochs.
+        reading: how the examples are read.
+    """
     arrays = source.arrays()
     if arrays is not None and reading.threads is None and bytes_of(arrays.data) <= MOST_COPIED:
         return IndexPrefetcher(arrays, plan, placement, first_step)
@@ -60,8 +72,14 @@ def prefetcher_of(
 class Prefetcher(ABC):
     """A queue of batches, and the thread that fills it.
 
-    `shards` is where the step takes them. `error` is why the data cannot be read on, if that
-    is so, and `lost` what could not be read, in words.
+    Args:
+        queue: TensorFlow's queue.
+
+    Attributes:
+        shards: the `BatchQueue` or `IndexQueue` from which the step takes the batches.
+        error: the reason why the data cannot be read on, or None.
+        lost: one sentence for each example that could not be read and was left out.
+        is_closed: whether `close` was called.
     """
 
     shards: Any
@@ -74,6 +92,8 @@ class Prefetcher(ABC):
         self._reader: Loader | None = None
 
     def _start(self, filled: Iterator[Any]) -> None:
+        """Starts the thread that puts the given elements into the queue."""
+        # The thread has only a weak reference, so that a prefetcher that nobody uses is collected.
         self._thread = threading.Thread(
             target=_fill,
             args=(weakref.ref(self), filled, self._queue),
@@ -85,13 +105,14 @@ class Prefetcher(ABC):
     @property
     @abstractmethod
     def threads(self) -> int | None:
-        """How many threads read examples; None before the first was read."""
+        """The number of threads that read examples, or None before the first was read."""
 
     def take(self) -> WorkerBatch:
-        """Returns the next batch, outside of a step.
+        """Returns the next batch, for code outside of a step.
 
         Raises:
             DataError: the data cannot be read on.
+            tf.errors.OutOfRangeError: the prefetcher was closed.
         """
         try:
             found: WorkerBatch = self.shards.take()
@@ -102,20 +123,24 @@ class Prefetcher(ABC):
         return found
 
     def close(self) -> None:
-        """Ends the threads. What is in the queue is dropped."""
+        """Ends the threads, and drops the batches in the queue."""
         self.is_closed = True
         if self._reader is not None:
             self._reader.stop()
-        with tf.init_scope():  # at once, also where a stream is collected while a step is traced
+        # Operations in `init_scope` run at once, even if Python collects a prefetcher while a step
+        # is traced.
+        with tf.init_scope():
             if self._thread is not threading.current_thread():
                 self._wait_for_thread()
-            if not self._queue.is_closed():  # the thread closes it where the data ends or fails
+            # The thread has closed the queue itself if the data could not be read on.
+            if not self._queue.is_closed():
                 self._queue.close()
 
     def _wait_for_thread(self) -> None:
-        """Takes from the queue until the thread that fills it has seen that it is closed.
+        """Takes from the queue until the thread that fills it has seen `is_closed` and ended.
 
-        To cancel what the thread waits for would end it, too, but TensorFlow logs that as an error.
+        Cancelling the operation in which the thread waits would end it, too, but TensorFlow logs
+        that as an error.
         """
         while self._thread.is_alive():
             if self._queue.size():
@@ -124,15 +149,23 @@ class Prefetcher(ABC):
                 self._thread.join(0.001)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter may be ending
+        # Parts of TensorFlow may be gone when the interpreter ends.
+        with contextlib.suppress(Exception):
             self.close()
 
 
 class RowPrefetcher(Prefetcher):
-    """Examples of any source.
+    """A prefetcher of rows of any source.
 
-    It holds at most `PREFETCH_STEPS` batches that wait, and those that the reader makes
-    (`reader.AHEAD`).
+    At most `PREFETCH_STEPS` batches wait in the queue. The batches that the loader makes
+    (`loader.AHEAD`) come on top.
+
+    Args:
+        source: the examples.
+        plan: the order of the examples.
+        placement: this process' place among the workers.
+        first_step: the step of the first batch, counted over all epochs.
+        reading: how the examples are read.
     """
 
     def __init__(
@@ -158,13 +191,20 @@ class RowPrefetcher(Prefetcher):
 
 
 class IndexPrefetcher(Prefetcher):
-    """Rows of arrays in memory, of which TensorFlow gets a copy.
+    """A prefetcher of the indices of examples in arrays, of which TensorFlow gets a copy.
 
-    A row is copied in less time than threads take to hand it over, so only the numbers of the
-    examples are made ahead, of many steps at a time.
+    Copying a row takes less time than handing it from one thread to another. So only the indices
+    are computed ahead, for many steps at a time, and the step copies the rows.
+
+    Args:
+        arrays: the examples.
+        plan: the order of the examples.
+        placement: this process' place among the workers.
+        first_step: the step of the first batch, counted over all epochs.
     """
 
-    threads = 0  # none but the one that plans
+    # Only the thread that fills the queue works.
+    threads = 0
 
     def __init__(
         self, arrays: Arrays, plan: BatchPlan, placement: Placement, first_step: int = 0
@@ -184,7 +224,7 @@ class IndexPrefetcher(Prefetcher):
 
 
 def _copied(array: np.ndarray) -> tf.Tensor:
-    """Returns a copy of an array as a tensor; a third of the time that TensorFlow takes."""
+    """Returns a copy of an array as a tensor, in a third of the time that TensorFlow takes."""
     if array.dtype.kind not in "iuf":
         return tf.convert_to_tensor(array)
     copy = empty(array.shape, array.dtype.name)
@@ -193,10 +233,10 @@ def _copied(array: np.ndarray) -> tf.Tensor:
 
 
 def _known_rows(placement: Placement, rows: int, alike: bool) -> int | None:
-    """Returns how many rows each batch has, where that may be known when a step is traced.
+    """Returns the number of rows of each batch, or None if a traced step must not know it.
 
-    One replica's are known where all batches are alike. Those of several are not said, so that
-    an axis of known size is none of rows (`randomness`).
+    With one replica it is known if all batches are `alike`. With several it stays unknown: an axis
+    of known size is then no axis of rows (`randomness`).
     """
     return rows if alike and placement.replicas == 1 else None
 
@@ -204,7 +244,7 @@ def _known_rows(placement: Placement, rows: int, alike: bool) -> int | None:
 def _fill(
     stream: weakref.ref[Prefetcher], filled: Iterator[Any], queue: tf.queue.QueueBase
 ) -> None:
-    """Runs in a thread: puts what is made into the queue, until that is closed."""
+    """Puts elements into the queue until the prefetcher is closed; runs in the thread."""
     with contextlib.closing(filled):  # type: ignore[type-var]
         try:
             for components, several in filled:
@@ -214,19 +254,23 @@ def _fill(
                     return
                 del holder
         except (tf.errors.CancelledError, CancelledError):
-            pass  # closed
+            # The prefetcher was closed.
+            pass
         except Exception as error:
             holder = stream()
+            # Reading that is stopped halfway may raise an error, too.
             if holder is None or holder.is_closed:
-                return  # it was stopped in the midst of something
+                return
             holder.error = error
-            queue.close()  # what is in it is still taken, and then the step finds no more
+            # The step still gets the batches in the queue. After these it finds that there are no
+            # more.
+            queue.close()
 
 
 def _components(
     stream: weakref.ref[RowPrefetcher], reader: Loader, first_step: int
 ) -> Iterator[Any]:
-    """Yields the queue's elements: the leaves for each replica, and the counts."""
+    """Yields one element of a `BatchQueue` at a time, and False: it is one element."""
     with contextlib.closing(reader.batches(first_step)) as batches:
         for batch in batches:
             if reader.skips_bad:
@@ -241,11 +285,7 @@ def _components(
 def _numbers(
     arrays: Arrays, plan: BatchPlan, placement: Placement, step: int, at_a_time: int
 ) -> Iterator[Any]:
-    """Yields many of the queue's elements: numbers for each replica, filled up, and the counts.
-
-    The counts are the rows that each reads, how many of them count, where they begin in the
-    global batch, and the rows of that.
-    """
+    """Yields `at_a_time` elements of an `IndexQueue` at a time, and True: they are several."""
     local, replicas = placement.local_replicas, placement.replicas
     most = -(-plan.global_batch_size // replicas)
     while True:
@@ -263,6 +303,7 @@ def _numbers(
 
 
 def _say_lost(stream: RowPrefetcher | None, batch: Batch) -> None:
+    """Prints once for each example that it was left out."""
     for words in batch.lost:
         if stream is not None and words not in stream.lost:
             stream.lost.add(words)
@@ -270,15 +311,17 @@ def _say_lost(stream: RowPrefetcher | None, batch: Batch) -> None:
 
 
 def _note_error(stream: RowPrefetcher | None, batch: Batch, next_step: str) -> None:
-    """Makes the first example that cannot be read the stream's error; the step tells the others."""
+    """Notes the first example that cannot be read as the error; the step tells other workers."""
     if batch.lost and stream is not None and stream.error is None:
         stream.error = DataError(f"{batch.lost[0]} {next_step}")
 
 
 def as_tensor(array: Any) -> tf.Tensor:
-    """Returns an array as a tensor: the same memory, where TensorFlow can take that.
+    """Returns an array as a tensor, in the same memory if TensorFlow can use it.
 
-    Nothing may write to the array afterwards.
+    Args:
+        array: a NumPy array, or anything else that TensorFlow converts. Nothing may write to it
+            afterwards.
     """
     plain = isinstance(array, np.ndarray) and array.dtype.kind in "iuf" and array.size
     if plain and array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous:
@@ -288,7 +331,12 @@ def as_tensor(array: Any) -> tf.Tensor:
 
 
 def specs_of(specs: Any, rows: int | None) -> Any:
-    """Returns the form of so many rows (None: any number) of examples, in TensorFlow's words."""
+    """Returns the form of several examples, as a nest of `tf.TensorSpec`.
+
+    Args:
+        specs: the form of one example, a nest of `data.source.Leaf`.
+        rows: the number of examples; None for any number.
+    """
 
     def spec(leaf: Leaf) -> tf.TensorSpec:
         dtype = tf.string if leaf.dtype == "str" else tf.as_dtype(leaf.dtype)

@@ -6,8 +6,8 @@
     Replay       an iterator, after the batches that a trial has taken from it
 
 A queue is an argument of the compiled function. It is an `ExtensionType`, so another queue of the
-same form does not make TensorFlow trace the function again. An `ExtensionType` cannot hold a nest
-of `tf.TensorSpec`, so it holds a name, and `_FORMS` has the nest by that name.
+same form does not make TensorFlow trace the function again. It names its form, and `_FORMS` has the
+nest of `tf.TensorSpec` by that name.
 """
 
 from __future__ import annotations

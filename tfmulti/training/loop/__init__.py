@@ -1,1 +1,1 @@
-"""The loops over epochs and steps, the same on every worker."""
+"""Runs the loops over epochs and steps, alike on every worker."""

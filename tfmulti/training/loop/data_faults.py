@@ -1,4 +1,8 @@
-"""What is wrong with the data, where TensorFlow says it in its own words."""
+"""Raises DataError with a clear reason for errors of TensorFlow that the data has caused.
+
+A step that gets no data fails with an error of TensorFlow, whose words do not help the user. The
+functions here raise the reason that the feed knows, or a message that tells what to do.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,22 @@ from tfmulti.training.input.feed import Feed
 from tfmulti.training.input.pipeline import DIFFERENT_ROWS, different_rows
 from tfmulti.training.step.votes import make_vote
 
+# TensorFlow raises these errors if the content of the data is wrong.
 FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
 
 
 @contextlib.contextmanager
 def told_by(feed: Feed) -> Iterator[None]:
-    """Inside, a step that found no data raises the reason that its feed has for it."""
+    """Raises, for an error of TensorFlow inside the context, the reason that lies in the data.
+
+    Args:
+        feed: the feed from which the step inside takes its data.
+
+    Raises:
+        DataError: the feed cannot read on, a file is damaged, or the parts of a batch have
+            different numbers of rows.
+        tf.errors.OpError: the error has another reason. It is raised as it is.
+    """
     try:
         yield
     except tf.errors.OpError as error:
@@ -34,11 +48,20 @@ def told_by(feed: Feed) -> Iterator[None]:
 
 
 def found_by_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
-    """Returns, alike on all workers, why one of them cannot read the data. All call it."""
+    """Returns why a worker cannot read the data, alike on all workers.
+
+    Every worker calls it: it is a collective. If several workers cannot read on, the one with the
+    lowest rank gives the reason.
+
+    Args:
+        strategy: the strategy of the run.
+        feed: this worker's feed, which may have no error.
+    """
     place = placement_of(strategy)
     words = None if feed.error is None else str(feed.error)
     known = [float(words is not None and rank == place.rank) for rank in range(place.workers)]
-    rank = int(np.argmax(make_vote(strategy)(known)))  # the first of those that know
+    # `argmax` returns the first worker that knows a reason.
+    rank = int(np.argmax(make_vote(strategy)(known)))
     told = broadcast(strategy, None if words is None else words.encode(), rank)
     assert told is not None
     error: DataError = DataError(told.decode())
@@ -46,7 +69,7 @@ def found_by_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
 
 
 def _raise_as_data_error(error: tf.errors.OpError, feed: Feed) -> None:
-    """Raises DataError where the data is what is wrong, of which `tf.data` tells as text."""
+    """Raises DataError if an error's text tells that the data is wrong; returns otherwise."""
     if DIFFERENT_ROWS in error.message:
         raise DataError(different_rows()) from None
     first = error.message.partition("\n")[0]

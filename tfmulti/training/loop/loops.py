@@ -1,7 +1,9 @@
-"""The loops inside `fit`, `evaluate` and `predict`, run alike by every worker.
+"""The loops inside `fit`, `evaluate` and `predict`, which every worker runs alike.
 
-No decision here is one worker's own: how many steps, when to stop and whether to evaluate
-follow from values that are the same everywhere (the votes of `stopping` among them).
+No worker decides anything here alone. The number of steps, the end of the training and whether to
+evaluate follow from values that are the same on all workers. One of these values is the sum of the
+workers' votes (`trainer_state`). A worker that decided alone would leave the others waiting in a
+collective.
 """
 
 from __future__ import annotations
@@ -40,10 +42,20 @@ Logs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Training:
-    """One call of `fit`: the data, how long, and what is evaluated when.
+    """One call of `fit`: its data, its length, and when it evaluates.
 
-    `epochs` is the last epoch's number, as in Keras; `steps_per_epoch` None takes each batch
-    of the data once.
+    Attributes:
+        feed: the data of the training.
+        callbacks: the callbacks that this worker runs.
+        initial_epoch: the number of the first epoch, counted from 0.
+        epochs: the number of epochs after which the training ends, as in Keras.
+        steps_per_epoch: the steps of an epoch; None takes each batch of the data once.
+        validation: the data of the validation, or None.
+        validation_steps: the steps of a validation; None takes each batch once.
+        validation_freq: the number of epochs from one validation to the next, or a list of the
+            epochs that end with one, counted from 1.
+        keeper: makes the checkpoints, or None.
+        pace: the number of steps of each execution.
     """
 
     feed: Feed
@@ -59,22 +71,31 @@ class Training:
 
     @property
     def steps(self) -> int | None:
-        """The steps of an epoch, or None where only reading tells."""
+        """The steps of an epoch, or None if only reading tells it."""
         return self.steps_per_epoch or self.feed.steps
 
     @property
     def steps_per_pass(self) -> int | None:
-        """The steps after which an iterator begins the data anew, where it does so by itself."""
+        """The steps of one pass if the iterator goes on over all epochs, or None."""
         return self.feed.steps if self.feed.endless else None
 
     def is_over(self, at: Progress) -> bool:
-        """Whether the next epoch starts the data anew, instead of going on in the same pass."""
+        """Returns whether the next epoch begins a new pass of the data.
+
+        Args:
+            at: the position at the end of an epoch.
+        """
         if self.feed.endless:
             return False
         whole = self.feed.steps is not None and at.batches >= self.feed.steps
         return self.steps_per_epoch is None or whole
 
     def validates(self, epoch: int) -> bool:
+        """Returns whether an epoch ends with a validation.
+
+        Args:
+            epoch: the number of the epoch, counted from 0.
+        """
         frequency = self.validation_freq
         if self.validation is None:
             return False
@@ -84,7 +105,15 @@ class Training:
 
 
 def train(model: keras.Model, training: Training) -> Logs:
-    """Runs the epochs and returns the last one's logs."""
+    """Runs all epochs, and returns the logs of the last one. Every worker calls it.
+
+    Args:
+        model: the prepared, compiled and built model.
+        training: the call of `fit`.
+
+    Raises:
+        DataError: the data cannot be read, has no batches, or differs between workers.
+    """
     several = placement_of(model.distribute_strategy).workers > 1
     vote = make_vote(model.distribute_strategy) if several else None
     callbacks, state, keeper = training.callbacks, state_of(model), training.keeper
@@ -99,7 +128,9 @@ def train(model: keras.Model, training: Training) -> Logs:
         if at.step:
             callbacks.on_epoch_begin(at.epoch)
             assert keeper is not None
-            keeper.restore()  # after it, since what it changes is in the checkpoint already
+            # `on_epoch_begin` was called before the checkpoint, too. What it changes, such as a
+            # learning rate, is in the checkpoint already, so the state is restored after it.
+            keeper.restore()
         else:
             model.reset_metrics()
             callbacks.on_epoch_begin(at.epoch)
@@ -107,12 +138,14 @@ def train(model: keras.Model, training: Training) -> Logs:
             iterator = training.feed.iterate(_first_step(training, at), at.batches)
             at.goes_on = True
         if keeper is not None and resumed:
-            keeper.restore_random_states()  # last: a feed that is replayed may draw
+            # Reading the data again may have drawn random numbers, so this comes last.
+            keeper.restore_random_states()
         resumed, trained = None, True
         ended, stopped = _epoch(model, iterator, training, at, clock)
         logs = dict(at.logs)
+        # Histories hold whole epochs only.
         if state.stopped_by is not None:
-            break  # part of an epoch is no epoch: histories hold whole ones
+            break
         over = ended or training.is_over(at)
         validates = training.validates(at.epoch)
         with keeper.again_if_stopped() if keeper and validates else contextlib.nullcontext():
@@ -137,7 +170,7 @@ def train(model: keras.Model, training: Training) -> Logs:
 
 
 def _close(feed: Feed, iterator: Any, over: bool, stopped: bool) -> Any:
-    """Ends an epoch, and its pass if that is over; returns the iterator that is left in use."""
+    """Ends an epoch, and its pass if that is over. Returns the iterator in use, or None."""
     if over:
         feed.end_pass(whole=not stopped)
         return None
@@ -146,12 +179,12 @@ def _close(feed: Feed, iterator: Any, over: bool, stopped: bool) -> Any:
 
 
 def _is_whole(feed: Feed, batches: int) -> bool:
-    """Whether so many batches are each of a pass."""
+    """Returns whether a number of batches is known to be a whole pass."""
     return feed.steps is not None and batches == feed.steps
 
 
 def _validated(model: keras.Model, training: Training) -> Logs:
-    """Returns what the validation of an epoch found."""
+    """Returns the logs of a validation, with `val_` before their names."""
     found = model.evaluate(
         training.validation,
         steps=training.validation_steps,
@@ -162,20 +195,22 @@ def _validated(model: keras.Model, training: Training) -> Logs:
 
 
 def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
-    """Whether the rest of the epoch is known to be in the iterator in use."""
+    """Returns whether the iterator in use is known to have all batches left of the epoch."""
     return feed.holds(None if count is None else at.batches + count - at.step)
 
 
 def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> int:
-    """Returns how many examples of a pass could not be read so far; alike on all workers.
+    """Returns how many examples of a pass could not be read so far, alike on all workers.
 
     Raises:
-        DataError: with those that loading has left out, more than may be.
+        DataError: these are too many, together with those that were lost when the data was loaded.
+            Without `skip_bad_records` one is too many.
     """
     reading = state_of(model).reading
     if not reading.skip_bad_records:
         several = placement_of(model.distribute_strategy).workers > 1
-        if several and int(outcome.lost):  # alone this worker has no batch of it
+        # With one worker the step fails instead, because it gets no batch.
+        if several and int(outcome.lost):
             raise found_by_any(model.distribute_strategy, feed)
         return 0
     now = int(outcome.lost)
@@ -187,6 +222,7 @@ def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> i
 
 
 def _too_many_lost(lost: int, reading: ReadOptions) -> str:
+    """Returns the message for too many examples that cannot be read."""
     loaded = reading.lost_at_loading
     besides = f" and {loaded} when it was loaded," if loaded else ","
     return (
@@ -197,17 +233,18 @@ def _too_many_lost(lost: int, reading: ReadOptions) -> str:
 
 
 def _next_of(feed: Feed) -> Any:
-    """Returns what the next step takes, or None at the end of the data."""
+    """Returns the batch of the next step, or None at the end of the data."""
     with told_by(feed):
         return feed.next()
 
 
 def _steps_left(training: Training, at: Progress) -> int:
-    """Returns the steps until the end of `fit`; 0 where nobody knows."""
+    """Returns the steps until the end of `fit`, or a number below 1 if it is unknown."""
     return (training.epochs - at.epoch) * (training.steps or 0) - at.step
 
 
 def _first_step(training: Training, at: Progress) -> int:
+    """Returns the next step, counted over all epochs."""
     return at.epoch * (training.steps or 0) + at.step
 
 
@@ -217,7 +254,7 @@ def _epoch(
     """Trains the rest of an epoch.
 
     Returns:
-        Whether the data came to its end, and whether training was stopped within the epoch.
+        Whether the data has ended, and whether the votes have stopped the training.
     """
     state, keeper = state_of(model), training.keeper
     clock.begin()
@@ -266,7 +303,17 @@ def _epoch(
 def evaluate(
     model: keras.Model, feed: Feed, count: int | None, callbacks: keras.callbacks.CallbackList
 ) -> Logs:
-    """Returns loss and metrics over the feed's first `count` batches (None: all)."""
+    """Returns loss and metrics over the first batches of a feed. Every worker calls it.
+
+    Args:
+        model: the prepared, compiled and built model.
+        feed: the data.
+        count: the number of batches; None for all.
+        callbacks: the callbacks that this worker runs.
+
+    Raises:
+        DataError: the data cannot be read, has no batches, or differs between workers.
+    """
     model.stop_evaluating = False
     callbacks.on_test_begin()
     model.reset_metrics()
@@ -299,7 +346,17 @@ def evaluate(
 def predict(
     model: keras.Model, feed: Feed, count: int | None, callbacks: keras.callbacks.CallbackList
 ) -> Any:
-    """Returns the outputs of the feed's first `count` batches (None: all), rows in order."""
+    """Returns the outputs of the first batches of a feed, rows in order. Every worker calls it.
+
+    Args:
+        model: the prepared model.
+        feed: the data.
+        count: the number of batches; None for all.
+        callbacks: the callbacks that this worker runs.
+
+    Raises:
+        DataError: an example cannot be read, or the data has no batches.
+    """
     model.stop_predicting = False
     callbacks.on_predict_begin()
     batches = []
@@ -333,23 +390,32 @@ def run(
     checkpoint: bool = False,
     pace: StepsPerExecution | None = None,
 ) -> StepResult:
-    """Returns what an execution gave.
+    """Runs an execution and returns its result. Every worker calls it.
 
-    `wish` is whether this worker wants to stop, `checkpoint` whether it wants one afterwards, and
-    `pace` learns how many steps the next one has.
+    Args:
+        model: the prepared model.
+        execute: the compiled function.
+        source: what the execution takes its batches from.
+        count: the number of its steps.
+        wish: whether this worker votes to stop.
+        checkpoint: whether this worker votes for a checkpoint after the execution.
+        pace: takes the number of steps of the next execution, on which all workers agree.
 
     Raises:
-        DataError: the workers do not read the same batches; on all workers alike.
+        DataError: the workers have read different batches. All workers raise it.
     """
     with heartbeat().working(execute):
         place = placement_of(model.distribute_strategy)
         steps_wanted = 0
-        # Steps that gather rows run one by one (`Execution`): several a call would gain nothing.
+        # Steps that gather rows run one by one (`Execution`), so several steps in an execution
+        # would gain nothing.
         if pace is not None and place.is_chief and not state_of(model).gathers:
             steps_wanted = pace.wish
         outcome = execute(source, count, _votes(model, wish, checkpoint, steps_wanted))
-        digests = outcome.digests.numpy() if place.workers > 1 else [0]  # waits for it
-    outcome = outcome._replace(votes=np.asarray(outcome.votes).tolist())  # read once
+        # Reading the digests waits for the end of the execution.
+        digests = outcome.digests.numpy() if place.workers > 1 else [0]
+    # The votes are read from the device once, for all who use them below.
+    outcome = outcome._replace(votes=np.asarray(outcome.votes).tolist())
     if pace is not None:
         pace.agree(trainer_state.agreed_pace(outcome.votes, place.local_replicas))
     if any(digest != digests[0] for digest in digests):
@@ -362,22 +428,34 @@ def run(
 
 
 def as_floats(logs: Logs) -> Logs:
-    """Returns logs with scalars as floats, and vectors as lists."""
+    """Returns logs with scalars as floats and arrays as lists.
+
+    Args:
+        logs: logs with tensors, arrays or numbers.
+    """
     arrays = {name: np.asarray(value) for name, value in logs.items()}
     return {name: float(a) if a.ndim == 0 else a.tolist() for name, a in arrays.items()}
 
 
 def concatenated(*parts: Any) -> Any:
-    """Returns the rows of all parts together; dense ones as an array."""
+    """Returns the rows of all parts together, as an array if they are dense.
+
+    Args:
+        *parts: tensors, dense or ragged, with the rows on the first axis.
+    """
     joined = tf.concat(parts, axis=0) if len(parts) > 1 else parts[0]
     return joined.numpy() if isinstance(joined, tf.Tensor) else joined
 
 
 def draw_seed(model: keras.Model) -> int:
-    """Returns the seed of the data order, the same on all workers.
+    """Returns the seed of the data order, the same on all workers. Every worker calls it.
 
-    It follows from the state of NumPy's global generator, which stays as it is, and from how many
-    seeds this model has drawn.
+    It is the seed that `prepare` was given. Without one, it follows from the state of the chief's
+    global NumPy generator and from how many seeds the model has drawn. The generator keeps its
+    state.
+
+    Args:
+        model: the prepared model.
     """
     state = state_of(model)
     if state.options.seed is not None:
@@ -385,7 +463,8 @@ def draw_seed(model: keras.Model) -> int:
     state.seeds_drawn += 1
     generator = np.random.RandomState()
     generator.set_state(np.random.get_state())
-    # float32 carries a number below 2**20 exactly, times 16 replicas.
+    # The vote sums float32 over the chief's replicas. A number below 2**20 times 16 replicas is
+    # below 2**24, which float32 holds exactly.
     drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
     place = placement_of(model.distribute_strategy)
     if place.workers == 1:
@@ -395,10 +474,14 @@ def draw_seed(model: keras.Model) -> int:
 
 
 def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
-    """Checks that all workers have the same data. Runs on every worker.
+    """Raises an error if the workers have different data. Every worker calls it.
+
+    Args:
+        model: the prepared model.
+        *feeds: the feeds; None stands for a feed that there is not.
 
     Raises:
-        DataError: they have not; on all workers alike.
+        DataError: the workers have different data. All workers raise it.
     """
     told = str([(type(feed).__name__, feed.digest) if feed else None for feed in feeds])
     known = hashlib.sha256(told.encode()).digest()[:16]
@@ -419,9 +502,9 @@ def _executions(
 ) -> Iterator[tuple[int, int]]:
     """Yields the first and the last step of each execution of an epoch, from a step on.
 
-    Where the number of steps is unknown an execution is one step: the data may end anywhere.
-    None goes beyond a pass of `per_pass` steps, so that what it lost is one pass's; `before`
-    steps were in the epochs before.
+    If the number of steps is unknown, each execution is one step, because the data may end after
+    any step. No execution goes beyond the end of a pass of `per_pass` steps. So the examples that
+    it lost belong to one pass. `before` is the number of steps in the epochs before.
 
     >>> list(_executions(8, Pace(4), 0, per_pass=5, before=8))
     [(0, 1), (2, 5), (6, 6), (7, 7)]
@@ -440,14 +523,16 @@ def _executions(
 def _votes(
     model: keras.Model, wish: bool, checkpoint: bool = False, steps_wanted: int = 0
 ) -> list[float]:
+    """Returns this worker's votes, with the signal that it got."""
     interrupted = state_of(model).interrupted
     return trainer_state.votes(wish, interrupted, wants_checkpoint=checkpoint, pace=steps_wanted)
 
 
 def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
-    """Returns whether to stop here: the same answer on all workers at the same step.
+    """Returns whether to stop here, alike on all workers at the same step.
 
-    With one worker a wish counts at once; with several, when the others know of it.
+    With one worker its wish counts at once. With several workers only the counted votes decide, so
+    a wish counts when it has travelled with an execution.
     """
     alone = placement_of(model.distribute_strategy).workers == 1
     reason = trainer_state.verdict(_votes(model, wish) if alone else counted)
@@ -458,7 +543,7 @@ def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
 
 
 def _check_data_was_enough(count: int | None, seen: int, ever: int) -> None:
-    """Warns of `seen` steps instead of `count`, and refuses data that `ever` gave none."""
+    """Warns if the data ended after `seen` of `count` steps; raises DataError if it had none."""
     if ever == 0:
         raise DataError("the data has no batches. Give a Dataset that yields at least one.")
     if count is not None:

@@ -1,4 +1,4 @@
-"""The seconds of an epoch's steps, and those of them that went by without data."""
+"""Measures the seconds of an epoch's steps, and how long the steps waited for data."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from tfmulti.training.step.step_result import StepResult
 
 
 class StepClock:
-    """The seconds of an epoch's steps, and those of them that went by without data.
+    """Measures the seconds of an epoch's steps, and how long the steps waited for data.
 
-    The first execution of all, which is traced, counts in neither. What an execution says is
-    read when the next one has ended, so that nobody waits for it.
+    The first execution of `fit` is traced, so it does not count. An execution returns its waiting
+    time as a tensor. The clock reads this tensor only when the next execution has ended, so that
+    the loop does not wait for the result.
 
-    `period_s` are the seconds from the end of the execution before the last to the last one's
-    end, `inside_s` those of them that the last itself took.
+    Attributes:
+        period_s: the seconds from the end of the execution before the last one to the end of the
+            last one.
+        inside_s: the part of `period_s` that the last execution itself took.
     """
 
     def __init__(self) -> None:
@@ -26,24 +29,32 @@ class StepClock:
         self.period_s = self.inside_s = 0.0
 
     def begin(self) -> None:
-        """Begins an epoch."""
+        """Starts the measurement of an epoch."""
         self._seconds = self._waited_s = self._outside_s = 0.0
         self._unread: Any = 0.0
         self._began = time.perf_counter()
 
     def waiting(self, take: Callable[[], Any]) -> Any:
-        """Returns what `take` returns, and counts the time that it took."""
+        """Calls a function, returns its result, and counts its time as waiting for data.
+
+        Args:
+            take: the function, which takes a batch outside of an execution.
+        """
         began = time.perf_counter()
         taken = take()
         self._outside_s += time.perf_counter() - began
         return taken
 
     def start(self) -> None:
-        """Says that an execution begins."""
+        """Marks the begin of an execution."""
         self._started = time.perf_counter()
 
     def add(self, outcome: StepResult) -> None:
-        """Counts an execution that has just ended."""
+        """Counts an execution that has just ended.
+
+        Args:
+            outcome: the result of the execution.
+        """
         now = time.perf_counter()
         self.period_s, self.inside_s = now - self._began, now - self._started
         if self._traced:
@@ -53,6 +64,11 @@ class StepClock:
         self._traced, self._began, self._outside_s = True, now, 0.0
 
     def stop(self, state: TrainerState, feed: Feed) -> None:
-        """Notes the seconds of the epoch, and who read its data."""
+        """Stores the seconds of the epoch, and the number of reader threads, in the model's state.
+
+        Args:
+            state: the state of the prepared model.
+            feed: the feed of the training.
+        """
         state.reader_threads = feed.threads
         state.epoch_s, state.waited_s = self._seconds, self._waited_s + float(self._unread)

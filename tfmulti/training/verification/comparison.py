@@ -1,9 +1,19 @@
-"""Whether two runs of the same step gave the same numbers, and in which way they differ.
+"""Tells whether two runs of the same step gave the same numbers, and how they differ.
 
-Two correct runs differ by rounding. How much a number may differ by that is measured: the same
-run is made once more from weights that are moved by some units in the last place, and with
-gradients that are moved so. By one unit a number would often not change at all, since it is rounded
-itself.
+Two correct runs differ by rounding. How much a number may differ by rounding is measured. The run
+on one device is made once more from weights that are moved by `MOVED_BY` units in the last place,
+with gradients that are moved, too. A move of one unit would often change nothing, because the
+result is rounded itself. The limit of a number is then the largest of
+
+    TIMES_SENSITIVITY * the change by that move / MOVED_BY
+    OF_UPDATES * the largest change by the step (for logs: OF_RESULTS * the largest value)
+    LAST_PLACES * one unit in the last place of the largest value
+
+A difference above the limit is no rounding.
+
+A model may compute with fewer digits than its weights have, as in bfloat16. Then `unit` is the last
+of these digits, relative to 1. The weights are moved by one such unit, so the first line has 1 for
+`MOVED_BY`. The factor of the second line is at least `TIMES_SENSITIVITY * unit`.
 """
 
 from __future__ import annotations
@@ -13,43 +23,47 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-# A difference counts when it is above so many times what a unit in the last place of the weights
-# makes. Sums over rows, added in another order, were seen to differ by 16 times that, where large
-# parts of them cancel out; what is computed wrongly differs by far more.
+# A difference counts if it is more than this many times the change by one unit in the last place of
+# the weights. Sums over rows that were added in another order were seen to differ by 16 times that
+# change, where large terms cancel out. A wrong computation differs by far more.
 TIMES_SENSITIVITY = 40
-# By so many units in the last place weights are moved, where the model computes with all of them.
+# Weights are moved by this many units in the last place, if the model computes with all their
+# digits.
 MOVED_BY = 8
-# By so many times that gradients are moved, in units of the largest: they are sums over rows and
-# places of what may be larger than all of them.
+# Gradients are moved by this many times the move of the weights, relative to the largest gradient.
+# A gradient is a sum over rows and places, and the terms may be larger than all gradients.
 GRADIENTS_MOVED_BY = 8
-# The least difference that counts, relative to the largest value of a log or a metric.
+# A smaller difference of a log does not count, relative to its largest value.
 OF_RESULTS = 1e-6
-# The same for weights and states, relative to the largest change: a step of Adam divides by the
-# root of a square, and sums over rows are added in another order on replicas.
+# The same for values that a step changes, relative to the largest change. A step of Adam divides by
+# the root of a square, and replicas add sums over rows in another order.
 OF_UPDATES = 1e-5
-# Digits that the sum of a few roundings may lose, in units in the last place of a value.
+# The sum of a few roundings may lose this many units in the last place of a value.
 LAST_PLACES = 4
 
-# So many numbers of float32 are compared as they are, and fewer in float64.
+# float32 arrays of more numbers are compared as they are, and smaller ones in float64.
 MANY = 10_000
 
+# The kinds of quantities in the order in which their differences are reported.
 KINDS = ("weight", "state", "slot", "metric", "log", "seed")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a quantity of the replicas is from that of one device.
+    """How far a quantity on the replicas is from the same quantity on one device.
 
     Attributes:
-        kind: what it is, one of `KINDS`, `layer`, `loss`, `gradient`, or `update` for a weight
-            whose gradients are the same.
-        name: which one.
+        kind: one of `KINDS`, `layer`, `loss`, `gradient`, `update` or `undecided`. An update is a
+            weight or a slot whose gradients are the same. An undecided quantity tells nothing.
+        name: the name of the quantity.
         difference: the largest difference of its elements.
-        limit: what rounding explains.
-        here, there: the replicas' value and one device's, where they differ most.
-        ratio: what all of the replicas' change is of one device's, where that is one number.
-        scale: what it is of it on the whole, where it has about the same direction.
-        line: where in the user's program it is computed, if that is known.
+        limit: the largest difference that rounding explains.
+        here: the replicas' value of the element that differs most.
+        there: one device's value of that element.
+        ratio: the replicas' change divided by one device's change, if that is one number for all
+            elements.
+        scale: the factor between the two changes as a whole, if they have about the same direction.
+        line: the line of the user's program that computes the quantity, if it is known.
     """
 
     kind: str
@@ -64,7 +78,7 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """The difference in parts of its limit: above 1 it is no rounding."""
+        """The difference divided by its limit; above 1 it is no rounding."""
         if self.difference == 0:
             return 0.0
         return self.difference / self.limit if self.limit else float("inf")
@@ -79,14 +93,18 @@ def compare(
     before: np.ndarray | None = None,
     unit: float = 0.0,
 ) -> Difference:
-    """Returns how far `here` is from `there`.
+    """Returns how far the replicas' value is from that of one device.
 
     Args:
+        kind: the kind of the quantity (`Difference.kind`).
+        name: the name of the quantity.
         here: the replicas' value.
-        there: that of one device.
-        moved: that of one device when its weights were moved by `moved_by_digits`.
-        before: the value before the step, where a step changes it; its change is compared.
-        unit: the last digit that the model computes with, where it has fewer than the value.
+        there: the value of one device.
+        moved: the value of one device after weights and gradients were moved.
+        before: the value before the step, if the step changes it. The limit and the factors are
+            then relative to the change.
+        unit: the last digit with which the model computes, if it has fewer digits than the value;
+            otherwise 0.
     """
     if here.shape != there.shape:
         infinite = float("inf")
@@ -118,22 +136,28 @@ def compare(
 
 
 def last_place(dtype: np.dtype) -> float:
-    """Returns a unit in the last place of 1; 0 for whole numbers."""
+    """Returns one unit in the last place of the number 1, or 0 for whole numbers.
+
+    Args:
+        dtype: the dtype of the number.
+    """
     if dtype.kind == "f":
         return float(np.finfo(dtype).eps)
     return 2.0**-7 if dtype.name == "bfloat16" else 0.0
 
 
 def _wide(value: np.ndarray) -> np.ndarray:
+    """Returns a value in the dtype in which it is compared."""
     if value.dtype.kind in "SUO":
         raise TypeError("text has no rounding")
+    # A difference of two float32 numbers is as exact as the numbers are.
     if value.dtype == np.float32 and value.size > MANY:
-        return value  # their differences are as exact as these numbers are
+        return value
     return np.asarray(value, np.complex128 if value.dtype.kind == "c" else np.float64)
 
 
 def _apart(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Returns the elements' differences; not a number is equal to itself."""
+    """Returns the differences of the elements, where NaN is equal to NaN."""
     with np.errstate(invalid="ignore"):
         apart = np.abs(left - right)
         if np.isfinite(apart.sum()):
@@ -143,6 +167,7 @@ def _apart(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> float:
+    """Returns the largest size of the finite elements."""
     largest = float(np.abs(values).max(initial=0))
     if np.isfinite(largest):
         return largest
@@ -150,7 +175,13 @@ def _largest(values: np.ndarray) -> float:
 
 
 def ratio_of(left: np.ndarray, right: np.ndarray) -> float | None:
-    """Returns what `left` is of `right`, where that is one number for all elements.
+    """Returns `left / right` if that is one number for all elements, or None.
+
+    Elements of `right` that are small beside the largest one do not count.
+
+    Args:
+        left: an array.
+        right: an array of the same shape.
 
     >>> ratio_of(np.array([2.0, 4.0]), np.array([1.0, 2.0]))
     2.0
@@ -166,7 +197,13 @@ def ratio_of(left: np.ndarray, right: np.ndarray) -> float | None:
 
 
 def scale_of(left: np.ndarray, right: np.ndarray) -> float | None:
-    """Returns which part of `right` comes nearest to `left`; None: their directions differ.
+    """Returns the factor by which `right` comes nearest to `left`, or None.
+
+    It is None if the two, as vectors, have different directions.
+
+    Args:
+        left: an array.
+        right: an array of the same shape.
 
     >>> scale_of(np.array([2.0, 4.1]), np.array([1.0, 2.0])) is not None
     True
@@ -182,22 +219,38 @@ def scale_of(left: np.ndarray, right: np.ndarray) -> float | None:
 
 
 def moved_by_digits(value: np.ndarray, rng: np.random.Generator, unit: float) -> np.ndarray:
-    """Returns weights moved by `moved_part`, each up or down as `rng` draws."""
+    """Returns weights of which each is moved up or down by `moved_part` of itself.
+
+    Args:
+        value: the weights.
+        rng: draws whether a weight is moved up or down.
+        unit: as in `moved_part`.
+    """
     signs = rng.choice([-1.0, 1.0], size=value.shape)
     moved = np.asarray(value, np.float64) * (1 + signs * moved_part(value.dtype, unit))
     return np.asarray(moved).astype(value.dtype)
 
 
 def moved_part(dtype: np.dtype, unit: float) -> float:
-    """Returns by which part of itself a number is moved: `MOVED_BY` units in its last place.
+    """Returns the part of itself by which a number is moved: `MOVED_BY` units in the last place.
 
-    With a `unit` by that, where a model computes with fewer digits than its weights have.
+    Args:
+        dtype: the dtype of the number.
+        unit: the last digit with which the model computes, if it has fewer digits than its weights.
+            A number is then moved by one such unit. Otherwise 0.
     """
     return unit or MOVED_BY * last_place(dtype)
 
 
 def first_of(found: Sequence[Difference]) -> Difference | None:
-    """Returns the difference that is told of: the first kind that differs, its worst one."""
+    """Returns the difference to report, or None if all are rounding.
+
+    Of the kinds that differ, the first in the order of `KINDS` is reported, with its worst
+    quantity.
+
+    Args:
+        found: all differences.
+    """
     wrong = [each for each in found if each.excess > 1]
     if not wrong:
         return None
@@ -206,11 +259,17 @@ def first_of(found: Sequence[Difference]) -> Difference | None:
     return max((d for d in wrong if order.get(d.kind, -1) == first), key=lambda d: d.excess)
 
 
+# The last sentence of each message.
 WITHOUT = "To train without this check, give prepare(model, verify=False) or --noverify."
 
 
 def draws_in_words(operations: Sequence[str], line: str | None) -> str:
-    """Returns the message where a step draws numbers that replicas cannot draw alike."""
+    """Returns the message for a step that draws numbers that replicas cannot draw alike.
+
+    Args:
+        operations: the names of the operations that draw.
+        line: the line of the user's program that draws first, or None.
+    """
     place = f", in {line}" if line else ""
     return (
         f"verify: the step draws random numbers by TensorFlow's own generators "
@@ -220,7 +279,13 @@ def draws_in_words(operations: Sequence[str], line: str | None) -> str:
 
 
 def in_words(found: Difference, *, replicas: int, steps: int) -> str:
-    """Returns the message: what differs, by how much, where it belongs to, and what to do."""
+    """Returns the message for a difference: what differs, by how much, where, and what to do.
+
+    Args:
+        found: the difference.
+        replicas: the number of replicas.
+        steps: the number of steps that were compared.
+    """
     after = f"step {steps}" if steps == 1 else f"{steps} steps"
     place = f", in {found.line}" if found.line else ""
     size = "" if found.ratio is None else f" ({found.ratio:.4g} times as much)"
@@ -233,6 +298,7 @@ def in_words(found: Difference, *, replicas: int, steps: int) -> str:
 
 
 def _subject(found: Difference) -> str:
+    """Returns the name of a quantity for a message."""
     words = {
         "layer": "the output of the layer {}",
         "loss": "the loss {}",
@@ -249,6 +315,7 @@ def _subject(found: Difference) -> str:
 
 
 def _advice(found: Difference, replicas: int) -> str:
+    """Returns what the user can do about a difference."""
     times = found.scale
     if times is not None and found.kind in ("gradient", "slot", "weight", "loss"):
         if abs(times - replicas) < 0.1 * replicas:

@@ -1,4 +1,8 @@
-"""Which parts of a model are the user's own, so that nobody can know how they treat rows."""
+"""Finds the parts of a model that are the user's own code.
+
+It is unknown how such code treats the rows of a batch. So a model with such parts is compared with
+one device by default.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ import keras
 from tfmulti.keras_patches.model_structure import function_of, layers_of, operations_of
 from tfmulti.training.state.model_checks import optimizers_of
 
+# Code of these packages is known.
 _KNOWN = ("keras", "tfmulti")
-# Operations of a functional model that compute each element, and so each row, by itself.
+# These operations of a functional model compute each element, and so each row, by itself.
 _BY_ELEMENT = {
     "Abs",
     "Absolute",
@@ -39,7 +44,13 @@ _BY_ELEMENT = {
 
 
 def own_parts(model: keras.Model) -> list[str]:
-    """Returns, in words, what of a compiled model is not Keras' own: steps, losses, layers, …."""
+    """Returns the names of a compiled model's parts that are not Keras' own, such as `the loss f`.
+
+    The parts may be methods of the step, losses, metrics, layers, operations and optimizers.
+
+    Args:
+        model: the compiled model.
+    """
     found = []
     for name in ("train_step", "compute_loss", "compute_metrics"):
         if _is_own_method(model, name):
@@ -51,6 +62,7 @@ def own_parts(model: keras.Model) -> list[str]:
         if _is_own(metric) or _is_own(function_of(metric)):
             found.append(f"the metric {_name(metric)}")
     for layer in layers_of(model):
+        # A model without a `call` of its own only holds layers.
         plain = layer is model and not _calls_of_its_own(model)
         if isinstance(layer, keras.layers.Lambda) or (_is_own(layer) and not plain):
             found.append(f"the layer {layer.name}")
@@ -64,6 +76,7 @@ def own_parts(model: keras.Model) -> list[str]:
 
 
 def _metrics_of(model: keras.Model) -> list[Any]:
+    """Returns a model's metrics, with the single metrics in place of Keras' containers."""
     found: list[Any] = []
     for metric in model.metrics:
         found += getattr(metric, "metrics", None) or [metric]
@@ -71,16 +84,19 @@ def _metrics_of(model: keras.Model) -> list[Any]:
 
 
 def _is_own_method(model: keras.Model, name: str) -> bool:
+    """Returns whether a method of the model is the user's own."""
     function = getattr(type(model), name, None)
     module = getattr(function, "__module__", "keras")
     return str(module).partition(".")[0] not in _KNOWN
 
 
 def _calls_of_its_own(model: keras.Model) -> bool:
+    """Returns whether the model has a `call` of the user's own."""
     return _is_own_method(model, "call")
 
 
 def _is_own(thing: Any) -> bool:
+    """Returns whether a function or an object of a class is the user's own."""
     if thing is None or isinstance(thing, str):
         return False
     module = getattr(thing, "__module__", None) or type(thing).__module__
@@ -88,4 +104,5 @@ def _is_own(thing: Any) -> bool:
 
 
 def _name(thing: Any) -> str:
+    """Returns the name of a loss or metric for a message."""
     return str(getattr(thing, "name", None) or getattr(thing, "__name__", type(thing).__name__))

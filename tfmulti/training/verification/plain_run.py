@@ -1,4 +1,4 @@
-"""A few steps of a model on one device, as plain Keras takes them."""
+"""Runs a few steps of a model on one device, as plain Keras takes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfmulti.training.verification import comparison, recording
 
 Values = dict[str, list[np.ndarray]]
 
-# Operations that draw by generators of TensorFlow's own.
+# These operations draw from TensorFlow's own generators.
 _DRAWS = (
     "RandomUniform",
     "RandomUniformInt",
@@ -42,14 +42,27 @@ _DRAWS = (
 
 @dataclass
 class After:
-    """What one device has after the steps."""
+    """The numbers of one device after the steps.
+
+    Attributes:
+        values: the value of each variable, by name.
+        logs: the logs of the last step, by name.
+    """
 
     values: dict[str, np.ndarray]
     logs: dict[str, np.ndarray]
 
 
 class PlainRun:
-    """The model on one device, with plain variables and its own class."""
+    """Takes steps of a model on one device, with plain variables and the model's own class.
+
+    Args:
+        model: the model, inside `relocation.on_one_device`.
+        variables: the plain variables, by name.
+        begin: the values of the variables at the beginning, by name.
+        drawn_by: the state from which draws without a seed begin, or None.
+        unit: the last digit with which the model computes (`comparison.compare`).
+    """
 
     def __init__(
         self,
@@ -61,23 +74,29 @@ class PlainRun:
     ) -> None:
         self._model, self._variables, self._begin = model, variables, begin
         self._drawn_by, self._unit = drawn_by, unit
-        # Keras' weights keep the objects: those that are trained are moved by some digits.
+        # The ids of the plain variables that are trained. Keras' variables hold these inside
+        # `on_one_device`. They are moved by some digits in the second run.
         of = tf_variable_of
         self._trained = {id(of(v)) for v in model.trainable_variables}
         self._moves = tf.Variable(False, trainable=False)
 
     def compiled(self, step: Any) -> Any:
-        """Returns a step as Keras alone compiles it, for any number of rows."""
+        """Returns a step as Keras alone compiles it, for any number of rows.
+
+        Args:
+            step: the model's `train_step`.
+        """
         step = self._moving_gradients(step)
         if self._model.run_eagerly:
             return step
         return tf.function(recording.marked(lambda batch: step(of_any_rows(batch))))
 
     def _moving_gradients(self, step: Any) -> Any:
-        """Returns a step whose optimizers get gradients that move where `run` asks for it.
+        """Returns a step whose optimizers get moved gradients if `run` asks for that.
 
-        They move by some digits of the largest of them. What is so much smaller is rounding: the
-        gradient of a bias before a normalization is nothing else, and Adam makes much of it.
+        The gradients move by some digits of the largest one. A gradient that is smaller than this
+        move is rounding only, such as that of a bias before a normalization. Adam turns it into a
+        large step.
         """
         original = keras.optimizers.Optimizer.apply
 
@@ -94,7 +113,7 @@ class PlainRun:
         return moving
 
     def _moved(self, gradients: list[Any]) -> list[Any]:
-        """Returns gradients, each number of them moved up or down where that is asked for."""
+        """Returns gradients of which each number is moved up or down if `_moves` is True."""
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         values = [None if v is None else tf.convert_to_tensor(v) for v in values]
         sizes = [tf.reduce_max(tf.abs(tf.cast(v, tf.float64))) for v in values if v is not None]
@@ -116,7 +135,13 @@ class PlainRun:
         return found
 
     def run(self, step: Any, batches: Sequence[Any], *, by_digits: bool = False) -> After:
-        """Takes the steps from the state at the beginning."""
+        """Takes steps from the state at the beginning, and returns the numbers after them.
+
+        Args:
+            step: what `compiled` returned.
+            batches: the global batch of each step.
+            by_digits: whether weights and gradients are moved by some digits.
+        """
         self._reset(by_digits)
         for batch in batches:
             logs = step(batch)
@@ -124,11 +149,18 @@ class PlainRun:
         return After(values, {name: np.asarray(value) for name, value in flat(logs)})
 
     def call(self, step: Any, batch: Any, *, by_digits: bool = False) -> Any:
-        """Returns what one step returns, from the state at the beginning."""
+        """Runs one step from the state at the beginning, and returns what it returns.
+
+        Args:
+            step: what `compiled` returned.
+            batch: the global batch.
+            by_digits: whether weights and gradients are moved by some digits.
+        """
         self._reset(by_digits)
         return step(batch)
 
     def _reset(self, by_digits: bool) -> None:
+        """Puts the state of the beginning into the variables, with moved weights if asked."""
         self._moves.assign(by_digits)
         rng = np.random.default_rng(19)
         for name, variable in self._variables.items():
@@ -136,13 +168,18 @@ class PlainRun:
             if by_digits and id(variable) in self._trained:
                 value = comparison.moved_by_digits(value, rng, self._unit)
             variable.assign(value)
-        # The replicas draw by it what one device draws by Keras' own.
+        # Draws without a seed come from a generator of tfmulti's on replicas, and from Keras' own
+        # on one device. Both begin with the same state.
         if self._drawn_by is not None:
             made_global_generator().state.assign(self._drawn_by)
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:
-    """Returns a step's logs, which may be nested, by name."""
+    """Returns the names and values of a step's logs, which may be nested.
+
+    Args:
+        logs: the logs, as the step returned them.
+    """
     if isinstance(logs, Mapping):
         return [
             (f"{name}/{inner}" if inner else str(name), value)
@@ -152,11 +189,16 @@ def flat(logs: Any) -> list[tuple[str, Any]]:
     return [("", logs)] if isinstance(logs, (tf.Tensor, np.generic, float, int)) else []
 
 
+# Objects, each with its attributes that are numbers or texts.
 Attributes = list[tuple[Any, dict[str, Any]]]
 
 
 def attributes_of(state: relocation.State) -> Attributes:
-    """Returns the numbers and texts that objects hold as attributes of Python's."""
+    """Returns the numbers and texts that the objects of a model hold as Python attributes.
+
+    Args:
+        state: the variables of the model and the objects that hold them.
+    """
     kinds = (int, float, str)
     return [
         (thing, {name: v for name, v in vars(thing).items() if isinstance(v, kinds)})
@@ -165,9 +207,12 @@ def attributes_of(state: relocation.State) -> Attributes:
 
 
 def set_attributes(attributes: Attributes) -> None:
-    """Gives objects back numbers and texts that a step has changed.
+    """Restores the numbers and texts that a step has changed in objects.
 
-    What is True or False stays: layers are built once.
+    Booleans keep their new value: a layer that was built stays built.
+
+    Args:
+        attributes: what `attributes_of` returned.
     """
     for thing, before in attributes:
         for name, value in before.items():
@@ -177,9 +222,13 @@ def set_attributes(attributes: Attributes) -> None:
 
 
 def random_operations(step: Any) -> tuple[tuple[str, ...], str | None]:
-    """Returns the operations of a traced step that draw by TensorFlow's own generators.
+    """Returns the operations of a traced step that draw from TensorFlow's own generators.
 
-    And the line of the step that the first of them comes from, if that is known.
+    Args:
+        step: what `PlainRun.compiled` returned, after it was traced.
+
+    Returns:
+        The names of the operations, and the line of the user's step that draws first, or None.
     """
     if not hasattr(step, "get_concrete_function"):
         return (), None

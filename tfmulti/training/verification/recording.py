@@ -1,7 +1,8 @@
-"""What a step computes on its way, written down in order: to name where two runs part.
+"""Notes what a step computes, in order, to find the place where two runs differ first.
 
-Inside `recording(notes)`, in this thread, the outputs of layers and losses and the gradients that
-optimizers apply are noted, with the line of the user's program that they come from.
+Inside `watched()`, a step that `recorded` has returned notes the outputs of layers and losses, and
+the gradients that optimizers apply. Each note has the line of the user's program that computes the
+value. Each thread has its own notes, because the replicas of a process are traced in several.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from tfmulti.distribution.replica_slice import PerThread
 
 @dataclass
 class Notes:
-    """What one run of a step has computed: kinds, names and lines, and as many tensors."""
+    """The values that one run of a step has computed.
+
+    Attributes:
+        keys: for each note its kind (`layer`, `loss` or `gradient`), its name, and how many notes
+            with both came before it.
+        lines: for each note the line of the user's program, or None if it is unknown.
+        tensors: for each note the value.
+        graph: the graph that is traced, or None in eager mode.
+    """
 
     keys: list[tuple[str, str, int]] = field(default_factory=list)
     lines: list[str | None] = field(default_factory=list)
@@ -33,7 +42,15 @@ class Notes:
     graph: Any = None
 
     def add(self, kind: str, name: str, value: Any) -> None:
-        """Notes a tensor; what is inside a loop or a condition cannot be brought out."""
+        """Notes a tensor of the step's graph, and ignores any other value.
+
+        A tensor inside a loop or a condition has another graph. The step cannot return it.
+
+        Args:
+            kind: `layer`, `loss` or `gradient`.
+            name: the name of the layer, the loss or the variable.
+            value: the value.
+        """
         if isinstance(value, tf.IndexedSlices):
             value = tf.convert_to_tensor(value)
         if not isinstance(value, tf.Tensor) or value.dtype == tf.string:
@@ -47,18 +64,24 @@ class Notes:
 
 
 _notes: PerThread[Notes | None] = PerThread(None)
-_SOURCE = "tfmulti_source"  # an attribute of a tensor
+# The attribute of a tensor that names the tensor in whose place it is.
+_SOURCE = "tfmulti_source"
 
 
 def stand_for(value: tf.Tensor, source: Any) -> None:
-    """Says that a tensor is in the place of another, whose line is that of a note of it."""
+    """Marks a tensor as being in the place of another, whose line its notes get.
+
+    Args:
+        value: the tensor.
+        source: the tensor of the user's step, whose place it takes.
+    """
     if hasattr(value, "graph"):
         setattr(value, _SOURCE, source)
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Inside, layers, losses and optimizers tell what they compute to who records."""
+    """Makes layers, losses and optimizers note what they compute, inside the context."""
     owners: list[tuple[Any, str, Callable[[Callable[..., Any]], Any]]] = [
         (keras.layers.Layer, "__call__", _telling("layer")),
         (keras.losses.Loss, "__call__", _telling("loss")),
@@ -71,13 +94,16 @@ def watched() -> Iterator[None]:
         yield
     finally:
         for owner, name, before in own:
+            # The class has inherited the method, so it must not keep one of its own.
             if before is None:
-                delattr(owner, name)  # it inherited it
+                delattr(owner, name)
             else:
                 setattr(owner, name, before)
 
 
 def _telling(kind: str) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a decorator for a method, which notes each tensor that the method returns."""
+
     def make(original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,11 +120,13 @@ def _telling(kind: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _telling_gradients(original: Callable[..., Any]) -> Any:
+    """Returns an optimizer's `apply` that notes each gradient."""
+
     @functools.wraps(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         notes = _notes.get()
         if notes is not None:
-            # With none given, the optimizer was built for them.
+            # Without variables the optimizer uses those that it was built for.
             variables = trainable_variables
             if variables is None:
                 variables = range(len(grads))
@@ -111,7 +139,12 @@ def _telling_gradients(original: Callable[..., Any]) -> Any:
 
 
 def recorded(step: Callable[[Any], Any], keep: Callable[[Notes], None]) -> Callable[[Any], Any]:
-    """Returns a step that returns the tensors that were noted; `keep` gets the notes."""
+    """Returns a step that returns the tensors that it has noted.
+
+    Args:
+        step: the model's `train_step`.
+        keep: a function that is called with the notes.
+    """
 
     def notes_of(data: Any) -> Any:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -125,7 +158,13 @@ def recorded(step: Callable[[Any], Any], keep: Callable[[Notes], None]) -> Calla
 
 
 def marked(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns the same step, within which `line_of` finds lines; AutoGraph reads what it calls."""
+    """Returns the same step, marked so that `line_of` finds the lines within it.
+
+    AutoGraph does not read the function that marks the step, but it reads the step.
+
+    Args:
+        step: the step.
+    """
 
     def step_of_the_user(data: Any) -> Any:
         return step(data)
@@ -134,21 +173,27 @@ def marked(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return unread
 
 
+# Lines in these folders are not the user's: Keras, TensorFlow, tfmulti and Python.
 _LIBRARY_FOLDERS = (
     *(
         os.path.dirname(os.path.abspath(str(file))) + os.sep
         for file in (keras.__file__, tf.__file__)
     ),
-    f"{Path(__file__).resolve().parents[2]}{os.sep}",  # that of tfmulti
+    f"{Path(__file__).resolve().parents[2]}{os.sep}",
     sysconfig.get_paths()["stdlib"] + os.sep,
 )
 
 
 def line_of(value: tf.Tensor) -> str | None:
-    """Returns `file:line (source)` of the user's step that computes a tensor, if it is there."""
+    """Returns `file:line (source)` of the user's step that computes a tensor, or None.
+
+    Args:
+        value: a tensor. For an eager tensor it is the line that runs at the time of the call.
+    """
     try:
         frames: Sequence[Any] = value.op.traceback
-    except (AttributeError, ValueError):  # an eager tensor has no operation
+    except (AttributeError, ValueError):
+        # An eager tensor has no operation.
         frames = traceback.extract_stack()
     inside = None
     for number, frame in enumerate(frames):

@@ -1,4 +1,4 @@
-"""What `verify` found, as a value."""
+"""The result of `verify` as a value."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What the comparison of the first steps on replicas and on one device found.
+    """The result of a comparison of the first steps on replicas and on one device.
 
-    `verdict` is `same`, or `skipped` for a `reason`. Of `quantities` (weights, slots of
-    optimizers, states of metrics and layers, logs, states of random generators) `closest` was the
-    one nearest to its limit: `difference` is how far it is from one device's, and `limit` what
-    rounding explains. `undecided` quantities change by more than a tenth of themselves when the
-    weights change in their last digit, so they say nothing. `seconds` is what the comparison
-    took, of which `seconds_apart` is the part that training does not need itself.
+    A quantity is a weight, a slot of an optimizer, a state of a metric or a layer, a log, or the
+    state of a random generator.
+
+    Attributes:
+        verdict: `same` or `skipped`.
+        reason: why the comparison was skipped.
+        steps: the number of steps that were compared.
+        replicas: the number of replicas.
+        quantities: the number of quantities that were compared.
+        undecided: the number of further quantities that tell nothing. They change by more than a
+            tenth of themselves when the weights change in their last digits.
+        closest: the name of the quantity that was nearest to its limit.
+        difference: how far that quantity is from its value on one device.
+        limit: the largest difference of that quantity that rounding explains.
+        seconds: the seconds that the comparison took.
+        seconds_apart: the part of `seconds` that the training does not need itself.
     """
 
     verdict: str

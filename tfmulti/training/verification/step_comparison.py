@@ -1,4 +1,15 @@
-"""The first steps on the replicas and on one device, from the same state, and how they differ."""
+"""Takes the first steps on the replicas and on one device, and compares the numbers after them.
+
+Three runs begin with the same state and take the same global batches:
+
+1. The replicas take the steps, with the compiled function of the training.
+2. One device takes them as plain Keras does (`plain_run`).
+3. One device takes them again, with weights and gradients that are moved by some digits. The
+   change of a number tells how much of a difference rounding explains (`comparison`).
+
+After a failure the first step is traced once more on both sides, with notes of what layers, losses
+and gradients compute (`recording`). The first note that differs names the place of the error.
+"""
 
 from __future__ import annotations
 
@@ -42,24 +53,33 @@ from tfmulti.training.verification.plain_run import (
     set_attributes,
 )
 
-# A learning rate of 0, as a warm-up begins with, would hide what the gradients are.
+# A learning rate of 0, with which a warm-up may begin, would hide errors of the gradients. This
+# rate takes its place.
 VISIBLE_RATE = 1e-3
+# If a schedule begins with 0, the first of these steps with another rate is used.
 STEPS_OF_SCHEDULE = (1, 10, 100, 1000, 10_000)
-# By this part of themselves weights are moved for another attempt.
+# Weights are moved by this part of themselves for another attempt.
 ELSEWHERE = 2.0**-10
-# A quantity that a last digit of the weights changes by so much tells nothing.
+# A quantity tells nothing if the last digits of the weights change it by more than this part of
+# itself.
 MOST_SENSITIVE = 0.1
+# No votes, for executions that are traced.
 _NOTHING: Sequence[float] = [0.0] * len(VOTES)
 
 
 class StepComparison:
-    """One comparison: the model, the batches, and the state that both runs begin with.
+    """The comparison of a model's first steps. Every worker makes one, and calls it alike.
+
+    Args:
+        model: the prepared, compiled and built model.
+        trial: the first global batches.
 
     Attributes:
-        steps: how many steps are taken.
-        seconds_apart: how long the comparisons took that training does not need itself.
-        draws: the operations of the step that draw by TensorFlow's own generators, and the line
-            of the first of them.
+        place: this process' place among the workers.
+        steps: the number of steps that are compared.
+        draws: the names of the step's operations that draw from TensorFlow's own generators, and
+            the line of the user's step that draws first.
+        seconds_apart: the seconds of all comparisons that the training does not need itself.
     """
 
     def __init__(self, model: keras.Model, trial: Trial) -> None:
@@ -76,11 +96,16 @@ class StepComparison:
 
     @contextlib.contextmanager
     def state_kept(self) -> Iterator[None]:
-        """Inside, steps may be taken; at the end all numbers are what they were, to the bit."""
+        """Puts all numbers of the model back when the context ends, to the bit.
+
+        Inside the context `compare` may take steps.
+        """
         model = self._model
         self._python = random.getstate()
         self._trace()
-        generators = run_state.random_states()  # what a trace draws, it draws once, as in Keras
+        # The trace may have drawn random numbers. Keras draws these once, too, so they are not
+        # taken back.
+        generators = run_state.random_states()
         generator = step_generator(model) or global_generator()
         self._roots = [model, *([generator] if generator else [])]
         own = step_generator(model)
@@ -101,14 +126,20 @@ class StepComparison:
                 run_state.set_random_states(generators)
 
     def _trace(self) -> None:
+        """Traces the execution that the replicas run next, which builds the layers that it uses."""
         self._model.train_function.trace(self._trial.source(0), self._at_once, _NOTHING)
 
     def begin_elsewhere(self, number: int) -> None:
-        """Has the next steps begin from other weights: those of the beginning, moved a little."""
+        """Lets the next comparison begin from other weights, which are moved a little.
+
+        Args:
+            number: the number of the attempt.
+        """
         self._trial.begin_again()
         of = tf_variable_of
         trained = {id(of(v)) for v in self._model.trainable_variables}
-        rng = np.random.default_rng(number)  # on all workers alike
+        # The seed is the same on all workers, so they move the weights alike.
+        rng = np.random.default_rng(number)
         for name, variable in self._state.named().items():
             if id(variable) in trained:
                 moved = comparison.moved_by_digits(self._begin[name][0], rng, ELSEWHERE)
@@ -116,28 +147,34 @@ class StepComparison:
         relocation.set_values(self._state, self._begin)
 
     def compare(self) -> tuple[list[Difference], str]:
-        """Takes the steps on the replicas and on one device, from the same state.
+        """Takes the steps on the replicas and on one device, and compares the numbers.
 
-        Returns all differences, or why one device cannot take the steps. While the replicas
-        compute, in a thread, the step of one device is traced: the first needs no Python, and the
-        second nothing else.
+        The replicas compute in a thread, which needs no Python. Meanwhile the step of one device is
+        traced, which needs Python only.
+
+        Returns:
+            All differences, and an empty text. If one device cannot take the steps, it is no
+            difference, and the reason.
         """
         begun = time.perf_counter()
         self._trace()
         with ThreadPoolExecutor(1, "tfmulti-verify") as thread:
             on_replicas = thread.submit(self._take_on_replicas)
-            if not self._is_one_execution:  # the next one may be traced, as the model is now
+            # A later execution may be traced in the thread. The model must not be on one device
+            # at that time.
+            if not self._is_one_execution:
                 wait([on_replicas])
             runs, problem = self._on_one_device(on_replicas)
             logs, replicas_s = on_replicas.result()
         after = self._after_replicas()
         self.seconds_apart += time.perf_counter() - begun - replicas_s
-        if problem or self.draws[0]:  # with other draws, rounding cannot be measured
+        # If the two sides draw different random numbers, the effect of rounding cannot be measured.
+        if problem or self.draws[0]:
             return [], problem
         return self._differences(after, logs, *runs), ""
 
     def _take_on_replicas(self) -> tuple[dict[str, np.ndarray], float]:
-        """Takes the steps on the replicas; returns their logs, and the seconds that they took."""
+        """Takes the steps on the replicas, and returns the logs and the seconds that they took."""
         model, begun = self._model, time.perf_counter()
         for step in range(0, self.steps, self._at_once):
             source = self._trial.source(step)
@@ -146,14 +183,14 @@ class StepComparison:
         return logs, time.perf_counter() - begun
 
     def _after_replicas(self) -> Values:
-        """Returns all values after the replicas' steps, and puts back those of the beginning."""
+        """Returns all values after the replicas' steps, and restores those of the beginning."""
         after = relocation.values_of(self._state)
         self._metrics = self._metric_sums(after)
         relocation.set_values(self._state, self._begin)
         return after
 
     def _metric_sums(self, after: Values) -> dict[str, np.ndarray]:
-        """Returns the metrics' variables over all replicas, as results are computed from them."""
+        """Returns the metrics' variables merged over all replicas, by name."""
         names = {id(variable): name for name, variable in self._state.named().items()}
         variables = metric_variables(self._model)
         if self.place.workers > 1:
@@ -175,9 +212,12 @@ class StepComparison:
         return found
 
     def _on_one_device(self, on_replicas: Future[Any]) -> tuple[list[After], str]:
-        """Takes the steps on one device, once the replicas have; or returns why it cannot.
+        """Takes the steps on one device twice: as they are, and with moved weights and gradients.
 
-        Twice: as they are, and from weights that are moved by some digits.
+        The steps begin when the replicas have ended.
+
+        Returns:
+            The numbers after both runs, and an empty text; or nothing, and the reason.
         """
         attributes = attributes_of(self._state)
         batches = self._trial.batches
@@ -185,8 +225,10 @@ class StepComparison:
             with self._alone() as alone:
                 step = alone.compiled(steps.step_of(self._model, "train_step"))
                 if not self._model.run_eagerly:
-                    step.get_concrete_function(batches[0])  # traces, and runs nothing
-                wait([on_replicas])  # all memory is for one of them
+                    # This traces the step and runs nothing.
+                    step.get_concrete_function(batches[0])
+                # The two sides run one after the other, so that each has all of the memory.
+                wait([on_replicas])
                 runs = [alone.run(step, batches, by_digits=moved) for moved in (False, True)]
                 self.draws = random_operations(step)
             return runs, ""
@@ -198,20 +240,23 @@ class StepComparison:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[PlainRun]:
+        """Gives the model on one device, with plain variables, inside the context."""
         named = self._state.named()
         with (
             relocation.on_one_device(self._state, self._device) as plain,
             model_checks.as_made(self._model),
             with_global_generator(),
         ):
+            # A trace may draw from Python's generator, as AugMix does. Both traces must draw alike.
             if not self._trial.draws:
-                random.setstate(self._python)  # a trace may draw by it, as AugMix does
+                random.setstate(self._python)
             variables = {name: plain[id(v)] for name, v in named.items()}
             yield PlainRun(self._model, variables, self._begin, self._drawn_by, self._unit)
 
     def _differences(
         self, after: Values, logs: Mapping[str, np.ndarray], there: After, moved: After
     ) -> list[Difference]:
+        """Returns how far each variable and each log of the replicas is from one device's."""
         kinds = self._kinds()
         found: list[Difference] = []
         for name, copies in after.items():
@@ -234,7 +279,7 @@ class StepComparison:
         return [_decided(d) for d in found]
 
     def _kinds(self) -> dict[str, str]:
-        """Returns what each variable is, by name; without those that cannot be compared."""
+        """Returns the kind of each variable by name, without those that cannot be compared."""
         model, kinds = self._model, {}
         of = tf_variable_of
         weights = {id(of(v)) for v in model.trainable_variables}
@@ -257,7 +302,13 @@ class StepComparison:
         return kinds
 
     def difference_in_words(self, failure: Difference | None) -> str:
-        """Returns the message of a comparison that failed on some worker. Every worker calls it."""
+        """Returns the message of a comparison that failed on some worker.
+
+        Every worker calls it, because finding the first difference takes collectives.
+
+        Args:
+            failure: the difference that this worker would report, or None.
+        """
         if self.draws[0]:
             return comparison.draws_in_words(*self.draws)
         first = self.first_difference()
@@ -269,9 +320,10 @@ class StepComparison:
         return comparison.in_words(first, replicas=self.place.replicas, steps=self.steps)
 
     def first_difference(self) -> Difference | None:
-        """Returns where the runs part first, of one step that is traced anew for it.
+        """Returns the first difference within the first step, or None if it was not found.
 
-        Every worker calls it: the replicas' step has collectives. None: it was not found out.
+        The step is traced once more for this. Every worker calls it, because the replicas' step has
+        collectives.
         """
         model, batch = self._model, self._trial.batches[0]
         if state_of(model).options.microbatches > 1:
@@ -302,6 +354,7 @@ class StepComparison:
         return self._first_note(shards, here, locals_, there[0], values, moved)
 
     def _of_replica(self, found: Any, local: int) -> list[np.ndarray]:
+        """Returns the notes' values on one local replica."""
         strategy = self._model.distribute_strategy
         return [np.asarray(strategy.experimental_local_results(value)[local]) for value in found]
 
@@ -314,7 +367,7 @@ class StepComparison:
         values: Sequence[np.ndarray],
         moved: Sequence[np.ndarray],
     ) -> Difference | None:
-        """Returns the first note that differs; rows are compared with the same rows."""
+        """Returns the first note that differs, or None. Rows are compared with the same rows."""
         if not here:
             return None
         at = {key: place for place, key in enumerate(here[0].keys)}
@@ -331,7 +384,8 @@ class StepComparison:
                     continue
                 if worst is None or one.excess > worst.excess:
                     worst = one
-            # Outputs are rounded relative to what they are sums of, which is not known.
+            # The rounding of an output is relative to the terms of its sum, which are unknown. So a
+            # difference must be ten times above the limit.
             if worst is not None and worst.difference > 10 * worst.limit:
                 return replace(worst, line=there.lines[place])
         self._all_was_noted = any(kind == "gradient" for kind, _, _ in there.keys)
@@ -346,20 +400,26 @@ def _pairs(
     shards: Any,
     rows: int,
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Returns what belongs together: the replicas' values, one device's, and these moved."""
+    """Returns the parts of a note that are compared: replicas, one device, one device moved.
+
+    A gradient is the same on all replicas. A scalar is the mean over the replicas by their rows.
+    Anything else is cut to the rows of each replica.
+    """
     own_rows = [int(n) for n in shards.own_rows]
     if kind == "gradient":
         return [(part, alone, other) for part in parts if part.shape == alone.shape]
     if alone.ndim == 0:
+        # The parts of the other workers are not here.
         if sum(own_rows) != rows:
-            return []  # the other workers' parts are not here
+            return []
         weights = [n / rows for n in own_rows]
         both = zip(weights, parts, strict=True)
         whole = sum((w * part for w, part in both if w), np.zeros_like(alone))
         return [(np.asarray(whole, alone.dtype), alone, other)]
     if not rows or alone.shape[0] % rows:
         return []
-    times = alone.shape[0] // rows  # windows, or time steps, of each example
+    # An example may have several entries, such as windows or time steps.
+    times = alone.shape[0] // rows
     found = []
     for part, first, count in zip(parts, shards.first_rows, own_rows, strict=True):
         start, stop = int(first) * times, (int(first) + count) * times
@@ -369,13 +429,13 @@ def _pairs(
 
 
 def _distinct(copies: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the values of a variable on each replica, those that are the same only once."""
+    """Returns the first replica's value of a variable, and the values that differ from it."""
     first, *others = copies
     return [first, *(each for each in others if not np.array_equal(first, each))]
 
 
 def _decided(found: Difference) -> Difference:
-    """Returns the same, or one that says nothing where the last digits decide about it."""
+    """Returns the same difference, or an undecided one if the last digits decide about it."""
     explained = found.limit / comparison.TIMES_SENSITIVITY
     size = max(abs(found.here), abs(found.there))
     if found.excess > 1 or not np.isfinite(explained) or explained <= MOST_SENSITIVE * size:
@@ -384,16 +444,17 @@ def _decided(found: Difference) -> Difference:
 
 
 def _unit_of(model: keras.Model, place: Placement) -> float:
-    """Returns the last digit of what the model computes with, where that is less than float32."""
+    """Returns the last digit with which the model computes, or 0 if that is float32 or more."""
     types = {layer.compute_dtype for layer in layers_of(model)}
     if "bfloat16" in types:
         return 2.0**-8
+    # GPUs may multiply float32 numbers as TensorFloat-32, which has fewer digits.
     short = tf.config.experimental.tensor_float_32_execution_enabled()
     return 2.0**-11 if place.gpus and short else 0.0
 
 
 def _show_updates(state: relocation.State) -> None:
-    """Gives optimizers whose learning rate is 0 another one, so that gradients are seen."""
+    """Gives each optimizer whose learning rate is 0 another rate or a later step of a schedule."""
     for optimizer in state.optimizers:
         with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
             rate = optimizer.learning_rate

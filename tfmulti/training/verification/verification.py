@@ -1,8 +1,11 @@
 """Compares the first steps on the replicas with the same steps on one device by plain Keras.
 
-Both begin with the same state and the same global batches; afterwards the state is what it was.
-Every worker computes the global batch by itself, so this works on one and on several workers; the
-workers vote on what they found.
+Both runs begin with the same state and the same global batches. Afterwards the model has the state
+that it had before. Every worker takes the steps on one device by itself, with the whole global
+batches. Then the workers vote on what they have found, so all of them go on or fail together.
+
+If the numbers differ, the comparison is repeated from other weights, up to `ATTEMPTS` times.
+Rounding may decide a single comparison, but a wrong computation differs each time.
 """
 
 from __future__ import annotations
@@ -35,16 +38,20 @@ from tfmulti.training.verification.ownership import own_parts
 from tfmulti.training.verification.result import Verification
 from tfmulti.training.verification.step_comparison import StepComparison
 
-# So often a comparison is made, each time from other weights, before a difference is an error.
-# Where an input of a ReLU is next to 0, rounding decides whether a row counts: a large layer had
-# such an input in one of ten comparisons.
+# A difference is an error only if it is found in this many comparisons, each from other weights.
+# If an input of a ReLU is next to 0, rounding decides whether a row counts. A large layer had such
+# an input in one of ten comparisons.
 ATTEMPTS = 4
-# Seconds of a comparison from which on it is told in a line.
+# The chief reports a comparison that took more seconds than this.
 TOLD_FROM_S = 1.0
 
 
 def is_due(model: keras.Model) -> bool:
-    """Whether `fit` is to compare: once a compile, as `prepare(verify=…)` says."""
+    """Returns whether `fit` compares now: once for each `compile`, as `prepare(verify=…)` says.
+
+    Args:
+        model: the prepared model, with a train function.
+    """
     wanted = state_of(model).options.verify
     if wanted is None:
         several = placement_of(model.distribute_strategy).replicas > 1
@@ -53,7 +60,11 @@ def is_due(model: keras.Model) -> bool:
 
 
 def reason_to_skip(model: keras.Model) -> str | None:
-    """Returns why a model's numbers on replicas are not to be one device's, if that is so."""
+    """Returns why a model cannot have one device's numbers on replicas, or None if it can.
+
+    Args:
+        model: the prepared model.
+    """
     state, place = state_of(model), placement_of(model.distribute_strategy)
     several = place.replicas > 1
     layers = layers_of(model)
@@ -82,14 +93,18 @@ def before_training(
     keeps_position: bool,
     tells: bool,
 ) -> Feed:
-    """Returns the feed to train on, after the comparison that is due.
+    """Makes the comparison if one is due, and returns the feed to train on. Every worker calls it.
 
     Args:
-        keeps_position: whether checkpoints will ask the feed where it is.
-        tells: whether the chief prints what the comparison took, if that was long.
+        model: the prepared, compiled and built model, with a train function.
+        feed: the feed of the training.
+        steps_per_epoch: the steps of an epoch, or None if only reading tells it.
+        keeps_position: whether checkpoints will ask the feed for its position.
+        tells: whether the chief prints how long the comparison took, if that was long.
 
     Raises:
-        VerificationError: the numbers differ, or cannot be compared although that was asked for.
+        VerificationError: the numbers differ, or they cannot be compared and `prepare(verify=True)`
+            asked for it.
     """
     state = state_of(model)
     if not is_due(model):
@@ -110,11 +125,13 @@ def before_training(
     if steps_per_epoch:
         count, kept = min(count, steps_per_epoch), min(kept, steps_per_epoch)
     if state.options.steps_per_execution == "auto" and not isinstance(feed, SourceFeed):
-        # Executions may have more steps later, and none can take from what is kept and the rest.
+        # The number of steps of an execution may change later. No execution can take from both the
+        # kept batches and the rest. The first execution has one step in any case.
         count = kept = 1
     trial = _trial_of_all(model, lambda: Trial(feed, count, kept, sure=sure))
     if trial is None:
-        return feed  # the training tells which example it is, and on which worker
+        # An example cannot be read. The training tells which one it is, and on which worker.
+        return feed
     with contextlib.closing(trial):
         if trial.batches:
             required = bool(state.options.verify)
@@ -128,9 +145,10 @@ def before_training(
 
 
 def _trial_of_all(model: keras.Model, make: Callable[[], Trial]) -> Trial | None:
-    """Returns the first batches, or None where an example of them cannot be read on some worker.
+    """Returns the first batches, or None if some worker cannot read an example of them.
 
-    Every worker calls it: none may wait in a collective for one that has no data.
+    Every worker calls it, since otherwise the others would wait in a collective for the worker that
+    has no data.
     """
     trial = None
     with contextlib.suppress(DataError):
@@ -144,7 +162,11 @@ def _trial_of_all(model: keras.Model, make: Callable[[], Trial]) -> Trial | None
 
 
 def cost_in_words(found: Verification) -> str:
-    """Returns what a comparison found and took, in a line."""
+    """Returns a line that tells the result of a comparison and how long it took.
+
+    Args:
+        found: the result.
+    """
     steps = "the first step" if found.steps == 1 else f"the first {found.steps} steps"
     return (
         f"{steps} on {found.replicas} replicas gave one device's numbers ({found.quantities} "
@@ -164,13 +186,28 @@ def verify(
 ) -> Verification:
     """Compares the first steps on the replicas with those on one device by plain Keras.
 
-    The model is prepared and compiled. Its state is put back afterwards. Every worker calls it
-    alike, on the same data; the arguments are those of `fit`, with `batch_size` the global batch.
-    Data is taken in its order.
+    Every worker calls it alike, with the same data. The data is taken in its order, without a
+    shuffle. Afterwards the model has the state that it had before.
+
+    Args:
+        model: the prepared and compiled model.
+        x: the data, as `fit` takes it.
+        y: the targets, as `fit` takes them.
+        sample_weight: the weights of the rows, as `fit` takes them.
+        batch_size: the global batch size.
+        class_weight: the weight of each class, as `fit` takes it.
+        steps: the number of steps to compare.
+
+    Returns:
+        The result, whose verdict is `skipped` if the model's options do not give one device's
+        numbers.
 
     Raises:
-        VerificationError: the numbers differ by more than rounding explains, or cannot be
-            compared; the message says which, by how much, and what to do.
+        VerificationError: the numbers differ by more than rounding explains, or cannot be compared.
+            The message says which number differs, by how much, and what to do.
+        ModelError: the model is not prepared or not compiled.
+        ConfigError: `steps` is below 1.
+        DataError: the data has no batches, or the workers have different data.
     """
     if not is_prepared(model):
         raise ModelError("verify() takes a model that was prepared. Call prepare(model) first.")
@@ -206,14 +243,17 @@ def verify(
 
 
 def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
-    """Returns what the comparison found. Every worker calls it; the model is built and compiled.
+    """Compares the first steps, and returns the result. Every worker calls it.
 
     Args:
+        model: the prepared, compiled and built model.
         trial: the first global batches.
-        required: whether a comparison that cannot be made is an error, and not a warning.
+        required: whether it is an error if the comparison cannot be made. Otherwise the chief
+            warns.
 
     Raises:
-        VerificationError: the numbers differ; on all workers alike.
+        VerificationError: the numbers differ, or they cannot be compared and `required` is True.
+            All workers raise it.
     """
     started = time.perf_counter()
     made = strategies.made()
@@ -249,12 +289,14 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
 
 
 def _verdict_of_all(model: keras.Model, problem: str, fails: bool) -> tuple[int, bool] | None:
-    """Returns the first worker that has something to tell, and whether it could not compare.
+    """Returns the first worker that reports a problem, and whether it could not compare.
 
-    None: the numbers are the same on all workers. It is a collective on several.
+    It returns None if the numbers are the same on all workers. Every worker calls it: it is a
+    collective.
     """
     told = gather(model.distribute_strategy, [bool(problem), fails])
-    for which in (1, 0):  # numbers that differ anywhere weigh more than what could not be done
+    # Numbers that differ on a worker weigh more than a comparison that could not be made.
+    for which in (1, 0):
         for rank, each in enumerate(told):
             if each[which]:
                 return rank, which == 0
@@ -262,6 +304,7 @@ def _verdict_of_all(model: keras.Model, problem: str, fails: bool) -> tuple[int,
 
 
 def _report(comparer: StepComparison, found: Sequence[Difference], started: float) -> Verification:
+    """Returns the result of a comparison in which all numbers were the same."""
     decided = [d for d in found if d.kind != "undecided"]
     closest = max(decided, key=lambda d: d.excess, default=None)
     return Verification(
