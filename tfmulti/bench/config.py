@@ -176,9 +176,9 @@ def cores_of(place: MatrixPoint, cores: tuple[int, ...], most: int) -> tuple[tup
         most: the replicas of the largest place. Where these are more than the cores, workers get
             one core each, in turns.
 
-    >>> cores_of(Place(2, 1), (0, 1, 2, 3), most=2)
+    >>> cores_of(MatrixPoint(2, 1), (0, 1, 2, 3), most=2)
     ((0, 1), (2, 3))
-    >>> cores_of(Place(1, 2), (0, 1, 2, 3, 4, 5), most=3)
+    >>> cores_of(MatrixPoint(1, 2), (0, 1, 2, 3, 4, 5), most=3)
     ((0, 1, 2, 3),)
     """
     each = max(1, len(cores) // most)

@@ -382,9 +382,17 @@ def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     if dtype == "str":
         return np.empty(shape, object)
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    return aligned(size).view(dtype).reshape(shape)
+
+
+def aligned(size: int) -> np.ndarray:
+    """Returns `size` uninitialized bytes that TensorFlow takes without a copy.
+
+    TensorFlow copies an array at an address that is no multiple of `ALIGNMENT`.
+    """
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
+    return raw[start : start + size]
 
 
 def _copy_one(out: np.ndarray, rows: Any) -> None:

@@ -169,8 +169,8 @@ def stalled(paces: Sequence[StepTiming], now_s: float, timeout_s: float) -> bool
         timeout_s: at least so long, and for a step never below five of the longest ones. Where
             no worker is in a step it takes twenty times as long: they may all save a large model.
 
-    >>> waits = Pace(True, since_s=0.0, longest_s=1.0, idle_since_s=0.0)
-    >>> saves = Pace(False, since_s=0.0, longest_s=1.0, idle_since_s=14.0)
+    >>> waits = StepTiming(True, since_s=0.0, longest_s=1.0, idle_since_s=0.0)
+    >>> saves = StepTiming(False, since_s=0.0, longest_s=1.0, idle_since_s=14.0)
     >>> stalled([waits, saves], now_s=16.0, timeout_s=15.0)
     False
     >>> stalled([waits, saves], now_s=30.0, timeout_s=15.0)

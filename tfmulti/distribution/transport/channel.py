@@ -25,11 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from tfmulti.data.loader import aligned
+
 THREAD = "tfmulti-links"
 CHECK_EVERY_S = 1.0  # while an exchange waits
 SOON_S = 0.0003  # within which who waits reads by itself: waking a thread takes longer
 ENOUGH_BYTES = 65_536  # that have come wake the thread, where nobody waits
-ALIGNED = 64  # bytes: TensorFlow takes such memory as it is, and copies other
 _HEADER = struct.Struct("<QQ")  # key, bytes
 
 
@@ -287,7 +288,7 @@ class Channel:
         """Takes what was received whole: a header, or the bytes that it told of."""
         if peer.key is None:
             peer.key, count = _HEADER.unpack(peer.header)
-            peer.payload = _aligned(count)
+            peer.payload = aligned(count)
             peer.rest = peer.payload.data
             return
         with self._lock:
@@ -324,9 +325,3 @@ def _drop(parts: list[memoryview], sent: int) -> None:
         sent -= len(parts.pop(0))
     if parts:
         parts[0] = parts[0][sent:]
-
-
-def _aligned(count: int) -> np.ndarray:
-    raw = np.empty(count + ALIGNED, np.uint8)
-    start = -raw.ctypes.data % ALIGNED
-    return raw[start : start + count]

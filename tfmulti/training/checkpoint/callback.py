@@ -9,23 +9,21 @@ Only the chief reads and writes the folder.
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
 
+from tfmulti.config.fit_config import RESUME
 from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat, saved_before
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import NotOwner, ownership_of
-
-RESUME = ("auto", "never", "must")
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -49,12 +47,10 @@ class Checkpoint(keras.callbacks.Callback):
         keep: how many checkpoints stay in the folder.
         resume: `auto` resumes if there is a checkpoint, `must` fails if there is none, and `never`
             refuses a folder that has one.
-        settings: values by name that must not change between a stop and the resumption.
         clock: a function that returns seconds.
 
     Attributes:
         resume: the argument `resume`.
-        settings: the settings, as JSON gives them back.
         every_steps: the argument `every_steps`.
 
     Raises:
@@ -71,7 +67,6 @@ class Checkpoint(keras.callbacks.Callback):
         every_s: float | None = 60.0,
         keep: int = 2,
         resume: str = "auto",
-        settings: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -81,7 +76,6 @@ class Checkpoint(keras.callbacks.Callback):
         if resume not in RESUME:
             raise ConfigError(f"Checkpoint(resume={resume!r}) must be one of {', '.join(RESUME)}.")
         self.resume = resume
-        self.settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._ownership = ownership_of(Path(folder))
         self._checkpoints = Checkpoints(Path(folder), keep, self._ownership.check)
         self._owns = False
@@ -162,25 +156,7 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{socket.gethostname()} does not see. Put the folder where all machines see it, "
                 "such as on NFS."
             )
-        if record is not None:
-            settings = record.tree.get("settings")
-            if not isinstance(settings, Mapping):
-                raise ResumeError(
-                    f"the newest checkpoint in {folder} is not as this version writes it "
-                    "(settings). "
-                    "Begin a new run in a new folder, or remove that checkpoint."
-                )
-            self._check_settings(settings)
         return record
-
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
-        """Raises ResumeError if a setting differs from the saved one."""
-        for name in dict.fromkeys([*saved, *self.settings]):
-            if saved.get(name) != self.settings.get(name):
-                raise ResumeError(
-                    f"saved {name}={saved.get(name)!r}, this run {name}={self.settings.get(name)!r}"
-                    f". Use {name} as it was, or begin a new run in a new folder."
-                )
 
     def keep(self, record: Record, *, wait: bool) -> None:
         """Writes a record in a thread. Only the chief calls it.

@@ -13,7 +13,6 @@ A record's tree has these entries:
     positions   the positions in the data that TensorFlow saves, on the chief (`input.positions`)
     passes      how many iterators each feed has made
     unread      how many of them nothing has read
-    settings    `Checkpoint.settings`
     trained     weights and slots
     apart       the part of local steps (`step.local_steps`)
     model       all other variables, metrics and random generators (`state.run_state`)
@@ -216,7 +215,7 @@ class CheckpointManager:
 
     Args:
         model: the prepared, compiled and built model.
-        settings: the Checkpoint callback.
+        checkpoint: the Checkpoint callback.
         record: the record to resume from, or None.
         callbacks: all callbacks, after `on_train_begin`.
         feeds: the feeds by name: `training`, and `validation` if there is one.
@@ -229,13 +228,13 @@ class CheckpointManager:
     def __init__(
         self,
         model: keras.Model,
-        settings: Checkpoint,
+        checkpoint: Checkpoint,
         record: Record | None,
         callbacks: keras.callbacks.CallbackList,
         feeds: Mapping[str, Feed],
         seed: int | None,
     ) -> None:
-        self._model, self._checkpoint, self._record = model, settings, record
+        self._model, self._checkpoint, self._record = model, checkpoint, record
         self._callbacks = CallbackStates(callbacks.callbacks)
         self._feeds, self._seed = feeds, seed
         self._said: set[str] = set()
@@ -317,7 +316,6 @@ class CheckpointManager:
                 "seed": self._seed,
                 "data": self._data,
                 "positions": self._positions(progress.batches),
-                "settings": self._checkpoint.settings,
                 "trained": trained,
                 "apart": apart,
                 **moving,
@@ -367,10 +365,6 @@ class CheckpointManager:
             if line not in self._said:
                 self._said.add(line)
                 say(line)
-
-    def finish(self) -> None:
-        """Waits until the chief has written the last checkpoint."""
-        self._checkpoint.finish()
 
 
 def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

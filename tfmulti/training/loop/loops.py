@@ -506,7 +506,7 @@ def _executions(
     any step. No execution goes beyond the end of a pass of `per_pass` steps. So the examples that
     it lost belong to one pass. `before` is the number of steps in the epochs before.
 
-    >>> list(_executions(8, Pace(4), 0, per_pass=5, before=8))
+    >>> list(_executions(8, StepsPerExecution(4), 0, per_pass=5, before=8))
     [(0, 1), (2, 5), (6, 6), (7, 7)]
     """
     if count is None:
