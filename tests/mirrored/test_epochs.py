@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmulti import prepare
 from tfmulti.distribution.strategies import Placement
 from tfmulti.launch import heartbeat
-from tfmulti.training.input.feed import make_feed
+from tfmulti.training.input.feed import GivenData, make_feed
 
 X = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
 Y = X.sum(1, keepdims=True)
@@ -117,13 +117,13 @@ def test_a_pydataset_that_changes_its_order_gives_that_of_plain_keras() -> None:
 def test_a_pydataset_that_changes_its_order_goes_on_in_it(is_training: bool) -> None:
     """One call has all passes of training, and each evaluation is one of its own."""
     data, again = Rolled(), Rolled()
-    feed = make_feed(data, placement=Placement(0, 1, 1), is_training=is_training)
+    feed = make_feed(GivenData(data), Placement(0, 1, 1), is_training=is_training)
     for passes in range(2):
         if not (is_training and passes):
             feed.begin_call()
         feed.iterate(0)
         feed.end_pass(whole=True)
-    resumed = make_feed(again, placement=Placement(0, 1, 1), is_training=is_training)
+    resumed = make_feed(GivenData(again), Placement(0, 1, 1), is_training=is_training)
     if is_training:
         resumed.begin_call()
     resumed.begin_after(2)

@@ -20,7 +20,7 @@ from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.loader import empty
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.training.input.feed import make_feed
+from tfmulti.training.input.feed import GivenData, make_feed
 from tfmulti.training.input.prefetcher import as_tensor, prefetcher_of
 
 ALONE = Placement(0, 1, 1)
@@ -121,7 +121,7 @@ def test_a_tensor_is_the_memory_of_its_array() -> None:
 
 def test_an_evaluation_begins_where_the_last_one_ended() -> None:
     source = ArraySource((np.arange(10, dtype=np.float32),))
-    feed = make_feed(source, placement=ALONE, batch_size=4)
+    feed = make_feed(GivenData(source, batch_size=4), ALONE)
     for _ in range(3):
         shards = feed.iterate(0)
         assert [shards.take().data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]

@@ -14,7 +14,7 @@ from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
 from tfmulti.training.input import dataset_feed as feeds
 from tfmulti.training.input import positions
-from tfmulti.training.input.feed import make_feed
+from tfmulti.training.input.feed import GivenData, make_feed
 
 ALONE = Placement(0, 1, 1)
 Make = Callable[[], tf.data.Dataset]
@@ -92,14 +92,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(DATASETS))
 def test_it_goes_on_at_once_from_every_batch(name: str) -> None:
     """Or, where what its order is drawn by is not in the position, by reading."""
-    whole = values(make_feed(DATASETS[name](), placement=ALONE).iterate(0), 50)
+    whole = values(make_feed(GivenData(DATASETS[name]()), ALONE).iterate(0), 50)
     at_once = 0
     for batches in (1, 3, 5, 6, 7, 8, 9, 12, 24, 25, 26):
-        feed = make_feed(DATASETS[name](), placement=ALONE)
+        feed = make_feed(GivenData(DATASETS[name]()), ALONE)
         feed.keep_position()
         values(feed.iterate(0), batches)
         position = feed.position(batches)
-        again = make_feed(DATASETS[name](), placement=ALONE)
+        again = make_feed(GivenData(DATASETS[name]()), ALONE)
         again.keep_position()
         again.begin_after(0, position)
         iterator = again.iterate(0, batches)
@@ -113,14 +113,14 @@ def test_it_goes_on_at_once_from_every_batch(name: str) -> None:
 def test_where_a_shuffle_has_ended_it_is_read_from_the_last_whole_position() -> None:
     """Where there was a checkpoint: not from the beginning, which may be epochs ago."""
     make = DATASETS[WITHOUT_SOME]
-    whole = values(make_feed(make(), placement=ALONE).iterate(0), 60)
-    feed = make_feed(make(), placement=ALONE)
+    whole = values(make_feed(GivenData(make()), ALONE).iterate(0), 60)
+    feed = make_feed(GivenData(make()), ALONE)
     feed.keep_position()
     iterator, reads = feed.iterate(0), []
     for batches in range(1, 52):
         values(iterator, 1)
         position = feed.position(batches)
-        again = make_feed(make(), placement=ALONE)
+        again = make_feed(GivenData(make()), ALONE)
         again.keep_position()
         again.begin_after(0, position)
         rest = again.iterate(0, batches)
@@ -154,7 +154,7 @@ def _generator() -> Iterator[np.ndarray]:
     ],
 )
 def test_what_has_no_position_is_read_again(make: Make) -> None:
-    feed = make_feed(make(), placement=ALONE)
+    feed = make_feed(GivenData(make()), ALONE)
     feed.keep_position()
     values(feed.iterate(0), 3)
     assert "iterator" not in feed.position(3)
@@ -248,7 +248,7 @@ def rest_of_pass(feed: Any) -> list[Any]:
 
 def new_feed(make: Make) -> Any:
     tf.random.set_seed(5)
-    feed = make_feed(make(), placement=ALONE)
+    feed = make_feed(GivenData(make()), ALONE)
     feed.keep_position()
     return feed
 
@@ -355,13 +355,13 @@ def test_a_position_is_of_no_place(place: Placement, ends: bool) -> None:
         iterator = feed.iterate(0, batches)
         return [value_of(next(iterator)) for _ in range(16 - batches)], iterator.reads - 16
 
-    whole, _ = rest(make_feed(make(), placement=place), 0)
-    chief = make_feed(make(), placement=Placement(0, 2, 1))
+    whole, _ = rest(make_feed(GivenData(make()), place), 0)
+    chief = make_feed(GivenData(make()), Placement(0, 2, 1))
     chief.keep_position()
     iterator = chief.iterate(0)
     for batches in range(1, 16):
         values(iterator, 1)
-        again = make_feed(make(), placement=place)
+        again = make_feed(GivenData(make()), place)
         again.keep_position()
         again.begin_after(0, chief.position(batches))
         found, reads = rest(again, batches)
@@ -375,7 +375,7 @@ def test_a_pass_that_is_given_up_is_not_gone_on_with(name: str) -> None:
     iterator = iter(dataset)
     next(iterator)
     expected = [batch.numpy().tolist() for batch in dataset]
-    feed = make_feed(ENDING[name](), placement=ALONE)
+    feed = make_feed(GivenData(ENDING[name]()), ALONE)
     feed.keep_position()
     next(feed.iterate(0))
     feed.end_pass()
@@ -389,7 +389,7 @@ def test_a_position_of_another_dataset_is_not_taken() -> None:
     values(feed.iterate(0), 5)
     position = feed.position(5)
     assert position["iterator"]
-    other = make_feed(tf.data.Dataset.range(60).skip(4).batch(4), placement=ALONE)
+    other = make_feed(GivenData(tf.data.Dataset.range(60).skip(4).batch(4)), ALONE)
     other.begin_after(0, position)
     assert values(other.iterate(0, 2), 1) == [[12, 13, 14, 15]]
 
@@ -428,13 +428,13 @@ def test_a_pydataset_goes_on_without_reading_what_came_before(
     seed: int | None, workers: int
 ) -> None:
     """The readers of several threads hold batches that were not taken; they must not come later."""
-    feed = make_feed(Batches(workers), placement=ALONE, seed=seed, is_training=True)
+    feed = make_feed(GivenData(Batches(workers), seed=seed), ALONE, is_training=True)
     whole = []
     for _ in range(4):
         whole.append(rest_of(feed.iterate(0)))
         feed.end_pass(whole=True)
     inner = Batches(workers)
-    again = make_feed(inner, placement=ALONE, seed=seed, is_training=True)
+    again = make_feed(GivenData(inner, seed=seed), ALONE, is_training=True)
     inner.read.clear()
     again.begin_after(1)
     assert not inner.read

@@ -8,6 +8,7 @@ import pytest
 from tfmulti.training.verification.comparison import (
     MOVED_BY,
     Difference,
+    Quantity,
     compare,
     draws_in_words,
     first_of,
@@ -15,42 +16,44 @@ from tfmulti.training.verification.comparison import (
     moved_by_digits,
 )
 
+WEIGHT, LOSS = Quantity("weight", "w"), Quantity("log", "loss")
+COUNT, QUEUE = Quantity("state", "count"), Quantity("state", "queue")
 ONES = np.ones(3, np.float32)
 
 
 def test_rounding_is_no_difference_and_more_is_one() -> None:
     there = np.array([1.0, 2.0, 3.0], np.float32)
     near = np.nextafter(there, np.float32(9))
-    assert compare("weight", "w", near, there, there, there - ONES).excess < 1
-    assert compare("weight", "w", there * np.float32(1.001), there, there, there - ONES).excess > 1
+    assert compare(WEIGHT, near, there, there, there - ONES).excess < 1
+    assert compare(WEIGHT, there * np.float32(1.001), there, there, there - ONES).excess > 1
 
 
 def test_a_small_update_of_a_large_weight_counts() -> None:
     """Half of an update of a thousandth shows, although the weight is nearly the same."""
     before = 1000 * ONES
-    found = compare("weight", "w", before + 0.5 * ONES, before + ONES, before + ONES, before)
+    found = compare(WEIGHT, before + 0.5 * ONES, before + ONES, before + ONES, before)
     assert found.excess > 1
     assert found.ratio == pytest.approx(0.5)
 
 
 def test_forty_times_what_a_digit_changes_is_allowed() -> None:
     moved = ONES + np.float32(0.01 * MOVED_BY)
-    assert compare("log", "loss", ONES + np.float32(0.39), ONES, moved).excess < 1
-    assert compare("log", "loss", ONES + np.float32(0.41), ONES, moved).excess > 1
+    assert compare(LOSS, ONES + np.float32(0.39), ONES, moved).excess < 1
+    assert compare(LOSS, ONES + np.float32(0.41), ONES, moved).excess > 1
 
 
 def test_whole_numbers_and_what_is_no_number() -> None:
     whole = np.array([1, 2])
-    assert compare("state", "count", whole, whole, whole, whole * 0).excess == 0
-    assert compare("state", "count", whole + 1, whole, whole, whole * 0).excess == float("inf")
+    assert compare(COUNT, whole, whole, whole, whole * 0).excess == 0
+    assert compare(COUNT, whole + 1, whole, whole, whole * 0).excess == float("inf")
     nothing = np.array([np.nan, 1], np.float32)
-    assert compare("log", "loss", nothing, nothing, nothing).excess == 0
+    assert compare(LOSS, nothing, nothing, nothing).excess == 0
     one = np.array([1, 1], np.float32)
-    assert compare("log", "loss", one, nothing, nothing).excess == float("inf")
+    assert compare(LOSS, one, nothing, nothing).excess == float("inf")
 
 
 def test_another_shape_differs() -> None:
-    assert compare("state", "queue", ONES, ONES[:2], ONES[:2], ONES[:2]).excess == float("inf")
+    assert compare(QUEUE, ONES, ONES[:2], ONES[:2], ONES[:2]).excess == float("inf")
 
 
 def test_weights_are_moved_by_their_last_digits() -> None:

@@ -1,11 +1,19 @@
-"""What makes several replicas compute the numbers of one device.
+"""Makes several replicas compute the numbers that one device would compute.
 
-`strategies` makes the `tf.distribute` strategy. `replica_slice` describes the rows of the global
-batch that one replica computes in a step, and `replica_context` weighs, reduces and gathers between
-replicas. `losses`, `normalization`, `randomness`, `batch_dependent_layers` and `custom_steps` give
-the global batch's results where a replica alone would compute something else. `row_rules`,
-`row_labels` and `global_values` follow how each tensor of a step depends on the rows.
+Each replica computes its own rows of the global batch. The modules here make the results of all
+replicas together equal to those of one device that computes the whole batch.
 
-Collectives run over connections of our own between workers (`collectives`, `connections` and the
-package `transport`), and by one operation between the replicas of one process (`replica_threads`).
+- `strategies` makes the `tf.distribute` strategy.
+- `replica_slice` describes the rows that one replica computes in a step.
+- `replica_context` weights, reduces and gathers values between replicas.
+- `losses`, `normalization`, `randomness`, `batch_dependent_layers` and `custom_steps` give the
+  results of the global batch where a replica alone would compute something else.
+- `row_rules`, `row_labels` and `global_values` follow how each tensor of a step depends on the
+  rows, and build the values of the global batch.
+- `lookup_gradients` handles the gradients of tables, such as those of embeddings.
+- `broadcast` gives the bytes of one worker to all workers.
+
+Two modules exchange values without TensorFlow's collectives. `collectives` does so between workers,
+over the TCP connections of `connections` and the package `transport`. `replica_threads` does so
+between the replicas of one process.
 """

@@ -1,6 +1,7 @@
-"""How many bytes of gradients travel at a time."""
+"""The sizes of the messages in which workers sum gradients."""
 
-# The bytes of gradients that workers sum at a time (docs/measurements.md: packs of 500 KB).
+# The size of a bucket of gradients that workers sum at a time (docs/measurements.md: 500 KB).
 PACK_BYTES = 500_000
-# Shorter messages are gathered and then summed: they travel one way instead of two.
+# A tensor up to this size goes whole to all workers, and each worker sums all parts. So it travels
+# one way instead of two.
 GATHER_BYTES = 32_768

@@ -80,7 +80,6 @@ def _parts_of(value: Any) -> tuple[int, ...] | None:
 
 
 def uniform(
-    original: Draw,
     share: ReplicaSlice,
     seed: tf.Tensor,
     shape: Any,
@@ -105,7 +104,6 @@ def uniform(
 
 
 def randint(
-    original: Draw,
     share: ReplicaSlice,
     seed: tf.Tensor,
     shape: Any,
@@ -116,11 +114,10 @@ def randint(
     """Returns whole numbers in [minval, maxval); see `uniform`."""
     known = keras.backend.standardize_dtype(dtype) in ("int32", "int64")
     drawn = dtype if known else "int64"
-    return tf.cast(uniform(original, share, seed, shape, minval, maxval, drawn), dtype)
+    return tf.cast(uniform(share, seed, shape, minval, maxval, drawn), dtype)
 
 
 def normal(
-    original: Draw,
     share: ReplicaSlice,
     seed: tf.Tensor,
     shape: Any,
@@ -147,7 +144,7 @@ def dropout(
 
     def sample(shape: Any, dtype: Any) -> Any:
         del shape  # the same sizes, but all unknown
-        return uniform(original, share, seed, sizes, 0, 1, dtype)
+        return uniform(share, seed, sizes, 0, 1, dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, sizes)
 
@@ -194,10 +191,15 @@ def shuffle(original: Draw, share: ReplicaSlice, seed: tf.Tensor, x: Any, axis: 
     return original(x, axis, seed=_Drawn(seed_of_share(share, seed, [size])))
 
 
+def _of_our_own(draw: Draw) -> Draw:
+    """Returns a draw that gets Keras' function, as the others of `DRAWS`, and does not need it."""
+    return lambda original, share, seed, **arguments: draw(share, seed, **arguments)
+
+
 DRAWS: dict[str, Draw] = {
-    "uniform": uniform,
-    "randint": randint,
-    "normal": normal,
+    "uniform": _of_our_own(uniform),
+    "randint": _of_our_own(randint),
+    "normal": _of_our_own(normal),
     "dropout": dropout,
     "truncated_normal": from_whole,
     "gamma": from_whole,

@@ -1,11 +1,15 @@
-"""What happens between replicas in one step: weighing, reducing and gathering.
+"""Weights, reduces and gathers values between the replicas of one step.
 
-All functions here run in replica context, on every replica of every worker.
+Each replica computes the loss of its own rows as one device would. The gradient of the global batch
+is a weighted sum over the replicas. With the gradient `g_r` of replica `r`, which has `n_r` of the
+`G` rows of the global batch, it is
 
-The rule of a step: each replica computes the loss of its own rows as one device would, and
-gradients meet as the mean over the global batch. Replica `r` with `n_r` of `G` rows has
-weight `n_r / G`; the global gradient is the sum of weight times gradient, which is exact
-for uneven and empty shares.
+    g = sum over r of (n_r / G) * g_r
+
+This is exact for replicas with different numbers of rows, and for replicas without rows.
+
+Every replica of every worker must call the functions that reduce or gather, in replica context and
+in the same order.
 """
 
 from __future__ import annotations
@@ -31,15 +35,21 @@ def reduce_gradients(
 ) -> list[Any]:
     """Returns the gradients of the global batch, the same on every replica.
 
-    `None` stays `None`. Outside a share (gradients that were weighed before, or a training
-    loop of the user's own, which scales its losses as tf.distribute's guide says) the
-    gradients are summed.
+    The gradients are summed without weights where no `ReplicaSlice` is set. This is so for
+    gradients that were weighted before, and in a training loop of the user's own, which scales its
+    losses as tf.distribute's guide says. In local steps (`ReplicaSlice.is_local`) each replica gets
+    its own gradients.
 
     Args:
-        wire: the type that dense float32 gradients travel in, to be added in float32; None: their
-            own.
-        by_bytes: they are summed in packs of about so many bytes, the last layers' first, while
-            the others are computed; 0: all at once.
+        gradients: tensors, `tf.IndexedSlices`, or None, which stays None.
+        wire: the type in which dense float32 gradients travel. They are added in float32. None
+            means their own type.
+        by_bytes: the size of a bucket. Gradients are summed in buckets of about so many bytes, the
+            last layers' first, while other gradients are computed. 0 means one sum of all.
+
+    Raises:
+        ModelError: the `train_step` applies gradients inside a condition, a loop or a `tf.function`
+            of its own, where replicas cannot exchange values.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -66,8 +76,9 @@ def reduce_gradients(
 
 
 def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes: int) -> list[Any]:
-    """Returns `summed`, of which lookups that all replicas have alike stay one lookup."""
-    parts: list[Any] = []  # what is summed: dense gradients, and lookups
+    """Returns what `summed` does; a lookup that is alike on all replicas stays one lookup."""
+    # The values to sum: each dense gradient, and each lookup of an IndexedSlices.
+    parts: list[Any] = []
     for gradient in gradients:
         if isinstance(gradient, tf.IndexedSlices):
             parts += [
@@ -81,6 +92,7 @@ def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes
     totals = iter(summed(parts, wire, by_bytes))
 
     def of_lookups(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+        """Returns the gradient that joins the summed lookups of an IndexedSlices."""
         found = []
         for lookup in lookups_in(gradient):
             total = next(totals)
@@ -98,7 +110,7 @@ def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes
 
 
 def own_gradients(gradients: Sequence[Any]) -> list[Any]:
-    """Returns the gradients of this replica's rows alone; 0 where it has none."""
+    """Returns the gradients of this replica's rows alone; they are 0 if it has no rows."""
     share = current()
     if share is None:
         return list(gradients)
@@ -106,7 +118,13 @@ def own_gradients(gradients: Sequence[Any]) -> list[Any]:
 
 
 def summed(values: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 0) -> list[Any]:
-    """Returns each value summed over all replicas; see `reduce_gradients` for how."""
+    """Returns each value summed over all replicas, in its own type.
+
+    Args:
+        values: tensors or `tf.IndexedSlices`.
+        wire: the type in which dense float32 values travel; see `reduce_gradients`.
+        by_bytes: the size of a bucket; see `reduce_gradients`.
+    """
     narrow = [_narrow(value, wire) for value in values]
     found = _by_collectives(values, narrow, by_bytes)
     rest = [i for i in range(len(values)) if i not in found]
@@ -117,7 +135,7 @@ def summed(values: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 
 
 
 def _all_reduced(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
-    """Returns sums that no collectives of our own make."""
+    """Returns sums by `replica_threads`, or by TensorFlow if that does not serve here."""
     found = replica_threads.totals(values)
     if found is None:
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
@@ -128,10 +146,15 @@ def _all_reduced(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
 def _by_collectives(
     values: Sequence[Any], narrow: Sequence[Any], by_bytes: int
 ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
-    """Returns the sums that collectives of our own make, by their place; none where there are none.
+    """Returns the sums that `collectives` makes, by the index of the value.
+
+    The result is empty where `collectives` does not serve the graph that is built now. It lacks
+    dense values whose shape is not known.
 
     Args:
-        narrow: the values, in the types that they travel in.
+        values: tensors or `tf.IndexedSlices`.
+        narrow: the same values in the types in which they travel.
+        by_bytes: the size of a bucket; see `reduce_gradients`.
     """
     if not collectives.are_there():
         return {}
@@ -139,6 +162,7 @@ def _by_collectives(
     flat = [[tf.reshape(narrow[i], [-1]) for i in pack] for pack in packs]
     slices = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
     totals = collectives.begin_totals([p[0] if len(p) == 1 else tf.concat(p, 0) for p in flat])
+    # Everything is sent before the first wait, which is in `totals()`.
     rows = collectives.begin_rows(
         [v for i in slices for v in (values[i].values, values[i].indices)]
     )
@@ -155,9 +179,10 @@ def _by_collectives(
 
 
 def _packs(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:
-    """Returns the places of dense gradients in packs of one type, the last layers' first.
+    """Returns the indices of dense gradients in buckets, the last layers' first.
 
-    What is a pack by itself travels alone: it need not be copied together with others.
+    All gradients of a bucket have one type. A gradient that is as large as a bucket travels alone,
+    so it need not be copied together with others.
     """
     packs: list[list[int]] = []
     open_packs: dict[tf.DType, tuple[list[int], int]] = {}
@@ -179,13 +204,14 @@ def _packs(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:
 
 
 def _narrow(gradient: Any, wire: tf.DType | None) -> Any:
-    # Rows of an embedding stay: they are few, and no collective gathers bfloat16.
+    """Returns a gradient in the type in which it travels."""
+    # An IndexedSlices keeps its type: its rows are few, and no collective gathers bfloat16.
     dense = not isinstance(gradient, tf.IndexedSlices)
     return tf.cast(gradient, wire) if wire and dense and gradient.dtype == tf.float32 else gradient
 
 
 def weighed(gradient: Any, weight: tf.Tensor) -> Any:
-    """Returns a gradient times its share's weight; what has no weight is 0, NaN too."""
+    """Returns a gradient times a slice's weight; with weight 0 it is 0, even for NaN."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.math.multiply_no_nan(gradient.values, tf.cast(weight, gradient.values.dtype))
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
@@ -193,7 +219,7 @@ def weighed(gradient: Any, weight: tf.Tensor) -> Any:
 
 
 def local_index(local_replicas: int) -> int:
-    """Returns this replica's number among the replicas of its worker."""
+    """Returns this replica's index among the replicas of its worker."""
     context = tf.distribute.get_replica_context()
     replica = tf.get_static_value(context.replica_id_in_sync_group)
     assert replica is not None, "the replica's number must be known when a step is traced"
@@ -206,7 +232,13 @@ def metric_variables(model: keras.Model) -> list[Any]:
 
 
 def rows_of(batch: Any, start: Any, stop: Any) -> Any:
-    """Returns the rows [start, stop) of each leaf, dense, ragged or sparse."""
+    """Returns the rows [start, stop) of each tensor of a batch.
+
+    Args:
+        batch: a nest of dense, ragged or sparse tensors.
+        start: the first row.
+        stop: the row after the last one.
+    """
 
     def cut(value: Any) -> Any:
         if isinstance(value, tf.SparseTensor):
@@ -220,10 +252,15 @@ def rows_of(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def gather_rows(value: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of `value` of all replicas, the first replica's first.
+    """Returns the rows of `value` of all replicas, in the order of the replicas.
 
-    The replicas may have different numbers of rows. Where `all_gather` gathers them, it gathers
-    their numbers, too: it promises no order over several workers with several replicas each.
+    The replicas may have different numbers of rows. TensorFlow's `all_gather` promises no order
+    over several workers with several replicas each. Where it gathers the rows, it gathers the
+    replicas' numbers, too, and the rows are sorted by them.
+
+    Raises:
+        ModelError: the value has strings.
+        CannotCompile: XLA is to compile the step.
     """
     refuse_to_compile("takes the rows of all replicas")
     if value.dtype == tf.bool:
@@ -246,7 +283,14 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
 
 
 def total(value: tf.Tensor) -> tf.Tensor:
-    """Returns a value, whose shape is known, summed over all replicas."""
+    """Returns a value summed over all replicas.
+
+    Args:
+        value: a tensor whose shape is known when the step is traced.
+
+    Raises:
+        CannotCompile: XLA is to compile the step.
+    """
     refuse_to_compile("takes a sum over all replicas")
     begun = collectives.begin_totals([value])
     found = _all_reduced([value]) if begun is None else begun()
@@ -254,10 +298,14 @@ def total(value: tf.Tensor) -> tf.Tensor:
 
 
 def of_all_replicas(share: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
-    """Returns the gradient by a value that all replicas have, out of this replica's part of it.
+    """Returns the gradient of the global batch by a value that is the same on all replicas.
 
-    Gradients meet as the mean by weight over replicas (`reduce_gradients`), so what a replica sends
-    back counts by its weight.
+    The gradient of the global batch is the mean over the replicas, weighted by their rows
+    (`reduce_gradients`). So each replica's part counts by its weight.
+
+    Args:
+        share: this replica's slice.
+        upstream: this replica's part of the gradient.
     """
     return total(tf.math.multiply_no_nan(upstream, tf.cast(share.weight, upstream.dtype)))
 
@@ -268,12 +316,14 @@ def rows_of_all(
     each: Any = 1,
     of_all: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> tf.Tensor:
-    """Returns the rows of all replicas; gradients go back to the replica whose rows they are.
+    """Returns the rows of all replicas; the gradient of a row goes back to the replica that has it.
 
     Args:
+        share: this replica's slice.
+        rows: the rows that this replica reads.
         each: how many entries of axis 0 a row has.
-        of_all: returns the gradient by the rows of all replicas, out of this replica's part of it;
-            None: see `of_all_replicas`.
+        of_all: returns the gradient by the rows of all replicas, from this replica's part of it.
+            None means `of_all_replicas`.
     """
     of_all = of_all or functools.partial(of_all_replicas, share)
 
@@ -282,6 +332,7 @@ def rows_of_all(
         read = tf.shape(rows, tf.int64)[0]
 
         def back(upstream: tf.Tensor) -> tf.Tensor:
+            # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
             first = each * share.first_row
             own = of_all(upstream)[first : first + read]
             return tf.math.divide_no_nan(own, tf.cast(share.weight, own.dtype))
@@ -292,7 +343,14 @@ def rows_of_all(
 
 
 def of_each(value: tf.Tensor) -> tf.Tensor:
-    """Returns every replica's value, `[replicas, ...]` in their order; of a known shape."""
+    """Returns every replica's value, `[replicas, ...]` in the order of the replicas.
+
+    Args:
+        value: a tensor whose shape is known when the step is traced.
+
+    Raises:
+        CannotCompile: XLA is to compile the step.
+    """
     refuse_to_compile("takes the statistics of all replicas")
     context = tf.distribute.get_replica_context()
     number, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
@@ -308,10 +366,11 @@ def of_each(value: tf.Tensor) -> tf.Tensor:
 def _with_gradient(
     value: tf.Tensor, found: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]
 ) -> tf.Tensor:
-    """Returns what was found of all replicas' values, with its gradient by this replica's.
+    """Returns `found`, made from all replicas' values, with a gradient by this replica's `value`.
 
-    It is an argument too, since TensorFlow looks for variables in all that leads to what a
-    function with a gradient of its own does not take: in the other replicas' whole networks.
+    `found` is an argument of the inner function, too. TensorFlow looks for variables in everything
+    that leads to a tensor which a function with a gradient of its own uses without taking it as an
+    argument. Here it would search the whole networks of the other replicas.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -324,9 +383,10 @@ def _with_gradient(
 
 
 def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns each value summed over all replicas, with one collective a dtype.
+    """Returns each value summed over all replicas, with one collective for each dtype.
 
-    The shapes must be known when the step is traced.
+    Args:
+        values: tensors whose shapes are known when the step is traced.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -349,13 +409,13 @@ def global_metrics(
 ) -> tuple[Results, list[tf.Tensor]]:
     """Returns the metrics of all replicas' data so far, and `extra` summed over replicas.
 
-    Each replica holds its own part of a metric's state. The states are added up (or
-    averaged, as the variable's aggregation says) and the results computed from the totals;
-    the states themselves stay as they are.
+    Each replica holds its own part of a metric's state. The states are added up, or averaged where
+    the variable's aggregation says so, and the results are computed from these totals. The
+    variables keep their values.
 
     Args:
         variables: the metrics' Keras variables.
-        values: what this replica has in them.
+        values: the values of these variables on this replica.
         results: computes the results from those variables, and from the summed `extra`.
         extra: more scalars to add up in the same collective.
     """

@@ -1,8 +1,8 @@
-"""What one replica computes of a step: its share of the global batch.
+"""Describes the slice of the global batch that one replica computes in a step.
 
-A replica's step runs inside `computing(share)`. What must know of the other rows of the
-global batch while the user's code runs (losses, gradients, random numbers, normalization,
-metrics) asks `current()`. Everything here is in replica context.
+A replica's step runs inside `computing(share)`. Some code must know about the other rows of the
+global batch while the user's code runs: losses, gradients, random numbers, normalization and
+metrics. That code asks `current()`. Everything here runs in replica context.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ class ReplicaSlice(NamedTuple):
     """The rows of the global batch that one replica computes at a time.
 
     Attributes:
-        weight: this share's part of the rows whose gradients meet (`is_local`: the replica's own,
-            else the global batch's), float64 scalar; 0 where it has none and reads one row that
-            does not count.
+        weight: this slice's part of the rows over which gradients are averaged, float64 scalar.
+            These are the rows of the global batch, or with `is_local` the replica's own. The weight
+            is 0 if the replica has no rows. It then reads one row that does not count.
         own_rows: how many rows count, int64 scalar.
-        first_row: where the rows that are read begin in the global batch, int64 scalar.
-        global_rows: the rows of the global batch, int64 scalar.
-        read_rows: how many rows are read, where that is known before the step runs.
-        is_whole: whether this is always the whole global batch: one replica, one pass.
-        sync_batch_norm: whether batch statistics are those of all replicas, whatever the
-            layers say.
-        seeds: the generator of draws without a seed.
-        note_gather: is called when the step, as it is traced, gathers the rows of all replicas.
-        note_unknown: is called with a reason when the step, as it is traced, takes a value of which
-            it is not known how it depends on the rows.
+        first_row: the position of the first row that is read in the global batch, int64 scalar.
+        global_rows: the number of rows of the global batch, int64 scalar.
+        read_rows: the number of rows that are read, if it is known before the step runs; else None.
+        is_whole: whether this is always the whole global batch: one replica and one pass.
+        sync_batch_norm: whether batch statistics are those of all replicas, whatever the layers
+            say.
+        seeds: the generator of draws without a seed; None means Keras' own.
+        note_gather: is called while the step is traced, if the step gathers the rows of all
+            replicas.
+        note_unknown: is called with a reason while the step is traced, if the step takes a value
+            and it is not known how that value depends on the rows.
         model: the model whose step is traced.
-        states: the Keras variables, by their ids, that code of the user's own changes: "layer" or
-            "metric".
-        is_local: whether the replica takes the step as if it were alone with its rows: its loss,
-            gradient and batch statistics are of these (`local_steps`).
+        states: the kinds of the Keras variables that the user's own code changes, "layer" or
+            "metric", by the variables' ids.
+        is_local: whether the replica takes local steps (`local_steps`). Its loss, gradient and
+            batch statistics are then of its own rows alone.
     """
 
     weight: tf.Tensor
@@ -61,12 +62,15 @@ class ReplicaSlice(NamedTuple):
         return part_of(self.own_rows, self.global_rows) if self.is_local else self.weight
 
     def alone(self) -> ReplicaSlice:
-        """Returns the same as if nobody had other rows: Keras' own numbers of what is there."""
+        """Returns the same slice, marked as the whole global batch.
+
+        Inside `computing` of it, Keras computes its own numbers from the rows that are there.
+        """
         return self._replace(is_whole=True)
 
 
 def part_of(rows: tf.Tensor, of: tf.Tensor) -> tf.Tensor:
-    """Returns which part some rows are, float64; 0 of nothing."""
+    """Returns the quotient of two numbers of rows in float64, or 0 if the divisor is 0."""
     return tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(of, tf.float64))
 
 
@@ -74,7 +78,10 @@ Value = TypeVar("Value")
 
 
 class PerThread(Generic[Value]):
-    """A value of each thread's own: the replicas of a process are traced in several."""
+    """A value that each thread has for itself.
+
+    TensorFlow traces each replica of a process in a thread of its own.
+    """
 
     def __init__(self, default: Value) -> None:
         self._default = default
@@ -86,7 +93,7 @@ class PerThread(Generic[Value]):
 
     @contextlib.contextmanager
     def set_to(self, value: Value) -> Iterator[Value]:
-        """Inside, in this thread, `get()` returns this value, which is also given."""
+        """Makes `get()` return this value in this thread, inside the context, and yields it."""
         before = self.get()
         self._thread.value = value
         try:
@@ -99,41 +106,48 @@ _share: PerThread[ReplicaSlice | None] = PerThread(None)
 
 
 def computing(share: ReplicaSlice) -> contextlib.AbstractContextManager[ReplicaSlice | None]:
-    """Inside the context, in this thread, `current()` is this share."""
+    """Makes `current()` return this slice in this thread, inside the context."""
     return _share.set_to(share)
 
 
 def current() -> ReplicaSlice | None:
-    """Returns the share that this thread computes, or None outside a prepared model's step."""
+    """Returns the slice that this thread computes, or None outside a prepared model's step."""
     return _share.get()
 
 
 def partial() -> ReplicaSlice | None:
-    """Returns the share that this thread computes, where it may be less than the whole."""
+    """Returns the slice that this thread computes, or None if it is always the whole batch."""
     share = current()
     return None if share is None or share.is_whole else share
 
 
 class CannotCompile(Exception):
-    """What XLA is to compile for a replica cannot be computed there, or not to the same numbers."""
+    """Raised while tracing when XLA cannot compile a replica's step with identical results."""
 
 
 _hindrances: PerThread[list[str] | None] = PerThread(None)
 
 
 def compiling(hindrances: list[str]) -> contextlib.AbstractContextManager[list[str] | None]:
-    """Inside the context, in this thread, `refuse_to_compile` is an error.
+    """Makes `refuse_to_compile` raise an error in this thread, inside the context.
 
-    What it says comes to `hindrances`, since Keras puts words of its own around an error.
+    Args:
+        hindrances: a list that gets the reasons. Keras may raise another error with words of its
+            own, so the caller reads the reasons here.
     """
     return _hindrances.set_to(hindrances)
 
 
 def refuse_to_compile(what: str) -> None:
-    """Says that what follows takes all replicas, or is another number in a compiled function.
+    """Raises an error if the step is being compiled by XLA, and does nothing otherwise.
+
+    It is called before code that needs all replicas, or gives other numbers in a compiled function.
+
+    Args:
+        what: what the step does, in words that follow "it".
 
     Raises:
-        Hindered: inside `compiling`.
+        CannotCompile: the call is inside `compiling`.
     """
     hindrances = _hindrances.get()
     if hindrances is not None:

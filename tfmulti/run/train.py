@@ -51,8 +51,13 @@ def train(
 ) -> FitReport:
     """Returns the report of the run that a configuration describes, when it is done.
 
-    The same as `python -m tfmulti.fit`. Every worker calls it; the chief writes the run
-    directory and prints. `cluster` None reads the environment `env` (`os.environ`).
+    It does the same as `python -m tfmulti.fit`. Every worker calls it. The chief prints, and writes
+    the run directory.
+
+    Args:
+        config: the configuration.
+        cluster: the cluster that this process belongs to. None reads it from the environment.
+        env: the environment. None: `os.environ`.
 
     Raises:
         UserError: a mistake in the configuration, the cluster, the data or the model.

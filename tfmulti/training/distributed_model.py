@@ -37,6 +37,7 @@ from tfmulti.training.checkpoint import resume
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.input.feed import (
     Feed,
+    GivenData,
     array_source,
     make_feed,
     split_off_validation,
@@ -248,30 +249,20 @@ class DistributedModel(keras.Model):
             record = resume.find_record(self, checkpoint)
             drawn = epochs_loop.draw_seed(self) if shuffle else None
             seed = resume.seed_of(record, drawn, state_of(self).options.seed is not None)
-            feed = make_feed(
-                x,
-                y,
-                sample_weight,
-                placement=place,
-                batch_size=batch_size,
-                class_weight=class_weight,
-                seed=seed,
-                steps_per_epoch=steps_per_epoch,
-                reading=state_of(self).reading,
-                is_training=True,
-            )
+            given = GivenData(x, y, sample_weight, batch_size, class_weight, seed, steps_per_epoch)
+            reading = state_of(self).reading
+            feed = make_feed(given, place, reading, is_training=True)
             validation = None
             if validation_data is not None:
                 xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
-                validation = make_feed(
+                given = GivenData(
                     xv,
                     yv,
                     wv,
-                    placement=place,
-                    batch_size=validation_batch_size or batch_size,
+                    validation_batch_size or batch_size,
                     steps_per_epoch=validation_steps,
-                    reading=state_of(self).reading,
                 )
+                validation = make_feed(given, place, reading)
             epochs_loop.check_same_data(self, feed, validation)
             feed.begin_call()
             # A comparison with one device needs all slots before the first step. So does a
@@ -348,15 +339,8 @@ class DistributedModel(keras.Model):
         model_checks.check_compiled(self)
         if self.test_function is None:
             relocation.enter(self)
-        feed = make_feed(
-            x,
-            y,
-            sample_weight,
-            placement=self._placement,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            reading=state_of(self).reading,
-        )
+        given = GivenData(x, y, sample_weight, batch_size, steps_per_epoch=steps)
+        feed = make_feed(given, self._placement, state_of(self).reading)
         feed.begin_call()
         model_checks.build(self, feed.specs)
         count = _steps_of(feed, steps)
@@ -385,14 +369,10 @@ class DistributedModel(keras.Model):
             DataError: the data has no batches, or an example of it cannot be read.
         """
         relocation.enter(self)
-        feed = make_feed(
-            x,
-            placement=self._placement,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            # Each row has an output, so no example may be left out.
-            reading=ReadOptions(state_of(self).reading.threads, keeps_each=True),
-        )
+        # Each row has an output, so no example may be left out.
+        reading = ReadOptions(state_of(self).reading.threads, keeps_each=True)
+        given = GivenData(x, batch_size=batch_size, steps_per_epoch=steps)
+        feed = make_feed(given, self._placement, reading)
         count = _steps_of(feed, steps)
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
@@ -558,7 +538,7 @@ def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_di
     """Runs one execution on one global batch, and returns its results."""
     model.reset_metrics()
     shards = from_batch(batch, model._placement)
-    outcome = epochs_loop.run(model, execute, shards, 1, False)
+    outcome = epochs_loop.run(model, execute, shards, 1, epochs_loop.Wishes(stop=False))
     return _results(epochs_loop.as_floats(outcome.logs), return_dict)
 
 

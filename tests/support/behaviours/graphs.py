@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, here
 from tfmulti.distribution import collectives
-from tfmulti.training.input.feed import make_feed
+from tfmulti.training.input.feed import GivenData, make_feed
 from tfmulti.training.state.trainer_state import VOTES
 
 
 def graph_of(made: keras.Model, steps: int) -> Any:
     """Returns the graph of an execution of so many steps, with the functions that it calls."""
-    with contextlib.closing(make_feed(X, Y, placement=here.place, batch_size=24)) as feed:
+    with contextlib.closing(make_feed(GivenData(X, Y, batch_size=24), here.place)) as feed:
         source = feed.iterate(0)
         whole = tf.function(
             lambda: made.train_function(source, steps, [0.0] * len(VOTES)).rows, autograph=False

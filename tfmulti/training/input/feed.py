@@ -11,6 +11,7 @@ A feed gives the compiled step what it takes its batches from. There are two kin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import keras
@@ -272,32 +273,43 @@ class SourceFeed:
             self._stream = None
 
 
-def make_feed(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    placement: Placement,
-    batch_size: int | None = None,
-    class_weight: Mapping[int, float] | None = None,
-    seed: int | None = None,
-    steps_per_epoch: int | None = None,
-    reading: ReadOptions = DEFAULT,
-    is_training: bool = False,
-) -> Feed:
-    """Returns the feed of any data that Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
+@dataclass(frozen=True)
+class GivenData:
+    """What `fit`, `evaluate` or `predict` was given of its data, as Keras names it.
 
     Args:
-        x: the data, as `fit` takes it, or a feed, which is returned as it is.
+        x: the data, as `fit` takes it, or a feed.
         y: the targets of arrays.
         sample_weight: the weights of the rows of arrays.
-        placement: this process' place among the workers.
         batch_size: the global batch size of arrays and sources. Data in batches keeps its own.
         class_weight: the weight of each class.
         seed: the seed of the shuffle, which gives each epoch another order. None keeps the order. A
             `tf.data.Dataset` or a generator has its own order.
         steps_per_epoch: the steps of an epoch. Without a `batch_size` arrays are cut into so many
             batches.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+    class_weight: Mapping[int, float] | None = None
+    seed: int | None = None
+    steps_per_epoch: int | None = None
+
+
+def make_feed(
+    given: GivenData,
+    placement: Placement,
+    reading: ReadOptions = DEFAULT,
+    *,
+    is_training: bool = False,
+) -> Feed:
+    """Returns the feed of any data that Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
+
+    Args:
+        given: the data. A feed is returned as it is.
+        placement: this process' place among the workers.
         reading: how the examples of arrays and sources are read.
         is_training: whether the data is for `fit`, where a pass may go on over several epochs of
             `steps_per_epoch` steps.
@@ -306,30 +318,34 @@ def make_feed(
         DataError: the arrays differ in length, or an argument does not go with the data.
         ModelError: the data is a `DistributedDataset`.
     """
+    x, class_weight, steps = given.x, given.class_weight, given.steps_per_epoch
     if isinstance(x, (SourceFeed, DatasetFeed)):
         return x
     if isinstance(x, Source):
-        _check_no_more(x, y=y, sample_weight=sample_weight)
+        _check_no_more(x, y=given.y, sample_weight=given.sample_weight)
         if class_weight is not None:
             x = Weighted(x, class_weight)
-        size = batch_size or DEFAULT_BATCH_SIZE
-        return SourceFeed(x, BatchPlan(len(x), size, seed), placement, reading)
+        size = given.batch_size or DEFAULT_BATCH_SIZE
+        return SourceFeed(x, BatchPlan(len(x), size, given.seed), placement, reading)
     if isinstance(x, tf.distribute.DistributedDataset):
         raise ModelError(
             "a DistributedDataset was given, which hides how many rows each replica gets. Give "
             "the tf.data.Dataset of global batches itself; tfmulti shares out its rows."
         )
     if _is_batched(x):
-        _check_no_more(x, y=y, sample_weight=sample_weight)
+        _check_no_more(x, y=given.y, sample_weight=given.sample_weight)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-            return PyDatasetFeed(InOrder(x, seed), class_weight, is_training=is_training)
-        return DatasetFeed(x, class_weight, next_is_made=is_training and bool(steps_per_epoch))
+            return PyDatasetFeed(InOrder(x, given.seed), class_weight, is_training=is_training)
+        return DatasetFeed(x, class_weight, next_is_made=is_training and bool(steps))
+    weights = given.sample_weight
     if class_weight is not None:
-        sample_weight = weights_of_classes(y, class_weight, sample_weight)
-    source = array_source(x, y, sample_weight)
-    if batch_size is None and steps_per_epoch:
-        batch_size = -(-len(source) // steps_per_epoch)
-    return make_feed(source, placement=placement, batch_size=batch_size, seed=seed, reading=reading)
+        weights = weights_of_classes(given.y, class_weight, weights)
+    source = array_source(x, given.y, weights)
+    batch_size = given.batch_size
+    if batch_size is None and steps:
+        batch_size = -(-len(source) // steps)
+    arrays = GivenData(source, batch_size=batch_size, seed=given.seed)
+    return make_feed(arrays, placement, reading)
 
 
 def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:

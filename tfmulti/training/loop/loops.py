@@ -279,7 +279,7 @@ def _epoch(
         due = keeper is not None and keeper.wants(count)
         clock.start()
         with told_by(training.feed):
-            outcome = run(model, model.train_function, source, count, wish, due, pace)
+            outcome = run(model, model.train_function, source, count, Wishes(wish, due, pace))
         state.steps += count
         state.examples += int(outcome.rows)
         clock.add(outcome)
@@ -330,7 +330,7 @@ def evaluate(
         callbacks.on_test_batch_begin(first)
         wish = bool(model.stop_evaluating)
         with told_by(feed):
-            outcome = run(model, model.test_function, source, last - first + 1, wish)
+            outcome = run(model, model.test_function, source, last - first + 1, Wishes(wish))
         logs, taken = outcome.epoch_logs, last + 1
         lost = _lost(model, feed, outcome, lost)
         callbacks.on_test_batch_end(last, outcome.logs)
@@ -381,14 +381,27 @@ def predict(
     return tf.nest.map_structure(concatenated, *batches)
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What a worker votes for with an execution.
+
+    Args:
+        stop: whether it wants to stop.
+        checkpoint: whether it wants a checkpoint after the execution.
+        pace: takes the number of steps of the next execution, on which all workers agree.
+    """
+
+    stop: bool
+    checkpoint: bool = False
+    pace: StepsPerExecution | None = None
+
+
 def run(
     model: keras.Model,
     execute: Execution,
     source: Any,
     count: int,
-    wish: bool,
-    checkpoint: bool = False,
-    pace: StepsPerExecution | None = None,
+    wishes: Wishes,
 ) -> StepResult:
     """Runs an execution and returns its result. Every worker calls it.
 
@@ -397,9 +410,7 @@ def run(
         execute: the compiled function.
         source: what the execution takes its batches from.
         count: the number of its steps.
-        wish: whether this worker votes to stop.
-        checkpoint: whether this worker votes for a checkpoint after the execution.
-        pace: takes the number of steps of the next execution, on which all workers agree.
+        wishes: what this worker votes for.
 
     Raises:
         DataError: the workers have read different batches. All workers raise it.
@@ -409,9 +420,11 @@ def run(
         steps_wanted = 0
         # Steps that gather rows run one by one (`Execution`), so several steps in an execution
         # would gain nothing.
+        pace = wishes.pace
         if pace is not None and place.is_chief and not state_of(model).gathers:
             steps_wanted = pace.wish
-        outcome = execute(source, count, _votes(model, wish, checkpoint, steps_wanted))
+        votes = _votes(model, wishes.stop, wishes.checkpoint, steps_wanted)
+        outcome = execute(source, count, votes)
         # Reading the digests waits for the end of the execution.
         digests = outcome.digests.numpy() if place.workers > 1 else [0]
     # The votes are read from the device once, for all who use them below.

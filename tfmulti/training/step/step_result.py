@@ -212,13 +212,12 @@ class Summary:
         weights: list[tf.Tensor],
     ) -> StepResult:
         """Does the work of `after` on one replica, in replica context."""
-        logs, metrics = found
         local = replica_context.local_index(self._placement.local_replicas)
         weight = tf.math.divide_no_nan(
             tf.cast(taken.rows[local], tf.float64), tf.cast(taken.rows[-1], tf.float64)
         )
         moved = self._statistics.moved(before, weight) if self._statistics else []
-        outcome, moved = self._summed(logs, metrics, shards, local, votes, taken, moved)
+        outcome, moved = self._summed(found, shards, local, votes, taken, moved)
         if self._statistics:
             self._statistics.set(before, moved)
         if self._outer:
@@ -227,8 +226,7 @@ class Summary:
 
     def _summed(
         self,
-        logs: Logs,
-        metrics: list[tf.Tensor],
+        found: tuple[Logs, list[tf.Tensor]],
         shards: WorkerBatch,
         local: int,
         votes: tf.Tensor,
@@ -236,6 +234,7 @@ class Summary:
         moved: list[tf.Tensor],
     ) -> tuple[StepResult, list[tf.Tensor]]:
         """Returns the result of all replicas, and `moved` summed over them, by one collective."""
+        logs, metrics = found
         weight = shards.weight(local)
         place = self._placement
         digest = tf.cast(shards.digest if local == 0 else 0, tf.float32)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,9 +85,15 @@ class Difference:
         return self.difference / self.limit if self.limit else float("inf")
 
 
+class Quantity(NamedTuple):
+    """What is compared: one of the kinds of `Difference.kind`, and its name."""
+
+    kind: str
+    name: str
+
+
 def compare(
-    kind: str,
-    name: str,
+    quantity: Quantity,
     here: np.ndarray,
     there: np.ndarray,
     moved: np.ndarray,
@@ -96,8 +103,7 @@ def compare(
     """Returns how far the replicas' value is from that of one device.
 
     Args:
-        kind: the kind of the quantity (`Difference.kind`).
-        name: the name of the quantity.
+        quantity: its kind and name.
         here: the replicas' value.
         there: the value of one device.
         moved: the value of one device after weights and gradients were moved.
@@ -106,6 +112,7 @@ def compare(
         unit: the last digit with which the model computes, if it has fewer digits than the value;
             otherwise 0.
     """
+    kind, name = quantity
     if here.shape != there.shape:
         infinite = float("inf")
         return Difference(kind, name, infinite, 0.0, float(here.size), float(there.size))

@@ -42,7 +42,7 @@ from tfmulti.training.state.trainer_state import VOTES, state_of
 from tfmulti.training.step import local_steps
 from tfmulti.training.step import step as steps
 from tfmulti.training.verification import comparison, recording
-from tfmulti.training.verification.comparison import Difference
+from tfmulti.training.verification.comparison import Difference, Quantity
 from tfmulti.training.verification.plain_run import (
     After,
     PlainRun,
@@ -178,7 +178,8 @@ class StepComparison:
         model, begun = self._model, time.perf_counter()
         for step in range(0, self.steps, self._at_once):
             source = self._trial.source(step)
-            outcome = loops.run(model, model.train_function, source, self._at_once, False)
+            wishes = loops.Wishes(stop=False)
+            outcome = loops.run(model, model.train_function, source, self._at_once, wishes)
         logs = {name: np.asarray(value) for name, value in flat(outcome.logs)}
         return logs, time.perf_counter() - begun
 
@@ -266,7 +267,7 @@ class StepComparison:
             alone, other, before = there.values[name], moved.values[name], self._begin[name][0]
             here = [self._metrics[name]] if kind == "metric" else _distinct(copies)
             each = [
-                comparison.compare(kind, name, value, alone, other, before, self._unit)
+                comparison.compare(Quantity(kind, name), value, alone, other, before, self._unit)
                 for value in here
                 if value.dtype.kind not in "SUO"
             ]
@@ -275,7 +276,8 @@ class StepComparison:
             if name in there.logs and name in moved.logs:
                 alone, other = there.logs[name], moved.logs[name]
                 alone = alone.astype(value.dtype)
-                found.append(comparison.compare("log", name, value, alone, other, None, self._unit))
+                log = Quantity("log", name)
+                found.append(comparison.compare(log, value, alone, other, None, self._unit))
         return [_decided(d) for d in found]
 
     def _kinds(self) -> dict[str, str]:
@@ -379,7 +381,7 @@ class StepComparison:
             parts = [local[at[key]] for local in locals_]
             pairs = _pairs(key[0], parts, values[place], moved[place], shards, rows)
             for mine, alone, other in pairs:
-                one = comparison.compare(key[0], key[1], mine, alone, other, None, self._unit)
+                one = comparison.compare(Quantity(*key[:2]), mine, alone, other, None, self._unit)
                 if one.limit == 0 and key[0] == "layer" and not alone.size:
                     continue
                 if worst is None or one.excess > worst.excess:

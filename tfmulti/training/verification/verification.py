@@ -25,7 +25,7 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, DataError, ModelError, VerificationError
 from tfmulti.keras_patches.model_structure import layers_of
 from tfmulti.keras_patches.variables import strategy_of
-from tfmulti.training.input.feed import Feed, SourceFeed, make_feed
+from tfmulti.training.input.feed import Feed, GivenData, SourceFeed, make_feed
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
 from tfmulti.training.state import model_checks, relocation
@@ -215,15 +215,8 @@ def verify(
         raise ConfigError(f"steps is {steps}, but it must be at least 1.")
     model_checks.check_compiled(model)
     relocation.enter(model)
-    feed = make_feed(
-        x,
-        y,
-        sample_weight,
-        placement=placement_of(model.distribute_strategy),
-        batch_size=batch_size,
-        class_weight=class_weight,
-        reading=state_of(model).reading,
-    )
+    given = GivenData(x, y, sample_weight, batch_size, class_weight)
+    feed = make_feed(given, placement_of(model.distribute_strategy), state_of(model).reading)
     loops.check_same_data(model, feed)
     model_checks.build(model, feed.specs, optimizers=True)
     state_of(model).specs = feed.specs
