@@ -1,6 +1,7 @@
-"""Layers whose output for an example depends on the others: from the rows of all replicas.
+"""Layers whose output for one example depends on other examples of the batch.
 
-Each replica gathers the rows, does what one device would do, and keeps its own of the result.
+Each replica gathers the rows of all replicas, computes what one device would compute from them, and
+keeps its own rows of the result.
 """
 
 from __future__ import annotations
@@ -19,18 +20,31 @@ from tfmulti.errors import ModelError
 LAYERS = (
     keras.layers.MixUp,
     keras.layers.CutMix,
-    keras.layers.Equalization,  # one histogram of all rows
-    keras.layers.RandAugment,  # holds an Equalization
+    # It makes one histogram of all rows.
+    keras.layers.Equalization,
+    # It holds an Equalization.
+    keras.layers.RandAugment,
 )
 
 
 def mixed(
     original: Callable[..., Any], share: ReplicaSlice, layer: Any, data: Any, training: bool = True
 ) -> Any:
-    """Returns this share's rows of what a layer makes of the global batch.
+    """Returns this replica's rows of what a layer computes from the global batch.
+
+    In local steps the layer sees this replica's rows alone. Outside training the layer is called as
+    it is.
+
+    Args:
+        original: Keras' `call` of the layer.
+        share: this replica's slice.
+        layer: the layer.
+        data: a nest of tensors, whose first axis is the rows.
+        training: whether the layer is called in training.
 
     Raises:
-        ModelError: a step of several passes, where the rows are never there together.
+        ModelError: the step takes several passes (microbatches), so all rows are never there
+            together.
     """
     if not training:
         return original(layer, data, training=training)

@@ -1,4 +1,9 @@
-"""Gives all workers the bytes of one of them, to the bit."""
+"""Gives all workers the bytes of one worker.
+
+The bytes travel as int32 numbers in an all-reduce, to which the other workers add 0. A sum of
+floats would lose the sign of a zero. The message's length travels first. So only one worker, such
+as the chief, needs to see a file.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,20 @@ from tfmulti.distribution import replica_context
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 
-_CHUNK = 1 << 20  # whole numbers of four bytes: one collective takes 4 MiB
+# The int32 numbers of one collective, which are 4 MiB.
+_CHUNK = 1 << 20
 _MADE, _FAILED = b"+", b"-"
 
 
 def broadcast(strategy: tf.distribute.Strategy, data: bytes | None, rank: int = 0) -> bytes | None:
-    """Returns the `data` of worker `rank` on every worker, None where it has none.
+    """Returns the `data` of worker `rank` on every worker, or None if that worker has None.
 
-    All workers call it. Worker 0 is the chief.
+    All workers call it.
 
-    The bytes travel as whole numbers, to which the others add 0: what is summed as float
-    would lose the sign of a zero. So no worker but the chief needs to see the chief's files.
+    Args:
+        strategy: the strategy of all workers.
+        data: the bytes to send; other workers' are ignored.
+        rank: the worker that sends; 0 is the chief.
     """
     place = placement_of(strategy)
     if place.workers == 1:
@@ -31,7 +39,7 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None, rank: int = 
     speaks = place.rank == rank
     mine = data if speaks else None
     size = -1 if mine is None else len(mine)
-    # In two halves: a sum of int32 alone would end at 2 GiB.
+    # The length travels in two halves, since one int32 number would end at 2 GiB.
     halves = np.array([size >> 16, size & 0xFFFF] if speaks else [0, 0], np.int32)
     high, low = (int(n) for n in add(_padded(halves))[:2])
     size = (high << 16) | low
@@ -49,8 +57,13 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None, rank: int = 
 def from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> bytes:
     """Returns on every worker what `make` returns on the chief. All workers call it.
 
+    Args:
+        strategy: the strategy of all workers.
+        make: makes the bytes; called on the chief alone.
+
     Raises:
-        DataError: the chief cannot make it; on every worker, since none must wait for it.
+        DataError: `make` has raised it on the chief. Every worker raises it, so none waits for the
+            chief.
     """
     answer = None
     if placement_of(strategy).is_chief:
@@ -66,15 +79,18 @@ def from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> b
 
 
 def _padded(numbers: np.ndarray) -> np.ndarray:
+    """Returns numbers filled up with zeros to the length of one chunk."""
     return np.pad(numbers, (0, _CHUNK - len(numbers)))
 
 
 @functools.lru_cache(maxsize=4)
 def _make_sum(strategy: tf.distribute.Strategy) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function that sums one chunk of int32 numbers over all workers."""
+
     def on_replica(values: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         first = replica_context.local_index(placement_of(strategy).local_replicas) == 0
-        # The identity is on the replica's device, which the function's argument is not.
+        # The identity places the value on the replica's device, where the argument is not.
         return context.all_reduce(replica_context.SUM, tf.identity(values) * int(first))
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]

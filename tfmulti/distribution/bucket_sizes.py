@@ -2,6 +2,6 @@
 
 # The size of a bucket of gradients that workers sum at a time (docs/measurements.md: 500 KB).
 PACK_BYTES = 500_000
-# A tensor up to this size goes whole to all workers, and each worker sums all parts. So it travels
-# one way instead of two.
+# Of more than two workers, a tensor up to this size goes whole to each worker, which adds up all
+# parts. So it travels one way instead of two (`collectives.begin_totals`).
 GATHER_BYTES = 32_768

@@ -1,19 +1,21 @@
-"""Sums and gathers between workers, over connections of our own (`channel`).
+"""Sums and gathers values between workers, over TCP connections of the project's own (`channel`).
 
 TensorFlow's collectives travel between CPUs by gRPC, which takes most of the time of a small
-network's step: a sum of 7.4 MB between two workers of one machine takes 13 ms of a core. Here a
-collective is two operations, one that gives this worker's part away and one that waits for the
-others', so that what is computed meanwhile needs no thread of its own; all sums are TensorFlow's.
-The parts are added in the order of the workers, or each sum is made in one place, so all workers
-get the same bits.
+network's step: a sum of 7.4 MB between two workers of one machine takes 13 ms of a core.
 
-The operations of a graph follow each other, as TensorFlow orders all that has effects. So workers
-begin collectives in one order, and none waits for what another cannot begin: a worker that waits
-has begun all before.
+Here a collective is two operations of the graph. The send operation gives this worker's part to the
+channel. The receive operation waits for the other workers' parts. What TensorFlow computes between
+the two needs no thread of its own. TensorFlow makes all sums. Either every worker adds the parts in
+the order of the ranks, or one worker makes the sum and sends it to the others. So all workers get
+the same bits.
 
-These serve a step's own graph (`serving`), between workers of one CPU replica each, where workers
-reach each other. In functions of the user's own, in eager mode, on GPUs and within a process
-callers do without, and use the replica context.
+TensorFlow runs the operations of a graph that have effects in the order in which they were made. So
+all workers begin their collectives in the same order, and a worker that waits has begun all earlier
+ones. Therefore no worker waits for something that another worker cannot begin.
+
+These collectives serve the graph of a step that is built inside `serving`. They need workers with
+one CPU replica each that can reach each other. In the user's own functions, in eager mode, on GPUs
+and within one process the functions here return None, and the caller uses the replica context.
 """
 
 from __future__ import annotations
@@ -31,22 +33,28 @@ from tfmulti.distribution.bucket_sizes import GATHER_BYTES
 from tfmulti.distribution.connections import channel_now, channel_of, noting
 from tfmulti.distribution.strategies import Placement
 
-SEND, RECEIVE = "links_send", "links_receive"  # names of the operations
+# The names of the two operations of a collective.
+SEND, RECEIVE = "links_send", "links_receive"
 
 Parts = list[tf.Tensor]
 
 
 class _Serving:
-    """The graph in which collectives get keys, by how many there were before in it."""
+    """The graph in which collectives are made, and how many it has so far.
+
+    A collective's key is a hash of the graph's name and of this number, so it is the same on all
+    workers.
+    """
 
     def __init__(self, name: str, placement: Placement) -> None:
         self.name, self.made, self.placement = name, 0, placement
         self.workers, self.rank = placement.workers, placement.rank
         self.graph = tf.compat.v1.get_default_graph()
-        self.waits: list[tf.Operation] = []  # for other workers, in the order of the graph
+        # The operations that wait for other workers, in the order of the graph.
+        self.waits: list[tf.Operation] = []
 
     def key(self, dtype: tf.DType, shape: tf.TensorShape) -> int:
-        """Returns the next collective's key: on all workers the same, and for each form its own."""
+        """Returns the next collective's key, which depends on the type and shape, too."""
         identity = f"{self.name} {self.made} {dtype.name} {shape}"
         self.made += 1
         return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
@@ -54,13 +62,17 @@ class _Serving:
     def send(
         self, value: tf.Tensor, *, each_its_row: bool = False, any_rows: bool = False
     ) -> Callable[[], Parts]:
-        """Gives all of `value` to each other worker, or each its row of it.
+        """Sends a tensor to all other workers, and returns how to receive theirs.
 
         Args:
-            any_rows: the others may give another number of rows.
+            value: this worker's part.
+            each_its_row: whether each worker gets its own row of `value`, the one at its rank.
+                Otherwise every worker gets all of it.
+            any_rows: whether the workers' parts may have different numbers of rows.
 
         Returns:
-            What to call for what they gave, with this worker's own, in the workers' order.
+            A function that makes the receive operation. It returns the parts of all workers in the
+            order of their ranks, with this worker's own.
         """
         shape = tf.TensorShape([None, *value.shape[1:]]) if any_rows else value.shape
         key = self.key(value.dtype, shape)
@@ -87,6 +99,16 @@ def _send_op(
     any_rows: bool,
     after: Sequence[tf.Operation],
 ) -> tf.Operation:
+    """Returns the operation that gives this worker's part to the channel.
+
+    Args:
+        placement: this process' place among the workers.
+        key: the collective's key.
+        value: this worker's part.
+        each_its_row: whether each worker gets its own row of `value`.
+        any_rows: whether the workers' values may have different numbers of rows.
+        after: the operations that must run before.
+    """
     others = [other for other in range(placement.workers) if other != placement.rank]
 
     def send(value: np.ndarray) -> None:
@@ -99,6 +121,7 @@ def _send_op(
 
 
 def _receive_op(placement: Placement, key: int, dtype: tf.DType, shape: tf.TensorShape) -> Parts:
+    """Returns the other workers' parts, from the operation that waits for them."""
     numpy_dtype = dtype.as_numpy_dtype
     sizes = [-1 if size is None else size for size in shape]
 
@@ -114,18 +137,21 @@ def _receive_op(placement: Placement, key: int, dtype: tf.DType, shape: tf.Tenso
     return list(found)
 
 
+# The last send operation of each graph, after which the next one runs.
 _last_sent: weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]] = weakref.WeakKeyDictionary()
 _serving: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar("_serving", default=None)
 
 
 @contextlib.contextmanager
 def serving(name: str, placement: Placement) -> Iterator[None]:
-    """Inside, in replica context, collectives of the graph that is built are those of this module.
+    """Makes collectives of the graph that is built inside the context those of this module.
 
-    Every worker comes here alike: the first time they connect.
+    All workers enter the context alike, in replica context. The first time, they connect.
 
     Args:
-        name: of the graph, among those that one call of a compiled function runs.
+        name: a name of the graph, different from those of the other graphs that one call of a
+            compiled function runs.
+        placement: this process' place among the workers.
     """
     links = None if tf.executing_eagerly() else channel_of(placement)
     token = _serving.set(None if links is None else _Serving(name, placement))
@@ -136,7 +162,10 @@ def serving(name: str, placement: Placement) -> Iterator[None]:
 
 
 def _now() -> _Serving | None:
-    """Returns what serves here: in the graph itself, and in no function within it."""
+    """Returns what serves the graph that is built now, or None.
+
+    It is None in a function within the graph of `serving`.
+    """
     found = _serving.get()
     here = found is not None and found.graph is tf.compat.v1.get_default_graph()
     return found if here else None
@@ -149,7 +178,7 @@ def waits() -> list[tf.Operation]:
 
 
 def gather(value: tf.Tensor) -> tf.Tensor | None:
-    """Returns each worker's value, `[workers, ...]` in their order; None where that cannot be."""
+    """Returns each worker's value, `[workers, ...]` in the order of ranks; None if it cannot."""
     serves = _now()
     if serves is None or not value.shape.is_fully_defined():
         return None
@@ -157,15 +186,16 @@ def gather(value: tf.Tensor) -> tf.Tensor | None:
 
 
 def are_there() -> bool:
-    """Whether the step that is traced now sums and gathers by this module, not by TensorFlow."""
+    """Returns whether the graph that is built now sums and gathers by this module."""
     return _now() is not None
 
 
 def begin_rows(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] | None:
-    """Begins to gather the rows of tensors, of which workers may have different numbers.
+    """Begins to gather the rows of all workers, which may have different numbers of rows.
 
     Returns:
-        What to call for the rows of all workers, in their order; None where it cannot be.
+        A function that returns the rows of all workers, in the order of their ranks. None if this
+        module does not serve here, or if a shape is not known beyond axis 0.
     """
     serves = _now()
     if serves is None or not all(v.shape[1:].is_fully_defined() for v in values):
@@ -175,15 +205,19 @@ def begin_rows(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] | N
 
 
 def begin_totals(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] | None:
-    """Begins to sum tensors of known shapes over all workers; each travels when it is computed.
+    """Begins to sum tensors over all workers; each is sent as soon as it is computed.
 
-    float16 and bfloat16 are added in float32, and rounded once. More than two workers add what is
-    large in pieces, each in one place, and gather the sums: a reduce-scatter and an all-gather, as
-    in Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH,
-    2005. What is short, and of two workers, goes to all at once.
+    Two workers send their whole tensors to each other, and both add them. More workers do so with
+    tensors of up to `GATHER_BYTES`. They cut larger tensors into one piece for each worker. Each
+    worker adds up one piece and sends the sum to the others. This is a reduce-scatter and an
+    all-gather, as in Thakur, Rabenseifner and Gropp, Optimization of collective communication
+    operations in MPICH, 2005.
+
+    float16 and bfloat16 are added in float32, and rounded once.
 
     Returns:
-        What to call for the sums, the same bits everywhere; None where it cannot be.
+        A function that returns the sums, which have the same bits on all workers. None if this
+        module does not serve here, or if a shape is not known.
     """
     serves = _now()
     if serves is None or not all(v.shape.is_fully_defined() for v in values):
@@ -195,7 +229,8 @@ def begin_totals(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] |
     begun = [serves.send(piece, each_its_row=not w) for piece, w in zip(pieces, whole, strict=True)]
 
     def totals() -> list[tf.Tensor]:
-        # Those who wait let others compute first, on a worker of one thread.
+        # A worker may have a single thread for operations. So it computes and sends everything
+        # before it waits.
         with tf.control_dependencies(_last_sent.get(serves.graph, [])):
             sums = [_sum(parts()) for parts in begun]
         again = [None if w else serves.send(s) for s, w in zip(sums, whole, strict=True)]
@@ -208,10 +243,12 @@ def begin_totals(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] |
 
 
 def _sum(parts: Parts) -> tf.Tensor:
+    """Returns the sum of the parts, the same bits on all workers."""
+    # A sum of two has no order, and is rounded once in any type.
     if len(parts) == 2:
-        return tf.add(*parts)  # which has no order, and is rounded once in any type
-    # As rows of one tensor: Grappler orders the inputs of an addition by their names, which differ
-    # between workers.
+        return tf.add(*parts)
+    # The parts are rows of one tensor, because Grappler orders the inputs of an addition by their
+    # names, which differ between workers.
     rows = tf.stack(parts)
     if rows.dtype not in (tf.float16, tf.bfloat16):
         return tf.reduce_sum(rows, 0)
@@ -219,6 +256,7 @@ def _sum(parts: Parts) -> tf.Tensor:
 
 
 def _pieces(value: tf.Tensor, workers: int) -> tf.Tensor:
+    """Returns a tensor as [workers, size of a piece], filled up with zeros."""
     size = value.shape.num_elements()
     piece = -(-size // workers)
     padded = tf.pad(tf.reshape(value, [-1]), [[0, piece * workers - size]])
@@ -226,5 +264,6 @@ def _pieces(value: tf.Tensor, workers: int) -> tf.Tensor:
 
 
 def _joined(parts: Parts, like: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor like `like` from its pieces."""
     flat = tf.concat(parts, 0)[: like.shape.num_elements()]
     return tf.reshape(flat, like.shape)

@@ -1,7 +1,14 @@
-"""This process' connections to the other workers (`channel`), and what their errors become.
+"""Holds this process' channel to the other workers, and turns its errors into TensorFlow's.
 
-While an exchange waits TensorFlow is asked each second whether all workers live, so one that dies
-or freezes ends the step with TensorFlow's own error, within its own time.
+The workers connect in these steps, for which they use TensorFlow's own gather between CPUs:
+
+1. Each worker listens at a free port, and tells all others its rank, that port and random bytes.
+2. All workers compute one key from the job's secret and the random bytes of the chief.
+3. Each two workers connect and prove to each other that they have the key (`rendezvous`).
+4. Each worker tells whether it reaches all others. If one does not, no worker uses a channel.
+
+While an exchange waits, TensorFlow is asked each second whether all workers live. So a worker that
+dies or freezes ends the step with TensorFlow's own error, after TensorFlow's own time.
 """
 
 from __future__ import annotations
@@ -24,18 +31,22 @@ from tfmulti.distribution.strategies import Placement
 from tfmulti.distribution.transport.channel import Channel, ChannelError
 from tfmulti.distribution.transport.rendezvous import connect_workers
 
-_GROUP_KEY = 0x7466_6D75  # TensorFlow counts its own from 1
+# TensorFlow counts the keys of its own groups from 1.
+_GROUP_KEY = 0x7466_6D75
 
+# The channels by the addresses of all workers. None means that one worker could not reach another.
 _connected: dict[tuple[str, ...], Channel | None] = {}
-_ended: set[tuple[str, ...]] = set()  # by an error: to be connected anew
-_raised: list[BaseException] = []  # in an operation, since `own_errors` was entered
+# The addresses of channels that an error has ended, which must connect anew.
+_ended: set[tuple[str, ...]] = set()
+# What operations have raised since `own_errors` was entered.
+_raised: list[BaseException] = []
 
 
 def channel_of(placement: Placement) -> Channel | None:
-    """Returns connections to all other workers; None where one cannot reach another.
+    """Returns the channel to all other workers; None where TensorFlow's collectives must serve.
 
-    And where TensorFlow's collectives serve: in a process by itself, for several replicas each and
-    on GPUs. All workers call it; the first time they connect.
+    That is so for a single worker, for several replicas on each worker, on GPUs, and where one
+    worker cannot reach another. All workers call it, and the first call connects them.
     """
     if placement.workers == 1 or placement.local_replicas > 1 or placement.gpus:
         return None
@@ -46,10 +57,10 @@ def channel_of(placement: Placement) -> Channel | None:
 
 
 def channel_now(placement: Placement) -> Channel:
-    """Returns the connections that there are, for what runs in a step.
+    """Returns the channel that `channel_of` has made, for operations that run in a step.
 
     Raises:
-        LinkError: there are none any more.
+        ChannelError: the connections have ended.
     """
     links = _connected.get(placement.addresses)
     if links is None:
@@ -60,16 +71,19 @@ def channel_now(placement: Placement) -> Channel:
 
 
 def _connect(placement: Placement) -> Channel | None:
-    """Returns connections to all other workers; None where one cannot reach another."""
+    """Returns a new channel to all other workers; None if one worker cannot reach another."""
     hosts = [host_of(address) for address in placement.addresses]
     if len(set(hosts)) == 1 and is_here(hosts[0]):
-        hosts = [LOOPBACK] * len(hosts)  # no other machine has a part in the job
+        # No other machine has a part in the job.
+        hosts = [LOOPBACK] * len(hosts)
     listener = listen(hosts[placement.rank], hosts)
     port, token = listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.int32)
     told = _tell(placement, "where", [placement.rank, port, *token])
-    told = told[np.argsort(told[:, 0])]  # TensorFlow's order is that of words: 1, 10, 2
+    # TensorFlow orders the workers by their numbers as text: 1, 10, 2.
+    told = told[np.argsort(told[:, 0])]
     where = list(zip(hosts, told[:, 1].tolist(), strict=True))
-    # TensorFlow's collectives can be listened to: without a secret this keeps out other jobs only.
+    # Others can listen to TensorFlow's collectives. So without a secret the key keeps out other
+    # jobs only.
     key = proof(secret_of(os.environ).encode(), b"workers", told[0, 2:].tobytes())
     try:
         found = connect_workers(listener, placement.rank, where, key)
@@ -84,7 +98,7 @@ def _connect(placement: Placement) -> Channel | None:
 
 
 def _check(placement: Placement) -> None:
-    """Raises TensorFlow's error where it has found a worker dead or frozen."""
+    """Raises TensorFlow's error if TensorFlow has found a worker dead or frozen."""
     _tell(placement, "alive", [1], alone=True)
 
 
@@ -94,7 +108,11 @@ def _tell(
     """Returns what each worker tells, in rows of any order, by TensorFlow's own collective.
 
     Args:
-        alone: to itself. Like every collective, it fails once a worker is lost.
+        placement: this process' place among the workers.
+        what: a name for this use, the same on all workers.
+        values: what this worker tells.
+        alone: whether this worker gathers from itself alone. Like every collective, that fails once
+            another worker is lost.
     """
     with tf.device("CPU:0"):
         found = tf.raw_ops.CollectiveGatherV2(
@@ -108,7 +126,10 @@ def _tell(
 
 
 def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of which TensorFlow may lose the type of what it raises."""
+    """Returns a function that notes what `function` raises in `_raised`, and raises it.
+
+    TensorFlow may lose the type of an exception that an operation raises.
+    """
 
     def noting(*values: Any) -> Any:
         try:
@@ -122,10 +143,15 @@ def noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def call_of_all(placement: Placement, name: str) -> Iterator[None]:
-    """Inside is a call that all workers must make: where one did not, the error says so.
+    """Adds advice to the error of a call that all workers must make, when another worker did not.
+
+    Args:
+        placement: this process' place among the workers.
+        name: the name of the method that is called inside the context.
 
     Raises:
-        tf.errors.OpError: of the same type, with what to do.
+        tf.errors.OpError: TensorFlow has aborted a collective. The error has the same type, and
+            says what to do.
     """
     try:
         yield
@@ -145,13 +171,13 @@ def call_of_all(placement: Placement, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_errors(placement: Placement) -> Iterator[None]:
-    """Inside, a call into TensorFlow raises what an operation of this module has raised.
+    """Makes a call into TensorFlow raise what an operation of `collectives` has raised.
 
-    A call that fails while it runs ends the connections: others that wait for what it would have
-    sent hear of it. The next call, to which all workers come, connects anew.
+    A call that fails while it runs closes the connections, so that workers that wait for its
+    messages learn of the failure. The next call connects anew, since all workers make it.
 
     Raises:
-        tf.errors.UnavailableError: another worker has ended, or such a call of its has failed.
+        tf.errors.UnavailableError: another worker has ended, or such a call has failed there.
     """
     if placement.addresses in _ended:
         channel_of(placement)

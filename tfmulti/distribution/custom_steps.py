@@ -1,8 +1,12 @@
-"""TensorFlow's functions for training steps of the user's own, as a share must have them.
+"""TensorFlow's functions for custom training steps, as a replica slice needs them.
 
-They were made for loops in which each replica's gradients are summed as they are. In a
-prepared model's step gradients meet as a mean over rows, so these must do otherwise (see
-TensorFlow's guide "Custom training with tf.distribute.Strategy").
+TensorFlow made these functions for loops that sum the replicas' gradients as they are (see
+TensorFlow's guide "Custom training with tf.distribute.Strategy"). In a prepared model's step the
+gradient is a mean over the rows of the global batch. So the functions here scale losses to this
+replica's rows, and reduce gradients over all replicas before they look at them.
+
+Each function takes TensorFlow's own function, the replica slice, and then the arguments of the
+user.
 """
 
 from __future__ import annotations
@@ -27,7 +31,18 @@ def average_loss(
     sample_weight: Any = None,
     global_batch_size: Any = None,
 ) -> tf.Tensor:
-    """Returns the share's losses, summed, over the rows: its own, or those the user names."""
+    """Returns the sum of this replica's losses, divided so that the mean over replicas is right.
+
+    Without `global_batch_size` the divisor is the number of this replica's rows. With it the
+    divisor is this replica's part of that number.
+
+    Args:
+        original: `tf.nn.compute_average_loss`.
+        share: this replica's slice.
+        per_example_loss: the losses of this replica's rows.
+        sample_weight: the weights of these losses, or None.
+        global_batch_size: the number of rows that the user divides by, or None.
+    """
     total = original(per_example_loss, sample_weight, 1)
     if global_batch_size is None:
         return total / tf.cast(tf.maximum(share.own_rows, 1), total.dtype)
@@ -38,25 +53,59 @@ def average_loss(
 def regularization_loss(
     original: Original, share: ReplicaSlice, regularization_loss: Any
 ) -> tf.Tensor:
-    """Returns the sum: it is the same on all replicas, and so is its mean."""
+    """Returns the sum of regularization losses.
+
+    It is the same on all replicas, so it is also the mean over the replicas.
+
+    Args:
+        original: `tf.nn.scale_regularization_loss`, which is not called.
+        share: this replica's slice.
+        regularization_loss: one or more losses.
+    """
     return tf.reduce_sum(regularization_loss)
 
 
 def clip_by_global_norm(
     original: Original, share: ReplicaSlice, t_list: Any, clip_norm: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Clips the gradients of the global batch; the optimizer's mean of them changes nothing."""
+    """Returns the gradients of the global batch, clipped, and their norm.
+
+    The optimizer later takes the mean of the replicas' gradients, which are the same already.
+
+    Args:
+        original: `tf.clip_by_global_norm`.
+        share: this replica's slice.
+        t_list: this replica's gradients.
+        clip_norm: the largest norm.
+        *args: further arguments of `original`.
+        **kwargs: further arguments of `original`.
+
+    Raises:
+        ModelError: the step takes several passes (microbatches).
+    """
     return original(_global(t_list), clip_norm, *args, **kwargs)
 
 
 def global_norm(
     original: Original, share: ReplicaSlice, t_list: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns the norm of the gradients of the global batch."""
+    """Returns the norm of the gradients of the global batch.
+
+    Args:
+        original: `tf.linalg.global_norm`.
+        share: this replica's slice.
+        t_list: this replica's gradients.
+        *args: further arguments of `original`.
+        **kwargs: further arguments of `original`.
+
+    Raises:
+        ModelError: the step takes several passes (microbatches).
+    """
     return original(_global(t_list), *args, **kwargs)
 
 
 def _global(gradients: Any) -> list[Any]:
+    """Returns the gradients of the global batch."""
     if in_passes():
         raise ModelError(
             "the train_step clips gradients by itself, or asks for their norm, which "
@@ -66,6 +115,7 @@ def _global(gradients: Any) -> list[Any]:
     return reduce_gradients(gradients)
 
 
+# The module of TensorFlow, the name there, and the function that takes its place in a step.
 FUNCTIONS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf.nn, "compute_average_loss", average_loss),
     (tf.nn, "scale_regularization_loss", regularization_loss),

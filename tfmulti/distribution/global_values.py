@@ -1,14 +1,23 @@
-"""Values of the global batch, made of what a replica computed from its own rows.
+"""Builds values of the global batch from what one replica computes from its own rows.
 
-A step of the user's own is written for one device: it sums, means and compares rows as it likes.
+A `train_step` of the user's own is written for one device. It may sum, average and compare rows.
 Each replica traces it for its own rows. Where a gradient, a log, a metric or a variable takes a
-value of it, this module replaces that value by the one of the global batch. It finds the places
-where rows were reduced or mixed (`row_labels`) and builds the operations behind them once more,
-on sums over all replicas or on the rows of all replicas. So any formula is right, a mean over
-unmasked rows or a contrastive loss as well as a sum.
+value of the step, this module replaces that value by the one of the global batch.
 
-The convention of all gradients here is that of `replicas`: a value on replica `r` stands for its
-part of a mean over replicas by rows, so its gradient counts `weight_r` times.
+The labels of `row_labels` tell where rows were reduced or mixed. From there on this module builds
+the operations once more, on sums over all replicas or on the rows of all replicas. So every formula
+is right: a sum, a mean over unmasked rows, or a contrastive loss.
+
+With the weight `w_r` of replica `r`, its part of the global batch's rows, a value `V` of one device
+has three forms:
+
+- `averaged`: `a_r` with `sum of w_r * a_r = V`. A replica's part `s_r` of a sum becomes `s_r /
+  w_r`.
+- `part_of_sum`: `p_r` with `sum of p_r = V`.
+- `of_one_device`: `V` itself on every replica.
+
+Gradients follow the first form, as in `replica_context`: a value on replica `r` is its part of a
+mean over the replicas, so its gradient counts with weight `w_r`.
 """
 
 from __future__ import annotations
@@ -32,12 +41,20 @@ from tfmulti.errors import ModelError
 
 @dataclass
 class _Made:
-    """What was built for one replica's tensors, by their names."""
+    """What was built for one replica's tensors, by the tensors' names.
+
+    Attributes:
+        averages: values whose weighted mean over the replicas is that of one device.
+        globals: values of one device.
+        rows: this replica's rows, computed with values of the global batch.
+        leaves: tensors of the user's step from which the others were built.
+        mixes: whether `rows` depend on other rows by more than their number.
+    """
 
     averages: dict[str, tf.Tensor] = field(default_factory=dict)
     globals: dict[str, tf.Tensor] = field(default_factory=dict)
     rows: dict[str, tf.Tensor] = field(default_factory=dict)
-    leaves: dict[str, tf.Tensor] = field(default_factory=dict)  # the step's own tensors in use
+    leaves: dict[str, tf.Tensor] = field(default_factory=dict)
     mixes: bool = False
 
 
@@ -45,17 +62,17 @@ _made: weakref.WeakKeyDictionary[tf.Graph, _Made] = weakref.WeakKeyDictionary()
 
 
 def are_known(share: ReplicaSlice) -> bool:
-    """Whether values of the graph that is built now can be made those of the global batch."""
+    """Returns whether values of this graph can be made those of the global batch."""
     return row_labels.are_kept() and not share.is_local and not share.is_whole
 
 
 def averaged(share: ReplicaSlice, value: Any) -> Any:
-    """Returns a value whose mean over the replicas, by rows, is the value of one device.
+    """Returns a value whose mean over the replicas, weighted by rows, is the value of one device.
 
-    What is not understood stays as it is: see `note_unknown`.
+    A value that is not understood stays as it is, and is noted (`note_unknown`).
 
     Raises:
-        ModelError: it takes all rows together, and the step takes several passes.
+        ModelError: the value needs all rows together, and the step takes several passes.
     """
     if not are_known(share) or not isinstance(value, tf.Tensor):
         return value
@@ -71,7 +88,13 @@ def averaged(share: ReplicaSlice, value: Any) -> Any:
 
 
 def of_one_device(share: ReplicaSlice, value: Any) -> Any:
-    """Returns the value of one device, the same on every replica."""
+    """Returns the value of one device, the same on every replica.
+
+    A value that is not understood stays as it is, and is noted (`note_unknown`).
+
+    Raises:
+        ModelError: the value needs all rows together, and the step takes several passes.
+    """
     if not are_known(share) or not isinstance(value, tf.Tensor):
         return value
     note_unknown(share, value)
@@ -84,7 +107,13 @@ def of_one_device(share: ReplicaSlice, value: Any) -> Any:
 
 
 def part_of_sum(share: ReplicaSlice, value: Any) -> Any:
-    """Returns a value whose sum over the replicas is the value of one device."""
+    """Returns a value whose sum over the replicas is the value of one device.
+
+    A value for each row stays as it is. So does a value that is not understood, which is noted.
+
+    Raises:
+        ModelError: the value needs all rows together, and the step takes several passes.
+    """
     if not are_known(share) or not isinstance(value, tf.Tensor):
         return value
     if label_of(value).kind in (Kind.ROWS, Kind.MIXED, Kind.LOCAL):
@@ -94,7 +123,11 @@ def part_of_sum(share: ReplicaSlice, value: Any) -> Any:
 
 
 def own_rows(share: ReplicaSlice, value: Any) -> Any:
-    """Returns a replica's rows that count, of a value that has rows, as one device has them."""
+    """Returns the rows of this replica that count, of a value with rows, as one device has them.
+
+    Raises:
+        ModelError: the value needs all rows together, and the step takes several passes.
+    """
     if not isinstance(value, tf.Tensor):
         return value[: share.own_rows]
     first, of = tf.zeros_like(share.own_rows), tf.maximum(share.own_rows, 1)
@@ -109,12 +142,13 @@ def own_rows(share: ReplicaSlice, value: Any) -> Any:
             )
         else:
             value = builder.rows(value)
-    each = tf.shape(value, tf.int64)[0] // of  # entries of axis 0 for each row
+    # A row may have several entries of axis 0.
+    each = tf.shape(value, tf.int64)[0] // of
     return value[each * first : each * (first + share.own_rows)]
 
 
 def note_unknown(share: ReplicaSlice, value: Any) -> None:
-    """Notes why it is not known how a value depends on the rows, where that is so."""
+    """Notes the reason if it is not known how a value depends on the rows."""
     label = label_of(value)
     if label.kind is Kind.LOCAL:
         share.note_unknown(label.reason)
@@ -126,17 +160,21 @@ Gradient = Callable[..., Any]
 def gradient(
     share: ReplicaSlice, original: Gradient, target: Any, sources: Any, **options: Any
 ) -> Any:
-    """Returns the gradients of what one device would have computed, as a share must have them.
+    """Returns this replica's gradients of what one device would have computed.
 
-    Those by variables count by this replica's weight, as all gradients; those by rows are of these
-    rows alone.
+    Gradients by variables count with this replica's weight, as all gradients do. Gradients by rows
+    are those of one device for these rows.
 
     Args:
+        share: this replica's slice.
         original: `GradientTape.gradient` of the tape.
-        target: what the user's step takes the gradients of; of a tensor of several values it is
-            that of their sum.
+        target: what the user's step takes the gradients of. For a tensor of several values it is
+            their sum.
         sources: variables or tensors.
-        options: what else `GradientTape.gradient` takes.
+        **options: further arguments of `GradientTape.gradient`.
+
+    Raises:
+        ModelError: the target needs all rows together, and the step takes several passes.
     """
     targets = [t for t in tf.nest.flatten(target) if isinstance(t, tf.Tensor)]
     if not are_known(share) or options.get("output_gradients") is not None:
@@ -145,7 +183,8 @@ def gradient(
     for value in targets:
         note_unknown(share, value)
     of_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
-    if kinds <= {Kind.ROWS} and of_rows:  # each row by itself, as for one device
+    # The gradient of each row by itself is that of one device.
+    if kinds <= {Kind.ROWS} and of_rows:
         found = original(target, sources, **options)
         return tf.nest.map_structure(_labelled_rows, sources, found)
     if kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
@@ -162,10 +201,12 @@ def gradient(
 
 
 def _is_of_rows(source: Any) -> bool:
+    """Returns whether a tensor has the rows of the batch along axis 0."""
     return isinstance(source, tf.Tensor) and label_of(source).kind in (Kind.ROWS, Kind.MIXED)
 
 
 def _labelled_rows(source: tf.Tensor, value: Any) -> Any:
+    """Labels a gradient as rows, in the parts of the source, and returns it."""
     if isinstance(value, tf.Tensor):
         row_labels.mark(value, row_labels.rows(label_of(source).parts))
     return value
@@ -201,7 +242,7 @@ class _Builder:
         self._made = _made.setdefault(graph, _Made())
 
     def leaves_behind(self, made: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the floating tensors of the step itself that tensors were built from."""
+        """Returns the floating tensors of the user's step from which tensors were built."""
         found, seen, rest = [], set(), list(made)
         while rest:
             tensor = rest.pop()
@@ -215,7 +256,10 @@ class _Builder:
         return found[::-1]
 
     def on_tape(self, made: tf.Tensor) -> tf.Tensor:
-        """Returns the same value, which a gradient tape differentiates by the step's tensors."""
+        """Returns the same value, which a gradient tape can differentiate by the step's tensors.
+
+        A tape does not record the operations that `_again` creates.
+        """
         leaves = self.leaves_behind([made]) if made.dtype.is_floating else []
         if not leaves or leaves[0] is made:
             return made
@@ -232,7 +276,7 @@ class _Builder:
         return found
 
     def summed(self, target: tf.Tensor) -> tf.Tensor:
-        """Returns a value whose gradient is that of all of a target's numbers, of all replicas."""
+        """Returns a value with the gradient of the sum of a target's numbers on all replicas."""
         kind = label_of(target).kind
         if kind in (Kind.ROWS, Kind.MIXED):
             rows = self._counted(self.rows(target))
@@ -242,14 +286,14 @@ class _Builder:
         return self.average(target) if kind in (Kind.SUM, Kind.COUNT) else self.whole(target)
 
     def average(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a linear value of sums and means such that its mean over replicas is right."""
+        """Returns a value that is linear in sums and means, in the form of `averaged`."""
         made = self._made.averages
         if value.name not in made:
             made[value.name] = self._linear(value, self.average, as_sum=False)
         return made[value.name]
 
     def part(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a linear value of sums and means such that its sum over replicas is right."""
+        """Returns a value that is linear in sums and means, in the form of `part_of_sum`."""
         kind = label_of(value).kind
         if kind is Kind.SUM and not row_labels.is_reduction_of_rows(value):
             return self._linear(value, self.part, as_sum=True)
@@ -257,13 +301,20 @@ class _Builder:
             return value if row_labels.is_state_of_metric(value) else self._own_sum(value)
         if kind is Kind.MEAN and value.dtype.is_floating:
             return tf.math.multiply_no_nan(value, tf.cast(self._share.weight, value.dtype))
-        # Replica 0 has rows in every step.
+        # Replica 0 gives the whole value and the others give 0, since it has rows in every step.
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         return self.whole(value) * tf.cast(number == 0, value.dtype)
 
     def _linear(
         self, value: tf.Tensor, go_on: Callable[[tf.Tensor], tf.Tensor], *, as_sum: bool
     ) -> tf.Tensor:
+        """Returns a linear value, built from the inputs of its operation in the same form.
+
+        Args:
+            value: a tensor.
+            go_on: builds that form of an input.
+            as_sum: whether the form is that of `part_of_sum`; otherwise it is that of `averaged`.
+        """
         label, op = label_of(value), value.op
         if label.kind is Kind.COUNT:
             return self._count(value)
@@ -284,7 +335,7 @@ class _Builder:
         )
 
     def whole(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a value of one device, the same on every replica."""
+        """Returns the value of one device, the same on every replica."""
         made = self._made.globals
         if value.name not in made:
             self._make_needed(value)
@@ -292,9 +343,10 @@ class _Builder:
         return made[value.name]
 
     def _make_needed(self, value: tf.Tensor) -> None:
-        """Makes all that `whole` or `rows` of a value will ask for: what is needed first, first.
+        """Builds what `whole` or `rows` of a value will need, in the order of the graph.
 
-        So they do not call each other for each operation of a long chain: Python has an end there.
+        So these two do not call each other for every operation of a long chain, which would exceed
+        Python's recursion limit.
         """
         stack = self._needed(value)
         while stack:
@@ -309,7 +361,7 @@ class _Builder:
                 self.whole(at)
 
     def _needed(self, value: tf.Tensor) -> list[tf.Tensor]:
-        """Returns those inputs of a value's operation that are still to be made."""
+        """Returns the inputs of a value's operation that are still to be built."""
         op = value.op
         inputs = list(op.inputs)
         if label_of(value).kind is Kind.MIXED:
@@ -321,12 +373,14 @@ class _Builder:
         return [t for t in inputs if not self._is_made(t)]
 
     def _is_made(self, value: tf.Tensor) -> bool:
+        """Returns whether a value is built already, or need not be built."""
         kind = label_of(value).kind
         if kind is Kind.MIXED:
             return value.name in self._made.rows
         return kind not in (Kind.GLOBAL, Kind.SUM) or value.name in self._made.globals
 
     def _whole(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the value of one device, from inputs that were built before."""
         label, op = label_of(value), value.op
         if label.kind in (Kind.ALIKE, Kind.LOCAL):
             return self._leaf(value)
@@ -347,10 +401,10 @@ class _Builder:
         return self._again(value, [self.whole(t) for t in op.inputs])
 
     def rows(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a replica's rows, computed with values of the global batch where they need them.
+        """Returns this replica's rows, computed with values of the global batch where needed.
 
         Raises:
-            ModelError: these take a collective, and the step takes several passes.
+            ModelError: such a value needs a collective, and the step takes several passes.
         """
         label, made = label_of(value), self._made.rows
         if label.kind is not Kind.MIXED:
@@ -369,33 +423,34 @@ class _Builder:
         return made[value.name]
 
     def _leaf(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a tensor of the step itself, and notes it: gradients go on from there."""
+        """Returns a tensor of the user's step, and notes it: gradients go on from there."""
         self._made.leaves.setdefault(value.name, value)
         return value
 
     def _own_sum(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a sum over this replica's rows; 0 where it reads a row that does not count."""
+        """Returns a sum over this replica's rows; 0 if it reads a row that does not count."""
         own = self._own_mean(value)
         counts = tf.cast(self._share.own_rows > 0, own.dtype)
         return tf.math.multiply_no_nan(own, counts) if own.dtype.is_floating else own * counts
 
     def _own_mean(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a reduction of this replica's rows."""
+        """Returns a sum or mean over this replica's rows."""
         if label_of(value.op.inputs[0]).kind is not Kind.MIXED:
             return self._leaf(value)
         return self._again(value, [self.rows(value.op.inputs[0]), value.op.inputs[1]])
 
     def _counted(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns this replica's rows; 0 if it reads a row that does not count."""
         counts = tf.cast(self._share.own_rows > 0, rows.dtype)
         return tf.math.multiply_no_nan(rows, counts)
 
     def _over_weight(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a part of a sum as a part of a mean over replicas."""
+        """Returns a part of a sum divided by the weight, as a part of a mean over replicas."""
         weight = tf.cast(self._share.weight, value.dtype if value.dtype.is_floating else tf.float32)
         return tf.math.divide_no_nan(tf.cast(value, weight.dtype), weight)
 
     def _count(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns what depends on the number of rows, for the rows of the global batch."""
+        """Returns a value that depends on the number of rows, for the global batch."""
         made = self._made.globals
         if value.name not in made:
             op = value.op
@@ -408,17 +463,18 @@ class _Builder:
         return made[value.name]
 
     def _global_shape(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the shape or size that a tensor with rows has on one device."""
         of = value.op.inputs[0]
         read = tf.cast(tf.maximum(self._share.own_rows, 1), value.dtype)
         rows = tf.cast(self._share.global_rows, value.dtype)
         shape = tf.shape(of, value.dtype)
-        # Each row stands for as many entries of axis 0 on every replica.
+        # A row has the same number of entries of axis 0 on every replica.
         first = shape[0] // read * rows
         new = tf.concat([[first], shape[1:]], 0)
         return new if value.op.type == "Shape" else tf.reduce_prod(new)
 
     def _all_rows(self, rows: tf.Tensor, label: Label) -> tf.Tensor:
-        """Returns the rows of all replicas in the order of one device."""
+        """Returns the rows of all replicas, in the order of one device."""
         self._check_one_pass()
         share = self._share
         read = tf.maximum(share.own_rows, 1)
@@ -435,13 +491,14 @@ class _Builder:
         )
 
     def _gathered(self, rows: tf.Tensor, each: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of all replicas, with `each` entries of axis 0 for a row."""
         share = self._share
         share.note_gather()
         of_all = functools.partial(_of_all_replicas, share, self._made)
         return rows_of_all(share, rows, each, of_all)
 
     def _total(self, value: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
-        """Returns the sum of all replicas' parts of a sum, or their mean by rows."""
+        """Returns the sum of all replicas' parts of a sum, or their mean weighted by rows."""
         self._check_one_pass()
         share, made = self._share, self._made
         if not value.dtype.is_floating:
@@ -462,6 +519,7 @@ class _Builder:
         return found
 
     def _check_one_pass(self) -> None:
+        """Raises ModelError if the step takes several passes."""
         if in_passes():
             raise ModelError(
                 "the step computes a value from all rows of a batch together, which --microbatches "
@@ -470,9 +528,10 @@ class _Builder:
             )
 
     def _again(self, value: tf.Tensor, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns the same output of the same operation, of other inputs."""
+        """Returns the same output of the same operation with other inputs."""
         op = value.op
-        if op.type == "IdentityN":  # of `tf.custom_gradient`: its gradient is of the old inputs
+        # IdentityN is of `tf.custom_gradient`, whose gradient is by the old inputs.
+        if op.type == "IdentityN":
             return inputs[value.value_index]
         inputs = [
             tf.cast(new, old.dtype) if new.dtype != old.dtype else new
@@ -497,8 +556,9 @@ class _Builder:
 
 
 def _of_all_replicas(share: ReplicaSlice, made: _Made, upstream: tf.Tensor) -> tf.Tensor:
-    """Returns the gradient of the whole by a value that is the same on every replica.
+    """Returns the gradient of the global batch by a value that is the same on every replica.
 
-    Where that value has no use but in what all replicas compute alike, each has it already.
+    If all that depends on the value is alike on all replicas, each replica has this gradient
+    already. Otherwise the replicas' parts are summed.
     """
     return of_all_replicas(share, upstream) if made.mixes else upstream

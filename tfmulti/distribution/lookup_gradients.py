@@ -1,10 +1,12 @@
-"""Gradients of tables that a step looks entries up in, such as an embedding's.
+"""Gradients of tables in which a step looks entries up, such as an embedding's table.
 
-Such a gradient is a `tf.IndexedSlices`: a gradient for each lookup, and its index. An optimizer of
-Keras takes each entry by itself (Adam squares them, entry by entry), so an entry must stand for a
-lookup of one device. Lookups of a batch's own tokens are different ones on each replica: their
-entries are joined. A lookup by indices that are the same on all replicas, such as positions, is
-one lookup, and its entries are summed.
+Such a gradient is a `tf.IndexedSlices`: a gradient for each lookup, and the index of its entry. An
+optimizer of Keras handles each of these gradients by itself: Adam squares them one by one. So the
+global batch's IndexedSlices must have one gradient for each lookup that one device would make.
+
+- The tokens of a batch are different on each replica. Their gradients are concatenated.
+- Indices such as positions are the same on all replicas. All replicas then make one lookup
+  together, and their gradients are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from tfmulti.distribution.row_rules import Kind
 
 
 class Lookup(NamedTuple):
-    """The gradient of one lookup, and whether all replicas have it by the same indices."""
+    """The gradient of one lookup.
+
+    Attributes:
+        values: the gradients of the entries.
+        indices: the indices of the entries.
+        is_alike: whether all replicas look up the same indices.
+    """
 
     values: tf.Tensor
     indices: tf.Tensor
@@ -27,9 +35,10 @@ class Lookup(NamedTuple):
 
 
 def lookups_in(gradient: tf.IndexedSlices) -> list[Lookup]:
-    """Returns the lookups whose gradients were joined to one."""
+    """Returns the lookups whose gradients TensorFlow has concatenated to one IndexedSlices."""
     indices, values = gradient.indices, gradient.values
-    if not hasattr(indices, "graph"):  # of an eager tensor it is not known where it comes from
+    # An eager tensor does not tell which operations it was made by.
+    if not hasattr(indices, "graph"):
         return [Lookup(values, indices, False)]
     if label_of(indices).kind is Kind.ALIKE:
         return [Lookup(values, indices, True)]
@@ -45,7 +54,12 @@ def lookups_in(gradient: tf.IndexedSlices) -> list[Lookup]:
 
 
 def joined_lookups(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns the gradient of several lookups."""
+    """Returns the gradients of several lookups as one IndexedSlices.
+
+    Args:
+        lookups: the lookups, at least one.
+        like: an IndexedSlices of the same table.
+    """
     if len(lookups) == 1:
         return tf.IndexedSlices(lookups[0].values, lookups[0].indices, like.dense_shape)
     values = tf.concat([lookup.values for lookup in lookups], 0)
@@ -54,7 +68,10 @@ def joined_lookups(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.Inde
 
 
 def added(first: tf.IndexedSlices, second: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns the gradient of two passes over parts of a batch, which took the same lookups."""
+    """Returns the gradient of two passes over parts of a batch, which made the same lookups.
+
+    Gradients by the same indices are added, and others are concatenated.
+    """
     found = [
         [Lookup(one.values + other.values, one.indices, True)]
         if one.is_alike and other.is_alike

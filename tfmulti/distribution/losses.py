@@ -1,13 +1,16 @@
-"""Losses of a share that add up to the loss of the global batch.
+"""Scales the losses of replicas so that they add up to the loss of the global batch.
 
-Gradients meet as the mean over the replicas, each weighing by its rows (`replicas`). So a
-replica's loss must be such that this mean is the loss of the global batch:
+The gradient of the global batch is the mean of the replicas' gradients, weighted by their rows
+(`replica_context`). So each replica's loss must be such that this mean over the replicas is the
+loss of the global batch, and not the replica's own loss:
 
-- a mean over rows stays as it is;
-- a sum, and a mean by weights or over what is not masked, is scaled to its part;
-- a function that returns one number (a root of a mean, …), or a value for each row that
-  depends on the other rows (a contrastive loss), is computed from the rows of all replicas,
-  since nothing else is right for every such function.
+- A mean over rows stays as it is.
+- A sum is divided by the replica's weight `n_r / G`.
+- A mean by weights, or over values that are not masked, has a divisor `d_r` on replica `r`. The
+  loss is multiplied by `(d_r / d) / (n_r / G)`, where `d` is the sum of `d_r` over all replicas.
+- A loss of one number, such as a root of a mean, is computed from the rows of all replicas. So is a
+  value for each row that depends on other rows, such as a contrastive loss. Nothing else is right
+  for every such function.
 """
 
 from __future__ import annotations
@@ -30,37 +33,43 @@ _seen: PerThread[Seen | None] = PerThread(None)
 
 
 def compiled_loss() -> contextlib.AbstractContextManager[bool]:
-    """Inside the context, losses are those given to `compile`, which Keras' own step handles."""
+    """Marks losses inside the context as those of `compile`, which Keras' own step handles."""
     return _compiled.set_to(True)
 
 
 class Divisors:
-    """What the losses of a step that takes several passes divide by, in order of their calls.
+    """The divisors of the losses of a step that takes several passes, in the order of their calls.
 
-    The divisor of a mean by weights is known when all passes were seen. So they are run
-    twice: first `measuring`, where each loss leaves its divisor, then for real.
+    The divisor of a mean by weights is known only after all passes. So the passes are run twice. In
+    the first run each loss leaves its divisor here, and in the second run it finds the divisor of
+    the global batch.
     """
 
     def __init__(self) -> None:
-        self._own: list[tf.Tensor] = []  # of this replica, summed over the passes
+        # This replica's divisors, summed over the passes.
+        self._own: list[tf.Tensor] = []
         self._totals: list[tf.Tensor] | None = None
         self._next = 0
 
     @property
     def any(self) -> bool:
+        """Whether a loss has left a divisor."""
         return bool(self._own)
 
     def in_use(self) -> contextlib.AbstractContextManager[Divisors | None]:
-        """Inside the context, the losses of one pass find or leave their divisors here."""
+        """Makes the losses of one pass find or leave their divisors here, inside the context."""
         self._next = 0
         return _divisors.set_to(self)
 
     def sum_up(self, share: ReplicaSlice) -> None:
-        """Ends the measuring: the divisors are those of all passes of all replicas that meet."""
+        """Ends the first run: the divisors are summed over all passes and all replicas.
+
+        In local steps they are summed over the passes of this replica alone.
+        """
         self._totals = _of_all(share, self._own) if self._own else []
 
     def total_of(self, own: tf.Tensor) -> tf.Tensor:
-        """Returns a loss' divisor over the global batch, or while measuring its own part."""
+        """Returns a loss' divisor over the global batch; in the first run, its own part of it."""
         place, self._next = self._next, self._next + 1
         if self._totals is not None:
             return self._totals[place]
@@ -72,25 +81,28 @@ class Divisors:
 
 
 def in_passes() -> bool:
-    """Whether the step takes several passes, of which this is one."""
+    """Returns whether the step takes several passes, and this is one of them."""
     return _divisors.get() is not None
 
 
 def scaled_to_global(
     share: ReplicaSlice, loss: Any, reduction: str | None, divisor: Callable[[], tf.Tensor | None]
 ) -> Any:
-    """Returns a reduced loss of a share, scaled so that the shares' mean is the global loss.
+    """Returns a replica's loss, scaled so that the mean over the replicas is the global loss.
 
     Args:
-        loss: what Keras made of the share's values.
-        reduction: Keras' name of how.
-        divisor: returns what Keras divided the sum by, or None where that is the rows.
+        share: this replica's slice.
+        loss: the loss that Keras computed from the values of this replica's rows.
+        reduction: Keras' name of the reduction.
+        divisor: returns what Keras divided the sum by, or None if that is the number of rows.
 
     Raises:
-        ModelError: a sum in a train_step of the user's own, which may divide it again.
+        ModelError: the loss is a sum in a `train_step` of the user's own, which may divide it
+            again.
     """
     if reduction in (None, "none"):
-        return loss  # its gradient is that of a sum: `global_values.gradient`
+        # The gradient of a vector is that of its sum (`global_values.gradient`).
+        return loss
     if reduction == "sum":
         if not _compiled.get() and not row_labels.are_kept():
             raise ModelError(
@@ -111,14 +123,15 @@ def scaled_to_global(
 
 
 def _of_all(share: ReplicaSlice, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns values summed over all replicas; in local steps, as they are."""
     return values if share.is_local else sum_together(values)
 
 
 def summed_gradient(share: ReplicaSlice, loss: Any) -> Any:
-    """Returns the same vector of losses, with the gradient of a part of one long vector.
+    """Returns the same vector of losses, with a gradient like that of a part of one long vector.
 
-    The gradient of a vector is that of its sum, over all replicas: see `scaled_to_global`. A number
-    stays.
+    The gradient of a vector is that of the sum over all replicas, so it is divided by the replica's
+    weight (see the module). A single number stays as it is.
     """
     if not tf.is_tensor(loss) or not loss.shape.rank:
         return loss
@@ -126,9 +139,10 @@ def summed_gradient(share: ReplicaSlice, loss: Any) -> Any:
 
 
 def added_loss(share: ReplicaSlice, loss: Any) -> Any:
-    """Returns what `add_loss` was given, summed as Keras does, as a part of the global sum.
+    """Returns a loss that `add_loss` was given, as a part of the global sum that Keras makes.
 
-    One number is taken for a mean over rows, or for what has nothing to do with them.
+    A single number stays as it is. It is taken for a mean over rows, or for a value that does not
+    depend on the rows.
     """
     if loss.shape.rank == 0:
         return loss
@@ -137,19 +151,24 @@ def added_loss(share: ReplicaSlice, loss: Any) -> Any:
 
 @dataclass
 class Seen:
-    """What was seen while a loss was computed: whether it was reduced, and from one number."""
+    """What was seen while a loss was computed.
+
+    Attributes:
+        reduced: whether a loss was reduced.
+        scalar: whether a loss function returned one number before the reduction.
+    """
 
     reduced: bool = False
     scalar: bool = False
 
 
 def watching(seen: Seen) -> contextlib.AbstractContextManager[Seen | None]:
-    """Inside, `seen` is told of the losses that are reduced, one within another."""
+    """Notes in `seen` the losses that are reduced inside the context, also nested ones."""
     return _seen.set_to(seen)
 
 
 def note_reduction(of_one_number: bool) -> None:
-    """Says that a loss is reduced, and whether its function returned one number."""
+    """Notes that a loss is reduced, and whether its function returned one number."""
     seen = _seen.get()
     if seen is not None:
         seen.reduced = True
@@ -166,14 +185,21 @@ def from_all_rows(
 ) -> Any:
     """Returns `compute(y_true, y_pred, weights)` of the global batch, the same on all replicas.
 
-    Its gradient is such that the shares' mean is that of the global batch. The other
-    replicas' predictions are constants here: each replica adds what its own rows bring.
+    The predictions of the other replicas are constants here. So each replica's gradient is what its
+    own rows add to the whole. The gradient is divided by the replica's weight, so that the mean
+    over the replicas is the gradient of the global batch. In local steps the replica's own rows are
+    the batch.
 
     Args:
-        attached: attributes of predictions that hold tensors of the same rows.
+        share: this replica's slice.
+        compute: the function of all rows.
+        y_true: a nest of targets.
+        y_pred: a nest of predictions.
+        weights: a nest of weights, or None.
+        attached: the names of attributes of predictions that hold tensors of the same rows.
 
     Raises:
-        ModelError: a step of several passes, where the rows are never there together.
+        ModelError: the step takes several passes, so all rows are never there together.
     """
     if in_passes():
         raise ModelError(
@@ -189,12 +215,14 @@ def from_all_rows(
         tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
     )
     y_pred = tf.nest.map_structure(lambda v: _all_rows_of_variable(share, v, attached), y_pred)
-    with computing(share.alone()):  # all rows are there; a loss within this one is as Keras has it
+    # All rows are there, so a loss inside this one must not be scaled.
+    with computing(share.alone()):
         loss = compute(y_true, y_pred, weights)
     return _with_gradient_times(loss, tf.math.reciprocal_no_nan(share.weight))
 
 
 def _own_rows(share: ReplicaSlice, value: Any) -> Any:
+    """Returns the rows of this replica that count."""
     if value is None:
         return None
     value = tf.convert_to_tensor(value)
@@ -202,12 +230,13 @@ def _own_rows(share: ReplicaSlice, value: Any) -> Any:
 
 
 def _all_rows(share: ReplicaSlice, value: Any) -> Any:
+    """Returns the rows of all replicas; a value without rows stays as it is."""
     own = _own_rows(share, value)
     return own if own is None or not own.shape.rank else gather_rows(own)
 
 
 def _all_rows_of_variable(share: ReplicaSlice, value: Any, attached: Sequence[str]) -> Any:
-    """Returns the rows of all replicas; this one's own carry the gradient."""
+    """Returns the rows of all replicas; this replica's own rows carry the gradient."""
     value = tf.convert_to_tensor(value)
     if not value.shape.rank:
         return value
@@ -238,15 +267,19 @@ def divisor_of(
     reduction: str | None,
     same_rank: Callable[[Any, Any], Sequence[Any]],
 ) -> tf.Tensor | None:
-    """Returns what Keras divides a share's summed loss by, where that is not its rows.
+    """Returns what Keras divides a summed loss by; None if that is the number of its values.
 
     Args:
+        values: the losses before the reduction.
+        sample_weight: the weights of the values, or None.
+        mask: which values count, or None.
+        reduction: Keras' name of the reduction.
         same_rank: Keras' rule by which weights and values get the same rank.
     """
     weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
     if mask is None and not weighs:
         return None
-    # Keras' own weights of the values; those of masked ones are 0.
+    # These are Keras' own weights of the values. Those of masked values are 0.
     ones = tf.ones_like(tf.convert_to_tensor(values), tf.float32)
     weights = ones if mask is None else tf.cast(mask, tf.float32)
     if weighs:

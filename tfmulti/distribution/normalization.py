@@ -1,14 +1,22 @@
-"""BatchNormalization over the rows of all replicas: the statistics of the global batch.
+"""BatchNormalization with the statistics of the global batch.
 
-Keras' own `synchronized=True` reduces three times forward and three times backward, from
-sums of squares; it counts the row that a replica without rows reads, and where replicas
-have different numbers of rows its gradient weighs them alike. Here each replica's count,
-mean and sum of squared distances travel together, once each way, and are merged as Chan,
-Golub and LeVeque do (Updating formulae and a pairwise algorithm for computing sample
-variances, 1979), which loses no digits where the mean is large.
+Replica `r` has for each channel the count `c_r` of its values, their mean `m_r`, and the sum `s_r`
+of their squared distances to that mean. One collective gathers the three from all replicas. They
+are merged as by Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing
+sample variances, 1979:
 
-A layer's gradient is one fused kernel and what mean and variance add to it, where that of Keras'
-single operations reads the values many times.
+    c = sum of c_r
+    mean = (sum of c_r * m_r) / c
+    variance = (sum of s_r + sum of c_r * (m_r - mean)^2) / c
+
+This loses no digits where the mean is large. The gradient takes a second collective.
+
+Keras' own `synchronized=True` takes three collectives forward and three backward, and it begins
+from sums of squares. It counts the row that a replica without rows reads. Where replicas have
+different numbers of rows, its gradient weighs the replicas alike.
+
+The gradient of `normalized` is one fused kernel, plus what mean and variance add to it. The
+gradient of Keras' single operations reads the values many times.
 """
 
 from __future__ import annotations
@@ -25,23 +33,26 @@ from tfmulti.distribution.replica_slice import ReplicaSlice
 def normalized(
     share: ReplicaSlice, x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, epsilon: float
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns normalized values, and count, mean and variance of what they were normalized by.
+    """Returns normalized values, and the count, mean and variance that they were normalized by.
 
-    Those of each channel, of all rows that the share stands for: of all replicas, unless it is
-    the whole. The variance is Keras', without Bessel's correction.
+    These three are for each channel, over the rows of all replicas, or over the rows of `x` alone
+    if `share` is the whole batch. The variance is Keras', without Bessel's correction.
 
     Args:
-        x: this share's values, float32; the last axis is that of the channels.
-        gamma: what each channel is multiplied by.
-        beta: what is then added to each.
+        share: this replica's slice.
+        x: this replica's values, float32, with the channels on the last axis.
+        gamma: what each normalized channel is multiplied by.
+        beta: what is then added to each channel.
+        epsilon: what is added to the variance.
     """
     of_images = x.shape.rank == 4
     form = tf.shape(x)
     rows = [form[0], tf.reduce_prod(form[1:-1]), 1, x.shape[-1]]
 
     x = x if of_images else tf.reshape(x, rows)
-    # Not within the function that has its own gradient: if more of it were used than `y`,
-    # TensorFlow would not draw what follows (a sum, a rectifier) into the kernel that makes `y`.
+    # The statistics are computed outside the function with the custom gradient. If the step used
+    # more of that function than `y`, TensorFlow would not fuse what follows, such as a sum or a
+    # rectifier, with the kernel that makes `y`.
     found = count, *_ = _statistics(share, x, _moments if of_images else _keras_moments)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -54,7 +65,8 @@ def normalized(
                 found = _kernel_gradients(dy, x, gamma, of, epsilon, is_training=True)
             else:
                 found = _gradients_of_share(share, dy, x, gamma, of, epsilon)
-            return (*found, None, None)  # what mean and variance add is in that of `x`
+            # The gradient of `x` contains what mean and variance add.
+            return (*found, None, None)
 
         if of_images:
             slope = gamma * tf.math.rsqrt(variance + epsilon)
@@ -70,11 +82,12 @@ Moments = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
 @tf.function(autograph=False)  # type: ignore[untyped-decorator]
 def _moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns mean and variance of each channel of images: of each image first.
+    """Returns mean and variance of each channel of images, from the means of each image.
 
-    That is faster than over all at once, and loses fewer digits of the many values. Of few
-    channels the squares are summed by a product of matrices, which reads the values once; where a
-    mean is so large that its square would cost the variance digits, distances to it are summed.
+    This is faster than one mean over all values, and loses fewer digits. For few channels, the
+    squares are summed by a product of matrices, which reads the values once. If the mean is so
+    large that its square would cost the variance digits, the squared distances to the mean are
+    summed instead.
     """
     mean = tf.reduce_mean(tf.reduce_mean(x, [1, 2]), 0)
 
@@ -95,6 +108,7 @@ def _moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _keras_moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns mean and variance of each channel, as Keras computes them."""
     mean, variance = tf.nn.moments(x, [0, 1, 2])
     return mean, variance
 
@@ -102,7 +116,7 @@ def _keras_moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def _statistics(
     share: ReplicaSlice, x: tf.Tensor, moments: Moments
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns count, mean and variance of each channel over the rows of all."""
+    """Returns count, mean and variance of each channel over the rows of all replicas."""
     mean, variance = moments(x)
     values = tf.size(x, tf.int64) // x.shape[-1]
     count = tf.fill(tf.shape(mean), tf.cast(values, x.dtype))
@@ -114,9 +128,10 @@ def _statistics(
 
 
 def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
-    """Returns `slope * x + level`, channel by channel, reading `x` once.
+    """Returns `slope * x + level` for each channel, and reads `x` once.
 
-    Of few channels by a convolution of 1x1, into which TensorFlow draws what is then added.
+    For few channels this is a 1x1 convolution, with which TensorFlow fuses an addition that
+    follows.
     """
     if x.shape[-1] <= SCALED_BY_CONVOLUTION:
         filters = tf.linalg.diag(slope)[tf.newaxis, tf.newaxis]
@@ -133,11 +148,12 @@ def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
     return found.y
 
 
-SCALED_BY_CONVOLUTION = 64  # up to which a convolution costs less than the kernel that normalizes
-SQUARED_BY_PRODUCT = (
-    32  # up to which a product of matrices costs less than another pass over the values
-)
-_EPSILON = 2.0**-10  # of a kernel that shall divide by 1
+# Up to this number of channels, a convolution costs less than the kernel that normalizes.
+SCALED_BY_CONVOLUTION = 64
+# Up to this number of channels, a product of matrices costs less than another pass over the values.
+SQUARED_BY_PRODUCT = 32
+# The kernel divides by the root of variance + epsilon, which here makes 1.
+_EPSILON = 2.0**-10
 
 Gradients = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 
@@ -150,15 +166,23 @@ def _gradients_of_share(
     statistics: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
     epsilon: float,
 ) -> Gradients:
-    """Returns the gradients of values, `gamma` and `beta`, as they stand for this share.
+    """Returns this replica's gradients by values, `gamma` and `beta`.
 
-    Ioffe and Szegedy, Batch normalization, 2015 (arXiv:1502.03167), section 3.
+    Source: Ioffe and Szegedy, Batch normalization, 2015 (arXiv:1502.03167), section 3.
+
+    Args:
+        share: this replica's slice.
+        dy: this replica's gradient by the normalized values.
+        x: this replica's values.
+        gamma: what each channel is multiplied by.
+        statistics: count, mean and variance of the global batch.
+        epsilon: what is added to the variance.
     """
     total, mean, variance = statistics
-    # As if mean and variance were numbers; what they add follows.
+    # These gradients take mean and variance as constants. What the two add follows.
     dx, dgamma, dbeta = _frozen_gradients(dy, x, gamma, mean, variance, epsilon)
-    # Each replica's loss depends on the rows of all, and counts by its weight; what is returned
-    # here will be weighed by this replica's (without rows by 0).
+    # The loss of every replica depends on the rows of all, and counts by that replica's weight.
+    # What is returned here will be multiplied by this replica's weight, which is 0 without rows.
     weight = tf.cast(share.weight, x.dtype)
     sums = tf.math.multiply_no_nan(tf.stack([dgamma, dbeta]), weight)
     of_all = replica_context.total(sums)
@@ -177,9 +201,10 @@ def _frozen_gradients(
     variance: tf.Tensor,
     epsilon: float,
 ) -> Gradients:
-    """Returns the gradients as if mean and variance were numbers.
+    """Returns the gradients for a mean and a variance that do not depend on the values.
 
-    The kernel's own derivative leaves these two out, so a second one is that of the formula.
+    The kernel's own derivative leaves out mean and variance. So the second derivative is that of
+    the formula.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -212,6 +237,7 @@ def _kernel_gradients(
     *,
     is_training: bool,
 ) -> Gradients:
+    """Returns the gradients that TensorFlow's fused kernel computes."""
     _, mean, variance = statistics
     found = tf.raw_ops.FusedBatchNormGradV3(
         y_backprop=dy,
@@ -232,9 +258,10 @@ def global_moments(
     """Returns mean and variance over the given axes and the rows of all replicas.
 
     Args:
-        x: this share's values, a floating point type of 32 bits or more.
-        mask: what counts, of the shape of `x` without its last axis; None: all.
-        axes: those that are reduced; the first is that of the rows.
+        share: this replica's slice.
+        x: this replica's values, in a floating point type of 32 bits or more.
+        mask: which values count, with the shape of `x` without its last axis; None means all.
+        axes: the axes to reduce; the first one is that of the rows.
     """
     counts = tf.ones_like(x) if mask is None else tf.cast(mask, x.dtype)[..., tf.newaxis]
     counts = counts * tf.cast(share.own_rows > 0, x.dtype)
@@ -249,8 +276,8 @@ def global_moments(
         total, mean, variance = _merged(count, mean, squares)
 
         def gradient(mean_upstream: tf.Tensor, variance_upstream: tf.Tensor) -> tf.Tensor:
-            # Each replica's loss depends on the rows of all, and counts by its weight; what
-            # is returned here will be weighed by this replica's.
+            # The loss of every replica depends on the rows of all, and counts by that replica's
+            # weight. What is returned here will be multiplied by this replica's weight.
             weight = tf.cast(share.weight, x.dtype)
             upstream = tf.math.multiply_no_nan(
                 tf.stack([tf.reshape(mean_upstream, [-1]), tf.reshape(variance_upstream, [-1])]),
@@ -280,11 +307,11 @@ def _merged(
     return found
 
 
-# Functions of TensorFlow: what all layers of one form do is traced once, which takes a step of many
-# layers a second less.
+# As a function of TensorFlow it is traced once for all layers of one form. So the first step of a
+# model with many layers takes a second less.
 @tf.function(autograph=False)  # type: ignore[untyped-decorator]
 def _of_all(everyone: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns count, mean and variance, out of the replicas' counts, means and sums of squares."""
+    """Returns the merged statistics from `[replicas, (count, mean, squared distances), ...]`."""
     counts, means, squares = tf.unstack(everyone, axis=1)
     total = tf.reduce_sum(counts, 0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)

@@ -1,13 +1,15 @@
-"""Random numbers of a global batch: each replica draws those of its own rows.
+"""Draws the random numbers of the global batch: each replica draws those of its own rows.
 
-On one device a layer draws one tensor for the batch, of which row `i` belongs to example
-`i`. Here each replica draws from the same seed the numbers that stand at its own rows of
-that tensor: two replicas never share a mask, an example is augmented alike on any number of
-workers, and the numbers are those of one device.
+One device draws one tensor of random numbers for a batch, in which row `i` belongs to example `i`.
+Here each replica draws from the same seed the numbers at its own rows of that tensor. So two
+replicas never share a mask, an example is augmented alike on any number of workers, and the numbers
+are those of one device.
 
-TensorFlow's stateless generator is Philox (Salmon et al., Parallel random numbers: as easy
-as 1, 2, 3, SC 2011): the numbers come from a counter, so a replica begins at its own place
-without drawing what stands before it.
+TensorFlow's stateless generator is Philox (Salmon et al., Parallel random numbers: as easy as 1, 2,
+3, SC 2011). It computes 128 random bits from each value of a counter, without the bits of earlier
+values. If `k` numbers fit into these bits, the number at position `p` of the tensor comes from the
+counter's value `start + p // k`. So a replica begins at its own position, and does not draw what
+comes before it.
 """
 
 from __future__ import annotations
@@ -21,18 +23,26 @@ import tensorflow as tf
 from tfmulti.distribution import row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice
 
-Draw = Callable[..., Any]  # (Keras' own function, share, drawn seed, Keras' arguments)
+# It takes Keras' own function, the replica slice, the seed of this draw, and Keras' arguments.
+Draw = Callable[..., Any]
 
-_BITS = 128  # of one value of Philox' counter
+# The random bits of one value of Philox' counter.
+_BITS = 128
 
 
 def by_parts(
     draw: Callable[..., Any], share: ReplicaSlice, seed: tf.Tensor, arguments: dict[str, Any]
 ) -> Any:
-    """Returns `draw(share, seed, **arguments)`, part by part where rows were concatenated.
+    """Returns `draw(share, seed, **arguments)`, part by part if rows were concatenated.
 
-    Of a batch that was concatenated with another one along the rows, as a discriminator gets it,
-    each part has its own place among the numbers that one device draws.
+    A batch may be concatenated with another one along the rows, as for a discriminator. Then each
+    part has its own place among the numbers that one device draws.
+
+    Args:
+        draw: one of `DRAWS` with Keras' function.
+        share: this replica's slice.
+        seed: the seed of this draw.
+        arguments: the arguments of Keras' function without the seed, by name.
     """
     tensor = arguments.get("inputs", arguments.get("logits", arguments.get("x")))
     shape = arguments.get("shape")
@@ -50,7 +60,7 @@ def by_parts(
     before, drawn = 0, []
     pieces = tf.split(tensor, [k * read for k in parts]) if tensor is not None else None
     for number, k in enumerate(parts):
-        # The draws count rows of examples, of which each has `k`.
+        # The draws multiply these by `k`, the number of entries of an example in this part.
         first = share.first_row + before * share.global_rows // k
         rows = share.global_rows * sum(parts) // k
         own = share._replace(first_row=first, global_rows=rows)
@@ -87,10 +97,18 @@ def uniform(
     maxval: Any,
     dtype: Any,
 ) -> tf.Tensor:
-    """Returns uniform numbers in [minval, maxval), as `tf.random.stateless_uniform` has them.
+    """Returns uniform numbers in [minval, maxval), as `tf.random.stateless_uniform` draws them.
 
-    `shape` is that of this share: where its first axis counts rows, the numbers are those of
-    these rows in the tensor of the global batch; else all shares draw the same.
+    If the first axis of the shape counts rows, these are the numbers of this replica's rows in the
+    tensor of the global batch. Otherwise all replicas draw the same numbers.
+
+    Args:
+        share: this replica's slice.
+        seed: the seed of this draw.
+        shape: the shape for this replica's rows.
+        minval: the least number.
+        maxval: the upper end of the interval.
+        dtype: a type of floating point or whole numbers.
     """
     dtype = tf.as_dtype(dtype)
     low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
@@ -111,7 +129,16 @@ def randint(
     maxval: Any,
     dtype: Any,
 ) -> tf.Tensor:
-    """Returns whole numbers in [minval, maxval); see `uniform`."""
+    """Returns whole numbers in [minval, maxval); see `uniform`.
+
+    Args:
+        share: this replica's slice.
+        seed: the seed of this draw.
+        shape: the shape for this replica's rows.
+        minval: the least number.
+        maxval: the upper end of the interval.
+        dtype: the type of the result. Types other than int32 and int64 are drawn as int64.
+    """
     known = keras.backend.standardize_dtype(dtype) in ("int32", "int64")
     drawn = dtype if known else "int64"
     return tf.cast(uniform(share, seed, shape, minval, maxval, drawn), dtype)
@@ -125,7 +152,16 @@ def normal(
     stddev: Any,
     dtype: Any,
 ) -> tf.Tensor:
-    """Returns normal numbers, as `tf.random.stateless_normal` has them; see `uniform`."""
+    """Returns normal numbers, as `tf.random.stateless_normal` draws them; see `uniform`.
+
+    Args:
+        share: this replica's slice.
+        seed: the seed of this draw.
+        shape: the shape for this replica's rows.
+        mean: the mean of the distribution.
+        stddev: the standard deviation of the distribution.
+        dtype: a floating point type.
+    """
     dtype = tf.as_dtype(dtype)
     numbers = _aligned(
         share, shape, dtype.size, seed, tf.raw_ops.StatelessRandomNormalV2, dtype=dtype
@@ -136,14 +172,24 @@ def normal(
 def dropout(
     original: Draw, share: ReplicaSlice, seed: tf.Tensor, inputs: Any, rate: float, noise_shape: Any
 ) -> tf.Tensor:
-    """Returns the inputs with some elements 0 and the others scaled by 1 / (1 - rate)."""
+    """Returns the inputs with some elements 0 and the others scaled by 1 / (1 - rate).
+
+    Args:
+        original: Keras' function, which is not called.
+        share: this replica's slice.
+        seed: the seed of this draw.
+        inputs: this replica's rows.
+        rate: the part of the elements that become 0.
+        noise_shape: the shape of the mask, where None stands for a size of `inputs`; None for all.
+    """
 
     sizes = shape_of(inputs)
     if noise_shape is not None:
         sizes = [sizes[i] if size is None else size for i, size in enumerate(noise_shape)]
 
     def sample(shape: Any, dtype: Any) -> Any:
-        del shape  # the same sizes, but all unknown
+        # These are the same sizes, but all unknown.
+        del shape
         return uniform(share, seed, sizes, 0, 1, dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, sizes)
@@ -152,10 +198,18 @@ def dropout(
 def from_whole(
     original: Draw, share: ReplicaSlice, seed: tf.Tensor, shape: Any, **parameters: Any
 ) -> tf.Tensor:
-    """Returns this share's rows of the numbers of the global batch.
+    """Returns this replica's rows of the numbers that one device draws for the global batch.
 
-    For distributions whose numbers cannot be reached without those before them. Parameters
-    that are tensors are this share's own; then its numbers are too (`seed_of_share`).
+    This is for distributions whose numbers cannot be drawn without those before them. So each
+    replica draws the numbers of all rows, and keeps its own. If a parameter is a tensor, it has the
+    values of this replica alone. Then the replica draws with a seed of its own (`seed_of_share`).
+
+    Args:
+        original: Keras' function.
+        share: this replica's slice.
+        seed: the seed of this draw.
+        shape: the shape for this replica's rows.
+        **parameters: further arguments of Keras' function.
     """
     shape = _as_list(shape)
     rows = _rows_per_row(share, shape)
@@ -164,7 +218,7 @@ def from_whole(
         return original(shape, **parameters, seed=_Drawn(seed))
     if own:
         return original(shape, **parameters, seed=_Drawn(seed_of_share(share, seed, shape)))
-    # Where the first axis counts no rows after all, all shares draw the same.
+    # If the first axis counts no rows after all, all replicas draw the same numbers.
     size = tf.where(rows > 0, share.global_rows * rows, tf.cast(shape[0], tf.int64))
     whole = original([tf.cast(size, tf.int32), *shape[1:]], **parameters, seed=_Drawn(seed))
     first = share.first_row * rows
@@ -174,28 +228,46 @@ def from_whole(
 def categorical(
     original: Draw, share: ReplicaSlice, seed: tf.Tensor, logits: Any, num_samples: int, dtype: Any
 ) -> tf.Tensor:
-    """Returns samples for each row of `logits`, as one device draws them for the whole batch."""
+    """Returns samples for each row of `logits`, as one device draws them for the global batch.
+
+    Args:
+        original: Keras' function.
+        share: this replica's slice.
+        seed: the seed of this draw.
+        logits: this replica's rows.
+        num_samples: the number of samples for each row.
+        dtype: the type of the result.
+    """
     logits = tf.convert_to_tensor(logits)
     rows = _rows_per_row(share, shape_of(logits))
     if rows is None:
         return original(logits, num_samples, dtype, seed=_Drawn(seed))
-    # Each row of the kernel has numbers of its own; what the other rows are is no matter.
+    # The kernel's numbers for a row depend on its position, and not on the values of other rows.
     before = tf.cast(share.first_row * rows, tf.int32)
     padded = tf.pad(logits, [[before, 0], [0, 0]])
     return original(padded, num_samples, dtype, seed=_Drawn(seed))[before:]
 
 
 def shuffle(original: Draw, share: ReplicaSlice, seed: tf.Tensor, x: Any, axis: int) -> tf.Tensor:
-    """Returns `x` in another order along `axis`: the rows of a share among themselves."""
+    """Returns `x` in another order along `axis`; each replica shuffles its own rows.
+
+    Args:
+        original: Keras' function.
+        share: this replica's slice.
+        seed: the seed of this draw.
+        x: this replica's values.
+        axis: the axis to shuffle.
+    """
     size = shape_of(tf.convert_to_tensor(x))[axis]
     return original(x, axis, seed=_Drawn(seed_of_share(share, seed, [size])))
 
 
 def _of_our_own(draw: Draw) -> Draw:
-    """Returns a draw that gets Keras' function, as the others of `DRAWS`, and does not need it."""
+    """Returns a draw that gets Keras' function, like the others of `DRAWS`, and ignores it."""
     return lambda original, share, seed, **arguments: draw(share, seed, **arguments)
 
 
+# The draws by the names of the functions in Keras' TensorFlow backend.
 DRAWS: dict[str, Draw] = {
     "uniform": _of_our_own(uniform),
     "randint": _of_our_own(randint),
@@ -211,7 +283,7 @@ DRAWS: dict[str, Draw] = {
 
 
 def seed_of_share(share: ReplicaSlice, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
-    """Returns a seed that differs from share to share, where the first axis counts rows."""
+    """Returns a seed of this replica's own if a shape begins with rows; else the same seed."""
     rows = _rows_per_row(share, shape)
     if rows is None:
         return seed
@@ -219,7 +291,7 @@ def seed_of_share(share: ReplicaSlice, seed: tf.Tensor, shape: list[Any]) -> tf.
 
 
 class _Drawn(keras.random.SeedGenerator):
-    """A seed generator whose seed is drawn already."""
+    """A seed generator that returns one given seed."""
 
     def __init__(self, seed: tf.Tensor) -> None:
         self._drawn = seed
@@ -229,7 +301,7 @@ class _Drawn(keras.random.SeedGenerator):
 
 
 def shape_of(value: Any) -> list[Any]:
-    """Returns a tensor's shape, whole numbers where they are known."""
+    """Returns a tensor's shape: whole numbers where they are known, and tensors elsewhere."""
     dynamic = tf.shape(value)
     return [dynamic[i] if size is None else size for i, size in enumerate(value.shape)]
 
@@ -242,7 +314,16 @@ def _aligned(
     draw: Callable[..., Any],
     **options: Any,
 ) -> Any:
-    """Returns `draw(..., **options)` of a shape from where this share's rows begin."""
+    """Returns what `draw` draws for a shape, from the position where this replica's rows begin.
+
+    Args:
+        share: this replica's slice.
+        shape: the shape for this replica's rows.
+        bytes_each: the size of one number.
+        seed: the seed of this draw.
+        draw: an operation of TensorFlow that draws by a key and a counter.
+        **options: further arguments of `draw`.
+    """
     shape = _as_list(shape)
     count = (
         tf.reduce_prod(tf.cast(tf.stack(shape), tf.int64)) if shape else tf.constant(1, tf.int64)
@@ -252,9 +333,11 @@ def _aligned(
         start = tf.constant(0, tf.int64)
     else:
         start = share.first_row * rows * tf.math.floordiv(count, _at_least_one(shape[0]))
-    together = _BITS // max(32, 8 * bytes_each)  # numbers of one value of the counter
+    # So many numbers come from one value of the counter.
+    together = _BITS // max(32, 8 * bytes_each)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     low = counter[0] + tf.cast(start // together, tf.uint64)
+    # The counter has two halves of 64 bits. If the lower half overflows, the upper one grows by 1.
     high = counter[1] + tf.cast(low < counter[0], tf.uint64)
     skip = start % together
     numbers = draw(
@@ -279,10 +362,10 @@ def _at_least_one(size: Any) -> tf.Tensor:
 
 
 def _rows_per_row(share: ReplicaSlice, shape: list[Any]) -> tf.Tensor | None:
-    """Returns how many rows of `shape` an example has; None or 0 where its rows are none.
+    """Returns how many entries of axis 0 an example has; None or 0 if the axis counts no rows.
 
-    A first axis that is known before the step runs, where the rows are not, does not count
-    them; nor does one that no whole number of the rows makes up.
+    Axis 0 counts no rows if its size is known before the step runs and the number of rows is not.
+    Nor does it if its size is no whole multiple of the number of rows.
     """
     if not shape:
         return None

@@ -42,8 +42,8 @@ def reduce_gradients(
 
     Args:
         gradients: tensors, `tf.IndexedSlices`, or None, which stays None.
-        wire: the type in which dense float32 gradients travel. They are added in float32. None
-            means their own type.
+        wire: the type in which dense float32 gradients travel; None means their own type. Gradients
+            of 16 bits are added in float32, except where TensorFlow's own collectives serve.
         by_bytes: the size of a bucket. Gradients are summed in buckets of about so many bytes, the
             last layers' first, while other gradients are computed. 0 means one sum of all.
 
@@ -162,7 +162,7 @@ def _by_collectives(
     flat = [[tf.reshape(narrow[i], [-1]) for i in pack] for pack in packs]
     slices = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
     totals = collectives.begin_totals([p[0] if len(p) == 1 else tf.concat(p, 0) for p in flat])
-    # Everything is sent before the first wait, which is in `totals()`.
+    # All rows are sent, too, before the first wait, which is in `totals()`.
     rows = collectives.begin_rows(
         [v for i in slices for v in (values[i].values, values[i].indices)]
     )

@@ -58,7 +58,7 @@ class ReplicaSlice(NamedTuple):
 
     @property
     def part(self) -> tf.Tensor:
-        """This share's part of the global batch's rows, float64 scalar."""
+        """This slice's part of the global batch's rows, float64 scalar."""
         return part_of(self.own_rows, self.global_rows) if self.is_local else self.weight
 
     def alone(self) -> ReplicaSlice:

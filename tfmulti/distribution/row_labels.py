@@ -1,19 +1,21 @@
-"""Labels of the tensors of a step: how each one depends on the rows of the global batch.
+"""Labels the tensors of a step: how each one depends on the rows of the global batch.
 
-A replica traces the user's step for its own rows. Whether a tensor of that graph has the value
-of one device follows from how it was computed, so this module reads the operations behind it:
+A replica traces the user's step for its own rows. Whether a tensor of that graph has the value of
+one device follows from how it was computed. So this module reads the operations behind the tensor:
 
-- ALIKE: the same on every replica (constants, weights, what was computed from these);
-- ROWS: axis 0 counts this replica's rows, and each row is computed from its own row alone;
-- COUNT: depends on the number of rows alone, such as a shape;
-- MEAN: the replicas' values, averaged by their rows, are the value of one device;
-- SUM: linear in sums over rows and in means, with factors that are alike or counts;
-- GLOBAL: computed otherwise from sums, means or rows of the whole batch;
-- MIXED: as ROWS, but computed with values that must be those of the global batch;
-- LOCAL: nothing of the kind is known.
+- ALIKE: the value is the same on every replica. It is a constant or a weight, or is computed from
+  such values.
+- ROWS: axis 0 counts this replica's rows, and each row is computed from its own row alone.
+- COUNT: the value depends on the number of rows alone, such as a shape.
+- MEAN: the mean of the replicas' values, weighted by their rows, is the value of one device.
+- SUM: the value is linear in sums over rows and in means. Its factors are ALIKE or COUNT.
+- GLOBAL: the value is computed in another way from sums, means or rows of the whole batch.
+- MIXED: as ROWS, but computed with values that must be those of the global batch.
+- LOCAL: nothing of this kind is known.
 
-`global_values` makes one device's values of them. An operation that `row_rules` does not know
-is never guessed at: with rows as inputs its result is GLOBAL, which takes the rows of all replicas.
+`global_values` makes these tensors the values of one device. An operation that `row_rules` does not
+know is never guessed at. With rows as inputs its result is GLOBAL, so it is computed from the rows
+of all replicas.
 """
 
 from __future__ import annotations
@@ -49,17 +51,23 @@ _READERS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableSha
 
 @dataclass
 class _Marks:
-    """What is known of a graph, by the names of its tensors."""
+    """What is known of a graph, by the names of its tensors.
+
+    Attributes:
+        labels: the labels that are known so far.
+        calls: for each output of a marked layer, the tensors that the layer was given.
+        formulas: results of `tf.custom_gradient` whose gradient is that of the operations behind
+            them.
+        reductions: sums and means over rows, numbers of rows, and states of metrics.
+        metric_handles: the ids of the handles of the metrics' variables.
+        origins: for inputs of functions, the tensors outside that the functions captured.
+    """
 
     labels: dict[str, Label] = field(default_factory=dict)
-    # A layer's output: the tensors that the layer was given.
     calls: dict[str, list[Any]] = field(default_factory=dict)
-    # Results of `tf.custom_gradient` whose gradient is that of the operations behind them.
     formulas: set[str] = field(default_factory=set)
-    # Sums and means over rows, and their numbers.
     reductions: set[str] = field(default_factory=set)
     metric_handles: set[int] = field(default_factory=set)
-    # What functions captured for an input.
     origins: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,9 +75,11 @@ _graphs: weakref.WeakKeyDictionary[tf.Graph, _Marks] = weakref.WeakKeyDictionary
 
 
 def begin(data: Any, metric_variables: Iterable[Any]) -> None:
-    """Begins the labels of the graph that is built now: `data` are a replica's rows.
+    """Begins the labels of the graph that is built now.
 
-    `metric_variables` are the Keras variables that hold this replica's part of each metric.
+    Args:
+        data: a nest of tensors, this replica's rows.
+        metric_variables: the Keras variables that hold this replica's part of each metric.
     """
     if tf.executing_eagerly():
         return
@@ -84,6 +94,7 @@ def begin(data: Any, metric_variables: Iterable[Any]) -> None:
 
 
 def _handles(variable: Any) -> list[Any]:
+    """Returns the handles of a Keras variable, of all its replicas."""
     value = getattr(variable, "value", variable)
     of_replicas = getattr(value, "values", None) or [value]
     return [v.handle for v in of_replicas if hasattr(v, "handle")]
@@ -95,24 +106,28 @@ def rows(parts: Parts) -> Label:
 
 
 def local(reason: str) -> Label:
-    """Returns the label of a tensor of which nothing is known, and why."""
+    """Returns the label of a tensor that is not understood, with the reason."""
     return Label(Kind.LOCAL, reason=reason)
 
 
 def are_kept() -> bool:
-    """Whether the graph that is built now has labels."""
+    """Returns whether the graph that is built now has labels."""
     return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() in _graphs
 
 
 def mark(tensor: Any, label: Label) -> None:
-    """Sets the label of a tensor of the graph that is built now, if that has labels."""
+    """Sets the label of a tensor of a graph that has labels; does nothing for other tensors."""
     marks = _marks_of(tensor)
     if marks is not None:
         marks.labels[tensor.name] = label
 
 
 def mark_call(inputs: Any, outputs: Any) -> None:
-    """Says that each row of the outputs of a layer is computed from that row of its inputs."""
+    """Says that a layer computes each row of its outputs from the same row of its inputs.
+
+    The labels of the outputs then follow from those of the inputs, and the operations of the layer
+    are not read.
+    """
     given = [t for t in tf.nest.flatten(inputs) if isinstance(t, tf.Tensor)]
     for output in tf.nest.flatten(outputs):
         marks = _marks_of(output)
@@ -121,7 +136,7 @@ def mark_call(inputs: Any, outputs: Any) -> None:
 
 
 def mark_formula(tensor: Any) -> None:
-    """Says that the gradient of a `tf.custom_gradient` is that of the operations behind it."""
+    """Says that a `tf.custom_gradient` has the gradient of the operations behind its result."""
     marks = _marks_of(tensor)
     if marks is not None:
         marks.formulas.add(tensor.name)
@@ -134,7 +149,11 @@ def _marks_of(tensor: Any) -> _Marks | None:
 
 
 def label_of(value: Any) -> Label:
-    """Returns the label of a tensor, or of a number; LOCAL in a graph without labels."""
+    """Returns the label of a tensor, or of a number; LOCAL in a graph without labels.
+
+    The labels of all tensors behind it are computed first. The loop keeps a stack of its own, since
+    a recursive function would exceed Python's limit in a long chain of operations.
+    """
     if not isinstance(value, tf.Tensor):
         is_number = isinstance(value, (int, float, bool, np.generic, np.ndarray))
         return ALIKE if is_number else local(f"a {type(value).__name__}")
@@ -151,7 +170,8 @@ def label_of(value: Any) -> Label:
         if at.name not in marks.labels and missing:
             begun.add(at.name)
             if any(t.name in begun for t in missing):
-                # A layer gave out what it was given, or something older: read the operations.
+                # A marked layer has returned its own input or an older tensor, so the marks lead
+                # in a circle. Drop them, and read the operations.
                 for name in begun:
                     marks.calls.pop(name, None)
                 stack, begun = [value], set()
@@ -164,7 +184,8 @@ def label_of(value: Any) -> Label:
             if len(here) < len(inputs):
                 labels.append(local("a tensor of another graph"))
             found = _called(labels) if called is not None else _computed(marks, at, labels)
-            if found is None:  # what the layer computes of them is read operation by operation
+            # Without a label for the call, the operations of the layer are read one by one.
+            if found is None:
                 del marks.calls[at.name]
                 stack.append(at)
             else:
@@ -173,14 +194,15 @@ def label_of(value: Any) -> Label:
 
 
 def is_reduction_of_rows(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is a sum or mean over rows, their number, or a metric's state."""
+    """Returns whether a tensor is a sum, mean or number of rows, or a metric's state."""
     marks = _marks_of(tensor)
+    # To compute the label fills `marks.reductions`.
     label_of(tensor)
     return marks is not None and tensor.name in marks.reductions
 
 
 def is_state_of_metric(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is what this replica has in a metric's variable."""
+    """Returns whether a tensor is this replica's value of a metric's variable."""
     marks = _marks_of(tensor)
     return marks is not None and _reads_metric(marks, tensor.op)
 
@@ -188,7 +210,7 @@ def is_state_of_metric(tensor: tf.Tensor) -> bool:
 def parts_counted(size: tf.Tensor) -> Parts | None:
     """Returns the parts of the rows that a size, or the first number of a shape, counts.
 
-    None where it is no whole multiple of the number of rows, or that is not known.
+    None if it is no whole multiple of the number of rows, or if that is not known.
     """
     op = size.op
     if op.type == "Shape":
@@ -211,7 +233,7 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
 
 
 def _called(inputs: Sequence[Label]) -> Label | None:
-    """Returns the label of a layer's output; None where its inputs are no rows of their own."""
+    """Returns the label of a layer's output; None if the layer's operations must be read."""
     kinds = {label.kind for label in inputs}
     if kinds <= {Kind.ALIKE}:
         return ALIKE
@@ -222,7 +244,7 @@ def _called(inputs: Sequence[Label]) -> Label | None:
 
 
 def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Label:
-    """Returns the label of an operation's output."""
+    """Returns the label of an operation's output from the labels of the inputs."""
     op, kinds = output.op, {label.kind for label in inputs}
     if _reads_metric(marks, op):
         marks.reductions.add(output.name)
@@ -231,9 +253,11 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
         if label.kind is Kind.LOCAL:
             return label
     if op.type == "Placeholder":
+        # A variable or an eager tensor that a function captured is the same on every replica.
         outside = _origin(marks, output)
         is_value = output.dtype == tf.resource or not hasattr(outside, "graph")
         return ALIKE if is_value else local(f"the input {op.name!r} of a function")
+    # Each call of a stateful operation may give another value, such as a random number.
     if op.op_def.is_stateful and op.type not in _READERS | _SOURCES:
         return local(f"the operation {op.name!r} ({op.type})")
     if kinds <= {Kind.ALIKE} or op.type == "Rank":
@@ -259,13 +283,14 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
 
 
 def _reads_metric(marks: _Marks, op: tf.Operation) -> bool:
+    """Returns whether an operation reads a metric's variable."""
     if op.type != "ReadVariableOp" or not marks.metric_handles:
         return False
     return id(_origin(marks, op.inputs[0])) in marks.metric_handles
 
 
 def _origin(marks: _Marks, tensor: Any) -> Any:
-    """Returns what stands outside of all functions for an input that functions captured."""
+    """Returns the tensor outside of all functions for an input that functions captured."""
     if tensor.name not in marks.origins:
         outside: Any = tensor
         while hasattr(outside, "graph"):
@@ -281,7 +306,8 @@ def _counted(marks: _Marks, output: tf.Tensor, of: Label) -> Label:
     """Returns the label of a shape, or of a size."""
     shape = output.op.inputs[0].shape
     if of.kind is Kind.MIXED and not of.by_count:
-        return GLOBAL  # its other axes may have the number of all rows
+        # Its other axes may count the rows of all replicas.
+        return GLOBAL
     if of.has_rows and shape.rank is not None:
         marks.reductions.add(output.name)
         return COUNT
@@ -291,7 +317,7 @@ def _counted(marks: _Marks, output: tf.Tensor, of: Label) -> Label:
 
 
 def _of_rows(marks: _Marks, at: Computed) -> Label:
-    """Returns the label of what an operation computes from rows, and maybe other values."""
+    """Returns the label of what an operation computes from rows and maybe other values."""
     first, output = at.inputs[0], at.output
     is_sum, is_mean = at.op.type == "Sum", at.op.type == "Mean" and output.dtype.is_floating
     if first.has_rows and (is_sum or is_mean) and 0 in (reduced_axes(at) or ()):

@@ -1,8 +1,13 @@
-"""How each operation of TensorFlow passes on the rows of a batch.
+"""Rules that say how each operation of TensorFlow passes on the rows of a batch.
 
-A rule says whether an output has its rows along axis 0, each computed from the same row of the
-inputs, and in which parts; None: it does not, or that is not known. Operations and attributes:
-https://www.tensorflow.org/api_docs/python/tf/raw_ops
+A tensor with rows has them along axis 0, in one or more parts that were concatenated. `Parts` tells
+for each part how many entries of axis 0 a row has. So a batch has the parts `(1,)`, and two batches
+that were concatenated have `(1, 1)`. If a reshape splits each row of 4 values into rows of 2, the
+parts `(1,)` become `(2,)`.
+
+A rule looks at one output of an operation. It returns the parts of this output, if each row is
+computed from the same row of the inputs. It returns None if that is not so, or is not known.
+Operations and attributes: https://www.tensorflow.org/api_docs/python/tf/raw_ops
 """
 
 from __future__ import annotations
@@ -37,10 +42,10 @@ class Label:
 
     Attributes:
         kind: how the tensor depends on the rows.
-        parts: of ROWS and MIXED, how many entries of axis 0 each row has in each of the parts that
-            were concatenated along axis 0; 0: not known.
-        by_count: of MIXED, whether it depends on other rows by their number alone.
-        reason: of LOCAL, what is not understood.
+        parts: for ROWS and MIXED, how many entries of axis 0 a row has in each of the parts that
+            were concatenated along axis 0; 0 if it is not known.
+        by_count: for MIXED, whether the tensor depends on other rows by their number alone.
+        reason: for LOCAL, what is not understood.
     """
 
     kind: Kind
@@ -54,7 +59,7 @@ class Label:
 
 
 class Computed(NamedTuple):
-    """An output of an operation, and the labels of the operation's inputs."""
+    """One output of an operation, and the labels of the operation's inputs."""
 
     op: tf.Operation
     inputs: Sequence[Label]
@@ -65,21 +70,26 @@ class Computed(NamedTuple):
         return [tensor.shape.rank for tensor in self.op.inputs]
 
     def same_parts(self) -> Parts | None:
-        """Returns the parts that all inputs with rows have."""
+        """Returns the parts that all inputs with rows have; None if they differ."""
         parts = {label.parts for label in self.inputs if label.has_rows}
         return parts.pop() if len(parts) == 1 else None
 
     def parts_if(self, condition: object) -> Parts | None:
-        """Returns the parts of the first input, if it has rows and a condition holds."""
+        """Returns the parts of the first input if it has rows and the condition holds."""
         return self.inputs[0].parts if self.inputs[0].has_rows and condition else None
 
     def static(self, index: int) -> np.ndarray | None:
-        """Returns the value of an input, where it is known when the step is traced."""
+        """Returns the value of an input; None if tracing does not know it."""
         value = tf.get_static_value(self.op.inputs[index])
         return None if value is None else np.asarray(value)
 
     def axis(self, index: int, rank: int | None) -> int | None:
-        """Returns an axis that an input gives, counted from the front."""
+        """Returns the axis that an input gives, counted from the front; None if it is not known.
+
+        Args:
+            index: the index of the input.
+            rank: the rank of the tensor that the axis belongs to.
+        """
         value = self.static(index)
         return None if value is None or not rank else int(value.reshape([])) % rank
 
@@ -91,13 +101,13 @@ Rule = Callable[[Computed], "Parts | None"]
 
 
 def parts_after(at: Computed) -> Parts | None:
-    """Returns the parts of what an operation computes row by row; None where it does not."""
+    """Returns the parts of an output by the rule of its operation; None if there is none."""
     rule = _RULES.get(at.op.type)
     return None if rule is None else rule(at)
 
 
 def reduced_axes(at: Computed) -> set[int] | None:
-    """Returns the axes that a reduction sums or compares, where they are known."""
+    """Returns the axes that a reduction sums or compares; None if they are not known."""
     axes, rank = at.static(1), at.ranks[0]
     if axes is None or rank is None:
         return None
@@ -105,12 +115,12 @@ def reduced_axes(at: Computed) -> set[int] | None:
 
 
 def is_shape_input(op: tf.Operation, index: int) -> bool:
-    """Whether an input of an operation on rows is a shape, which stays that of this replica."""
+    """Returns whether an input of an operation on rows is a shape, which stays this replica's."""
     return index == 1 and op.type in ("Reshape", "BroadcastTo")
 
 
 def is_linear(at: Computed) -> bool:
-    """Whether an operation is linear in those of its inputs that are sums or means."""
+    """Returns whether an operation is linear in the inputs that are sums or means."""
     varying = [i for i, label in enumerate(at.inputs) if label.kind in (Kind.SUM, Kind.MEAN)]
     if at.op.type in _ADDITIVE:
         return True
@@ -122,7 +132,10 @@ def is_linear(at: Computed) -> bool:
 
 
 def varying_inputs(op: tf.Operation, inputs: Sequence[Label]) -> set[int]:
-    """Returns the inputs whose sum is the output's, of an operation that is linear in them."""
+    """Returns the indices of the inputs that may be replaced by one replica's parts of them.
+
+    The operation must be linear in these inputs. Its output is then that replica's part, too.
+    """
     if op.type in _ADDITIVE:
         return {i for i, tensor in enumerate(op.inputs) if tensor.dtype == op.outputs[0].dtype}
     if op.type == "Mul":
@@ -131,7 +144,7 @@ def varying_inputs(op: tf.Operation, inputs: Sequence[Label]) -> set[int]:
 
 
 def leaves_out_rows(op: tf.Operation) -> bool:
-    """Whether an operation takes sizes of a shape that are not the number of its rows."""
+    """Returns whether an operation takes sizes of a shape other than the number of rows."""
     if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape" or op.get_attr("begin_mask"):
         return False
     begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].op.inputs[0].shape.rank
@@ -139,9 +152,9 @@ def leaves_out_rows(op: tf.Operation) -> bool:
 
 
 def repetition(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Returns what an operation repeats along axis 0, and how often (a number, or a shape's first).
+    """Returns what an operation repeats along axis 0, and how often; None if it does not.
 
-    None where it repeats nothing, or along another axis.
+    How often is a number, or a shape that has the number first.
     """
     if not op.outputs[0].shape.rank or not op.outputs[0].shape[1:].is_fully_defined():
         return None
@@ -157,7 +170,7 @@ def repetition(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
 
 
 def _repeated_by_tile(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Returns the same of `tf.repeat`, which tiles along an axis of its own and reshapes."""
+    """Returns `repetition` for `tf.repeat`, which tiles along a new axis and then reshapes."""
     tile = op.inputs[0].op
     if tile.type != "Tile" or tile.inputs[1].op.type != "Pack":
         return None
@@ -174,11 +187,12 @@ def _repeated_by_tile(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
 
 
 def has_gradient_of_its_own(op: tf.Operation) -> bool:
-    """Whether an operation is what `tf.custom_gradient` returns."""
+    """Returns whether an operation makes a result of `tf.custom_gradient`."""
     return op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
 
 
 def _elementwise(at: Computed) -> Parts | None:
+    """Rule of operations on elements: an input without rows is the same for each row."""
     rank = at.output.shape.rank
     for tensor, label in zip(at.op.inputs, at.inputs, strict=True):
         own = tensor.shape.rank
@@ -190,26 +204,31 @@ def _elementwise(at: Computed) -> Parts | None:
 
 
 def _each_of_its_input(at: Computed) -> Parts | None:
+    """Rule of operations whose outputs each have the rows of the input at their index."""
     label = at.inputs[at.output.value_index]
     known = all(other.has_rows or other.kind is Kind.ALIKE for other in at.inputs)
     return label.parts if known and label.has_rows else None
 
 
 def _along_last_axis(at: Computed) -> Parts | None:
+    """Rule of operations along the last axis, which must not be that of the rows."""
     rank = at.ranks[0]
     all_rows = all(label.has_rows for label in at.inputs)
     return at.same_parts() if rank is not None and rank > 1 and all_rows else None
 
 
 def _top_of_last_axis(at: Computed) -> Parts | None:
+    """Rule of operations that select from the last axis of the first input."""
     return at.parts_if((at.ranks[0] or 0) > 1 and at.are_alike(at.inputs[1:]))
 
 
 def _first_by_others(at: Computed) -> Parts | None:
+    """Rule of operations on rows with other inputs that are alike, such as a filter."""
     return at.parts_if(at.are_alike(at.inputs[1:]))
 
 
 def _of_matrices(at: Computed) -> Parts | None:
+    """Rule of products of matrices: rows with a matrix that is alike, or with rows."""
     left, right = at.inputs
     first, second = at.ranks
     if first is None or second is None:
@@ -224,11 +243,13 @@ def _of_matrices(at: Computed) -> Parts | None:
 
 
 def _not_along_rows(at: Computed) -> Parts | None:
+    """Rule of reductions: they must leave the axis of the rows."""
     axes = reduced_axes(at)
     return at.parts_if(axes is not None and 0 not in axes)
 
 
 def _concatenated(at: Computed) -> Parts | None:
+    """Rule of a concatenation, which joins parts if it is along the axis of the rows."""
     axis, rows = at.axis(len(at.inputs) - 1, at.output.shape.rank), at.inputs[:-1]
     if axis is None or not all(label.has_rows for label in rows):
         return None
@@ -239,53 +260,63 @@ def _concatenated(at: Computed) -> Parts | None:
 
 
 def _stacked(at: Computed) -> Parts | None:
+    """Rule of a stack, whose new axis must not be the first."""
     rank = at.output.shape.rank
     away = rank is not None and at.op.get_attr("axis") % rank
     return at.same_parts() if away and all(label.has_rows for label in at.inputs) else None
 
 
 def _unstacked(at: Computed) -> Parts | None:
+    """Rule of an unstacking, which must not be along the axis of the rows."""
     rank = at.ranks[0]
     return at.parts_if(rank is not None and at.op.get_attr("axis") % rank)
 
 
 def _split(at: Computed) -> Parts | None:
+    """Rule of a split, which must not be along the axis of the rows."""
     data, axis = (1, 0) if at.op.type == "Split" else (0, 2)
     rows = at.inputs[data]
     return rows.parts if rows.has_rows and at.axis(axis, at.ranks[data]) else None
 
 
 def _expanded(at: Computed) -> Parts | None:
+    """Rule of a new axis, which must not be the first."""
     return at.parts_if(at.axis(1, at.output.shape.rank))
 
 
 def _squeezed(at: Computed) -> Parts | None:
+    """Rule of removed axes, which must not include that of the rows."""
     rank, axes = at.ranks[0], at.op.get_attr("squeeze_dims")
     return at.parts_if(rank and axes and all(axis % rank for axis in axes))
 
 
 def _transposed(at: Computed) -> Parts | None:
+    """Rule of a transposition, which must leave the first axis in its place."""
     order = at.static(1)
     return at.parts_if(order is not None and len(order) and order[0] == 0)
 
 
 def _sliced(at: Computed) -> Parts | None:
+    """Rule of a slice, which must take all rows."""
     begin, size = at.static(1), at.static(2)
     return at.parts_if(begin is not None and size is not None and begin[0] == 0 and size[0] == -1)
 
 
 def _strided(at: Computed) -> Parts | None:
+    """Rule of a slice with strides, which must take all rows."""
     op, strides = at.op, at.static(3)
     changed = op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")
     if changed & 1 or strides is None or strides[0] != 1:
         return None
-    if op.get_attr("ellipsis_mask") & 1:  # it stands for at least the first axis
+    # An ellipsis at the front must stand for at least the first axis.
+    if op.get_attr("ellipsis_mask") & 1:
         count, rank = op.inputs[1].shape[0], at.ranks[0]
         return at.parts_if(count is not None and rank is not None and count - 1 < rank)
     return at.parts_if(op.get_attr("begin_mask") & op.get_attr("end_mask") & 1)
 
 
 def _reshaped(at: Computed) -> Parts | None:
+    """Rule of a reshape: a row may become several, or be put together from several entries."""
     if not at.inputs[0].has_rows or not at.output.shape.rank:
         return None
     before, after = _size_of_row(at.op.inputs[0].shape), _size_of_row(at.output.shape)
@@ -302,10 +333,12 @@ def _reshaped(at: Computed) -> Parts | None:
 
 
 def _size_of_row(shape: tf.TensorShape) -> int | None:
+    """Returns the number of values of an entry of axis 0; None if it is not known."""
     return _product([shape[axis] for axis in range(1, shape.rank)]) if shape.rank else None
 
 
 def _product(sizes: Sequence[int | None]) -> int | None:
+    """Returns the product of sizes; None if one is not known."""
     product = 1
     for size in sizes:
         if size is None or size < 0:
@@ -315,13 +348,14 @@ def _product(sizes: Sequence[int | None]) -> int | None:
 
 
 def _widened(at: Computed) -> Parts | None:
+    """Rule of padding and tiling, which must leave the axis of the rows."""
     amounts = at.static(1)
     nothing = 1 if at.op.type == "Tile" else 0
     return at.parts_if(amounts is not None and np.all(amounts[0] == nothing))
 
 
 def _looked_up(at: Computed) -> Parts | None:
-    """Of entries of a table by indices that are rows, or of rows along another axis."""
+    """Rule of lookups: in a table by indices that are rows, or within rows."""
     table, indices = at.inputs[:2]
     batched = at.op.get_attr("batch_dims")
     axis = 0 if at.op.type == "ResourceGather" else at.axis(2, at.ranks[0])
@@ -337,10 +371,12 @@ def _looked_up(at: Computed) -> Parts | None:
 
 
 def _one_hot(at: Computed) -> Parts | None:
+    """Rule of one-hot vectors, whose axis must not be the first."""
     return at.parts_if(at.op.get_attr("axis") != 0 and at.are_alike(at.inputs[1:]))
 
 
 def _by_equation(at: Computed) -> Parts | None:
+    """Rule of Einstein sums, whose first letter must stand for the rows."""
     equation = at.op.get_attr("equation")
     equation = equation.decode() if isinstance(equation, bytes) else equation
     left, _, right = equation.replace(" ", "").partition("->")
@@ -353,7 +389,9 @@ def _by_equation(at: Computed) -> Parts | None:
     return at.same_parts() if letter not in right[1:] else None
 
 
+# Operations that are linear in all their inputs together.
 _ADDITIVE = {"Add", "AddV2", "Sub", "AddN", "Neg", "Identity", "StopGradient", "Pack", "ConcatV2"}
+# Operations that are linear in their first input.
 _LINEAR_IN_FIRST = {
     *("CheckNumerics", "DivNoNan", "ExpandDims", "Mean", "PreventGradient", "RealDiv", "Reshape"),
     *("Squeeze", "StridedSlice", "Sum", "Transpose", "Unpack"),

@@ -15,7 +15,7 @@ from tfmulti.cluster.proxies import go_past_proxies
 from tfmulti.cluster.selection import Selection, select
 from tfmulti.errors import ClusterError, DeviceError
 
-# TensorFlow's own variables: threads of one operation, and operations at a time.
+# TensorFlow reads these variables: the threads of one operation, and the operations at a time.
 INTRA_OP, INTER_OP = "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"
 
 
@@ -29,24 +29,27 @@ def make_strategy(
 ) -> tf.distribute.Strategy:
     """Returns a strategy over the devices of this machine or the workers of the cluster.
 
+    Call it before any other TensorFlow operation, since devices cannot change after that
+    (https://www.tensorflow.org/api_docs/python/tf/config/set_logical_device_configuration). In a
+    cluster every worker calls it, and it waits for the others.
+
+    Without GPUs, workers whose addresses have the same host share its cores. Each worker computes
+    with its part of them. This does not apply if the process may run on some of the cores only.
+    Threads that are set by `tf.config.threading`, TF_NUM_INTRAOP_THREADS or TF_NUM_INTEROP_THREADS
+    stay as they are.
+
     Args:
         name: `auto`, `one_device`, `mirrored` or `multi_worker_mirrored`.
-        replicas: local devices. Without GPUs, that many logical CPU devices are made.
+        replicas: the number of local devices. Without GPUs, that many logical CPU devices are made.
         cluster: the workers; None reads them from the environment (TF_CONFIG).
-        ignore_cluster: train on this machine alone although there is a cluster.
+        ignore_cluster: whether to train on this machine alone although there is a cluster.
         env: the environment to read; None means `os.environ`.
 
     Raises:
-        ClusterError: TF_CONFIG is wrong.
+        ClusterError: TF_CONFIG is wrong, or this worker cannot listen at its address.
         ConfigError: the strategy does not fit the cluster.
-        DeviceError: the machine lacks the devices, or TensorFlow has started already.
-
-    Without GPUs, workers whose addresses are of one host share its cores: TensorFlow gets as many
-    threads as are this worker's part, unless `tf.config.threading`, TF_NUM_INTRAOP_THREADS and
-    TF_NUM_INTEROP_THREADS say more or the process may run on some of the cores only.
-
-    Call it before any other TensorFlow operation: devices cannot change after that
-    (https://www.tensorflow.org/api_docs/python/tf/config/set_logical_device_configuration).
+        DeviceError: the machine lacks the devices, TensorFlow has started already, or this process
+            has made another strategy of several devices.
     """
     if cluster is None:
         cluster, _ = find_cluster(os.environ if env is None else env)
@@ -59,10 +62,12 @@ def make_strategy(
 
 
 def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribute.Strategy:
-    """Returns the strategy that was selected. Every worker calls it: it waits for the others.
+    """Returns the strategy that was selected. Every worker calls it, and it waits for the others.
 
     Raises:
-        DeviceError: TensorFlow has started already, with other devices.
+        ClusterError: this worker cannot listen at its address.
+        DeviceError: TensorFlow has started already with other devices, or this process has made
+            another strategy of several devices.
     """
     _use_gpus_without_taking_all_memory()
     if selection.strategy == "multi_worker_mirrored":
@@ -87,8 +92,12 @@ def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribu
 class Placement:
     """Where this process stands: its rank among the workers, and its replicas.
 
-    `gpus` are the devices of the local replicas, where these are GPUs; `addresses` are the
-    workers' `host:port`, where there are several.
+    Attributes:
+        rank: the worker's rank; 0 is the chief.
+        workers: the number of workers.
+        local_replicas: the number of replicas on this worker.
+        gpus: the devices of the local replicas if these are GPUs; else empty.
+        addresses: the workers' `host:port` in the order of their ranks; empty without a cluster.
     """
 
     rank: int
@@ -107,20 +116,22 @@ class Placement:
 
     @property
     def first_replica(self) -> int:
-        """The number of this worker's first replica among those of all workers."""
+        """The index of this worker's first replica among those of all workers."""
         return self.rank * self.local_replicas
 
 
 def _gpus_of(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the devices of a strategy's local replicas if these are GPUs; else none."""
     try:
         devices = tuple(strategy.extended.worker_devices)
     except RuntimeError:
-        return ()  # without a strategy TensorFlow places what it computes
+        # TensorFlow's default strategy has no devices: TensorFlow places each operation itself.
+        return ()
     return devices if all("GPU" in device.upper() for device in devices) else ()
 
 
 def placement_of(strategy: tf.distribute.Strategy) -> Placement:
-    """Returns this process' place in a strategy, whoever made it."""
+    """Returns this process' place in a strategy, which need not be made by `make_strategy`."""
     total = strategy.num_replicas_in_sync
     gpus = _gpus_of(strategy)
     resolver = strategy.cluster_resolver
@@ -144,20 +155,24 @@ def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
 
 
 def _use_gpus_without_taking_all_memory() -> None:
+    """Lets TensorFlow take memory of the GPUs when it needs it."""
     for gpu in tf.config.list_physical_devices("GPU"):
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:
-            return  # TensorFlow has started; its memory is as the user set it
+            # TensorFlow has started, so its memory stays as the user has set it.
+            return
 
 
 def _local_devices(device_type: str, count: int) -> list[str]:
+    """Returns the names of `count` devices of this machine, and makes logical CPUs if needed."""
     if device_type == "CPU" and count > 1:
         _split_cpu(count)
     return [f"{device_type}:{index}" for index in range(count)]
 
 
 def _split_cpu(count: int) -> None:
+    """Makes `count` logical CPU devices, unless TensorFlow has started with enough."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     try:
         tf.config.set_logical_device_configuration(
@@ -173,27 +188,28 @@ def _split_cpu(count: int) -> None:
             ) from None
 
 
-# TensorFlow numbers the collectives of a process from the first again for every strategy
-# object: two of them clash ("Shape mismatch in the collective instance"), and one of another
-# size fails too. So a process has one, which is made once and handed out again.
+# For every strategy object, TensorFlow numbers the collectives of the process from the first again.
+# So two strategies clash ("Shape mismatch in the collective instance"), and a second one of another
+# size fails, too. A process makes one strategy, and returns it again at later calls.
 _made: dict[Hashable, tf.distribute.Strategy] = {}
 
 
-# Not empty once a strategy of one device was made here: then nobody waits for other workers.
+# Holds an entry once a strategy of one device was made. Then the process waits for no other worker.
 _alone: set[str] = set()
 
 
 def made() -> tf.distribute.Strategy | None:
-    """Returns the strategy of several devices or workers that this process made, if it made one."""
+    """Returns the strategy of several devices or workers that this process made, or None."""
     return next(iter(_made.values()), None)
 
 
 def is_alone() -> bool:
-    """Whether this process made a strategy of one device."""
+    """Returns whether this process made a strategy of one device."""
     return bool(_alone)
 
 
 def _once(key: Hashable, words: str, make: Callable[[], tf.distribute.Strategy]) -> Any:
+    """Returns the one strategy of this process, and makes it at the first call."""
     if key not in _made:
         if _made:
             raise DeviceError(
@@ -206,20 +222,22 @@ def _once(key: Hashable, words: str, make: Callable[[], tf.distribute.Strategy])
 
 
 def threads_of(cluster: Cluster, allowed: int, cores: int) -> int | None:
-    """Returns how many threads this worker shall compute with; None: TensorFlow's own number.
+    """Returns how many threads this worker shall compute with; None means TensorFlow's own number.
 
-    Those who share a machine share its cores, unless they have been given some each.
+    Workers that share a machine share its cores equally. They do not if each was given cores of its
+    own.
 
     Args:
-        allowed: cores that this process may run on.
-        cores: of the machine.
+        cluster: the cluster, with this worker's task.
+        allowed: the number of cores that this process may run on.
+        cores: the number of cores of the machine.
     """
     sharing = cluster.hosts.count(cluster.hosts[cluster.rank])
     return max(1, cores // sharing) if sharing > 1 and allowed == cores else None
 
 
 def _share_cores(cluster: Cluster) -> None:
-    """Gives TensorFlow this worker's part of the machine's cores, unless the user has said more."""
+    """Gives TensorFlow this worker's part of the cores, unless the user has set threads."""
     threads = threads_of(cluster, len(os.sched_getaffinity(0)), os.cpu_count() or 1)
     threading = tf.config.threading
     if threads is None:
@@ -231,6 +249,7 @@ def _share_cores(cluster: Cluster) -> None:
 
 
 def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strategy:
+    """Returns a MultiWorkerMirroredStrategy on the first `local_replicas` GPUs, or on CPUs."""
     jobs: dict[str, list[str]] = {"worker": list(cluster.workers)}
     if cluster.chief:
         jobs["chief"] = [cluster.chief]

@@ -1,12 +1,21 @@
-"""Messages between the workers of a job: a TCP connection from each to each.
+"""Exchanges messages between the workers of a job, over a TCP connection between each two of them.
 
-A message is a key, a length and bytes. What one call of `send` gives to the others, and what they
-give with the same key, is an exchange; any number of them may be under way, and one that others
-send before this worker does waits for it. A thread receives what is large, so that it travels while
-the worker computes; what a connection takes at once is sent by the caller, and what is there, or
-comes soon, is read by who waits for it.
+A message is a header and a payload. The header has two unsigned numbers of 64 bits in little-endian
+order, the key and the length of the payload in bytes:
 
-TCP's own limits hold: messages arrive whole and in order, or the connection breaks.
+    key (8 bytes) | length (8 bytes) | payload (length bytes)
+
+An exchange is one message from each worker to each other worker, all with the same key. `send`
+begins the exchange and `receive` ends it. Any number of exchanges may be under way. Exchanges of
+one key are told apart by their order. A message that arrives before this worker has begun the
+exchange is kept until then.
+
+The caller of `send` sends what the connections take at once. The receiver thread sends the rest,
+and it receives large messages, so these travel while the worker computes. The caller of `receive`
+first polls the connections itself for a short time, and then waits for the receiver thread.
+
+There is no acknowledgement and no repetition beyond TCP's own: messages arrive whole and in order,
+or the connection breaks. Then the exchanges that still need a message of that worker fail.
 """
 
 from __future__ import annotations
@@ -28,37 +37,49 @@ import numpy as np
 from tfmulti.data.loader import aligned
 
 THREAD = "tfmulti-links"
-CHECK_EVERY_S = 1.0  # while an exchange waits
-SOON_S = 0.0003  # within which who waits reads by itself: waking a thread takes longer
-ENOUGH_BYTES = 65_536  # that have come wake the thread, where nobody waits
+# A waiting caller calls `check` this often.
+CHECK_EVERY_S = 1.0
+# A waiting caller polls the connections itself for this long, because waking the receiver thread
+# takes longer (docs/measurements.md).
+SOON_S = 0.0003
+# So many received bytes wake the receiver thread while no caller waits for it.
+ENOUGH_BYTES = 65_536
 _HEADER = struct.Struct("<QQ")  # key, bytes
 
 
 class ChannelError(ConnectionError):
-    """A worker cannot be reached, or has ended."""
+    """Raised when a worker cannot be reached, or has ended."""
 
 
 class _Exchange:
-    """What is to come from the others and what is to go to them, under one key."""
+    """The messages of one exchange that this worker receives, and how many are still under way.
+
+    The exchange ends when all its messages have been received and sent, or by an error.
+    """
 
     def __init__(self, others: int) -> None:
         self.received: dict[int, np.ndarray] = {}
-        self.left = 2 * others  # messages to send and to receive
+        # The messages that are still to be sent and to be received.
+        self.left = 2 * others
         self.error: ChannelError | None = None
+        # The lock is held until the exchange ends.
         self.done = threading.Lock()
         self.done.acquire()
 
     def end(self, error: ChannelError | None = None) -> None:
+        """Ends the exchange, unless it has ended."""
         if self.done.locked():
             self.error = error
             self.done.release()
 
     def count(self) -> None:
+        """Counts a message that was sent or received; the last one ends the exchange."""
         self.left -= 1
         if self.left == 0:
             self.end()
 
     def take(self, rank: int, payload: np.ndarray) -> None:
+        """Takes the message of the worker `rank`."""
         self.received[rank] = payload
         self.count()
 
@@ -69,58 +90,66 @@ class _Peer:
     def __init__(self, rank: int, link: socket.socket) -> None:
         self.rank, self.link = rank, link
         self.lost: ChannelError | None = None
-        # Whoever sends holds it: who begins an exchange, or the thread.
+        # Held by the thread that sends: the caller of `send`, or the receiver thread.
         self.sending = threading.Lock()
         self.outgoing: deque[tuple[list[memoryview], _Exchange]] = deque()
-        self.is_full = False  # the connection takes no more for now
-        # Whoever reads holds it: who waits, or the thread.
+        # Whether the connection takes no more bytes for the moment.
+        self.is_full = False
+        # Held by the thread that reads: the caller of `receive`, or the receiver thread.
         self.reading = threading.Lock()
         self.header = bytearray(_HEADER.size)
-        self.key: int | None = None  # of the message whose bytes are being received
+        # The key of the message whose payload is being received; None while a header is.
+        self.key: int | None = None
         self.payload = np.empty(0, np.uint8)
         self.rest = memoryview(self.header)
         self.early: dict[int, deque[np.ndarray]] = defaultdict(deque)
 
 
 class Channel:
-    """Exchanges messages with all other workers, as long as the process lives or to `close`.
+    """Exchanges messages with all other workers, until `close` is called or the process ends.
 
     Args:
-        connections: to each other worker, by its rank, as `join` returns them.
-        check: called each second while an exchange waits; what it raises ends the wait.
+        connections: the connection to each other worker by its rank, as `connect_workers` returns
+            them.
+        check: is called each second while an exchange waits. An exception that it raises ends the
+            wait.
     """
 
     def __init__(
         self, connections: Mapping[int, socket.socket], check: Callable[[], None] = lambda: None
     ) -> None:
         self._check = check
-        self.sent_bytes = 0  # what was given to `send`, to all others together
-        self.sent_row_bytes = 0  # of these what was said to be rows
+        # The bytes that `send` was given for all other workers together, and those that are rows.
+        self.sent_bytes = 0
+        self.sent_row_bytes = 0
         self._peers = [_Peer(rank, link) for rank, link in sorted(connections.items())]
         self._at = {peer.link.fileno(): peer for peer in self._peers}
-        self._lock = threading.Lock()  # of what both threads write: exchanges, and what was early
+        # Guards what several threads write: the exchanges, and the messages that came early.
+        self._lock = threading.Lock()
         self._open: dict[int, deque[_Exchange]] = defaultdict(deque)
         self._epoll = select.epoll()
         for number in self._at:
             self._epoll.register(number, select.EPOLLIN)
-        self._waiting = 0  # who wants the thread to read all that comes
+        # The number of callers that wait for the receiver thread.
+        self._waiting = 0
         self._wake_for(ENOUGH_BYTES)
-        self._closing = os.eventfd(0)  # wakes the thread
+        # Wakes the receiver thread when the channel is closed.
+        self._closing = os.eventfd(0)
         self._epoll.register(self._closing, select.EPOLLIN)
-        # What a child of this process holds open would keep the others from hearing of its end.
+        # A forked child closes its copies of the sockets. While it held them open, the other
+        # workers would not learn that this process has ended.
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
 
     def send(self, key: int, values: Sequence[np.ndarray], *, are_rows: bool = False) -> None:
-        """Begins an exchange; returns before what is large has been sent.
-
-        Exchanges of one key are told from each other by their order.
+        """Begins an exchange, and returns before large messages have been sent.
 
         Args:
-            key: of 64 bits, the same on all workers.
-            values: what goes to each other worker, in the order of their ranks: contiguous, and
-                not to be changed before `receive` returns.
-            are_rows: they are all rows of this worker, and counted as such.
+            key: a number of 64 bits, the same on all workers.
+            values: the value for each other worker, in the order of their ranks. They are
+                contiguous, and must not be changed before `receive` returns.
+            are_rows: whether the values are rows of this worker, which are counted in
+                `sent_row_bytes`.
         """
         exchange = _Exchange(len(self._peers))
         with self._lock:
@@ -129,6 +158,7 @@ class Channel:
             self.sent_row_bytes += given if are_rows else 0
             self._open[key].append(exchange)
             for peer in self._peers:
+                # A message that came before the worker was lost counts.
                 if peer.early[key]:
                     exchange.take(peer.rank, peer.early[key].popleft())
                 elif peer.lost is not None:
@@ -142,12 +172,13 @@ class Channel:
                     self._send_on(peer)
 
     def receive(self, key: int) -> list[np.ndarray]:
-        """Returns the bytes that each other worker has sent with a key, as uint8, in their order.
+        """Returns the bytes that each other worker has sent with a key, as uint8 arrays.
 
-        The memory is aligned as TensorFlow likes it.
+        They are in the order of the ranks, and TensorFlow takes them without a copy (`aligned`).
+        The method waits until this worker's own messages of the exchange have been sent, too.
 
         Raises:
-            LinkError: a worker has ended before it sent them.
+            ChannelError: a worker was lost before its message had arrived.
         """
         with self._lock:
             exchange = self._open[key][0]
@@ -162,14 +193,16 @@ class Channel:
         return [exchange.received[peer.rank] for peer in self._peers]
 
     def _read_soon(self, exchange: _Exchange) -> bool:
-        """Reads what is there and what comes soon; returns whether the exchange has ended.
+        """Polls the connections for up to `SOON_S`, and returns whether the exchange has ended.
 
-        Not where something large is still being sent, which the thread does.
+        It stops while a message of this worker is still to be sent, since that is up to the
+        receiver thread.
         """
         until = time.perf_counter() + SOON_S
         while not exchange.done.acquire(blocking=False):
             if any(peer.outgoing for peer in self._peers):
                 return False
+            # The time is taken before the reads, so each connection is read once at least.
             is_late = time.perf_counter() > until
             for peer in self._peers:
                 if peer.rank not in exchange.received and peer.reading.acquire(blocking=False):
@@ -183,6 +216,7 @@ class Channel:
         return True
 
     def _wait(self, exchange: _Exchange) -> None:
+        """Waits for the receiver thread to end the exchange, and calls `check` meanwhile."""
         with self._lock:
             self._waiting += 1
             self._wake_for(1)
@@ -196,17 +230,21 @@ class Channel:
                     self._wake_for(ENOUGH_BYTES)
 
     def _wake_for(self, count: int) -> None:
-        """Has the thread woken where so many bytes have come; by less, only of what ended."""
+        """Sets how many received bytes of a connection wake the receiver thread (`SO_RCVLOWAT`).
+
+        A connection that has ended wakes it with fewer bytes, too.
+        """
         for peer in self._peers:
             if peer.lost is None:
                 with contextlib.suppress(OSError):
                     peer.link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def close(self) -> None:
-        """Ends all connections: those who wait here or at the others, and who comes, are told.
+        """Closes every connection.
 
-        After an error, when exchanges may have been begun that nobody receives any more: the next
-        ones of their keys would get what is theirs.
+        Exchanges that still need a message fail with `ChannelError`, here and on all other workers.
+        This is for use after an error, when exchanges may have begun whose messages nobody will
+        receive. The next exchanges of the same keys would otherwise get these messages.
         """
         for peer in self._peers:
             self._lose(peer, OSError("an error ended the exchanges with it"))
@@ -219,6 +257,7 @@ class Channel:
                 os.eventfd_write(self._closing, 1)
 
     def _serve(self) -> None:
+        """Is the receiver thread: sends and receives until all connections are lost."""
         while any(peer.lost is None for peer in self._peers):
             for number, event in self._epoll.poll():
                 if number == self._closing:
@@ -237,12 +276,18 @@ class Channel:
         self.forget()
 
     def forget(self) -> None:
-        """Closes this process' end of all connections, without a word to the others."""
+        """Closes this process' sockets without ending the connections.
+
+        Another process may hold the same connections open.
+        """
         for peer in self._peers:
             peer.link.close()
 
     def _send_on(self, peer: _Peer) -> None:
-        """Sends what the connection takes now; the thread goes on where it takes no more."""
+        """Sends as much as a connection takes now. The caller holds `peer.sending`.
+
+        If the connection takes no more, the receiver thread goes on as soon as it does.
+        """
         is_full = False
         try:
             while peer.outgoing:
@@ -267,6 +312,7 @@ class Channel:
                     self._epoll.modify(peer.link, wanted)
 
     def _read(self, peer: _Peer) -> None:
+        """Receives what has arrived on a connection. The caller holds `peer.reading`."""
         if peer.lost is not None:
             return
         try:
@@ -279,13 +325,14 @@ class Channel:
                 self._advance(peer)
         except BlockingIOError:
             return
-        except Exception as error:  # nothing else would tell those who wait
+        # Nothing else would tell the callers that wait about this error.
+        except Exception as error:
             self._lose(peer, error)
             with peer.sending:
                 self._send_on(peer)
 
     def _advance(self, peer: _Peer) -> None:
-        """Takes what was received whole: a header, or the bytes that it told of."""
+        """Handles what was received whole: a header, or the payload that follows it."""
         if peer.key is None:
             peer.key, count = _HEADER.unpack(peer.header)
             peer.payload = aligned(count)
@@ -301,12 +348,13 @@ class Channel:
         peer.key, peer.rest = None, memoryview(peer.header)
 
     def _lose(self, peer: _Peer, error: Exception) -> None:
-        """Ends the exchanges that a worker has a part in: it has ended, or cannot be reached."""
+        """Marks a worker as lost; exchanges that still need its message end with the error."""
         with self._lock:
             if peer.lost is not None:
                 return
             peer.lost = ChannelError(f"worker {peer.rank} is lost: {error}")
-            with contextlib.suppress(OSError, ValueError):  # it may have been closed
+            # The connection may have been closed already.
+            with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(peer.link)
             for exchange in (e for each in self._open.values() for e in each):
                 if peer.rank not in exchange.received:
@@ -314,13 +362,14 @@ class Channel:
 
 
 def _forget(links: weakref.ref[Channel]) -> None:
+    """Closes a channel's sockets in a forked child, if the channel still exists."""
     found = links()
     if found is not None:
         found.forget()
 
 
 def _drop(parts: list[memoryview], sent: int) -> None:
-    """Takes away as many bytes as were sent, and parts that were sent whole."""
+    """Removes as many bytes as were sent from the front of the parts."""
     while parts and sent >= len(parts[0]):
         sent -= len(parts.pop(0))
     if parts:

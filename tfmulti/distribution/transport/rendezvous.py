@@ -1,7 +1,15 @@
-"""Brings the workers of a job together: a TCP connection from each to each (`channel`).
+"""Connects every worker of a job with every other one over TCP (`channel` uses the connections).
 
-Each worker listens, calls those of lower ranks, and answers those of higher ones. Who calls and who
-answers say their ranks and prove to each other that they know the job's key, which is never sent.
+Each worker listens at an address. It calls the workers of lower ranks, and answers those of higher
+ranks. The caller and the answerer tell their ranks, and prove to each other that they know the
+job's key. The key itself is never sent. The messages of a connection are, in this order:
+
+    caller:    hello of the caller: random bytes, rank
+    answerer:  hello of the answerer, and proof(key, "answers", both hellos)
+    caller:    proof(key, "calls", both hellos)
+
+`tfmulti.cluster.job_secret` makes and checks the proofs. Each call is answered in a thread of its
+own, so a stranger that says nothing does not hold up the workers.
 """
 
 from __future__ import annotations
@@ -19,8 +27,11 @@ from tfmulti.cluster.listening import keep_alive
 from tfmulti.distribution.transport.channel import ChannelError
 
 _HELLO = struct.Struct(f"<{NONCE_BYTES}sI")  # random bytes, rank
-_STRANGER_S = 3.0  # for who calls to say who it is
+# A caller must prove in this time that it is a worker of the job.
+_STRANGER_S = 3.0
+# So many calls are answered at the same time; others are refused.
 _ANSWERED_AT_ONCE = 64
+# So often the worker looks which callers have proved to be workers.
 _LOOK_S = 0.1
 
 
@@ -34,12 +45,15 @@ def connect_workers(
     """Returns a connection to each other worker, by its rank. All workers call it.
 
     Args:
-        listener: this worker's own; it is closed.
-        addresses: host and port of the workers' listeners, in order of their ranks.
+        listener: the socket on which this worker listens; it is closed.
+        rank: this worker's rank.
+        addresses: the host and port of each worker's listener, in the order of their ranks.
         key: bytes that all workers of the job know, and nobody else.
+        timeout_s: the seconds after which it gives up.
 
     Raises:
-        LinkError: a worker could not be reached in time.
+        ChannelError: a worker could not be reached in time, or another program answers at its
+            address.
     """
     deadline_s = time.monotonic() + timeout_s
     found: dict[int, socket.socket] = {}
@@ -59,12 +73,14 @@ def connect_workers(
 
 
 def _set_up(link: socket.socket) -> None:
+    """Makes a connection ready for the channel: no delays, probes when idle, no blocking."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(link)
     link.setblocking(False)
 
 
 def _left(deadline_s: float) -> float:
+    """Returns the seconds until a deadline; raises TimeoutError if it is over."""
     left = deadline_s - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -74,6 +90,7 @@ def _left(deadline_s: float) -> float:
 def _call(
     other: int, address: tuple[str, int], rank: int, key: bytes, deadline_s: float
 ) -> socket.socket:
+    """Returns the connection to a worker of a lower rank, which has proved that it has the key."""
     link = socket.create_connection(address, timeout=_left(deadline_s))
     ours = _HELLO.pack(nonce(), rank)
     link.sendall(ours)
@@ -95,7 +112,7 @@ def _call(
 def _answer_all(
     listener: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
 ) -> dict[int, socket.socket]:
-    """Returns a connection from each of these ranks. Strangers are answered beside them."""
+    """Returns a connection from each of these ranks, and answers strangers beside them."""
     answered: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
     places = threading.BoundedSemaphore(_ANSWERED_AT_ONCE)
     found: dict[int, socket.socket] = {}
@@ -112,7 +129,8 @@ def _answer_all(
             link, _ = listener.accept()
         except TimeoutError:
             pass
-        except OSError:  # too many files are open, or who called is gone
+        except OSError:
+            # Too many files are open, or the caller has gone.
             time.sleep(_LOOK_S)
         else:
             if places.acquire(blocking=False):
@@ -128,9 +146,11 @@ def _answer_all(
 def _start(
     answer: Callable[[socket.socket], None], link: socket.socket, places: threading.Semaphore
 ) -> None:
+    """Answers a call in a thread of its own, or refuses it if the system has none left."""
     try:
         threading.Thread(target=answer, args=(link,), daemon=True).start()
-    except RuntimeError:  # the system has no more threads
+    except RuntimeError:
+        # The system has no more threads.
         places.release()
         link.close()
         time.sleep(_LOOK_S)
@@ -139,7 +159,7 @@ def _start(
 def _answer(
     link: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
 ) -> int | None:
-    """Returns the rank of who calls; None, and the connection closed, where it is a stranger."""
+    """Returns the rank of a caller; None if it is a stranger, whose connection it closes."""
     deadline_s = min(deadline_s, time.monotonic() + _STRANGER_S)
     with contextlib.suppress(OSError):
         theirs = _exactly(link, _HELLO.size, deadline_s)
@@ -155,6 +175,7 @@ def _answer(
 
 
 def _exactly(link: socket.socket, count: int, deadline_s: float) -> bytes:
+    """Returns `count` received bytes."""
     found = b""
     while len(found) < count:
         link.settimeout(_left(deadline_s))
