@@ -136,8 +136,9 @@ def draws_of_tf_random() -> Made:
 
 @program("TensorFlow tutorial: DCGAN", "keras-io: GAN")
 def gan_with_dropout_over_joined_rows() -> Made:
-    """Dropout and BatchNormalization over real and generated rows that are joined"""
-    return _gan(OneUpdate, layers.BatchNormalization(), layers.Dropout(0.3))
+    """Dropout, of entries and of channels, and BatchNormalization over joined rows"""
+    spatial = [layers.Reshape((5, 1)), layers.SpatialDropout1D(0.3), layers.Flatten()]
+    return _gan(OneUpdate, layers.BatchNormalization(), layers.Dropout(0.3), *spatial)
 
 
 class ConditionalGan(Gan):

@@ -58,17 +58,26 @@ def by_parts(
         return drawn
     read = tf.maximum(share.own_rows, 1)
     before, drawn = 0, []
-    pieces = tf.split(tensor, [k * read for k in parts]) if tensor is not None else None
+    # Parameters may have rows, too, such as a mean for each row.
+    pieces = {
+        name: tf.split(value, [k * read for k in parts])
+        for name, value in arguments.items()
+        if isinstance(value, tf.Tensor) and value.dtype.is_floating and _parts_of(value) == parts
+    }
+    # `noise_shape` counts the rows where a dropout has one mask for many entries of a row.
+    counting = [
+        name
+        for name in ("shape", "noise_shape")
+        if arguments.get(name) is not None and _parts_of(arguments[name]) == parts
+    ]
     for number, k in enumerate(parts):
         # The draws multiply these by `k`, the number of entries of an example in this part.
         first = share.first_row + before * share.global_rows // k
         rows = share.global_rows * sum(parts) // k
         own = share._replace(first_row=first, global_rows=rows)
-        given = dict(arguments)
-        if pieces is not None:
-            given["inputs" if "inputs" in given else "logits"] = pieces[number]
-        else:
-            given["shape"] = [tf.cast(k * read, tf.int32), *_as_list(shape)[1:]]
+        given = arguments | {name: piece[number] for name, piece in pieces.items()}
+        for name in counting:
+            given[name] = [tf.cast(k * read, tf.int32), *_as_list(arguments[name])[1:]]
         drawn.append(draw(own, seed, **given))
         before += k
     found = tf.concat(drawn, 0)
