@@ -20,7 +20,8 @@ class LaunchConfig:
         python: whether it is Python's at all; else `program[0]` is a command.
         per_node: workers on a machine whose entry does not say it: a number, auto, cpu or gpu.
         hosts: the machines; none: this one alone.
-        hostfile, discovery: a file or a command that names them, asked again as the job runs.
+        hostfile: a file that names them, read again as the job runs.
+        discovery: a command that prints them, run again as the job runs.
         nodes: the least and the most machines; None: all that are named, and each of them.
         min_workers: the least workers; None: all, or one where `nodes` leaves a choice.
         node_rank: of this machine, where the command is started by hand on each; else None.
@@ -32,7 +33,8 @@ class LaunchConfig:
         max_restarts: starts of the whole job without progress, after the first.
         monitor_interval_s: between two looks at the workers.
         log_dir: of all workers' output, a folder an attempt.
-        terminal, files: the streams of a worker that go to the terminal and to files.
+        terminal: the streams of a worker that go to the terminal.
+        files: those that go to files.
         start_timeout_s: for all machines to answer, for all workers to listen, and without a sign
             of life before they train.
         shutdown_grace_s: from SIGTERM to SIGKILL.
