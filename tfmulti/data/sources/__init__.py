@@ -1,4 +1,5 @@
-"""One module a kind of data set; each has a `load` function that returns a `DataSet`.
+"""Functions that load data sets: one module for each kind of data, with functions such as `load`.
 
-`config.registry.DATASETS` lists them. To add one, write such a module and add a line there.
+Each function returns a `DataSet`, and `config.registry.DATASETS` lists it. To add a kind of data,
+write a module with such a function and add a line to that list.
 """

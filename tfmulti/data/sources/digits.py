@@ -1,4 +1,4 @@
-"""Handwritten digits that ship with the package: UCI's optical digits, 8×8 pixels."""
+"""Handwritten digits that are part of the package: the optical digits of UCI, 8×8 pixels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 
 from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, labelled
 
-_HELD_OUT = 300  # of each, validation and test: 0.33 points of accuracy an image
-_SPLIT_SEED = 1998  # the split is the data set's own: it does not change with --seed
+# The validation and the test part have 300 images each, so an image is 0.33 points of accuracy.
+_HELD_OUT = 300
+# The split belongs to the data set, so it does not change with --seed.
+_SPLIT_SEED = 1998
 
 
 def load(options: str, seed: int) -> DataSet:

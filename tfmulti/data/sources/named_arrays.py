@@ -1,4 +1,4 @@
-"""Arrays by name, `x` and `y` or `x_train`, …, as a data set: what an npz file or folder holds."""
+"""Makes a data set of named arrays, `x` and `y` or `x_train`, …, of an npz file or a folder."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from tfmulti.data.arrays import ArraySource
 from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSet, DataSpec, with_channels
 from tfmulti.errors import DataError
 
-# What may follow `x`, `y` and `weight` in the names of the arrays of a part.
+# The endings that may follow `x`, `y` and `weight` in the names of the arrays of each part.
 NAMES = {"train": ("", "_train"), "validation": ("_val", "_validation"), "test": ("_test",)}
 
 
 def data_of(arrays: dict[str, np.ndarray], place: str, classes: int | None) -> DataSet:
-    """Returns the data of arrays named `x`, `y` and, for weights of the rows, `weight`.
+    """Returns the data of arrays named `x`, `y` and, for sample weights, `weight`.
 
-    `x_val`, `y_val` are validation, `x_test`, `y_test` test. Whole-number `y` are class labels,
-    others are values to predict. Images [n, h, w] get a channel; uint8 inputs are divided by
-    255 by the model. A memory-mapped `x` is not read here.
+    `x_val` and `y_val` are the validation part, `x_test` and `y_test` the test part. `y` holds
+    class labels if it has one whole number for each row; other `y` hold values to predict. Images
+    [n, h, w] get an axis for the channel. The model divides uint8 inputs by 255. A memory-mapped
+    `x` is not read here.
 
     Args:
-        arrays: by name.
-        place: the data set in the words of `--dataset`, for messages.
-        classes: how many there are, where that is not known from the labels.
+        arrays: the arrays by their names.
+        place: the data set as in `--dataset`, for messages.
+        classes: the number of classes. None: it follows from the labels.
 
     Raises:
-        DataError: an array is missing, the arrays differ in length, or hold labels that are
-            no labels.
+        DataError: an array is missing, arrays differ in length or in the shape of an example, a
+            value is not a finite number, or a label is out of range.
     """
     parts = {part: _given(arrays, place, part) for part in NAMES}
     train = parts["train"]
@@ -48,7 +49,10 @@ def data_of(arrays: dict[str, np.ndarray], place: str, classes: int | None) -> D
 
 
 def _given(arrays: dict[str, np.ndarray], place: str, part: str) -> tuple[np.ndarray, ...] | None:
-    """Returns x and y of a part, and the rows' weights where there are any."""
+    """Returns `x`, `y` and, if there is one, `weight` of a part; None if the part has no arrays.
+
+    Raises DataError if `x` or `y` is missing, an array is not numeric or the lengths differ.
+    """
     for ending in NAMES[part]:
         x, y = arrays.get(f"x{ending}"), arrays.get(f"y{ending}")
         weight = arrays.get(f"weight{ending}")
@@ -80,6 +84,7 @@ def _given(arrays: dict[str, np.ndarray], place: str, part: str) -> tuple[np.nda
 
 
 def _refuse_one_hot(place: str, y: np.ndarray) -> None:
+    """Raises DataError if `y` is one-hot."""
     if ((y == 0) | (y == 1)).all() and (y.sum(axis=1) == 1).all():
         raise DataError(
             f"--dataset {place}: y of shape {y.shape} is one-hot. Save class labels: "
@@ -88,6 +93,7 @@ def _refuse_one_hot(place: str, y: np.ndarray) -> None:
 
 
 def _spec(place: str, x: np.ndarray, y: np.ndarray, classes: int | None) -> DataSpec:
+    """Returns the form of an example; raises DataError if labels and `classes` do not fit."""
     images = with_channels(x)
     dtype = "uint8" if images.dtype == np.uint8 else "float32"
     scale = 1 / 255 if images.dtype == np.uint8 else 1.0
@@ -113,8 +119,10 @@ def _spec(place: str, x: np.ndarray, y: np.ndarray, classes: int | None) -> Data
 
 
 def _source(place: str, part: str, given: tuple[np.ndarray, ...], spec: DataSpec) -> ArraySource:
+    """Returns the source of one part; raises DataError if a value does not fit the form."""
     x, y, weights = with_channels(given[0]), given[1], given[2:]
-    if not isinstance(x, np.memmap):  # else it would all be read
+    # A conversion or a check would read all of a memory-mapped array.
+    if not isinstance(x, np.memmap):
         x = x if spec.input_dtype == x.dtype.name else x.astype(spec.input_dtype)
         _check_finite(place, f"x of the {part} part", x)
     _check_finite(place, f"y of the {part} part", y)
@@ -141,6 +149,7 @@ def _source(place: str, part: str, given: tuple[np.ndarray, ...], spec: DataSpec
 
 
 def _check_finite(place: str, name: str, values: np.ndarray) -> None:
+    """Raises DataError if a floating-point array has NaN or infinity; names the row."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         bad = ~np.isfinite(values)
         row = int(np.argmax(bad.reshape(len(values), -1).any(axis=1)))

@@ -1,4 +1,4 @@
-"""Made-up examples of any shape, for tests and benchmarks; a model can learn them."""
+"""Made-up examples of any shape, for tests and benchmarks; a model can learn their classes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def load(options: str, seed: int) -> DataSet:
-    """Returns seeded examples around one centre a class.
+    """Returns random examples with labels that a model can learn.
 
-    `shape=28x28x1,classes=10,examples=1024` gives float32 examples of that shape;
-    `tokens=128,vocabulary=1000` instead gives int32 sequences of that length, in which each
-    class prefers its own tokens. Validation has an eighth as many examples more.
+    `shape=28x28x1,classes=10,examples=1024` gives float32 examples of that shape, each around the
+    centre of its class. `tokens=128,vocabulary=1000` gives int32 sequences of that length instead.
+    Each class has a token of its own, which stands at about a tenth of the positions. The
+    validation part has an eighth as many examples, in addition to `examples`.
+
+    Args:
+        options: the text after `synthetic:`.
+        seed: the seed of all random numbers.
 
     Raises:
-        ConfigError: an unknown option, or more classes than the vocabulary has tokens for.
+        ConfigError: an option is unknown, or there are as many classes as tokens or more.
     """
     chosen = parse_options("synthetic", options, _DEFAULTS)
     classes, examples, length = chosen["classes"], chosen["examples"], chosen["tokens"]

@@ -1,6 +1,6 @@
-"""Data sets that tensorflow-datasets has prepared, read at random from its files.
+"""Reads data sets that tensorflow-datasets has prepared, with random access to their files.
 
-Nothing is downloaded, and no code of the data set is run: its files say what they hold.
+Nothing is downloaded, and no code of the data set runs, because its files describe their content.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class DataSourceRecords:
-    """What tensorflow-datasets itself reads at random (array_record files), as byte strings.
+    """Encoded examples of a split that tensorflow-datasets reads from array_record files.
 
     Args:
-        files: a split's files in their order: path, and how many records.
+        data_source: the split as a data source of tensorflow-datasets, which returns raw bytes.
+        split: the name of the split.
+        files: the files of the split in their order, each a path and its number of records.
     """
 
     def __init__(self, data_source: Any, split: str, files: Sequence[tuple[str, int]]) -> None:
@@ -57,7 +59,8 @@ class DataSourceRecords:
     def read(self, numbers: np.ndarray) -> list[bytes]:
         try:
             return list(self._data_source.__getitems__(numbers.tolist()))
-        except (RuntimeError, ValueError) as error:  # array_record's, of a file that is damaged
+        except (RuntimeError, ValueError) as error:
+            # array_record raises these if a file is damaged.
             raise DataError(" ".join(str(error).split())) from None
 
     def where(self, number: int) -> str:
@@ -66,13 +69,20 @@ class DataSourceRecords:
 
     def identity(self) -> str:
         folder = os.path.dirname(self._paths[0])
-        return f"{folder} {self._split}"  # a version's files do not change
+        # Each version has a folder of its own, and its files do not change.
+        return f"{folder} {self._split}"
 
 
 class Parse:
-    """Encoded examples of tensorflow-datasets to arrays, without TensorFlow.
+    """Parses encoded examples of tensorflow-datasets into arrays, without TensorFlow.
 
-    Images are left encoded by it, and are decoded and resized here.
+    tensorflow-datasets leaves those images encoded that `pixels` can decode. They are decoded and
+    resized here.
+
+    Args:
+        tfds: the module `tensorflow_datasets`.
+        features: the features of the data set.
+        leaves: the form of each feature that is parsed.
     """
 
     def __init__(self, tfds: Any, features: Any, leaves: Mapping[str, Leaf]) -> None:
@@ -82,12 +92,22 @@ class Parse:
         self._decoders = {name: tfds.decode.SkipDecoding() for name in images}
 
     def __call__(self, records: Sequence[bytes], out: Mapping[str, np.ndarray]) -> None:
+        """Writes the features of encoded examples into arrays, one row for each example.
+
+        Args:
+            records: the encoded examples.
+            out: the arrays of the features to parse, by the names of the features.
+
+        Raises:
+            DataError: a record does not have the form of the data set, or an image is damaged.
+        """
         features = self._tfds.features.FeaturesDict({name: self._chosen[name] for name in out})
         decoders = {name: skip for name, skip in self._decoders.items() if name in out}
         for row, record in enumerate(records):
             try:
                 found = features.deserialize_example_np(record, decoders=decoders)
-            except Exception as error:  # protobuf and NumPy have many
+            except Exception as error:
+                # protobuf and NumPy raise many types of exceptions.
                 raise DataError(f"the record does not have its form ({error})") from None
             for name, rows in out.items():
                 if name in decoders:
@@ -99,15 +119,23 @@ class Parse:
 def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     """Returns the data of `NAME[,config=…,version=…,data_dir=PATH,size=HxW,…]`.
 
-    `data_dir` is `$TFDS_DATA_DIR`, or else `~/tensorflow_datasets`; of several versions the last
-    one is taken. `x` and `y` name the features where the data set has no supervised keys, and
-    `train`, `validation` and `test` its splits where these have other names. Images of varying
-    size are resized to `size`. Where bad records may be skipped, a TFRecord file that is damaged
-    or cut off is no error: it has records that cannot be read.
+    `data_dir` is `$TFDS_DATA_DIR` by default, or `~/tensorflow_datasets` if that is not set. If
+    several versions are prepared, the last one is read. `x` and `y` name the features of the input
+    and of the target; by default these are the supervised keys of the data set. `train`,
+    `validation` and `test` name the splits; by default they are the splits with these names. Images
+    of varying size are resized to `size`. `classes` is the number of classes of a whole-number
+    target, if the data set does not tell it.
+
+    Args:
+        options: the text after `tfds:`.
+        seed: not used.
+        skip_bad_records: above 0, a damaged or cut-off TFRecord file is no error. Its damage counts
+            as records that cannot be read.
 
     Raises:
-        DataError: the data set is not prepared, or has no such split or feature.
-        ConfigError: an unknown option, or a value of the wrong form.
+        DataError: tensorflow-datasets is not installed, the data set is not prepared or is damaged,
+            or it has no such split or feature.
+        ConfigError: an option is unknown, or a value has the wrong form.
     """
     name, _, rest = options.partition(",")
     chosen = parse_options(f"tfds:{name}", rest, _DEFAULTS)
@@ -132,7 +160,9 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
 
 
 def _tfds(place: str) -> Any:
-    files.tensorflow()  # which it would import by and by, and less quietly
+    """Returns the module `tensorflow_datasets`; raises DataError if it is not installed."""
+    # tensorflow-datasets would import TensorFlow later, with TensorFlow's start-up messages.
+    files.tensorflow()
     try:
         return importlib.import_module("tensorflow_datasets")
     except ImportError:
@@ -143,7 +173,7 @@ def _tfds(place: str) -> Any:
 
 
 def _builder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any:
-    """Returns the builder of a prepared data set, from its files."""
+    """Returns the builder of a prepared data set, made from its files; raises DataError if none."""
     data_dir = chosen["data_dir"] or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     path = tfds.core.Path(data_dir).expanduser()
     folder = path / name / chosen["config"]
@@ -171,18 +201,22 @@ def _builder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any
 
 
 def _is_prepared(folder: Any) -> bool:
+    """Returns whether a folder has the two files that describe a prepared data set."""
     return all((folder / name).exists() for name in ("dataset_info.json", "features.json"))
 
 
 def _folders(folder: Any) -> list[Any]:
+    """Returns the folders in a folder; none if the folder does not exist."""
     return [f for f in folder.iterdir() if f.is_dir()] if folder.exists() else []
 
 
 def _in_order(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version such as `3.0.1`, by which versions are compared."""
     return tuple(int(part) if part.isdecimal() else -1 for part in version.split("."))
 
 
 def _not_prepared(place: str, name: str, path: Any, chosen: Mapping[str, Any]) -> str:
+    """Returns the message that no such data set is prepared, with the command for it."""
     whole = posixpath.join(name, chosen["config"]) if chosen["config"] else name
     return (
         f'{place}: no {whole} is prepared in {path}. Prepare it once: python -c "import '
@@ -192,7 +226,7 @@ def _not_prepared(place: str, name: str, path: Any, chosen: Mapping[str, Any]) -
 
 
 def _keys(place: str, info: Any, chosen: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the names of the features that are input and target."""
+    """Returns the names of the features that are input and target; raises DataError if unknown."""
     supervised = info.supervised_keys or ()
     plain = len(supervised) == 2 and all(isinstance(key, str) for key in supervised)
     keys = {"x": chosen["x"], "y": chosen["y"]}
@@ -210,13 +244,14 @@ def _keys(place: str, info: Any, chosen: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _is_image(tfds: Any, feature: Any) -> bool:
-    """Whether a feature is an image of bytes that `pixels` can decode."""
+    """Returns whether a feature is an image of bytes that `pixels` can decode."""
     if not isinstance(feature, tfds.features.Image) or feature.np_dtype != np.uint8:
         return False
     return feature.shape[-1] in (1, 3)
 
 
 def _leaf(tfds: Any, place: str, name: str, feature: Any, size: tuple[int, ...]) -> Leaf:
+    """Returns the form of a feature in an example; raises DataError if it has no fixed form."""
     shape = getattr(feature, "shape", None)
     if not isinstance(shape, tuple):
         raise DataError(
@@ -244,7 +279,7 @@ def _leaf(tfds: Any, place: str, name: str, feature: Any, size: tuple[int, ...])
 def _classes(
     tfds: Any, place: str, name: str, feature: Any, leaf: Leaf, given: int | None
 ) -> int | None:
-    """Returns the number of classes; None where the target is no label."""
+    """Returns the number of classes; None if it is not known or the target is no label."""
     if isinstance(feature, tfds.features.ClassLabel):
         return int(feature.num_classes)
     if given is not None and not is_label(leaf):
@@ -253,13 +288,17 @@ def _classes(
 
 
 def _class_names(feature: Any) -> tuple[str, ...] | None:
-    """Returns the names of the classes, where they are not mere numbers."""
+    """Returns the names of the classes; None if there are none or they are only numbers."""
     names = tuple(getattr(feature, "names", None) or ())
     return None if names == tuple(map(str, range(len(names)))) else names
 
 
 def _splits(place: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the split of each part; the usual names are taken where they are there."""
+    """Returns the name of the split of each part; raises DataError if it is missing or used twice.
+
+    A part without an option gets the split with its own name, unless another part was given that
+    split.
+    """
     splits = builder.info.splits
     given = [chosen[part] for part in _PARTS if chosen[part]]
     found: dict[str, str] = {}
@@ -275,7 +314,7 @@ def _splits(place: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, st
 
 
 def _records(tfds: Any, builder: Any, split: str, keep_damage: bool) -> ByteStrings:
-    """Returns the encoded examples of a split, whatever their files are."""
+    """Returns the encoded examples of a split, from TFRecord or from array_record files."""
     if builder.info.file_format.value == "tfrecord":
         paths = [os.fspath(path) for path in builder.info.splits[split].filepaths]
         return Records(paths, keep_damage=keep_damage)

@@ -1,4 +1,4 @@
-"""TFRecord files of `tf.train.Example`, read at random by an index of their records."""
+"""TFRecord files of `tf.train.Example`, with random access by an index of their records."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from tfmulti.data.io.unpacked import GZIP, folder_of, unpack
 from tfmulti.data.options import parse_options
 from tfmulti.errors import DataError
 
-BUFFER = 4096  # records that a stream is shuffled within
-_NO_RECORDS = (".json", ".md", ".txt")  # what a folder may hold besides
+# A stream is shuffled within a buffer of this many records.
+BUFFER = 4096
+# Files with these endings in a folder are not TFRecord files.
+_NO_RECORDS = (".json", ".md", ".txt")
 _FORM = (
     '{"features": {"image": {"type": "image", "shape": [224, 224, 3]}, "label": {"type": '
     '"int64"}}, "x": "image", "y": "label", "classes": 10}'
@@ -39,18 +41,23 @@ _DEFAULTS: dict[str, Any] = {
 def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     """Returns the data of `PATTERN[,spec=FILE,validation=PATTERN,test=PATTERN,classes=N]`.
 
-    A pattern is a file, a folder or one with `*`; local, or what `tf.io.gfile` reads. A mere
-    name for validation and test is looked for in the folder of the first pattern, and what they
-    name is not trained on. `spec` is a JSON file (`features`), or `features.json` beside the
-    records.
+    A pattern is a file, a folder or a glob, on this machine or in a store that `tf.io.gfile` can
+    open. A pattern for validation or test that has no `/` is looked for in the folder of the first
+    pattern. The files of these parts are not trained on. `spec` is a JSON file
+    (`formats.features`); by default it is `features.json` beside the records.
 
-    GZIP files become a stream, shuffled within `buffer` records. Where bad records may be
-    skipped, a file that is damaged or cut off is no error: it has records that cannot be read,
-    and GZIP files are unpacked (`unpacked`).
+    GZIP files become a stream, which is shuffled within `buffer` records. If bad records may be
+    skipped, GZIP files are unpacked instead (`io.unpacked`).
+
+    Args:
+        options: the text after `tfrecord:`.
+        seed: the seed of the order of a stream.
+        skip_bad_records: above 0, a damaged or cut-off file is no error. Its damage counts as
+            records that cannot be read.
 
     Raises:
-        DataError: no file or no spec is found, or one of them is wrong.
-        ConfigError: an unknown option, or a value of the wrong form.
+        DataError: there is no file or no spec, or one of them is wrong.
+        ConfigError: an option is unknown, or a value has the wrong form.
     """
     pattern, _, rest = options.partition(",")
     chosen = parse_options(f"tfrecord:{pattern}", rest, _DEFAULTS)
@@ -84,19 +91,22 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
 
 
 def _unpacked(paths: list[str]) -> Records:
+    """Returns the records of GZIP files, which are unpacked into the cache folder."""
     return Records(unpack(paths), keep_damage=True, packed=paths)
 
 
 def _parse_into(features: Features, records: Sequence[bytes], out: Any) -> None:
+    """Writes the named features of encoded examples into arrays."""
     parse_into(records, features.features, out)
 
 
 def _parse_label(features: Features, records: Sequence[bytes], out: Any) -> None:
+    """Writes number features into arrays, without setting up TensorFlow's devices."""
     parse_numbers_into(records, features.features, out)
 
 
 def _parts(place: str, pattern: str, chosen: dict[str, Any]) -> dict[str, list[str]]:
-    """Returns the files of each part that there is."""
+    """Returns the files of each part; raises DataError if training has none or parts overlap."""
     parts = {"train": _found(place, pattern)}
     for part in ("validation", "test"):
         if chosen[part]:
@@ -119,6 +129,7 @@ def _parts(place: str, pattern: str, chosen: dict[str, Any]) -> dict[str, list[s
 
 
 def _found(place: str, pattern: str) -> list[str]:
+    """Returns the TFRecord files that a pattern matches; raises DataError if there are none."""
     found = [path for path in matching(place, pattern) if not path.endswith(_NO_RECORDS)]
     if not found:
         raise DataError(
@@ -129,7 +140,7 @@ def _found(place: str, pattern: str) -> list[str]:
 
 
 def _folder_of(pattern: str, files: list[str]) -> str:
-    """Returns the folder of a pattern: itself, where it is one."""
+    """Returns the folder of a pattern's files; the pattern itself if it is a folder."""
     whole = expanded(pattern)
     if files[0].startswith(whole.rstrip("/") + "/"):
         return whole
@@ -137,6 +148,7 @@ def _folder_of(pattern: str, files: list[str]) -> str:
 
 
 def _features(place: str, pattern: str, given: str) -> Features:
+    """Returns the features that the spec describes; raises DataError if there is no spec."""
     name = given or "features.json"
     folder = _folder_of(pattern, _found(place, pattern))
     places = [os.path.expanduser(given)] if given else []
@@ -156,7 +168,10 @@ def _features(place: str, pattern: str, given: str) -> Features:
 
 
 def _classes(place: str, features: Features, given: int | None) -> int | None:
-    """Returns the number of classes; None where the target is no label."""
+    """Returns the number of classes; None if it is not needed or the target is no label.
+
+    Raises DataError if the number is given for another target, or is needed but missing.
+    """
     classes = given if given is not None else features.classes
     x, y = ([features.features[n].leaf for n in _list(names)] for names in (features.x, features.y))
     labels = isinstance(features.y, str) and is_label(y[0])
@@ -174,6 +189,7 @@ def _classes(place: str, features: Features, given: int | None) -> int | None:
 
 
 def _list(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Returns one name or several names as a tuple."""
     return (names,) if isinstance(names, str) else names
 
 
@@ -181,7 +197,7 @@ def _are_compressed(place: str, parts: dict[str, list[str]]) -> bool:
     """Returns whether the files are GZIP files.
 
     Raises:
-        DataError: some are and some are not, or one cannot be read.
+        DataError: some files are GZIP files and others are not, or a file cannot be read.
     """
     kinds: dict[bool, str] = {}
     for path in (path for paths in parts.values() for path in paths):
@@ -189,7 +205,8 @@ def _are_compressed(place: str, parts: dict[str, list[str]]) -> bool:
             head = open_file(path).read_at(0, HEADER)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
-        if head:  # a record of 35,615 bytes begins as a GZIP file does, but for its checksum
+        # A record of 35,615 bytes begins with the bytes of a GZIP file, so its checksum decides.
+        if head:
             kinds.setdefault(head.startswith(GZIP) and not is_header(head), path)
     if len(kinds) > 1:
         raise DataError(
@@ -207,6 +224,7 @@ def _streamed(
     seed: int,
     buffer: int,
 ) -> DataSet:
+    """Returns data whose parts are streams, which `finish` makes for a batch size."""
     warning = (
         f"GZIP files cannot be read at random: every worker decompresses all of them, training "
         f"shuffles within {buffer:,} records alone (buffer=N), and a resumed run reads again up to "
@@ -215,6 +233,7 @@ def _streamed(
     )
 
     def finish(global_batch_size: int) -> DataSet:
+        # Validation and test keep the order of their files.
         orders = {"train": {"seed": seed, "buffer": buffer}}
         datasets = {
             name: make(paths, global_batch_size=global_batch_size, **orders.get(name, {}))
