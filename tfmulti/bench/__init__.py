@@ -1,1 +1,1 @@
-"""How a model's training scales: the measured matrix, where the time goes, and a prediction."""
+"""Measures how training scales and where the time of a step goes, and predicts more workers."""

@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(config: BenchConfig, gpus: Sequence[str]) -> None:
-    """Finds mistakes before anything is started or written.
+    """Checks the places, the run and the data, before anything is started or written.
 
     Raises:
-        UserError: whatever can be known to be wrong.
+        UserError: something cannot be measured as asked.
     """
     config.check_output()
     for place in config.places:
@@ -67,6 +67,7 @@ def check(config: BenchConfig, gpus: Sequence[str]) -> None:
                 f"{place.name} need as many GPUs, but this machine has {len(gpus)}. Use at most "
                 f"{len(gpus)}, or set CUDA_VISIBLE_DEVICES='' to measure CPUs."
             )
+    # Between these two places only the number of devices differs.
     smallest, largest = (
         pick(config.places, key=lambda place: place.devices) for pick in (min, max)
     )
@@ -83,7 +84,13 @@ def check(config: BenchConfig, gpus: Sequence[str]) -> None:
 def measure(
     config: BenchConfig, gpus: tuple[str, ...], say: Say, launch: Launch = supervisor.run
 ) -> Report:
-    """Measures the matrix, writes and prints what it says, and returns it.
+    """Measures the matrix, prints and writes the results, and returns them.
+
+    Args:
+        config: what is measured.
+        gpus: the names of the GPUs of this machine. If there are none, CPUs are measured.
+        say: prints a labelled line.
+        launch: runs the processes of a place.
 
     Raises:
         MeasurementError: a process failed, or the disk is full.
@@ -108,7 +115,15 @@ def measure(
 def describe(
     config: BenchConfig, gpus: Sequence[str], cores: Sequence[int], load: float, say: Say
 ) -> None:
-    """Prints what will be measured, and what its figures will not tell."""
+    """Prints what will be measured, and warns of what may distort the figures.
+
+    Args:
+        config: what is measured.
+        gpus: the names of the GPUs of this machine.
+        cores: the cores that may be used.
+        load: the load average of this machine.
+        say: prints a labelled line.
+    """
     scaling = f"batch {config.batch} " + ("a replica (weak)" if config.weak else "in all (strong)")
     say("measuring", f"{config.run.model} at {', '.join(p.name for p in config.places)}; {scaling}")
     most = max(place.devices for place in config.places)
@@ -123,10 +138,10 @@ def describe(
 
 
 def write(report: Report, say: Say) -> None:
-    """Writes bench.json, and bench.png where it can be drawn.
+    """Writes bench.json, and bench.png if matplotlib is installed.
 
     Raises:
-        MeasurementError: the disk is full, or takes no file.
+        MeasurementError: the disk is full, or the files cannot be written.
     """
     config, folder = report.config, report.config.output_dir
     files = []
@@ -147,6 +162,7 @@ def write(report: Report, say: Say) -> None:
 
 
 def _profile_words(config: BenchConfig, folder: Path) -> str:
+    """Returns the hint at the command that shows the traces; empty without traces."""
     return f"; tensorboard --logdir {folder / 'profile'}" if config.profile else ""
 
 

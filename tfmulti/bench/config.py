@@ -1,4 +1,4 @@
-"""What is to be measured: `BenchConfig`, and the places of its matrix."""
+"""Defines what is measured: `BenchConfig`, and the places of its matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.run_directory import check_writable
 from tfmulti.errors import ConfigError, RunDirError
 
-# Made-up data of the form that the built-in models were made for, where no --dataset is given.
+# Without --dataset a built-in model is measured with made-up data of the form it was made for.
 _DATA = {
     "linear": "shape=28x28x1",
     "mlp": "shape=28x28x1",
@@ -26,26 +26,31 @@ _DATA = {
 
 @dataclass(frozen=True, order=True)
 class MatrixPoint:
-    """Where a run is measured: replicas of one process, or workers of one replica each."""
+    """A place of the matrix: the replicas of one process, or workers with one replica each.
+
+    Attributes:
+        workers: the number of processes.
+        replicas: the number of replicas of a process.
+    """
 
     workers: int
     replicas: int
 
     @property
     def devices(self) -> int:
-        """All replicas; one of the two numbers is 1."""
+        """The number of all replicas. One of the two factors is 1."""
         return self.workers * self.replicas
 
     @property
     def kind(self) -> str:
-        """`one`, `replicas` or `workers`."""
+        """The kind of the place: `one`, `replicas` or `workers`."""
         if self.devices == 1:
             return "one"
         return "workers" if self.workers > 1 else "replicas"
 
     @property
     def name(self) -> str:
-        """`1 replica`, `4 replicas` or `2 workers`."""
+        """The name of the place: `1 replica`, `4 replicas` or `2 workers`."""
         if self.workers > 1:
             return f"{self.workers} workers"
         return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
@@ -56,15 +61,16 @@ class BenchConfig:
     """A matrix of places, and the run that is measured at each of them.
 
     Args:
-        run: the model, the data, the batch and what else `fit` takes. Its batch is the global
-            one at every place; with `weak`, that of each replica.
-        replicas: numbers of replicas in one process.
-        workers: numbers of processes of one replica each.
-        weak: whether each replica keeps its batch, and the global one grows.
-        rounds: how often each place is measured, in processes of its own.
-        steps: those that are measured, after the warm-up; None: as many as `MEASURED_S` holds.
-        profile: whether a trace for TensorBoard is left of each place.
-        output_dir: a new or empty folder.
+        run: the model, the data, the batch size and the other options of `fit`. The batch size is
+            that of the global batch at every place; with `weak` it is that of each replica.
+        replicas: the numbers of replicas in one process to measure.
+        workers: the numbers of processes with one replica each to measure.
+        weak: whether each replica keeps its batch size, so that the global batch grows.
+        rounds: how often each place is measured, each time in new processes.
+        steps: how many steps are measured after the warm-up. None: as many as `measure.MEASURED_S`
+            holds.
+        profile: whether each place writes a trace for TensorBoard.
+        output_dir: a new or empty folder for the results.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -103,31 +109,33 @@ class BenchConfig:
 
     @property
     def places(self) -> tuple[MatrixPoint, ...]:
-        """All places, each once: of one process first, by their size."""
+        """All places, each once: first those of one process, then workers, both by their size."""
         found = [MatrixPoint(1, count) for count in sorted(self.replicas)]
         found += [MatrixPoint(count, 1) for count in sorted(self.workers)]
         return tuple(dict.fromkeys(found))
 
     @property
     def batch(self) -> int:
-        """The global batch; with `weak`, that of each replica."""
+        """The size of the global batch; with `weak`, that of each replica."""
         given = self.run.global_batch_size or self.run.per_replica_batch_size
         found = given or registry.recipe_of(self.run.dataset).global_batch_size
-        assert found is not None  # FitConfig has asked for one
+        # FitConfig refuses data without a batch size of its own unless one is given.
+        assert found is not None
         return found
 
     def global_batch_of(self, place: MatrixPoint) -> int:
-        """Returns the rows of a step of all replicas at a place."""
+        """Returns the rows of the global batch at a place."""
         return self.batch * place.devices if self.weak else self.batch
 
     def share_of(self, place: MatrixPoint) -> int:
-        """Returns the rows of the largest share of a step at a place."""
+        """Returns the rows of the largest replica slice at a place."""
         return -(-self.global_batch_of(place) // place.devices)
 
     def run_of(self, place: MatrixPoint) -> FitConfig:
-        """Returns the run at a place."""
+        """Returns the configuration of the run at a place."""
         batch, dataset = self.global_batch_of(place), self.run.dataset
-        if dataset == "synthetic":  # whole batches alone
+        # The data has four global batches, so that no batch is smaller than the others.
+        if dataset == "synthetic":
             dataset = f"synthetic:{_DATA[str(self.run.model)]},examples={4 * batch}"
         strategies = {
             "one": "one_device",
@@ -142,23 +150,25 @@ class BenchConfig:
             dataset=dataset,
             global_batch_size=batch,
             per_replica_batch_size=None,
-            steps_per_execution=self.run.steps_per_execution or 1,  # one that stays
-            dry_run=True,  # leaves no run directory
+            # Without a given number a run would change it as it goes, which cannot be measured.
+            steps_per_execution=self.run.steps_per_execution or 1,
+            # A dry run leaves no run directory.
+            dry_run=True,
             verbose="0",
         )
 
     def checked_run(self, place: MatrixPoint) -> FitConfig:
-        """Returns the run at a place as one process can check it, before workers are there."""
+        """Returns the run at a place in a form that one process can check alone."""
         run = self.run_of(place)
         if place.kind == "workers":
             run = dataclasses.replace(run, strategy="one_device", ignore_cluster=True)
         return run
 
     def check_output(self) -> None:
-        """Checks that the folder can be written, without writing.
+        """Checks that the output folder can be written, without writing to it.
 
         Raises:
-            RunDirError: it cannot, or holds something.
+            RunDirError: the folder cannot be written, or is not empty.
         """
         path = self.output_dir
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -169,12 +179,13 @@ class BenchConfig:
 
 
 def cores_of(place: MatrixPoint, cores: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores of each process at a place, such that each replica has as many.
+    """Returns the cores of each process at a place; each replica has the same number of cores.
 
     Args:
-        cores: those of this machine that may be used.
-        most: the replicas of the largest place. Where these are more than the cores, workers get
-            one core each, in turns.
+        place: the place.
+        cores: the cores of this machine that may be used.
+        most: the replicas of the largest place. If they are more than the cores, each worker gets
+            one core, and several workers get the same one.
 
     >>> cores_of(MatrixPoint(2, 1), (0, 1, 2, 3), most=2)
     ((0, 1), (2, 3))

@@ -1,4 +1,4 @@
-"""The flags of `python -m tfmulti.bench`: those of a run, and its own."""
+"""The flags of `python -m tfmulti.bench`: those of a run, and those of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfmulti.errors import ConfigError
 
 _OWN = ("workers", "weak", "strong", "rounds", "steps", "profile", "output_dir")
 
-# What a run has and a measurement has not, or sets by itself at each place.
+# Flags of a run that a measurement does not have, or that it sets itself at each place.
 _NOT_HERE = (
     *("strategy", "ignore_cluster", "epochs", "steps_per_epoch", "run_dir", "resume"),
     *("checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "export_dir", "verbose"),
@@ -25,7 +25,12 @@ _NOT_HERE = (
 
 
 def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None:
-    """Returns what a command line asks for, or None where help was asked for and printed.
+    """Returns the configuration of a command line, or None if it asked for (printed) help.
+
+    Args:
+        argv: the command line with the name of the program.
+        manual: the text above the flags in the help.
+        now: the time, for the name of the default output folder.
 
     Raises:
         ConfigError: a flag is unknown or wrong.
@@ -47,7 +52,8 @@ def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None
             "--weak keeps the batch of each replica and --strong the global one. Give one of them."
         )
     replicas = counts("replicas", "1" if values.replicas is None else values.replicas)
-    values["replicas"].unparse()  # a list here, where a run has one number
+    # The flag is a list here, but the configuration of a run has one number.
+    values["replicas"].unparse()
     run = _run(values)
     return BenchConfig(
         run=run,
@@ -62,26 +68,28 @@ def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None
 
 
 def _run(values: flags.FlagValues) -> Any:
+    """Returns the run that the flags describe, without its number of replicas."""
     given: dict[str, Any] = {}
     if not values["dataset"].present and not values.config:
         given["dataset"] = "synthetic"
     if values["peak_tflops"].present:
-        given["log_throughput"] = True  # which asks for it in a run
+        # In a run, --peak_tflops is an error without --log_throughput.
+        given["log_throughput"] = True
     run = config_of(values, **given)
     return dataclasses.replace(run, replicas=None).resolved()
 
 
 def default_output(model: str | None, now: datetime) -> str:
-    """Returns a folder of its own for a measurement that was given none."""
+    """Returns a folder for a measurement, named by its model and the time."""
     name = (model or "model").rpartition(":")[2].rpartition(".")[2]
     return f"bench/{name}-{now:%Y%m%d-%H%M%S}"
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
-    """Returns the numbers of a list such as `1,2,4`.
+    """Returns the numbers of a list such as `1,2,4`, each once.
 
     Raises:
-        ConfigError: one is none, or below 1.
+        ConfigError: an item is not a whole number from 1.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
@@ -93,6 +101,7 @@ def counts(name: str, text: str) -> tuple[int, ...]:
 
 
 def _number(name: str, text: str) -> int:
+    """Returns the number that a flag has; raises ConfigError if it is not a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -100,6 +109,7 @@ def _number(name: str, text: str) -> int:
 
 
 def _flags() -> flags.FlagValues:
+    """Returns the flags of a run, some with other defaults and help, and those of a measurement."""
     values = make_flags()
     values["replicas"].help = (
         "Numbers of replicas in one process to measure, such as 1,2,4: GPUs, or logical CPU "

@@ -1,4 +1,18 @@
-"""Where a step's time goes: four parts that add up to the measured time."""
+"""Divides the time of a step into four parts that add up to the measured time.
+
+With the sums over all measured steps, and `alone` for the same process without peers:
+
+    host          = (seconds - executing_s) / steps
+    input         = input_s / steps
+    working       = (executing_s - input_s) / steps
+    compute       = min(working, working of `alone`)
+    communication = working - compute
+
+Host is the time that Python takes between two calls of the compiled step. Input is the time inside
+the calls in which the step waited for data. Communication is what a step with its data takes longer
+with peers than without. It holds sums of gradients and metrics, as far as computing does not hide
+them, and waiting for the slowest replica.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +25,14 @@ PARTS = ("compute", "communication", "input", "host")
 
 @dataclass(frozen=True)
 class Phase:
-    """What a process measured of its steps, the first execution left out.
+    """The measured steps of a process, without the first execution.
 
-    `seconds` are from the end of the execution before the first one to the end of the last one;
-    of these the calls of the compiled step took `executing_s`, and `waited_s` of those went by
-    without data.
+    Attributes:
+        steps: the number of steps.
+        examples: the number of examples.
+        seconds: the time from the end of the execution before the first one to the end of the last.
+        executing_s: the part of `seconds` that the calls of the compiled step took.
+        waited_s: the part of `executing_s` in which the steps waited for data.
     """
 
     steps: int
@@ -25,29 +42,30 @@ class Phase:
     waited_s: float
 
     def __add__(self, other: Phase) -> Phase:
-        """Returns what both measured."""
+        """Returns both phases as one."""
         ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         return Phase(*(a + b for a, b in zip(ours, theirs, strict=True)))
 
     @property
     def working_ms(self) -> float:
-        """Milliseconds of a step with its data there."""
+        """The milliseconds of a step inside the call, without waiting for data."""
         return 1000 * (self.executing_s - self.input_s) / self.steps
 
     @property
     def input_s(self) -> float:
+        """The seconds of waiting for data, limited to those of the calls."""
         return min(max(self.waited_s, 0.0), self.executing_s)
 
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Milliseconds of a step; the four parts add up to `step_ms`.
+    """The milliseconds of the parts of a step, as the module defines them.
 
-    - `host`: between two calls of the compiled step, Python's part.
-    - `input`: inside of it, without data (`outcomes.Outcome.waited_s`).
-    - `compute`: the rest, or what the rest is without peers, if that is less: see `of`.
-    - `communication`: what is left. With peers a step takes that much longer: summing gradients
-      and metrics as far as computing does not hide it, and waiting for the slowest replica.
+    Attributes:
+        compute: computing.
+        communication: summing over replicas, and waiting for the slowest one.
+        input: waiting for data inside the call (`StepResult.waited_s`).
+        host: the time between two calls of the compiled step.
     """
 
     compute: float
@@ -57,15 +75,18 @@ class TimeParts:
 
     @property
     def step_ms(self) -> float:
+        """The milliseconds of a step."""
         return self.compute + self.communication + self.input + self.host
 
     @classmethod
     def of(cls, phase: Phase, alone: Phase | None) -> TimeParts:
-        """Returns the parts of one process' steps.
+        """Returns the parts of the steps of one process.
 
         Args:
-            alone: the same process' steps of one device with the same local batch, or the global
-                one where the replicas share cores; None: it has no peers.
+            phase: the steps with peers.
+            alone: the steps of the same process on one device without peers. They have the rows of
+                one replica, or the rows of the global batch if the replicas share cores. None:
+                there are no peers.
         """
         working = phase.working_ms
         compute = working if alone is None else min(working, alone.working_ms)
@@ -75,9 +96,10 @@ class TimeParts:
 
     @classmethod
     def mean(cls, parts: Sequence[TimeParts]) -> TimeParts:
-        """Returns the mean of several processes' parts: they add up to that of their steps."""
+        """Returns the mean parts of several processes; they add up to the mean of their steps."""
         count = len(parts)
         return cls(*(sum(getattr(part, name) for part in parts) / count for name in PARTS))
 
     def as_dict(self) -> dict[str, float]:
+        """Returns the parts by their names."""
         return dataclasses.asdict(self)

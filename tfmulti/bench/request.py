@@ -1,4 +1,4 @@
-"""What a measured process is told, and what it answers: JSON between it and the command."""
+"""The JSON files between the command and the processes that it measures: requests and results."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tfmulti.config.fit_config import FitConfig
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """One measurement, alike for all processes of a place.
+    """One measurement, described in the same words to all processes of a place.
 
-    Args:
-        run: what is trained.
-        cores: of each process, by rank.
-        steps: that are measured; None: as many as the time holds.
-        rows_alone: of a step of one device without peers, the same work on the same cores or
-            device; None: there are no peers.
+    Attributes:
+        run: the run to measure.
+        cores: the cores of each process, by rank.
+        steps: how many steps are measured. None: as many as the time holds.
+        rows_alone: the rows of a step on one device without peers, which is the same work on the
+            same cores or device. None: the process has no peers.
         profile: the folder for a trace, or None.
-        answers: the folder for `MeasureResult`s, one file a rank.
+        answers: the folder for the files of the results, one for each rank.
     """
 
     run: FitConfig
@@ -34,29 +34,47 @@ class MeasureRequest:
     answers: str
 
     def to_json(self) -> str:
+        """Returns the request as JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> MeasureRequest:
+        """Returns the request that `to_json` has written."""
         values = json.loads(text)
         values["run"] = FitConfig(**values["run"])
         values["cores"] = tuple(map(tuple, values["cores"]))
         return cls(**values)
 
     def answer_file(self, rank: int) -> Path:
+        """Returns the file for the result of a process."""
         return Path(self.answers) / f"{rank}.json"
 
 
 @dataclass(frozen=True)
 class MeasureResult:
-    """What one process measured.
+    """What one process has measured.
 
-    `step_ms` are percentiles; `alone` is without peers; `all_reduces` are bytes and seconds, and
-    `message_s` what one message more takes at the same time, where workers send to all at once.
-    `gradient_bytes` is the size of an all-reduce that takes as many bytes as a step does: counted
-    between workers on CPUs, else those of the weights. They travel in about so many `collectives`
-    a step, two for each of the `synchronized` layers. `row_bytes` of it are rows (of an embedding)
-    that go to each other worker. `flops_per_example` and `peak_tflops` are as in `Throughput`.
+    Attributes:
+        devices: the names of the devices of the process.
+        parameters: the number of the model's parameters.
+        gradient_bytes: the size of an all-reduce that moves as many bytes as a step does. Between
+            workers on CPUs the bytes of a step are counted; elsewhere it is the size of the
+            trainable weights.
+        collectives: about how many collectives a step has; two for each of the `synchronized`
+            layers are among them.
+        synchronized: how many layers take batch statistics over all replicas.
+        step_ms: percentiles of the time of a step.
+        together: the measured steps with peers.
+        alone: the measured steps without peers, or None.
+        all_reduces: the bytes and seconds of all-reduces of several sizes.
+        flops_per_example: the floating-point operations of training on one example, as in
+            `Throughput`.
+        peak_tflops: the most TFLOP/s of a device, as in `Throughput`.
+        reader_threads: the number of threads that read the data.
+        message_s: the seconds that one more message takes, if workers send to all others at once;
+            otherwise None.
+        row_bytes: the bytes of a step that are rows of an embedding's gradient, which go to each
+            other worker. They are part of `gradient_bytes`.
     """
 
     devices: tuple[str, ...]
@@ -76,13 +94,16 @@ class MeasureResult:
 
     @property
     def parts(self) -> TimeParts:
+        """The parts of the time of a step."""
         return TimeParts.of(self.together, self.alone)
 
     def to_json(self) -> str:
+        """Returns the result as JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> MeasureResult:
+        """Returns the result that `to_json` has written."""
         values: dict[str, Any] = json.loads(text)
         values["devices"] = tuple(values["devices"])
         values["all_reduces"] = tuple((int(size), s) for size, s in values["all_reduces"])

@@ -1,4 +1,4 @@
-"""What limits scaling, in words, and which flag to try."""
+"""Says in words what limits scaling at a place, and which flag to try."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from tfmulti.data.advice import MUCH, advice
 
 @dataclass(frozen=True)
 class Situation:
-    """A place and what decides over it.
+    """A place, and the values from which its limits follow.
 
-    Args:
-        name: of the place.
+    Attributes:
+        name: the name of the place.
         kind: `one`, `replicas` or `workers`.
-        computing_alone: what computing would take if it shrank (strong) or stayed (weak) with the
-            share as it should, in ms; None: not known.
-        collectives, synchronized: as in `Answer`.
-        link: what was measured of the all-reduce; None: no peers.
-        shares_cores: whether replicas or workers are more than the cores.
-        gpus: whether they are GPUs.
+        devices: the number of all replicas.
+        parts: the parts of the time of a step.
+        run: the run that was measured.
+        weak: whether each replica keeps its batch size.
+        gradient_bytes: as in `MeasureResult`.
+        collectives: as in `MeasureResult`.
+        synchronized: as in `MeasureResult`.
+        link: the model of the measured all-reduces. None: there are no peers.
+        computing_alone: the milliseconds that computing would take if it scaled as it should. It
+            would stay the same (weak), or shrink with the replica slice (strong). None: it is not
+            known.
+        reader_threads: the number of threads that read the data.
+        cores: the cores that are used.
+        shares_cores: whether there are more replicas or workers than cores.
+        gpus: whether the devices are GPUs.
     """
 
     name: str
@@ -43,7 +52,10 @@ class Situation:
 
 
 def limits(at: Situation) -> list[str]:
-    """Returns a line for each thing that limits a place, the largest first."""
+    """Returns a line for each thing that limits a place, with the largest part of the step first.
+
+    If nothing limits it, the line says that the place is compute-bound.
+    """
     shares = {name: getattr(at.parts, name) / at.parts.step_ms for name in at.parts.as_dict()}
     say = {"communication": _communication, "input": _input, "host": _host}
     found = [
@@ -66,10 +78,12 @@ def limits(at: Situation) -> list[str]:
 
 
 def _percent(share: float) -> str:
+    """Returns a share as a percentage."""
     return f"{100 * share:.0f} %"
 
 
 def _communication(at: Situation, share: float) -> str:
+    """Returns what takes most of the communication, and which flags to try."""
     words = f"communication-bound: {_percent(share)} of the step is what peers cost; "
     latency_s, bytes_s = (
         at.link.parts_s(at.devices, at.gradient_bytes, at.collectives) if at.link else (0.0, 0.0)
@@ -99,22 +113,25 @@ def _communication(at: Situation, share: float) -> str:
 
 
 def _input(at: Situation, share: float) -> str:
+    """Returns the advice for steps that wait for data."""
     cached = at.run.cache != "none"
     return advice(share, at.reader_threads, cached=cached, cores=at.cores)
 
 
 def _host(at: Situation, share: float) -> str:
+    """Returns what to do about the time between two calls of the compiled step."""
     given = at.run.steps_per_execution
     words = (
         f"host-bound: {_percent(share)} of the step is Python between two calls; try "
         f"--steps_per_execution {max(8, 4 * (given or 1))}"
     )
-    # A measurement takes one where none is given, since a number that changes cannot be measured.
+    # A run without the flag finds the number by itself. A measurement takes 1 instead, because a
+    # number that changes cannot be measured.
     return words if given or at.gpus else words + ", which a run without that flag finds by itself"
 
 
 def _slower(at: Situation) -> str | None:
-    """Returns what is to be said of computing that takes longer than the share's part."""
+    """Returns a line if computing takes longer than it should by `computing_alone`; else None."""
     if at.computing_alone is None or at.parts.compute < (1 + MUCH) * at.computing_alone:
         return None
     times = at.parts.compute / at.computing_alone

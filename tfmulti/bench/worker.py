@@ -1,4 +1,4 @@
-"""One measured process: takes its cores, measures, and leaves its answer.
+"""Runs one measured process, which takes its cores, measures and writes its result.
 
     python -m tfmulti.bench.worker ORDER.json
 
@@ -21,14 +21,15 @@ from tfmulti.launch.workers import THREADS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures what an order asks for, and returns the exit code."""
+    """Measures what the file of a request asks for, and returns the exit code."""
     order = MeasureRequest.from_json(Path(argv[0]).read_text())
     cluster, _ = find_cluster(os.environ)
     rank = 0 if cluster is None else cluster.rank
     take_cores(order.cores[rank])
     try:
         with garbage_collection.importing():
-            from tfmulti.bench import measure  # TensorFlow counts its threads when it is imported
+            # TensorFlow counts its threads when it is imported, which must be after `take_cores`.
+            from tfmulti.bench import measure
 
         answer = measure.answer(order, None if order.run.ignore_cluster else cluster)
     except TfmultiError as error:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def take_cores(cores: Sequence[int]) -> None:
-    """Gives this process these cores alone, and TensorFlow a thread for each of them."""
+    """Restricts this process to the given cores, and TensorFlow to one thread for each of them."""
     os.sched_setaffinity(0, cores)
     for name in THREADS:
         os.environ[name] = str(len(cores))

@@ -1,4 +1,4 @@
-"""Folders of images: a folder a class; jpeg, png, bmp and webp."""
+"""Folders of images (jpeg, png, bmp and webp), with one folder for each class."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 def load(options: str, seed: int) -> DataSet:
     """Returns the images of `FOLDER[,size=HEIGHTxWIDTH,channels=3]`, uint8, and their classes.
 
-    `FOLDER/CLASS/FILE` is training data; `FOLDER/train/CLASS/FILE` has `validation` (or `val`)
-    and `test` beside it. Classes are numbered in the order of their names. Images are resized,
-    bilinearly, without keeping their proportions.
+    The training part is `FOLDER/train/CLASS/FILE`, with `validation` (or `val`) and `test` beside
+    `train`. In a folder without parts it is `FOLDER/CLASS/FILE`. Classes are numbered in the order
+    of their names. Images are resized (`pixels.resize_into`) without keeping their proportions.
 
     Raises:
         DataError: there are no such folders, or OpenCV is not installed.
@@ -39,6 +39,7 @@ def load(options: str, seed: int) -> DataSet:
         raise ConfigError(
             f"{place}: channels is {channels}, but it must be 1 (grey) or 3 (colours)."
         )
+    # This raises DataError if OpenCV is not installed, before any folder is read.
     pixels.opencv()
     folders = find_parts(place, path)
     train = find_classes(place, folders.pop("train"), EXTENSIONS)
@@ -59,7 +60,12 @@ def load(options: str, seed: int) -> DataSet:
 
 
 class ImageFolder(Source):
-    """The images of class folders, uint8 [height, width, channels], and their labels, int32."""
+    """The images of class folders, uint8 [height, width, channels], and their labels, int32.
+
+    Args:
+        classes: the files and their labels.
+        shape: the height, the width and the channels to which images are decoded.
+    """
 
     def __init__(self, classes: Classes, shape: tuple[int, int, int]) -> None:
         self._classes, self._shape = classes, shape
@@ -91,5 +97,6 @@ class ImageFolder(Source):
 
     def identity(self) -> str:
         sizes = (f"{p} {files.stamp_of(p)}" for p in self._classes.paths)
-        labels = zlib.crc32(self._classes.labels.tobytes())  # kept with the images
+        # A cache keeps the labels with the images.
+        labels = zlib.crc32(self._classes.labels.tobytes())
         return "\n".join([f"{self._shape} {labels}", *sizes])

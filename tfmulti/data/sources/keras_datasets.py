@@ -1,4 +1,7 @@
-"""MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100 through Keras' own loaders and cache."""
+"""MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100, by the loaders and in the cache of Keras.
+
+Each loader raises DataError if its data set is not in the cache and cannot be downloaded.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +52,28 @@ def cifar100(options: str, seed: int) -> DataSet:
 
 
 def _load(name: str, cached_as: str, url: str) -> DataSet:
+    """Returns a data set of Keras.
+
+    Args:
+        name: the name of the data set in `keras.datasets`.
+        cached_as: its file or folder in the cache.
+        url: where Keras downloads it from.
+
+    Raises:
+        DataError: it is not in the cache and cannot be downloaded.
+    """
     cached = keras_cache() / cached_as
     if not cached.exists():
         _check_network(name, cached, url)
     with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(keras_cache() / ".tfmulti.lock"):  # workers of one machine start at once
+    # The workers of a machine start at the same time, and only one of them may download.
+    with _alone(keras_cache() / ".tfmulti.lock"):
         loader = importlib.import_module("keras.datasets")
         try:
             (x, y), (x_test, y_test) = getattr(loader, name).load_data()
-        except Exception as error:  # Keras raises a bare Exception where a download fails
+        except Exception as error:
+            # Keras raises a bare Exception if a download fails.
             raise DataError(_where_to_put(name, cached, url, str(error))) from None
     x, x_test = with_channels(x), with_channels(x_test)
     return DataSet(
@@ -70,10 +85,12 @@ def _load(name: str, cached_as: str, url: str) -> DataSet:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
+    """Holds a file lock, so that one process at a time runs the block."""
     try:
         lock = open(path, "w")  # noqa: SIM115
     except OSError:
-        yield  # a folder that cannot be written is not written by two at once
+        # This process cannot write to the folder, so it needs no lock.
+        yield
         return
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -81,15 +98,16 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def keras_cache() -> Path:
-    """Returns the folder where Keras keeps downloaded data sets."""
+    """Returns the folder in which Keras keeps the data sets that it has downloaded."""
     home = os.environ.get("KERAS_HOME") or os.path.join("~", ".keras")
     return Path(home).expanduser() / "datasets"
 
 
 def _check_network(name: str, cached: Path, url: str) -> None:
-    """Says so at once where there is no network, before anything slow is imported."""
+    """Raises DataError at once if there is no network, before any slow import."""
     if any(key.lower().endswith("_proxy") for key in os.environ):
-        return  # the proxy resolves names; Keras' loader will tell
+        # The proxy resolves names, and Keras' loader will report its errors.
+        return
     failures: list[OSError] = []
     host = url.split("/")[2]
 
@@ -101,12 +119,14 @@ def _check_network(name: str, cached: Path, url: str) -> None:
 
     thread = threading.Thread(target=resolve, daemon=True)
     thread.start()
-    thread.join(timeout=0.2)  # no answer yet is no failure: Keras' loader will tell
+    # No answer within this time is no failure, and Keras' loader will report a later one.
+    thread.join(timeout=0.2)
     if failures:
         raise DataError(_where_to_put(name, cached, url, f"{host}: {failures[0].strerror}"))
 
 
 def _where_to_put(name: str, cached: Path, url: str, reason: str) -> str:
+    """Returns the message that says which file to fetch elsewhere and where to put it."""
     what = f"put the files into {cached.parent}" if "{" in url else f"put it at {cached}"
     return (
         f"--dataset {name} is not in Keras' cache and cannot be downloaded ({reason}). "

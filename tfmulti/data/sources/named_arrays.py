@@ -1,4 +1,4 @@
-"""Makes a data set of named arrays, `x` and `y` or `x_train`, …, of an npz file or a folder."""
+"""Makes a data set of named arrays, such as `x_train` and `y_train` of an npz file or a folder."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def data_of(arrays: dict[str, np.ndarray], place: str, classes: int | None) -> D
         classes: the number of classes. None: it follows from the labels.
 
     Raises:
-        DataError: an array is missing, arrays differ in length or in the shape of an example, a
-            value is not a finite number, or a label is out of range.
+        DataError: an array is missing, the arrays of a part differ in length, the examples of the
+            parts differ in shape, a value is not a finite number, or a label is out of range.
     """
     parts = {part: _given(arrays, place, part) for part in NAMES}
     train = parts["train"]

@@ -1,6 +1,6 @@
-"""A folder of .npy files, mapped into memory: they may be larger than it.
+"""A folder of .npy files, which are mapped into memory, so that they may be larger than the memory.
 
-Those on `gs://` and the like cannot be mapped: they are read whole into memory.
+Files in a store such as `gs://` cannot be mapped. They are read into memory as a whole.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ _ENDING = ".npy"
 
 
 def load(options: str, seed: int) -> DataSet:
-    """Returns the data of `FOLDER[,classes=N]`, read row by row when it is needed.
+    """Returns the data of `FOLDER[,classes=N]`, whose rows of `x` are read when they are needed.
 
-    The folder holds `x.npy` and `y.npy` (or `x_train.npy`, …), under the names that an npz
-    file has. What a row holds is not checked beforehand, since that would read all of them. A
-    folder with a scheme (`gs://…`) is read whole and checked. Of a file that is cut off the rows
-    that are missing count as lost, and with them those of its part's other files.
+    The folder holds `x.npy` and `y.npy` (or `x_train.npy`, …), with the names of `named_arrays`.
+    The values of a mapped `x` are not checked in advance, since that would read all of them. A
+    folder with a scheme (`gs://…`) is read as a whole and checked.
+
+    If a file is cut off, its missing rows count as lost, and so do these rows of the other files of
+    its part.
 
     Raises:
-        DataError: there is no such folder, a file is damaged or pickled, or the arrays differ
-            in length or hold labels that are no labels.
+        DataError: there is no such folder, a file is damaged or holds Python objects, or the arrays
+            do not make a data set (`named_arrays.data_of`).
     """
     path, _, rest = options.partition(",")
     place = f"npy:{path}"
@@ -59,16 +61,20 @@ def load(options: str, seed: int) -> DataSet:
 def _cut(
     place: str, arrays: dict[str, np.ndarray], rows: dict[str, int], endings: tuple[str, ...]
 ) -> list[Lost]:
-    """Leaves out the rows that one of a part's arrays lacks, and returns them.
+    """Returns the rows that a cut-off array of a part lacks, and leaves them out of all its arrays.
 
     Args:
-        rows: of each array by its header, which are more than it has where the file is cut off.
+        place: the data set as in `--dataset`, for messages.
+        arrays: the arrays of the folder by their names; those of the part are shortened.
+        rows: for each array how many rows its header declares.
+        endings: the endings of the names of the part's arrays.
     """
     part = [f"{name}{end}" for end in endings for name in ("x", "y", "weight")]
     part = [name for name in part if name in arrays]
     short = [name for name in part if len(arrays[name]) < rows[name]]
     if not short or len({rows[name] for name in part}) > 1:
-        return []  # arrays of different lengths are no lost rows
+        # If the declared lengths differ, no rows are lost: `data_of` raises an error.
+        return []
     first = min(short, key=lambda name: len(arrays[name]))
     left, whole = len(arrays[first]), rows[first]
     for name in part:
@@ -78,7 +84,7 @@ def _cut(
 
 
 def _array(place: str, folder: str, name: str) -> tuple[np.ndarray, int]:
-    """Returns the array of a file, and how many rows it should have."""
+    """Returns the array of a file, and how many rows its header declares."""
     path = files.join(folder, name)
     try:
         if not files.is_remote(path):
@@ -95,10 +101,10 @@ def _array(place: str, folder: str, name: str) -> tuple[np.ndarray, int]:
 
 
 def _mapped(path: str) -> tuple[np.ndarray, int]:
-    """Returns the whole rows of a file, mapped into memory, and how many rows it should have.
+    """Returns the whole rows of a file, mapped into memory, and how many rows its header declares.
 
     Raises:
-        ValueError, OSError: it is damaged, or cut off before the end of its first row.
+        ValueError, OSError: the file is damaged, or is cut off before the end of its first row.
     """
     with files.open_regular(path) as file:
         head = read_head(file)
@@ -106,7 +112,7 @@ def _mapped(path: str) -> tuple[np.ndarray, int]:
         raise ValueError("it holds Python objects")
     rows = head.shape[0] if head.shape else 0
     row_bytes = head.dtype.itemsize * math.prod(head.shape[1:])
-    # Rows stand one after the other, so that those before the cut are whole.
+    # In this order each row follows the one before it, so the rows before the cut are whole.
     if rows and row_bytes and (not head.by_columns or len(head.shape) == 1):
         left = (os.path.getsize(path) - head.start) // row_bytes
         if 0 < left < rows:

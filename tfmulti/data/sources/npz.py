@@ -1,4 +1,4 @@
-"""A user's arrays from an .npz file, here or on `gs://` and the like."""
+"""Arrays of an .npz file of the user, on this machine or in a store such as `gs://`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from tfmulti.data.options import parse_options
 from tfmulti.data.sources.named_arrays import data_of
 from tfmulti.errors import DataError
 
-# What is compressed, or stands before its index at the end, is lost as a whole.
+# A damaged array that is compressed is lost as a whole. Without the index at the end of the file
+# all arrays are lost.
 _NOT_SKIPPED = "which --skip_bad_records cannot mend: how many examples are lost is not known."
 
 
 def load(options: str, seed: int) -> DataSet:
-    """Returns the data of `PATH[,classes=N]`, read without unpickling anything.
+    """Returns the data of `PATH[,classes=N]`; nothing in the file is unpickled.
 
-    The arrays' names are those of `named_arrays`. All of the file is read into memory.
+    The arrays have the names of `named_arrays`. The whole file is read into memory.
 
     Raises:
-        DataError: the file is missing, damaged or pickled, lacks an array, or the arrays
-            differ in length or hold labels that are no labels.
+        DataError: the file is missing, damaged or holds Python objects, or its arrays do not make a
+            data set (`named_arrays.data_of`).
     """
     path, _, rest = options.partition(",")
     place = f"npz:{path}"
@@ -36,6 +37,7 @@ def load(options: str, seed: int) -> DataSet:
 
 
 def _read(path: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of a file by their names; raises DataError if it cannot be read."""
     place = f"--dataset npz:{path}"
     if not path:
         raise DataError("--dataset npz: needs a file. Write --dataset npz:PATH.")
@@ -69,17 +71,19 @@ def _read(path: str) -> dict[str, np.ndarray]:
             f"{place} is damaged or truncated ({error}), {_NOT_SKIPPED} Write it anew."
         ) from None
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        # RuntimeError: a part says that it is encrypted, or packed in an unknown way.
+        # zipfile raises RuntimeError if an array is marked as encrypted, or as packed in an unknown
+        # way.
         raise DataError(
             f"{place} is damaged or truncated ({error}), {_NOT_SKIPPED} Write it anew."
         ) from None
 
 
 def _check_declared(place: str, file: IO[bytes]) -> None:
-    """Checks what arrays declare to be before memory is taken for them.
+    """Checks the sizes that the arrays declare, before memory is taken for them.
 
     Raises:
-        DataError: one has not the bytes that it declares, or all are more than this machine has.
+        DataError: an array has fewer bytes than it declares, or all arrays together have more bytes
+            than this machine has memory.
     """
     most = files.memory_bytes()
     total = 0
@@ -103,6 +107,7 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
 
 
 def _opened(path: str) -> IO[bytes]:
+    """Returns the file, open for reading; a remote file is read into memory."""
     if files.is_remote(path):
         return io.BytesIO(files.read_bytes(path))
     return files.open_regular(files.expanded(path))

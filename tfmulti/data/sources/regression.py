@@ -1,4 +1,4 @@
-"""A small regression on normal data: 100 rows of 10 values, one target each."""
+"""A small regression on random data: 100 rows of 10 values, with one target each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROWS, _VALUES = 100, 10
 def load(options: str, seed: int) -> DataSet:
     """Returns x [100, 10] and y [100, 1], both normal; y is linear in x, with noise.
 
-    Validation and test have 20 rows each, drawn from the same distribution.
+    The validation and the test part have 20 rows each, drawn from the same distribution.
     """
     rng = np.random.default_rng(seed)
     slope = rng.standard_normal((_VALUES, 1)) / np.sqrt(_VALUES)

@@ -32,7 +32,7 @@ def load(options: str, seed: int) -> DataSet:
         seed: the seed of all random numbers.
 
     Raises:
-        ConfigError: an option is unknown, or there are as many classes as tokens or more.
+        ConfigError: an option is unknown, or the vocabulary is not larger than the classes.
     """
     chosen = parse_options("synthetic", options, _DEFAULTS)
     classes, examples, length = chosen["classes"], chosen["examples"], chosen["tokens"]

@@ -1,29 +1,31 @@
-"""Tables: CSV and Parquet files, a row an example.
+"""CSV and Parquet files as a data set, in which each row is an example.
 
     --dataset csv:PATTERN,target=COLUMN
     --dataset parquet:PATTERN,target=COLUMN,test=PATTERN,drop=COLUMN+COLUMN
 
-A pattern is a file, a glob or a folder of files, here or on `gs://` and the like. Options:
+A pattern is a file, a glob or a folder of files, on this machine or in a store such as `gs://`. The
+options are:
 
     target       the column to predict
-    weight       a column of sample weights
-    task         classification or regression. Without it: text, true or false are classes, and so
-                 are whole numbers of at most 20 different values, if there are at least twice
-                 as many rows; other numbers are values to predict
-    drop         columns to leave out, joined by +
-    missing      mean: where a number is missing (or NaN), the mean of the training rows takes
-                 its place, and a missing text is no category. Without it that is an error
-    validation   files of the validation part; without it, --validation_fraction is taken
-    test         files of the test part
+    weight       the column of sample weights
+    task         classification or regression. By default it is classification if the target is
+                 text, or true and false, or at most 20 different whole numbers with at least
+                 twice as many rows. Any other target is a regression
+    drop         the columns to leave out, joined by +
+    missing      mean: a missing number (or NaN) becomes the mean of the training rows, and a
+                 missing text belongs to no category. Without it a missing value is an error
+    validation   the files of the validation part; without it, --validation_fraction is taken
+    test         the files of the test part
 
-An example is one float32 vector: of the columns in the order of the first file, a number or
-true (1) or false (0) is one value, a text one value a category, 1 where it is that and else 0.
-Categories are those of the training rows, sorted; any other text is all zeros. The run
-directory's features.txt names the values in their order. The tables are held in memory.
+An example is one float32 vector, made of the columns in the order of the first file. A column of
+numbers gives one value. So does a column of true (1) and false (0). A column of text gives one
+value for each category: 1 for the category of the row, and 0 for the others. The categories are the
+sorted texts of the training rows. A text that they lack gives zeros only. The file features.txt in
+the run directory names the values in their order. The tables are held in memory.
 
-A row of a CSV file that has more or fewer columns than the header is an error, and so is a row
-group of a Parquet file that is damaged; --skip_bad_records N leaves out up to N such rows in all
-files together. Of a row group all rows are lost.
+A row of a CSV file that has more or fewer columns than the header is an error. So is a damaged row
+group of a Parquet file, of which all rows are lost. --skip_bad_records N leaves out up to N such
+rows in all files together.
 """
 
 from __future__ import annotations
@@ -55,22 +57,37 @@ _OPTIONS = ("target", "weight", "task", "drop", "missing", "validation", "test")
 
 
 def load_csv(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
-    """Returns the data of `PATTERN,target=COLUMN[,…]`; see the module.
+    """Returns the data of `PATTERN,target=COLUMN[,…]`; the module describes the options.
+
+    Args:
+        options: the text after `csv:`.
+        seed: not used.
+        skip_bad_records: how many rows may be left out because they cannot be read.
 
     Raises:
         ConfigError: an option is wrong.
-        DataError: a file is missing, damaged or unlike the others, a value cannot be used, or
-            more rows than `skip_bad_records` cannot be read.
+        DataError: a file is missing, damaged or unlike the others, a value cannot be used, or more
+            rows than `skip_bad_records` cannot be read.
     """
     return _load(CSV, options, skip_bad_records)
 
 
 def load_parquet(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
-    """Returns the data of `PATTERN,target=COLUMN[,…]`, as `load_csv` does."""
+    """Returns the data of `PATTERN,target=COLUMN[,…]` as `load_csv` does.
+
+    Args:
+        options: the text after `parquet:`.
+        seed: not used.
+        skip_bad_records: how many rows may be left out because they cannot be read.
+
+    Raises:
+        ConfigError, DataError: as `load_csv` does.
+    """
     return _load(PARQUET, options, skip_bad_records)
 
 
 def _load(form: str, options: str, most_bad: int) -> DataSet:
+    """Returns the data of CSV or Parquet files, of which at most `most_bad` rows are left out."""
     pattern, _, rest = options.partition(",")
     place = f"--dataset {form}:{pattern}"
     if not pattern:
@@ -86,7 +103,8 @@ def _load(form: str, options: str, most_bad: int) -> DataSet:
             tables[part] = read_tables(place, form, chosen[part], names)
             _check_apart(place, part, [table.path for table in tables[part]], seen)
     lost = lost_of(*tables.values())
-    check_lost(lost, most_bad)  # first: what is wrong with the others may be due to them
+    # This check comes first, because rows that are left out may cause the later errors.
+    check_lost(lost, most_bad)
     wanted = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
     columns = {"train": to_columns(place, tables["train"], wanted)}
     for part in tables:
@@ -110,7 +128,7 @@ def _load(form: str, options: str, most_bad: int) -> DataSet:
 
 
 def _fitted(place: str, kinds: dict[str, str], target: Target, data: DataSet) -> DataSet:
-    """Returns the data as vectors. What makes them so is computed from the training part."""
+    """Returns the data as vectors, which an encoder makes that is fitted to the training part."""
     parts = {"train": data.train, "validation": data.validation, "test": data.test}
     rows = {name: p.read(np.arange(len(p))) for name, p in parts.items() if p is not None}
     encoder = Encoder.of(place, rows["train"][0], kinds)
@@ -130,12 +148,14 @@ def _fitted(place: str, kinds: dict[str, str], target: Target, data: DataSet) ->
 
 
 def _feature(place: str, columns: Columns, name: str, fills: bool) -> np.ndarray:
+    """Returns the values of a column; raises DataError for a missing one unless `fills` is set."""
     if not fills:
         check_present(place, columns, name, f"Mend it, or give missing=mean or drop={name}.")
     return columns.values[name] if columns.kinds[name] == TEXT else finite(place, columns, name)
 
 
 def _weights(place: str, columns: Columns, name: str) -> np.ndarray:
+    """Returns the sample weights, float32 [rows]; raises DataError if one is wrong."""
     if columns.kinds[name] == TEXT:
         raise DataError(f"{place}: the weights {name!r} are text. Give a column of numbers.")
     check_present(place, columns, name, "Mend it.")
@@ -150,7 +170,7 @@ def _weights(place: str, columns: Columns, name: str) -> np.ndarray:
 
 
 def _features(place: str, names: list[str], chosen: dict[str, str]) -> list[str]:
-    """Returns the columns that are inputs, in their order."""
+    """Returns the columns that are inputs, in their order; raises if an option is wrong."""
     if not chosen["target"]:
         raise ConfigError(
             f"{place} needs the column to predict: target=COLUMN. Known: {', '.join(names)}."
@@ -177,6 +197,7 @@ def _features(place: str, names: list[str], chosen: dict[str, str]) -> list[str]
 
 
 def _check_choices(place: str, chosen: dict[str, str]) -> None:
+    """Raises ConfigError if the task, or the rule for missing values, is unknown."""
     for option, known in (("task", (CLASSIFICATION, REGRESSION)), ("missing", ("mean",))):
         if chosen[option] and chosen[option] not in known:
             raise ConfigError(
@@ -185,7 +206,7 @@ def _check_choices(place: str, chosen: dict[str, str]) -> None:
 
 
 def _check_apart(place: str, part: str, paths: list[str], seen: dict[str, str]) -> None:
-    """Notes the files of a part, none of which may be another part's."""
+    """Adds the files of a part to `seen`; raises DataError if one is in another part."""
     for path in paths:
         if path in seen:
             raise DataError(

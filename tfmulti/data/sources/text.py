@@ -1,19 +1,23 @@
-"""Texts with a class each, as sequences of tokens.
+"""Texts with one class each, as sequences of tokens.
 
     --dataset text:FOLDER                                 a folder of .txt files for each class
     --dataset text:PATTERN,text=COLUMN,target=COLUMN      CSV or Parquet files (see `tables`)
 
-`FOLDER` holds the class folders, or `train` with these, and `validation` (or `val`) and `test`
-beside it. Options:
+`FOLDER` contains the class folders. Or it contains a folder `train` with the class folders, and
+beside it `validation` (or `val`) and `test`. The options are:
 
-    tokens       how many tokens of a text are read; a shorter one is filled up with 0 (200)
-    vocabulary   the most tokens there are, with 0 and 1, which is any other word (20000)
-    text, target the columns of a table; validation, test: the files of those parts
+    tokens       how many tokens of a text are read (default: 200); a shorter text is padded
+    vocabulary   the most tokens of the vocabulary, with 0 for padding and 1 for any unknown word
+                 (default: 20000)
+    text         the column of the texts in a table
+    target       the column of the classes in a table
+    validation   the files of the validation part of a table
+    test         the files of the test part of a table
 
-Keras' `TextVectorization` makes the tokens: small letters, no punctuation, a word a token. The
-vocabulary is that of the training texts, computed by the chief and given to all workers; the run
-directory's vocabulary.txt holds it, as `TextVectorization(vocabulary=PATH)` reads it. Files are
-read when their examples are needed.
+Keras' `TextVectorization` makes the tokens. It takes small letters, removes punctuation, and makes
+each word a token. The chief computes the vocabulary from the training texts, and all workers get
+it. The file vocabulary.txt in the run directory has the form that
+`TextVectorization(vocabulary=PATH)` reads. Text files are read when their examples are needed.
 """
 
 from __future__ import annotations
@@ -54,19 +58,26 @@ _DEFAULTS: dict[str, Any] = {
     "validation": "",
     "test": "",
 }
-_SPECIAL_TOKENS = 2  # padding, and a word that is not in the vocabulary
-_AT_A_TIME = 256  # texts in memory while the vocabulary is computed
+# One token is padding, and one is any word that the vocabulary lacks.
+_SPECIAL_TOKENS = 2
+# So many texts are in memory at a time while the vocabulary is computed.
+_AT_A_TIME = 256
 
 
 def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     """Returns the data of `FOLDER[,…]` or `PATTERN,text=COLUMN,target=COLUMN[,…]`.
 
-    Its parts are texts until `share` has made them tokens.
+    The parts hold texts until `DataSet.share` turns these into tokens.
+
+    Args:
+        options: the text after `text:`.
+        seed: not used.
+        skip_bad_records: how many rows of tables may be left out because they cannot be read.
 
     Raises:
         ConfigError: an option is wrong.
         DataError: a file or a class is missing, a table cannot be read, or more of its rows than
-            `skip_bad_records`.
+            `skip_bad_records` cannot be read.
     """
     path, _, rest = options.partition(",")
     place = f"--dataset text:{path}"
@@ -95,7 +106,12 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
 
 
 class TextFiles(Source):
-    """Text files, each read when it is asked for, and their labels: str and int32 [n]."""
+    """Text files, each read when it is asked for, with their labels: str and int32 [n].
+
+    Args:
+        paths: the files.
+        labels: the label of each file, int32 [files].
+    """
 
     def __init__(self, paths: list[str], labels: np.ndarray) -> None:
         self.paths, self._labels = paths, labels
@@ -108,11 +124,11 @@ class TextFiles(Source):
         return Leaf((), "str"), Leaf((), "int32")
 
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
-        """Returns the texts and labels at `indices`.
+        """Returns the texts and the labels of the files at `indices`.
 
         Raises:
             OSError: a file cannot be read.
-            DataError: it is not UTF-8 text.
+            DataError: a file is not UTF-8 text.
         """
         texts = np.empty(len(indices), object)
         for row, index in enumerate(indices):
@@ -131,11 +147,13 @@ class TextFiles(Source):
 
 
 class VectorizedSource(Source):
-    """The texts of another source as tokens: int32 [n, tokens], and their labels.
+    """The texts of another source as tokens, int32 [n, tokens], with their labels.
 
     Args:
-        vectorize: from texts [n] to tokens, such as `vectorizer` returns; called by several
-            threads at once.
+        source: the texts and their labels.
+        vectorize: turns texts [n] into tokens, as the function that `vectorizer` returns does.
+            Several threads call it at once.
+        tokens: the number of tokens of a text.
     """
 
     def __init__(
@@ -162,10 +180,16 @@ class VectorizedSource(Source):
 
 
 def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function from texts, str [n], to tokens, int32 [n, tokens]."""
+    """Returns a function that turns texts, str [n], into tokens, int32 [n, tokens].
+
+    Args:
+        vocabulary: the words, most frequent first, without the tokens for padding and unknown
+            words.
+        tokens: the number of tokens of a text.
+    """
     tf = importlib.import_module("tensorflow")
     layer = _layer(output_sequence_length=tokens, vocabulary=list(vocabulary))
-    # One graph for any number of texts: half the time of the layer's single operations.
+    # One graph for any number of texts takes half the time of the layer's single operations.
     run = tf.function(
         lambda texts: tf.cast(layer(texts), tf.int32),
         input_signature=[tf.TensorSpec([None], tf.string)],
@@ -181,10 +205,17 @@ def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray
 
 
 def make_vocabulary(place: str, source: Source, size: int) -> tuple[str, ...]:
-    """Returns the most frequent words of a source's texts, at most `size` with the special tokens.
+    """Returns the words of a source's texts, most frequent first.
+
+    A text that cannot be read does not count.
+
+    Args:
+        place: the start of messages, such as `--dataset text:FOLDER`.
+        source: the training texts.
+        size: the most tokens of the vocabulary, with those for padding and unknown words.
 
     Raises:
-        DataError: there is no word.
+        DataError: no text that can be read has a word.
     """
     tf = importlib.import_module("tensorflow")
     layer = _layer(max_tokens=size)
@@ -202,7 +233,7 @@ def make_vocabulary(place: str, source: Source, size: int) -> tuple[str, ...]:
 
 
 def _shared(place: str, data: DataSet, from_chief: FromChief) -> DataSet:
-    """Returns the data as tokens, with the vocabulary of the chief's training texts."""
+    """Returns the data as tokens, whose vocabulary the chief makes; every worker calls it."""
     assert data.spec is not None
     assert data.spec.vocabulary_size is not None
     tokens, most = data.spec.input_shape[0], data.spec.vocabulary_size
@@ -219,9 +250,9 @@ def _shared(place: str, data: DataSet, from_chief: FromChief) -> DataSet:
 
 
 def _texts_of(source: Source) -> Iterator[np.ndarray]:
-    """Yields the texts of a source that can be read.
+    """Yields the texts of a source that can be read, a block at a time.
 
-    The others are the reader's: it names them, or leaves them out where that is asked for.
+    The others are left to the loader, which names them, or leaves them out if that is allowed.
     """
     for start in range(0, len(source), _AT_A_TIME):
         indices = np.arange(start, min(start + _AT_A_TIME, len(source)))
@@ -236,10 +267,12 @@ def _texts_of(source: Source) -> Iterator[np.ndarray]:
 
 
 def _layer(**options: Any) -> Any:
+    """Returns a layer of Keras that turns texts into tokens."""
     return importlib.import_module("keras").layers.TextVectorization(output_mode="int", **options)
 
 
 def _decoded(data: bytes) -> str:
+    """Returns UTF-8 bytes as text, without a byte order mark; raises DataError for others."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -270,7 +303,7 @@ def _of_folders(
 def _of_tables(
     place: str, path: str, chosen: dict[str, Any], most_bad: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the parts of tables with `lost`, what was left out, and the names of the classes."""
+    """Returns the parts of tables, with `lost` for rows left out, and the names of the classes."""
     form = PARQUET if path.endswith(EXTENSIONS[PARQUET]) else CSV
     tables = {"train": read_tables(place, form, path)}
     names = tables["train"][0].rows.column_names

@@ -205,7 +205,7 @@ def _are_compressed(place: str, parts: dict[str, list[str]]) -> bool:
             head = open_file(path).read_at(0, HEADER)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
-        # A record of 35,615 bytes begins with the bytes of a GZIP file, so its checksum decides.
+        # A record of 35,615 bytes begins as a GZIP file does, so the header's checksum decides.
         if head:
             kinds.setdefault(head.startswith(GZIP) and not is_header(head), path)
     if len(kinds) > 1:

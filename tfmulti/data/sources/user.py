@@ -1,4 +1,4 @@
-"""Data that a user's own function returns."""
+"""Data that a function of the user returns."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from tfmulti.errors import DataError
 def load(place: str, function: Callable[..., Any], global_batch_size: int) -> DataSet:
     """Returns the data of `package.module:function`.
 
-    The function returns `train`, `(train, validation)` or `(train, validation, test)`, or a
-    dict with those names. A part is `(x, y)` or `(x, y, sample_weight)` of arrays, a
-    `tf.data.Dataset` of global batches or a PyDataset. If the function has a parameter
-    `global_batch_size`, it is given.
+    The function returns `train`, `(train, validation)` or `(train, validation, test)`, or a dict
+    with these names. A part is `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`
+    of global batches, a PyDataset or a `Source`.
+
+    Args:
+        place: the name of the function, for messages.
+        function: the function. If it has a parameter `global_batch_size`, it is called with that.
+        global_batch_size: the rows of a global batch.
 
     Raises:
-        DataError: it needs other arguments, or returned something else, or no training data.
+        DataError: the function needs other arguments, returns something else, or returns no
+            training data.
     """
     parameters = inspect.signature(function).parameters
     takes_batch = "global_batch_size" in parameters
@@ -42,9 +47,9 @@ def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Da
 
 
 def rows_of_batches(train: Any) -> int | None:
-    """Returns the rows of the batches that training data comes in, where it has batches and tells.
+    """Returns the rows of a batch if training data comes in batches and their size is known.
 
-    Of a PyDataset the first batch is read.
+    Otherwise it returns None. The first batch of a PyDataset is read.
     """
     if isinstance(train, keras.utils.PyDataset):
         first = keras.tree.flatten(train[0])
@@ -56,10 +61,10 @@ def rows_of_batches(train: Any) -> int | None:
 
 
 def check_labels(place: str, data: DataSet) -> None:
-    """Checks that labels are classes that a built-in model has: those of the training part.
+    """Checks that all labels are classes of the training part, for which a built-in model is made.
 
     Raises:
-        DataError: one is not; it says where.
+        DataError: a label is not such a class; the message says where it is.
     """
     if data.spec is None or data.spec.task != CLASSIFICATION:
         return
@@ -79,6 +84,7 @@ def check_labels(place: str, data: DataSet) -> None:
 
 
 def _check_needs_no_more(place: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Raises DataError if a function needs arguments other than the batch size."""
     needed = [
         name
         for name, p in parameters.items()
@@ -92,6 +98,7 @@ def _check_needs_no_more(place: str, parameters: Mapping[str, inspect.Parameter]
 
 
 def _parts(place: str, made: Any) -> dict[str, Any]:
+    """Returns the parts that a function has returned, by name; raises DataError for others."""
     names = ("train", "validation", "test")
     if isinstance(made, dict) and set(made) <= set(names) and "train" in made:
         return made
@@ -108,10 +115,12 @@ def _parts(place: str, made: Any) -> dict[str, Any]:
 
 
 def _is_array(item: Any) -> bool:
+    """Returns whether a value looks like an array."""
     return hasattr(item, "shape") and hasattr(item, "dtype")
 
 
 def _source(place: str, part: Any) -> Any:
+    """Returns a part in a form that `fit` takes; raises DataError if there is none."""
     if isinstance(part, (tuple, list)):
         return ArraySource(tuple(part), floats=keras.config.floatx())
     if isinstance(part, (tf.data.Dataset, keras.utils.PyDataset, Source)):
@@ -123,7 +132,7 @@ def _source(place: str, part: Any) -> Any:
 
 
 def _spec(train: Any) -> DataSpec | None:
-    """Returns the form of arrays that a built-in model can take, else None."""
+    """Returns the form of arrays that a built-in model can take; None for other data."""
     if not isinstance(train, ArraySource) or not isinstance(train.data, tuple):
         return None
     x, y, *_ = (*train.data, None)

@@ -1,4 +1,4 @@
-"""What is done to examples after they are read: split, cache, encode, augment, weight.
+"""Transforms of examples that were read: split, cache, encode, augment and weight.
 
 `stages` applies the transforms in their fixed order.
 """

@@ -1,8 +1,9 @@
-"""Examples kept after they were read once: in memory, or in files that outlive the run.
+"""Keeps examples after they were read once: in memory, or in files that outlive the run.
 
-A worker keeps what it reads; since the order is new in each epoch, it has nearly all of it
-after a few. In memory what is kept is bounded by the data; what is not read takes none. On
-disk all workers of a machine share the files, and so do later runs on the same data.
+Each worker keeps what it reads. The order of the examples is new in each epoch, so after a few
+epochs a worker has kept nearly all examples. In memory the size of the data bounds the cache, and
+an example that was not read takes no memory. On disk all workers of a machine share the files, and
+so do later runs on the same data.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from tfmulti.errors import DataError
 
 MEMORY, DISK = "memory", "disk"
 
-_IS_THERE = 1 << 32  # set in each checksum, so that none is 0
+# This bit is set in each checksum. So a checksum of 0 means that the example is not kept.
+_IS_THERE = 1 << 32
 
 
 class _Kept(OverSource):
-    """A source whose examples are kept in arrays of its own."""
+    """A source whose examples are kept in arrays after they were read."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
@@ -55,18 +57,26 @@ class _Kept(OverSource):
         self._keep(indices[missing], rows)
 
     def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
-        """Writes what is kept into `out`, and returns the rows of it that are not."""
+        """Writes the kept examples into `out`, and returns the rows of `out` that are missing."""
         raise NotImplementedError
 
     def _keep(self, indices: np.ndarray, rows: Any) -> None:
+        """Keeps examples whose values are given."""
         raise NotImplementedError
 
 
 class InMemory(_Kept):
     """A source whose examples are kept in memory.
 
+    Args:
+        source: the examples to keep.
+        free_bytes: the memory that may be taken. None: the memory that is free.
+
+    Attributes:
+        most_bytes: the memory that all examples together take.
+
     Raises:
-        DataError: all of them would not fit into the memory that is free.
+        DataError: the examples need more memory than is free.
     """
 
     def __init__(self, source: Source, free_bytes: int | None = None) -> None:
@@ -86,6 +96,7 @@ class InMemory(_Kept):
     def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
         has = self._has[indices]
         if has.all():
+            # In its default mode NumPy would buffer the output.
             map_nest(lambda kept, into: np.take(kept, indices, 0, into, "clip"), self._arrays, out)
         elif has.any():
 
@@ -100,14 +111,19 @@ class InMemory(_Kept):
             kept[indices] = values
 
         map_nest(put, self._arrays, rows)
-        self._has[indices] = True  # last: another thread may look
+        # Another thread may read the rows as soon as they are marked, so this comes last.
+        self._has[indices] = True
 
 
 class OnDisk(_Kept):
-    """A source whose examples are kept in memory-mapped files, each with a checksum.
+    """A source whose examples are kept in memory-mapped files, with a checksum for each example.
 
-    Several processes may use the same files; one that is killed while it writes an example
+    Several processes may use the same files. A process that is killed while it writes an example
     leaves a checksum that does not match, and the example is read again.
+
+    Args:
+        source: the examples to keep, which have an `identity`.
+        folder: the folder in which each data set gets a folder of its own.
 
     Raises:
         DataError: the examples hold text, or the files cannot be made.
@@ -139,11 +155,13 @@ class OnDisk(_Kept):
             ) from None
 
     def _file(self, name: str, shape: tuple[int, ...], dtype: str) -> np.memmap:
+        """Returns a file of the folder, mapped into memory; makes it anew if its size is wrong."""
         path = self._folder / f"{name}.bin"
         size = max(1, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
         if not path.exists() or path.stat().st_size != size:
             with open(path, "wb") as file:
-                # A disk that is full later would end the process without a word (SIGBUS).
+                # The file gets all of its space at once. If the disk were full at a later write to
+                # the mapped file, the signal SIGBUS would end the process without a message.
                 os.posix_fallocate(file.fileno(), 0, size)
         return np.memmap(path, dtype, "r+", shape=shape)
 
@@ -175,12 +193,17 @@ class OnDisk(_Kept):
 def cached(
     source: Source, kind: str, folder: Path | None = None, free_bytes: int | None = None
 ) -> Source:
-    """Returns a source that keeps its examples; one that has nothing to cache stays as it is.
+    """Returns a source that keeps its examples; a source that has nothing to cache stays as it is.
 
     Args:
-        kind: `memory` or `disk`.
-        folder: of the files of `disk`; by default one in the cache folder.
-        free_bytes: the memory that may be taken; by default what is free.
+        source: the examples.
+        kind: MEMORY or DISK.
+        folder: the folder for the files on disk. None: a folder in the cache folder.
+        free_bytes: the memory that may be taken. None: the memory that is free.
+
+    Raises:
+        DataError: the memory is too small, the files cannot be made, or they would have to hold
+            text.
     """
     if source.identity() is None:
         return source
@@ -190,7 +213,7 @@ def cached(
 
 
 def free_memory() -> int:
-    """Returns the bytes of memory that are free, or can be made so."""
+    """Returns the bytes of memory that are free, or that the system can make free."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -198,6 +221,7 @@ def free_memory() -> int:
 
 
 def _checksum(leaves: list[np.ndarray], row: int) -> int:
+    """Returns a checksum of one row of all leaves; it is never 0."""
     value = 0
     for leaf in leaves:
         value = google_crc32c.extend(value, np.ascontiguousarray(leaf[row]).tobytes())
@@ -205,11 +229,12 @@ def _checksum(leaves: list[np.ndarray], row: int) -> int:
 
 
 def _dtype(leaf: Leaf) -> Any:
+    """Returns the dtype of the array that keeps a leaf."""
     return object if leaf.dtype == "str" else leaf.dtype
 
 
 def _bytes_of(leaf: Leaf) -> int:
-    """Returns the bytes of a leaf of an example; of text a guess."""
+    """Returns the bytes that a leaf of one example takes; for text it is a guess."""
     if leaf.dtype == "str":
         return 1000
     return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize

@@ -14,10 +14,10 @@ BALANCED = "balanced"
 
 
 def parse_class_weight(text: str) -> dict[int, float] | None:
-    """Returns the weights of `0:1,3:2.5`, or None for `balanced`.
+    """Returns the weights of a text such as `0:1,3:2.5`, or None for `balanced`.
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: the text has another form.
     """
     if text == BALANCED:
         return None
@@ -35,12 +35,17 @@ def parse_class_weight(text: str) -> dict[int, float] | None:
 
 
 def balanced(labels: np.ndarray | None, classes: int) -> dict[int, float]:
-    """Returns the weights by which all classes that occur count the same: n / (classes × count).
+    """Returns the weights by which all classes count the same: examples / (classes × count).
 
-    As scikit-learn's `class_weight="balanced"` has them.
+    `count` is the number of examples of a class. Only classes that have examples count. These are
+    the weights of scikit-learn's `class_weight="balanced"`.
+
+    Args:
+        labels: the class of each example, or None if they are not known.
+        classes: the number of classes.
 
     Raises:
-        DataError: the classes are not known without reading all examples.
+        DataError: the labels are not known, or there are none.
     """
     if labels is None:
         raise DataError(
@@ -55,7 +60,11 @@ def balanced(labels: np.ndarray | None, classes: int) -> dict[int, float]:
 
 
 class Weighted(OverSource):
-    """A source of `(x, label)` with the weight of its class for each example, float32.
+    """A source of `(x, label)` that gives each example the weight of its class, float32.
+
+    Args:
+        source: the examples without weights.
+        weights: the weights of classes. Any other class has the weight 1.
 
     Raises:
         DataError: the source has weights already, or no labels.
@@ -103,6 +112,7 @@ class Weighted(OverSource):
         return Weighted(self.below.changed(change), weights)
 
     def _of(self, labels: np.ndarray) -> np.ndarray:
+        """Returns the weights of examples with these labels, float32 [rows]."""
         own = labels.reshape(len(labels))
         known = np.minimum(own, len(self._weights) - 1)
         return np.where(own < len(self._weights), self._weights[known], np.float32(1))

@@ -1,4 +1,4 @@
-"""Columns of numbers and texts as vectors, by what the training rows hold."""
+"""Turns columns of numbers and texts into vectors, by the values of the training rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import numpy as np
 from tfmulti.data.formats.columns import TEXT
 from tfmulti.errors import DataError
 
+# A column of text with more categories is refused.
 MOST_CATEGORIES = 100
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How rows become vectors [rows, values], and the mean and deviation of each value.
+    """How rows become vectors [rows, values], with the mean and deviation of each value.
 
-    `categories` are those of the text columns. Where a number is missing stands its `fill`. A
-    value that is the same in all rows has the deviation 1; a category the mean 0 as well.
+    Attributes:
+        names: the names of the values.
+        categories: the categories of each column of text.
+        fill: for each column of numbers the value that replaces a missing number.
+        mean: the mean of each value in the training rows; 0 for a category.
+        std: the standard deviation of each value; 1 for a category, and for a column whose numbers
+            are all the same.
     """
 
     names: tuple[str, ...]
@@ -29,10 +35,15 @@ class Encoder:
 
     @classmethod
     def of(cls, place: str, columns: dict[str, np.ndarray], kinds: dict[str, str]) -> Encoder:
-        """Returns the encoder that fits rows: {column: values [rows]}, with the columns' kinds.
+        """Returns the encoder that fits the training rows.
+
+        Args:
+            place: the start of messages, such as `--dataset csv:PATTERN`.
+            columns: the values of the training rows, by column.
+            kinds: the kind of each column, as in `columns.Columns`.
 
         Raises:
-            DataError: a text has too many categories, or a column no value at all.
+            DataError: a column of text has too many categories, or a column has no values.
         """
         names: list[str] = []
         moments: list[tuple[float, float]] = []
@@ -68,6 +79,7 @@ class Encoder:
 
 
 def _categories(place: str, column: str, values: np.ndarray) -> tuple[str, ...]:
+    """Returns the sorted texts of a column; raises DataError if they are none or too many."""
     found = sorted({value for value in values if value is not None})
     if 0 < len(found) <= MOST_CATEGORIES:
         return tuple(found)
@@ -79,6 +91,7 @@ def _categories(place: str, column: str, values: np.ndarray) -> tuple[str, ...]:
 
 
 def _moments(place: str, column: str, values: np.ndarray) -> tuple[float, float]:
+    """Returns the mean and the deviation of a column; raises DataError if it has no values."""
     present = values[~np.isnan(values)].astype(np.float64)
     if not len(present):
         raise DataError(

@@ -1,4 +1,4 @@
-"""The classes of examples, read without the rest of them."""
+"""Reads the classes of examples without the rest of the examples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from tfmulti.data.loader import RECORD_FAULTS, cores, is_of_storage, reason_of
 from tfmulti.data.source import Source
 from tfmulti.errors import DataError
 
-_AT_ONCE = 32  # examples that a thread reads before the time is looked at
+# A thread reads this many examples before the time is checked.
+_AT_ONCE = 32
 
 
 class Labels(NamedTuple):
-    """The classes of the first `examples` in an order, int64; without those that were lost."""
+    """The classes of the first examples of an order.
+
+    Attributes:
+        found: the classes, int64, without those of examples that could not be read.
+        examples: how many examples were read, with those that could not be read.
+    """
 
     found: np.ndarray
     examples: int
@@ -34,15 +40,19 @@ def read_labels(
     limit_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> Labels | None:
-    """Returns the classes of a source, or None where they cannot be read alone.
+    """Returns the classes of a source, or None if they cannot be read without the rest.
+
+    If the source knows all of its labels, they come in the order of the examples, at once.
 
     Args:
-        order: the examples at positions [start, stop).
-        skip_bad: examples that cannot be read are left out.
-        limit_s: about so long is read; what is begun then is read to its end.
+        source: the examples.
+        order: returns the indices of the examples at the positions [start, stop).
+        skip_bad: whether examples that cannot be read are left out.
+        limit_s: after about this time no more examples are begun. At least one block is read.
+        clock: returns seconds.
 
     Raises:
-        DataError: an example cannot be read; it says which, and why.
+        DataError: an example cannot be read; the message says which, and why.
     """
     known = source.labels()
     if known is not None:
@@ -63,6 +73,7 @@ def read_labels(
 
 
 def _read(source: Source, skip_bad: bool, examples: np.ndarray) -> np.ndarray:
+    """Returns the classes of some examples, which are read one by one if one of them is bad."""
     try:
         return _labels(source, examples)
     except RECORD_FAULTS:
@@ -70,6 +81,7 @@ def _read(source: Source, skip_bad: bool, examples: np.ndarray) -> np.ndarray:
 
 
 def _read_one(source: Source, skip_bad: bool, example: int) -> np.ndarray:
+    """Returns the class of an example; if it is left out, an empty array."""
     try:
         return _labels(source, np.array([example]))
     except RECORD_FAULTS as error:
@@ -80,6 +92,7 @@ def _read_one(source: Source, skip_bad: bool, example: int) -> np.ndarray:
 
 
 def _labels(source: Source, examples: np.ndarray) -> np.ndarray:
+    """Returns the classes of some examples, int64."""
     labels = source.read_labels(examples)
     assert labels is not None
     return labels.astype(np.int64)

@@ -1,7 +1,8 @@
-"""Parts of the data in words: `train[:90%]`, `train[90%:]`, `test[100:200]`.
+"""Slices of the parts of the data, as texts: `train[:90%]`, `train[90%:]`, `test[100:200]`.
 
-What stands in brackets counts in an order of its own, drawn by the seed: so slices of data that
-is sorted by class are alike, and slices that do not overlap share no example.
+The numbers in brackets are positions in a random order of the part, which depends on the seed. So
+slices of data that is sorted by class have about the same mix of classes. Slices whose positions do
+not overlap share no example.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ _FORM = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 @dataclass(frozen=True)
 class Slice:
-    """Some examples of a part: from one bound to another, as they were written."""
+    """A slice of a part.
+
+    Attributes:
+        text: the slice as it was written.
+        part: the name of the part.
+        start: the first bound as it was written, or None.
+        stop: the second bound as it was written, or None.
+    """
 
     text: str
     part: str
@@ -31,7 +39,7 @@ class Slice:
     stop: str | None
 
     def bounds(self, rows: int) -> tuple[int, int]:
-        """Returns the positions [start, stop) of the slice of so many rows."""
+        """Returns the positions [start, stop) of the slice in a part of `rows` examples."""
         return _position(self.start or "0", rows), _position(self.stop or f"{rows}", rows)
 
 
@@ -39,7 +47,7 @@ def parse_split(flag: str, text: str) -> Slice:
     """Returns the slice that a flag asks for.
 
     Raises:
-        ConfigError: it has another form, or there is no such part.
+        ConfigError: the text has another form, or there is no such part.
 
     >>> parse_split("training_split", "train[:90%]").bounds(1001)
     (0, 901)
@@ -56,11 +64,13 @@ def parse_split(flag: str, text: str) -> Slice:
 
 
 def with_splits(data: DataSet, splits: dict[str, str | None], seed: int) -> DataSet:
-    """Returns the data with its parts as asked for.
+    """Returns the data, with the parts replaced by the slices that were asked for.
 
     Args:
-        splits: for `train`, `validation` and `test` the text of a slice, or None for what the
-            data has under that name.
+        data: the data.
+        splits: for `train`, `validation` and `test` the text of a slice. None keeps the part as it
+            is.
+        seed: the seed of the order in which slices are taken.
 
     Raises:
         DataError: the data has no such part, a part cannot be sliced, or a slice is empty.
@@ -81,9 +91,14 @@ def with_splits(data: DataSet, splits: dict[str, str | None], seed: int) -> Data
 
 
 def with_validation(data: DataSet, fraction: float, seed: int) -> DataSet:
-    """Returns the data with a validation part, taken at random from the training part.
+    """Returns the data with a validation part, which is taken at random from the training part.
 
-    Data that has one, or is no `Source`, stays as it is.
+    The data stays as it is if it has a validation part, or if its training part is not a `Source`.
+
+    Args:
+        data: the data.
+        fraction: the part of the training examples to take; 0 takes none.
+        seed: the seed of the choice.
 
     Raises:
         DataError: one of the two parts would be empty.
@@ -106,16 +121,19 @@ def with_validation(data: DataSet, fraction: float, seed: int) -> DataSet:
 
 
 def _flag(part: str) -> str:
+    """Returns the name of the flag for a part."""
     return {"train": "training_split", "validation": "validation_split", "test": "test_split"}[part]
 
 
 def _position(bound: str, rows: int) -> int:
+    """Returns the position of a bound such as `90%` or `-100` in a part of `rows` examples."""
     number = int(bound.removesuffix("%"))
     at = round(rows * number / 100) if bound.endswith("%") else number
     return min(max(at + rows if bound.startswith("-") else at, 0), rows)
 
 
 def _sliced(data: DataSet, part: str, asked: Slice, seed: int) -> Source:
+    """Returns a slice of a part; raises DataError if there is no such part, or nothing in it."""
     whole = getattr(data, asked.part)
     if whole is None:
         there = ", ".join(name for name in PARTS if getattr(data, name) is not None)
@@ -139,7 +157,7 @@ def _sliced(data: DataSet, part: str, asked: Slice, seed: int) -> Source:
 
 
 def _check_apart(data: DataSet, slices: dict[str, Slice]) -> None:
-    """Checks that no example is in two parts."""
+    """Raises ConfigError if two parts share examples."""
     for i, (part, one) in enumerate(slices.items()):
         for other_part, other in list(slices.items())[i + 1 :]:
             whole = getattr(data, one.part)

@@ -1,4 +1,13 @@
-"""From what a kind of data gives to what is trained on: cached, split, augmented, weighted."""
+"""Applies the transforms that a configuration asks for to loaded data, always in one order.
+
+1. Each part is cached.
+2. The parts are split, and a validation part is taken from the training part.
+3. Means and categories are computed from the training part (`data_set.fitted`).
+4. The images of the training part are augmented.
+5. The examples of the training part are weighted by their classes.
+
+The cache holds nothing that is random, because the augmentation is applied to what the cache gives.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +27,13 @@ from tfmulti.errors import ConfigError, DataError
 
 
 def prepared(data: DataSet, config: FitConfig) -> DataSet:
-    """Returns the data as a configuration asks for it.
+    """Returns the data with the transforms that a configuration asks for.
 
-    What is random in it comes after what is cached, and only training has it.
+    Only the training part is augmented or weighted. A stream of GZIP files gets no transforms.
 
     Raises:
-        UserError: the data cannot be split, cached, changed or weighted as asked, or more of it
-            could not be read than may be left out.
+        UserError: the data cannot be split, cached, augmented or weighted as asked, or more
+            examples than `skip_bad_records` could not be read when the data was loaded.
     """
     check_lost(data.lost, config.skip_bad_records)
     if data.finish is not None:
@@ -48,7 +57,7 @@ def prepared(data: DataSet, config: FitConfig) -> DataSet:
 
 
 def _check_is_asked_of_no_stream(config: FitConfig) -> None:
-    """Raises ConfigError where something is asked for that a stream of records cannot have."""
+    """Raises ConfigError if a stream of records is asked for a transform, which it cannot have."""
     asked = {
         "cache": config.cache != "none",
         "training_split": config.training_split is not None,
@@ -67,7 +76,10 @@ def _check_is_asked_of_no_stream(config: FitConfig) -> None:
 
 
 def _with_cache(data: DataSet, kind: str) -> DataSet:
-    """Returns the data with each part cached; in memory, within what is free for all of them."""
+    """Returns the data with each part cached.
+
+    In memory all parts together take at most this worker's share of the free memory.
+    """
     free_bytes = free_memory() // workers_here()
 
     def made(source: Source) -> Source:
@@ -85,17 +97,20 @@ def _with_cache(data: DataSet, kind: str) -> DataSet:
 
 
 def _augmented(train: Any, config: FitConfig) -> Source:
+    """Returns the augmented training part; raises DataError if its examples are no images."""
     changes = augmentation.parse_changes(str(config.augment))
     if not isinstance(train, Source) or not augmentation.takes(train.specs):
         raise DataError(
             f"--augment {config.augment} needs images [height, width, 1 or 3], uint8 or float32; "
             f"--dataset {config.dataset} has others. Leave it out, or change the data yourself."
         )
-    # Below the split, so that the draws belong to the example and not to its place in a part.
+    # The change is made below the split, so that the random numbers belong to the example and not
+    # to its position in a part.
     return train.changed(lambda source: augmentation.Augmented(source, changes, config.seed))
 
 
 def _weighted(data: DataSet, config: FitConfig) -> Source:
+    """Returns the weighted training part; raises DataError if its classes cannot be known."""
     if not isinstance(data.train, Source):
         raise DataError(
             "--class_weight needs data with random access, not batches. Give each batch its "

@@ -1,4 +1,4 @@
-"""The column of a table to predict: classes, or numbers."""
+"""The column of a table that a model predicts: class labels, or numbers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,36 @@ from tfmulti.data.data_set import CLASSIFICATION
 from tfmulti.data.formats.columns import FLAG, TEXT, WHOLE, Columns
 from tfmulti.errors import DataError, did_you_mean
 
-MOST_CLASSES = 20  # whole numbers of more values are no classes, unless that is asked for
+# Whole numbers with more different values are classes only if a classification is asked for.
+MOST_CLASSES = 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """The column to predict; `classes` are the names of its classes with their values."""
+    """The column to predict.
+
+    Attributes:
+        column: the name of the column.
+        classes: the values of the classes by their names, in the order of the labels. It is empty
+            for a regression.
+    """
 
     column: str
     classes: Mapping[str, Any]
 
     @classmethod
     def of(cls, place: str, columns: Columns, name: str, task: str) -> Target:
-        """Returns the target as the training files, and the task asked for, make it.
+        """Returns the target that the training rows and the requested task define.
+
+        Args:
+            place: the start of messages, such as `--dataset csv:PATTERN`.
+            columns: the training rows.
+            name: the column to predict.
+            task: CLASSIFICATION or REGRESSION. If it is empty, the values decide.
 
         Raises:
-            DataError: a value is missing, or there are too few or too many classes.
+            DataError: a value is missing, there are too few or too many classes, or a regression is
+                asked for and the column is text.
         """
         check_present(place, columns, name, "Remove such rows.")
         kind, rows = columns.kinds[name], len(columns.values[name])
@@ -50,10 +64,10 @@ class Target:
         return cls(name, {_class_name(kind, value): value for value in values})
 
     def of_rows(self, place: str, columns: Columns) -> np.ndarray:
-        """Returns int32 labels [rows], or float32 values [rows, 1].
+        """Returns the labels of rows, int32 [rows], or their values, float32 [rows, 1].
 
         Raises:
-            DataError: a value is missing, not finite, or no class of the training files.
+            DataError: a value is missing, is not finite, or is not a class of the training part.
         """
         check_present(place, columns, self.column, "Remove such rows.")
         if not self.classes:
@@ -72,13 +86,24 @@ class Target:
 
 
 def _class_name(kind: str, value: Any) -> str:
+    """Returns the name of the class that has a value."""
     if kind == FLAG:
         return "true" if value else "false"
     return value if kind == TEXT else f"{value:.15g}"
 
 
 def check_present(place: str, columns: Columns, name: str, next_step: str) -> None:
-    """Raises DataError where a row has no value in a column; `next_step` ends the message."""
+    """Checks that each row has a value in a column.
+
+    Args:
+        place: the start of the message.
+        columns: the rows.
+        name: the column.
+        next_step: the end of the message, which says what to do.
+
+    Raises:
+        DataError: a row has no value; the message says which.
+    """
     missing = columns.missing(name)
     if missing.any():
         raise DataError(
@@ -88,10 +113,15 @@ def check_present(place: str, columns: Columns, name: str, next_step: str) -> No
 
 
 def finite(place: str, columns: Columns, name: str) -> np.ndarray:
-    """Returns the numbers of a column as float32; what is missing stays NaN.
+    """Returns the numbers of a column as float32; a missing number stays NaN.
+
+    Args:
+        place: the start of the message.
+        columns: the rows.
+        name: the column.
 
     Raises:
-        DataError: a number is not finite, or too large for float32.
+        DataError: a number is infinite, or too large for float32.
     """
     values = columns.values[name]
     with np.errstate(over="ignore"):
