@@ -12,7 +12,7 @@ check:
 	lint-imports
 
 unit:
-	pytest -n 2 tests/unit tests/sources
+	pytest -n 2 -m unit
 
 test:
 	pytest -n 2

@@ -13,7 +13,6 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.launching import launched, left_in
 from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
@@ -32,24 +31,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-class TogetherByRuns(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps together, in one of pytest-xdist's processes, the tests that read the same runs."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        folder = nodeid.split("/")[1]
-        return {"mirrored": "multiworker"}.get(folder, folder) if folder in SHARED else nodeid
+TIERS = ("unit", "mirrored", "multiworker", "processes", "hosts", "exactness", "programs")
 
 
-SHARED = ("exactness", "mirrored", "multiworker", "programs")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByRuns:
-    return TogetherByRuns(config, log)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives each test the marker of its tier, and keeps tests of the same runs in one process."""
+    for item in items:
+        folder = item.nodeid.split("/")[1] if item.nodeid.startswith("tests/") else ""
+        if folder in ("exactness", "programs"):
+            item.add_marker(folder)
+            item.add_marker(pytest.mark.xdist_group(folder))
+        elif item.get_closest_marker("mirrored") or item.get_closest_marker("multiworker"):
+            # One process of pytest-xdist runs all of them, since they read the same runs.
+            item.add_marker(pytest.mark.xdist_group("replicas"))
+        elif not any(item.get_closest_marker(tier) for tier in TIERS):
+            item.add_marker("unit")
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # the collector need not look through TensorFlow and two thousand tests
+    # The collector need not look through TensorFlow and two thousand tests each time.
+    gc.freeze()
 
 
 Behaved = list[dict[str, Any]]
@@ -104,3 +106,37 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     done = launched(folder)
     assert done.returncode == 0, done.stderr
     return left_in(folder)
+
+
+LIMIT_OF_THREE_S = 300
+OF_THREE = [
+    "sums_in_half_the_bytes",
+    "gradients_in_half_the_bytes",
+    "apart: momentum and a regularizer",
+    "apart: batch statistics",
+    "apart: no rows for some",
+    "meeting_after_each_step",
+    "collectives_of_local_steps",
+    "stopped_apart",
+    "slots_of_other_workers",
+]
+
+
+@pytest.fixture(scope="session")
+def workers(
+    behaviours: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], list[dict[str, Any]]]:
+    """Gives `workers(count)`: what the behaviours returned on each of two or three workers."""
+
+    @functools.cache
+    def behaved(count: int) -> list[dict[str, Any]]:
+        if count == 2:
+            found: list[dict[str, Any]] = behaviours("multi_worker_mirrored", 2)
+            return found
+        folder = tmp_path_factory.mktemp("three")
+        argv = ["-m", "tests.support.behaviours", str(folder / "out_RANK.json")]
+        argv += ["multi_worker_mirrored", "", *OF_THREE]
+        run_workers(argv, count, folder / "logs", limit_s=LIMIT_OF_THREE_S, env=ONE_THREAD)
+        return [json.loads(file.read_text()) for file in sorted(folder.glob("out_*.json"))]
+
+    return behaved

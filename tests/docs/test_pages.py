@@ -18,6 +18,8 @@ from tfmulti.config import flags as fit_flags
 from tfmulti.launch import flags as launch_flags
 from tfmulti.run import data_command
 
+pytestmark = pytest.mark.processes
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LIMIT_S = 180
 # Of a page whose blocks stand on each other: what comes before them.

@@ -28,6 +28,8 @@ from tests.support.launching import (
 from tests.support.mounts import mounted, needs_root
 from tests.support.processes import Processes, is_alive, processes, run
 
+pytestmark = pytest.mark.processes
+
 SLOW = {"TFMULTI_TEST_STEP_S": "0.3"}
 
 

@@ -16,6 +16,8 @@ from PIL import Image
 from tests.support.processes import Finished, run
 from tfmulti.training.checkpoint import file_format
 
+pytestmark = pytest.mark.processes
+
 LIMIT_S = 120
 LAUNCH = ("-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.support.launching import (
     LIMIT_S,
@@ -23,6 +24,8 @@ from tests.support.launching import (
 )
 from tests.support.processes import processes
 from tfmulti.launch import connect
+
+pytestmark = pytest.mark.processes
 
 SECRET = "known on both machines"
 FIRST, SECOND = "127.0.0.1", "127.0.0.2"  # both are this machine's

@@ -31,6 +31,8 @@ from tfmulti.launch.hosts import Host, parse_hosts
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = ("train", "--epochs", "3")
 SECRET = "known to both sides"
 NONCE = "00" * 16

@@ -29,6 +29,8 @@ from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import FILE, NotOwner, Owner, Ownership, ownership_of
 
+pytestmark = pytest.mark.processes
+
 LIMIT_S = 120
 
 

@@ -22,6 +22,8 @@ from tfmulti.launch import isolation
 from tfmulti.launch.addresses import answers
 from tfmulti.launch.flags import parse
 
+pytestmark = pytest.mark.processes
+
 LIMIT_S = 120
 DEAD_PROXY = "http://127.0.0.1:9"  # nobody listens there
 

@@ -2,7 +2,7 @@
 
 The docstring of each file has a table of the names that it touches. The table gives the upstream
 issue of each name and the condition under which the patch can be removed.
-`tests/mirrored/test_keras_patches.py` has a test for each private name. The test fails when Keras
+`tests/keras_patches/test_upstream.py` has a test for each private name. The test fails when Keras
 does not need the patch any more, or does not have the name any more.
 
 `installation.install` puts all patches in place before the first step of a prepared model is built.

@@ -1,0 +1,152 @@
+"""`python -m tfmulti.bench` as a user runs it: real processes, real figures."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import Finished, run
+from tfmulti.distribution.collectives import SEND
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 180
+SIZES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished, dict[str, Any]]:
+    """A tiny model at one replica, two replicas and two workers, once."""
+    folder = tmp_path_factory.mktemp("bench")
+    argv = ["--model", "linear", "--replicas", "1,2", "--workers", "1,2", "--rounds", "1"]
+    argv += ["--steps", "6", "--steps_per_execution", "2", "--global_batch_size", "32"]
+    done = run(
+        ["-m", "tfmulti.bench", *argv, "--profile", "--output_dir", "o"],
+        folder / "logs",
+        limit_s=LIMIT_S,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return folder / "o", done, json.loads((folder / "o" / "bench.json").read_text())
+
+
+Measured = tuple[Path, Finished, dict[str, Any]]
+
+
+def test_the_parts_of_each_place_add_up(measured: Measured) -> None:
+    _, _, found = measured
+    assert [p["place"] for p in found["places"]] == ["1 replica", "2 replicas", "2 workers"]
+    for place in found["places"]:
+        parts = place["parts_ms"]
+        assert sum(parts.values()) == pytest.approx(place["step_ms"])
+        assert all(value >= 0 for value in parts.values())
+        assert parts["compute"] > 0
+        assert parts["host"] > 0
+        assert place["measured_steps"] == 6
+        assert place["global_batch_size"] == 32
+        speed = place["examples_per_sec"]
+        assert speed == pytest.approx(32_000 / place["step_ms"])
+        assert place["rounds_step_ms"] == [place["step_ms"]]
+    one, *several = found["places"]
+    assert one["parts_ms"]["communication"] == 0
+    assert one["efficiency"] == 1
+    for place in several:
+        rate = place["examples_per_sec"] / one["examples_per_sec"] / 2
+        assert place["efficiency"] == pytest.approx(rate)
+
+
+def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
+    _, _, found = measured
+    assert found["parameters"] == 28 * 28 * 10 + 10
+    # With what metrics and votes take.
+    assert 0 <= found["gradient_bytes"] - 4 * found["parameters"] < 1000
+    assert found["flops_per_example"] >= 3 * 2 * 28 * 28 * 10
+    for kind in ("replicas", "workers"):
+        points = found["all_reduces"][kind]
+        assert [(p["replicas"], p["bytes"]) for p in points] == [(2, size) for size in SIZES]
+        assert points[0]["ms"] > 0
+        assert points[-1]["ms"] > 3 * points[0]["ms"]  # 2048 times the bytes
+    assert found["cost_model"]["latency_us"] >= 0
+    assert 0 <= found["cost_model"]["message_us"] < 1e6  # they tell each other directly
+    assert [p["workers"] for p in found["predicted_not_measured"]] == [1, 2, 4, 8, 16, 32]
+    assert len(found["limits"]) >= 2
+
+
+def test_it_says_and_draws_it(measured: Measured) -> None:
+    folder, done, _ = measured
+    for words in (
+        "round 1/1  2 workers: ",
+        "communication",
+        "predicted (not measured): 32 workers",
+    ):
+        assert words in done.stdout
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_profile_leaves_a_trace_of_each_place(measured: Measured) -> None:
+    folder, _, _ = measured
+    for place in ("1_replica", "2_replicas", "2_workers"):
+        (trace,) = (folder / "profile" / place).rglob("*.xplane.pb")  # the chief's alone
+        assert b"MatMul" in trace.read_bytes()
+        assert (SEND.encode() in trace.read_bytes()) == (place == "2_workers")
+
+
+EMBEDDING = """
+import keras
+import numpy as np
+
+def build():
+    layers = keras.layers
+    stack = [layers.Embedding(10_000, 8), layers.GlobalAveragePooling1D(), layers.Dense(10)]
+    return keras.Sequential([keras.Input((4,), dtype="int32"), *stack])
+
+def data():
+    return np.zeros((2000, 4), np.int32), np.zeros(2000, np.int32)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "travels", "rows"),
+    [
+        # Of each of 16 rows 4 values of 8 floats and their places, and of a Dense(10) all.
+        ([], 16 * 4 * (8 * 4 + 4) + 4 * 90, 4 * (8 * 4 + 4)),
+        # All weights, every ten steps.
+        (["--sync_every", "10"], 4 * (10_000 * 8 + 90) / 10, 0),
+    ],
+)
+def test_what_travels_is_counted(
+    argv: list[str], travels: float, rows: float, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(EMBEDDING)
+    argv = ["--model", "mine:build", "--dataset", "mine:data", "--workers", "2", *argv]
+    argv += ["--rounds", "1", "--steps", "6", "--global_batch_size", "32", "--output_dir", "o"]
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}"}
+    done = run(
+        ["-m", "tfmulti.bench", *argv], tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path, env=env
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found = json.loads((tmp_path / "o" / "bench.json").read_text())
+    assert 0 <= found["gradient_bytes"] - travels < 1000
+    assert found["cost_model"]["row_bytes_an_example"] == rows
+
+
+def test_a_model_that_fails_is_the_cause(tmp_path: Path) -> None:
+    code = """
+    def build():
+        raise RuntimeError("no such luck")
+    """
+    (tmp_path / "mine.py").write_text(textwrap.dedent(code))
+    argv = ["-m", "tfmulti.bench", "--model", "mine:build", "--output_dir", "o"]
+    argv += ["--dataset", "synthetic:shape=4x4x1", "--rounds", "1", "--steps", "2"]
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}"}
+    done = run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path, env=env)
+    assert done.returncode in (1, 2)
+    assert "no such luck" in done.stderr
+    assert "tfmulti: the measurement of 1 replica failed; its processes' output is in o/logs" in (
+        done.stderr
+    )
+    assert not (tmp_path / "o" / "bench.json").exists()

@@ -1,0 +1,177 @@
+"""What holds for every kind of data: read at random, shared out once, resumed at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.test_loader import Place
+from tests.support.made_data import EXAMPLES, KINDS
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.reading import ReadOptions
+from tfmulti.data.batch_plan import BatchPlan
+from tfmulti.data.loader import Batch, Loader
+from tfmulti.data.source import Source, leaves_of, map_nest
+from tfmulti.run.validation import load_data
+
+BATCH, EPOCHS = 5, 2
+PLAN = BatchPlan(EXAMPLES, BATCH, seed=4)
+STEPS = EPOCHS * PLAN.steps_per_epoch
+
+
+# Every kind as it comes, and what is made of it on the way.
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "cached in memory": ("images", {"cache": "memory"}),
+    "cached on disk": ("tfrecord", {"cache": "disk"}),
+    "augmented": ("images", {"augment": "flip,shift,crop,brightness"}),
+    "a slice": ("csv", {"training_split": "train"}),
+    "weighted": ("npy", {"class_weight": "balanced"}),
+}
+PARAMS = [*KINDS, *CHANGED]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Gives the training part of each kind of data: all of its examples."""
+    folder = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TFMULTI_CACHE", str(folder / "cache"))
+        return load(request.param, folder)
+
+
+def load(name: str, folder: Path) -> Source:
+    kind, options = CHANGED.get(name, (name, {}))
+    (folder / "data").mkdir()
+    config = FitConfig(
+        dataset=KINDS[kind](folder / "data"),
+        validation_fraction=0.0,
+        global_batch_size=BATCH,
+        **options,
+    )
+    data = load_data(config)
+    assert data is not None
+    if data.share is not None:
+        data = data.share(data, lambda make: make())  # the chief alone
+    made: Source = data.train
+    return made
+
+
+@pytest.fixture
+def whole(source: Source) -> list[str]:
+    """Gives all examples of two epochs in order, each as a digest."""
+    return rows_of(read(source, Place(), STEPS))
+
+
+def read(source: Any, place: Place, steps: int, first: int = 0, threads: int = 0) -> list[Batch]:
+    reader = Loader(source, PLAN, place, ReadOptions(threads))
+    with contextlib.closing(reader.batches(first)) as batches:
+        return list(itertools.islice(batches, steps))
+
+
+def rows_of(batches: list[Batch]) -> list[str]:
+    """Returns a digest of each row that counts, in order."""
+    return [
+        digest(data, row)
+        for batch in batches
+        for data, own in zip(batch.data, batch.own_rows, strict=True)
+        for row in range(own)
+    ]
+
+
+def digest(data: Any, row: int) -> str:
+    found = hashlib.sha256()
+    for leaf in leaves_of(data):
+        value = np.asarray(leaf[row])
+        found.update(f"{value.dtype} {value.shape} {value.tolist()}".encode())
+    return found.hexdigest()
+
+
+def test_it_has_the_form_that_it_says(source: Source) -> None:
+    assert len(source) == EXAMPLES
+    rows = source.read(np.array([3, 1]))
+
+    def check(leaf: Any, values: Any) -> None:
+        array = np.asarray(values)
+        assert array.shape == (2, *leaf.shape)
+        assert (array.dtype.kind in "OSU") if leaf.dtype == "str" else array.dtype == leaf.dtype
+
+    map_nest(check, source.specs, rows)
+
+
+def test_examples_are_read_at_random(source: Source) -> None:
+    everything = source.read(np.arange(EXAMPLES))
+    each = [digest(everything, row) for row in range(EXAMPLES)]
+    assert len(set(each)) == EXAMPLES  # the tests below tell them apart
+    some = np.array([EXAMPLES - 1, 0, 7, 7])
+    again = source.read(some)
+    assert [digest(again, row) for row in range(4)] == [each[i] for i in some]
+    (batch,) = read(source, Place(), 1)
+    assert rows_of([batch]) == [each[i] for i in PLAN.examples_at(0, 0, BATCH)]
+
+
+def test_each_epoch_has_each_example_once(whole: list[str], request: pytest.FixtureRequest) -> None:
+    first, second = whole[:EXAMPLES], whole[EXAMPLES:]
+    assert set(Counter(first).values()) == {1}
+    assert first != second
+    if request.node.callspec.params["source"] == "augmented":
+        assert not set(first) & set(second)  # changed anew
+    else:
+        assert sorted(first) == sorted(second)
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_it_goes_on_from_every_step(source: Source, whole: list[str], threads: int) -> None:
+    sizes = [0, *(len(b.data[0][1]) for b in read(source, Place(), STEPS))]
+    starts = list(itertools.accumulate(sizes))
+    for step in range(STEPS):
+        rest = read(source, Place(), STEPS - step, step, threads)
+        assert rows_of(rest) == whole[starts[step] :]
+
+
+@pytest.mark.parametrize(("workers", "local"), [(2, 1), (3, 1), (2, 3), (7, 1)])
+def test_workers_have_it_together(
+    source: Source, whole: list[str], workers: int, local: int
+) -> None:
+    parts = [read(source, Place(rank, workers, local), STEPS, 0, 2) for rank in range(workers)]
+    together = [rows_of([worker[step]]) for step in range(STEPS) for worker in parts]
+    assert list(itertools.chain(*together)) == whole
+
+
+def test_many_threads_read_it_at_once(source: Source) -> None:
+    expected = [digest(source.read(np.arange(EXAMPLES)), row) for row in range(EXAMPLES)]
+    wrong: list[Any] = []
+
+    def check(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(5):
+            rows = rng.permutation(EXAMPLES)
+            found = source.read(rows)
+            wrong.extend(i for k, i in enumerate(rows) if digest(found, k) != expected[i])
+
+    threads = [threading.Thread(target=check, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_each_example_says_where_it_is(source: Source) -> None:
+    assert len({source.where(index) for index in range(EXAMPLES)}) == EXAMPLES
+
+
+def test_a_source_is_loaded_alike_every_time(
+    source: Source, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFMULTI_CACHE", str(tmp_path / "cache"))
+    again = load(request.node.callspec.params["source"], tmp_path)
+    one, other = source.read(np.arange(EXAMPLES)), again.read(np.arange(EXAMPLES))
+    assert [digest(one, i) for i in range(EXAMPLES)] == [digest(other, i) for i in range(EXAMPLES)]

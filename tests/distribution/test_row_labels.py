@@ -1,0 +1,212 @@
+"""What the labels of a graph's tensors say of rows holds for the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti.distribution import row_labels, row_rules
+from tfmulti.distribution.row_rules import Kind
+
+pytestmark = pytest.mark.mirrored
+
+X = np.random.default_rng(0).uniform(0.1, 1.0, (6, 4)).astype(np.float32)
+TABLE = tf.constant(np.arange(20, dtype=np.float32).reshape(5, 4))
+IMAGES = (2, 2, 1)
+
+
+def _given_out(first: Any, given: Any) -> Any:
+    """As a layer that is given tensors and returns a tensor that was there before."""
+    row_labels.mark_call(given, first)
+    return first
+
+
+BY_ROWS: dict[str, Callable[[Any], Any]] = {
+    "layer that gives out what it is given": lambda x: (lambda y: _given_out(y, y))(x * 2.0),
+    "layer that gives out what was before": lambda x: (lambda y: _given_out(y, y + 1.0))(x * 2.0),
+    "elementwise": lambda x: tf.exp(x) * 2.0 + tf.constant([1.0, 2.0, 3.0, 4.0]),
+    "compared": lambda x: tf.where(x > 0.5, x, tf.zeros_like(x)),
+    "mean of features": lambda x: tf.reduce_mean(x, -1),
+    "kept axis": lambda x: x / tf.reduce_sum(x, 1, keepdims=True),
+    "softmax": lambda x: tf.nn.softmax(x),
+    "weights": lambda x: tf.matmul(x, tf.transpose(TABLE)),
+    "product of each row": lambda x: tf.matmul(x[:, :, None], x[:, None, :]),
+    "product with a matrix": lambda x: tf.matmul(x[:, :, None], tf.ones([1, 3])),
+    "column": lambda x: x[:, 1],
+    "columns": lambda x: x[..., 1:3],
+    "slice": lambda x: tf.slice(x, [0, 1], [-1, 2]),
+    "expanded": lambda x: tf.expand_dims(x, -1),
+    "squeezed": lambda x: tf.squeeze(x[:, :1], 1),
+    "transposed": lambda x: tf.transpose(x[:, :, None], [0, 2, 1]),
+    "joined features": lambda x: tf.concat([x, x * 2.0], -1),
+    "stacked": lambda x: tf.stack([x, x], 1),
+    "unstacked": lambda x: tf.unstack(x, axis=1)[2],
+    "split": lambda x: tf.split(x, 2, -1)[1],
+    "flattened": lambda x: tf.reshape(x, [-1]),
+    "images": lambda x: tf.reshape(x, [-1, *IMAGES]),
+    "images of unknown number": lambda x: tf.reshape(x, [tf.shape(x)[0], *IMAGES]),
+    "images joined again": lambda x: tf.reshape(tf.reshape(x, [-1, 2]), tf.shape(x)),
+    "ones": lambda x: tf.ones((tf.shape(x)[0], 3)) * 0.9,
+    "a value for each row": lambda x: tf.fill([tf.shape(x)[0]], 7.0),
+    "token broadcast": lambda x: tf.broadcast_to(TABLE[:1], tf.shape(x)),
+    "token tiled": lambda x: tf.tile(TABLE[None, :2], [tf.shape(x)[0], 1, 1]),
+    "token repeated": lambda x: tf.repeat(TABLE[None, :1], tf.shape(x)[0], axis=0),
+    "token before": lambda x: tf.concat([tf.ones((tf.shape(x)[0], 1)), x], 1),
+    "lookup": lambda x: tf.gather(TABLE, tf.argmax(x, -1)),
+    "columns by number": lambda x: tf.gather(x, [2, 0], axis=1),
+    "one hot": lambda x: tf.one_hot(tf.argmax(x, -1), 4),
+    "convolution": lambda x: tf.nn.conv2d(
+        tf.reshape(x, [-1, 2, 2, 1]), tf.ones([2, 2, 1, 3]), 1, "SAME"
+    ),
+    "padded": lambda x: tf.pad(x, [[0, 0], [1, 1]]),
+    "repeated features": lambda x: tf.tile(x, [1, 3]),
+    "cumulated features": lambda x: tf.cumsum(x, axis=1),
+    "reversed features": lambda x: tf.reverse(x, [1]),
+    "equation": lambda x: tf.einsum("bi,ji->bj", x, TABLE),
+    "equation of each row": lambda x: tf.einsum("bi,bj->bij", x, x),
+    "cross entropy": lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(tf.argmax(x, -1), x),
+    "cast": lambda x: tf.cast(x > 0.5, tf.int32),
+    "bits": lambda x: tf.bitcast(x, tf.int32),
+    "largest features": lambda x: tf.math.top_k(x, 2).values,
+    "accuracy": lambda x: keras.metrics.sparse_categorical_accuracy(x[:, 0], x),
+}
+NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda x: tf.reduce_sum(x),
+    "mean of rows": lambda x: tf.reduce_mean(x, 0),
+    "largest of rows": lambda x: tf.reduce_max(x, 0),
+    "likeness": lambda x: tf.matmul(x, x, transpose_b=True),
+    "of the first axis": lambda x: tf.matmul(x, x, transpose_a=True),
+    "centered": lambda x: x - tf.reduce_mean(x, 0),
+    "softmax of rows": lambda x: tf.nn.softmax(x[:, 0]),
+    "softmax of the first axis": lambda x: tf.nn.softmax(x, 0),
+    "transposed": lambda x: tf.transpose(x),
+    "first rows": lambda x: x[:2],
+    "every other row": lambda x: x[::2],
+    "reversed rows": lambda x: x[::-1],
+    "rows by number": lambda x: tf.gather(x, [1, 0]),
+    "halves": lambda x: tf.split(x, 2)[0],
+    "stacked first": lambda x: tf.stack([x, x], 0),
+    "one row": lambda x: x[0],
+    "groups of rows": lambda x: tf.reshape(x, [-1, 8]),
+    "pairs of rows of two": lambda x: tf.reshape(tf.reshape(x, [-1, 2]), [-1, 8]),
+    "numbers of rows": lambda x: tf.range(tf.shape(x)[0]),
+    "number of rows for each": lambda x: tf.fill([tf.shape(x)[0]], tf.shape(x)[0]),
+    "table repeated": lambda x: tf.tile(TABLE, [tf.shape(x)[0], 1]),
+    "column for each row": lambda x: tf.tile(TABLE[:, :1], [1, tf.shape(x)[0]]),
+    "repeated along another axis": lambda x: tf.repeat(TABLE[:, :1], tf.shape(x)[0], axis=1),
+    "feature first": lambda x: tf.reshape(x, [4, -1]),
+    "cumulated": lambda x: tf.cumsum(x, axis=0),
+    "sorted": lambda x: tf.sort(x, axis=0),
+    "rolled": lambda x: tf.roll(x, 1, 0),
+    "shifted": lambda x: tf.pad(x, [[1, 0], [0, 0]]),
+    "broadcast against itself": lambda x: x[:, 0] - x[:, :1],
+    "repeated rows": lambda x: tf.repeat(x, 2, 0),
+    "equation over rows": lambda x: tf.einsum("bi,bj->ij", x, x),
+    "all pairs": lambda x: tf.einsum("bi,ci->bc", x, x),
+    "largest": lambda x: tf.argmax(x, 0),
+    "largest rows": lambda x: tf.math.top_k(x[:, 0], 2).values,
+    "products by all rows": lambda x: tf.reshape(tf.matmul(x, x, transpose_b=True), [-1]),
+    "numbered": lambda x: x * tf.range(tf.cast(tf.shape(x)[0], tf.float32))[:, None],
+}
+
+
+def _traced(function: Callable[[Any], Any]) -> tuple[tf.types.experimental.ConcreteFunction, Any]:
+    found = []
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        row_labels.begin(x, [])
+        result = function(x)
+        found.append(row_labels.label_of(result))
+        return result
+
+    concrete = step.get_concrete_function(tf.TensorSpec([None, 4], tf.float32))
+    return concrete, found[0]
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_rows_that_are_labelled_so_depend_on_their_own_row_alone(name: str) -> None:
+    compute, label = _traced(BY_ROWS[name])
+    assert label.kind is Kind.ROWS
+    (entries,) = label.parts
+    whole = compute(tf.constant(X)).numpy()
+    assert len(whole) == entries * len(X)
+    parts = [compute(tf.constant(rows)).numpy() for rows in (X[:1], X[1:5], X[5:])]
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NOT_BY_ROWS)
+def test_what_depends_on_other_rows_is_not_labelled_as_rows(name: str) -> None:
+    _, label = _traced(NOT_BY_ROWS[name])
+    assert label.kind not in (Kind.ROWS, Kind.ALIKE)
+
+
+def test_every_rule_is_tried() -> None:
+    used: set[str] = set()
+    for function in (*BY_ROWS.values(), *NOT_BY_ROWS.values()):
+        compute, _ = _traced(function)
+        used |= {op.type for op in compute.graph.get_operations()}
+    rules = set(row_rules._RULES.values())  # what stands for many operations is one rule
+    tried = {row_rules._RULES[kind] for kind in used if kind in row_rules._RULES}
+    assert {rule.__name__ for rule in rules - tried} <= {"_each_of_its_input"}
+
+
+KINDS: dict[str, tuple[Kind, Callable[[Any], Any]]] = {
+    "a mean": (Kind.MEAN, lambda x: tf.reduce_mean(x)),
+    "means, weighed": (Kind.MEAN, lambda x: 0.5 * tf.reduce_mean(x) + tf.reduce_mean(x**2) / 3.0),
+    "a sum": (Kind.SUM, lambda x: tf.reduce_sum(x)),
+    "a sum by the rows": (
+        Kind.SUM,
+        lambda x: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], tf.float32),
+    ),
+    "a root": (Kind.GLOBAL, lambda x: tf.sqrt(tf.reduce_mean(x))),
+    "a ratio": (Kind.GLOBAL, lambda x: tf.reduce_sum(x) / tf.reduce_sum(x**2)),
+    "a product": (Kind.GLOBAL, lambda x: tf.reduce_mean(x) * tf.reduce_mean(x)),
+    "the rows": (Kind.COUNT, lambda x: tf.shape(x)[0] * 2),
+    "the features": (Kind.ALIKE, lambda x: tf.shape(x)[1] * 2),
+    "weights": (Kind.ALIKE, lambda x: tf.reduce_sum(TABLE)),
+    "a random number": (Kind.LOCAL, lambda x: tf.random.normal([]) + tf.reduce_mean(x)),
+    "centered rows": (Kind.MIXED, lambda x: x - tf.reduce_mean(x, 0)),
+    "their spread": (Kind.GLOBAL, lambda x: tf.reduce_mean((x - tf.reduce_mean(x, 0)) ** 2)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_label_tells_how_a_value_depends_on_the_rows(name: str) -> None:
+    kind, function = KINDS[name]
+    _, label = _traced(function)
+    assert label.kind is kind
+
+
+def test_parts_that_were_concatenated_are_kept_apart() -> None:
+    _, label = _traced(lambda x: tf.nn.relu(tf.concat([x, tf.reshape(x, [-1, 2, 2])[:, 0]], -1)))
+    assert label.parts == (1,)
+    _, label = _traced(lambda x: tf.concat([x, x * 2.0], 0) + 1.0)
+    assert label.parts == (1, 1)
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def doubled(x: Any) -> Any:
+    return 2.0 * x, lambda upstream: -upstream
+
+
+def test_a_gradient_of_the_users_own_is_not_taken_for_that_of_the_operations() -> None:
+    """It is of the replica's tensors, so nothing can be built of it for the global batch."""
+    assert _traced(doubled)[1].kind is Kind.ROWS
+    _, label = _traced(lambda x: doubled(x - tf.reduce_mean(x, 0)))
+    assert label.kind is Kind.LOCAL
+    assert "custom gradient" in label.reason
+
+
+def test_what_is_known_to_be_a_formula_is_built_of_its_operations() -> None:
+    def known(x: Any) -> Any:
+        found = doubled(x - tf.reduce_mean(x, 0))
+        row_labels.mark_formula(found)
+        return found
+
+    assert _traced(known)[1].kind is Kind.MIXED

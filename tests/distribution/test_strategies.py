@@ -1,0 +1,97 @@
+"""What make_strategy gives, and what it says where a process cannot have it."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run
+from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.distribution.strategies import threads_of
+
+pytestmark = pytest.mark.mirrored
+
+HEAD = """
+import tensorflow as tf
+from tfmulti import make_strategy
+from tfmulti.distribution.strategies import device_names, placement_of
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            """
+            one = make_strategy("auto", env={})
+            print(type(one).__name__, device_names(one), placement_of(one))
+            """,
+            "OneDeviceStrategy ('CPU:0',) Placement(rank=0, workers=1, local_replicas=1)",
+        ),
+        (
+            """
+            two = make_strategy("mirrored", replicas=2, env={})
+            print(two is make_strategy("auto", replicas=2, env={}), device_names(two))
+            """,
+            "True ('CPU:0', 'CPU:1')",
+        ),
+        (
+            """
+            make_strategy("mirrored", replicas=2, env={})
+            make_strategy("mirrored", replicas=1, env={})
+            """,
+            "DeviceError: a mirrored strategy over 1 devices was asked for, but this process made",
+        ),
+        (
+            """
+            tf.constant(1)
+            make_strategy("mirrored", replicas=3, env={})
+            """,
+            "DeviceError: 3 logical CPU devices are needed, but TensorFlow has started with 1.",
+        ),
+        (
+            """
+            tf.constant(1)
+            config = '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker"}}'
+            make_strategy("auto", env={"TF_CONFIG": config})
+            """,
+            "DeviceError: multi_worker_mirrored cannot start: ",
+        ),
+    ],
+)
+def test_make_strategy(tmp_path: Path, code: str, expected: str) -> None:
+    done = run(["-c", HEAD + textwrap.dedent(code)], tmp_path, limit_s=60)
+    assert expected in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("workers", "allowed", "cores", "threads"),
+    [
+        (["a:1", "a:2"], 8, 8, 4),
+        (["a:1", "a:2", "a:3"], 2, 2, 1),
+        (["a:1", "b:1"], 8, 8, None),  # each has a machine
+        (["a:1", "b:1", "a:2"], 9, 9, 4),
+        (["a:1", "a:2"], 4, 8, None),  # somebody has given each its own
+        (["[::1]:1", "[::1]:2"], 8, 8, 4),
+    ],
+)
+def test_workers_of_one_host_share_its_cores(
+    workers: list[str], allowed: int, cores: int, threads: int | None
+) -> None:
+    assert threads_of(Cluster(tuple(workers), Task("worker", 0)), allowed, cores) == threads
+
+
+def test_a_number_of_threads_that_the_user_gave_stays(tmp_path: Path) -> None:
+    code = """
+    from tfmulti.cluster.cluster import Cluster, Task
+    from tfmulti.distribution.strategies import _share_cores
+    tf.config.threading.set_inter_op_parallelism_threads(7)
+    _share_cores(Cluster(("a:1", "a:2"), Task("worker", 0)))
+    threads = tf.config.threading
+    print(threads.get_intra_op_parallelism_threads(), threads.get_inter_op_parallelism_threads())
+    """
+    command = ["-c", HEAD + textwrap.dedent(code)]
+    done = run(command, tmp_path, limit_s=60, env={"TF_NUM_INTRAOP_THREADS": "5"})
+    assert "0 7" in done.stdout

@@ -1,0 +1,63 @@
+"""Each example runs as its first lines say, and ends as they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, run, run_workers
+
+pytestmark = pytest.mark.processes
+
+EXAMPLES = ROOT / "examples"
+
+
+def expected_number(file: str, pattern: str, output: str) -> float:
+    """Returns the number of the last line; the example's text has a line of the same form."""
+    assert re.search(pattern, (EXAMPLES / file).read_text()), "the example promises something else"
+    found = re.search(pattern, output)
+    assert found, output
+    return float(found[1])
+
+
+def test_regression(tmp_path: Path) -> None:
+    done = run([str(EXAMPLES / "regression.py")], tmp_path / "logs", limit_s=60, cwd=tmp_path)
+    assert expected_number("regression.py", r"loss [\d.]+ -> ([\d.]+)", done.stdout) < 0.1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_own_train_step(tmp_path: Path, workers: int) -> None:
+    file = "own_train_step.py"
+    argv = [str(EXAMPLES / file)]
+    if workers == 1:
+        done = [run(argv, tmp_path / "logs", limit_s=60, cwd=tmp_path)]
+    else:
+        done = run_workers(argv, workers, tmp_path / "logs", limit_s=60, cwd=tmp_path)
+    for worker in done:
+        assert f"on {workers} replicas" in worker.stdout
+        assert expected_number(file, r"accuracy ([\d.]+) on \d replicas", worker.stdout) > 0.9
+
+
+def test_two_workers(tmp_path: Path) -> None:
+    code = "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])"
+    script = str(EXAMPLES / "two_workers.sh")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = run(
+        ["-c", code, script, "r"], tmp_path / "logs", limit_s=90, cwd=tmp_path, env={"PATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "r" / "report.json").read_text())["workers"] == 2
+
+
+def test_notebook(tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    done = run(["-c", "\n\n".join(cells)], tmp_path / "logs", limit_s=90, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 5/5" in done.stdout
+    assert len(list(tmp_path.glob("runs/digits-cnn-*/report.json"))) == 1

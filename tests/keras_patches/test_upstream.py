@@ -1,0 +1,364 @@
+"""Each private touch of Keras: a test that fails when Keras no longer needs it.
+
+When one fails after an upgrade, look whether its file in `keras_patches` can lose that function.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti.keras_patches import datasets, installation, random_numbers
+from tfmulti.keras_patches.datasets import kind_of, parts_of
+from tfmulti.keras_patches.model_structure import (
+    flush_tensorboard,
+    function_of,
+    initial_epoch_of,
+    last_operations,
+    moving_statistics,
+    operations_of,
+)
+from tfmulti.keras_patches.random_numbers import _next_global_seed
+from tfmulti.keras_patches.tracing import traces_of
+from tfmulti.keras_patches.variables import (
+    exchange_keys,
+    new_tf_variable,
+    restore_keys,
+    set_strategy,
+    set_tf_variable,
+    strategy_of,
+    tf_variable_of,
+    variable_keys,
+)
+from tfmulti.keras_patches.versions import warn_of_untested
+from tfmulti.training.state import relocation
+
+pytestmark = pytest.mark.mirrored
+
+Behaviours = Callable[..., list[dict[str, Any]]]
+
+
+def test_upstream_fit_still_fails_on_several_workers(behaviours: Behaviours) -> None:
+    """keras#20585: the reason for `build_from_specs`, and for a fit of our own."""
+    for worker in behaviours("multi_worker_mirrored", 2):
+        assert worker["upstream_fit"]["error"][0] == "ValueError"
+
+
+def test_upstream_fit_still_fails_on_an_uneven_first_batch(behaviours: Behaviours) -> None:
+    assert "AddN" in behaviours("mirrored", 2)[0]["upstream_uneven_first_batch"]["error"][1]
+
+
+def test_upstream_still_divides_losses_by_the_replicas(behaviours: Behaviours) -> None:
+    """The reason for the scaling of losses: divided outside a share, whole inside it."""
+    for kind in ("mirrored", "multi_worker_mirrored"):
+        assert behaviours(kind, 2)[0]["upstream_loss_is_divided_by_replicas"] == [0.5, 1.0]
+
+
+def test_upstream_still_counts_a_loss_of_one_number_for_each_replica(
+    behaviours: Behaviours,
+) -> None:
+    """The reason for `Loss.__call__`: two replicas move the weights twice as far."""
+    alone, mended = behaviours("mirrored", 2)[0]["upstream_scalar_losses_count_for_each_replica"]
+    assert np.asarray(alone) - 1 == pytest.approx(2 * (np.asarray(mended) - 1), rel=1e-4)
+
+
+def test_upstream_still_divides_the_losses_that_rows_add(behaviours: Behaviours) -> None:
+    """The reason for `_aggregate_additional_loss`: a sum over rows is halved on two replicas."""
+    name = "upstream_added_losses_of_rows_are_divided"
+    alone, mended = behaviours("mirrored", 2)[0][name]
+    one_alone, one_mended = behaviours("one_device")[0][name]
+    assert one_alone == one_mended
+    assert np.asarray(mended) == pytest.approx(np.asarray(one_mended), abs=1e-6)
+    assert np.abs(np.asarray(alone) - one_alone).max() > 1e-2
+
+
+def test_upstream_orders_no_operations_that_are_there() -> None:
+    """The reason for `_add_control_inputs`: what has it in public is `_compute_before_waits`'s."""
+    names = [name for name in dir(tf.Operation) if "control_input" in name]
+    assert {"control_inputs", "_add_control_inputs"} <= set(names)
+    assert [name for name in names if not name.startswith("_")] == ["control_inputs"]
+    assert isinstance(tf.Operation.control_inputs, property)  # which only tells them
+
+
+class CountingCell(keras.layers.Layer):
+    state_size = 2
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, states: Any) -> Any:
+        self.count.assign_add(1.0)
+        return x, [x]
+
+
+def test_upstream_still_calls_a_cell_once_more_before_its_loop() -> None:
+    """The reason for the call in `_unrolled`: states of the cell move once more."""
+    counts = []
+    for unroll in (False, True):
+        layer = keras.layers.RNN(CountingCell(), unroll=unroll)
+        layer(np.zeros((4, 3, 2), np.float32))
+        before = float(layer.cell.count)
+        layer(np.zeros((4, 3, 2), np.float32))
+        counts.append(float(layer.cell.count) - before)
+    assert counts == [4, 3]
+
+
+class CellThatIsNoLayer:
+    compute_dtype = "float32"
+    state_size = 2
+
+    def get_initial_state(self, batch_size: Any) -> Any:
+        return keras.ops.zeros((batch_size, 2))
+
+    def __call__(self, x: Any, states: Any) -> Any:
+        return self.call(x, states)
+
+    def call(self, x: Any, states: Any) -> Any:
+        return x + states[0], [x + states[0]]
+
+
+def test_a_cell_need_not_be_a_layer() -> None:
+    installation.install()
+    x = np.ones((4, 3, 2), np.float32)
+    np.testing.assert_array_equal(keras.layers.RNN(CellThatIsNoLayer())(x), np.full((4, 2), 3.0))
+
+
+def test_upstream_metric_functions_still_see_one_replica(behaviours: Behaviours) -> None:
+    """The reason for `MeanMetricWrapper.update_state`."""
+    alone, mended, right = behaviours("mirrored", 2)[0]["upstream_metric_functions_see_a_replica"]
+    assert mended == pytest.approx(right, abs=1e-6)
+    assert abs(alone - right) > 0.1
+
+
+def test_upstream_masks_are_still_the_same_on_all_replicas(behaviours: Behaviours) -> None:
+    """The reason for the functions of `backend.random`."""
+    name = "upstream_masks_are_the_same_on_all_replicas"
+    (alone, mended), (other_alone, other_mended) = behaviours("mirrored", 2)[0][name]
+    assert alone == other_alone
+    assert mended != other_mended
+
+
+def test_upstream_statistics_still_drift_apart(behaviours: Behaviours) -> None:
+    """The reason for `moving_statistics`."""
+    first, second = behaviours("mirrored", 2)[0]["upstream_statistics_of_replicas_drift_apart"]
+    assert np.abs(np.asarray(first) - second).max() > 1e-3
+
+
+def test_statistics_are_those_that_move() -> None:
+    """Of layers that learn and are not synchronized; no weights, no seeds, no metrics."""
+    frozen, moving, together = (
+        keras.layers.BatchNormalization(name=name) for name in ("frozen", "moving", "together")
+    )
+    frozen.trainable, together.synchronized = False, True
+    inner = keras.Sequential([keras.Input((2,)), moving, keras.layers.Dropout(0.5)])
+    made = keras.Sequential([keras.Input((2,)), frozen, inner, together, keras.layers.Dense(2)])
+    made.compile("sgd", "mse", metrics=["mae"])
+    found = moving_statistics(made, sync_batch_norm=False)
+    assert {id(v) for v in found} == {id(moving.moving_mean), id(moving.moving_variance)}
+    assert moving_statistics(made, sync_batch_norm=True) == []
+
+
+def test_upstream_synchronized_statistics_still_lose_digits(behaviours: Behaviours) -> None:
+    """A reason for `BatchNormalization._moments`: 0, 1, 2, 3 have the variance 1.25 anywhere."""
+    alone, mended = behaviours("mirrored", 2)[0]["upstream_synchronized_statistics_lose_digits"]
+    assert mended == [1.25]
+    assert abs(alone[0] - 1.25) > 0.1
+
+
+@pytest.mark.parametrize(
+    "name", ["upstream_averages_cannot_overwrite", "upstream_gradients_cannot_accumulate"]
+)
+def test_upstream_still_needs_merge_call(behaviours: Behaviours, name: str) -> None:
+    """The reason for `_UpdatesReplica`."""
+    assert "merge_call" in behaviours("mirrored", 2)[0][name]["error"][1]
+
+
+@pytest.mark.parametrize(
+    "name", ["upstream_an_update_needs_merge_call", "upstream_a_decay_needs_merge_call"]
+)
+def test_upstream_methods_still_need_merge_call(behaviours: Behaviours, name: str) -> None:
+    """The reason for `_backend_update_step` and `_apply_weight_decay`: accumulation calls both."""
+    assert "merge_call" in behaviours("mirrored", 2)[0][name]["error"][1]
+    updated, decayed = behaviours("mirrored", 2)[0]["updates_and_decays_within_a_condition"]
+    assert updated == [[0.5], [0.5]]
+    assert decayed == [[0.75], [0.75]]
+
+
+def test_upstream_functions_of_loops_still_divide_for_a_sum(behaviours: Behaviours) -> None:
+    """The reason for `distribution.custom_steps`: two of four rows, 1 and 3, of two replicas.
+
+    Replicas' gradients meet as a mean, so theirs must be 2 (the mean of the rows), 1 (the sum
+    over 8, doubled) and 4 (not halved).
+    """
+    found = behaviours("mirrored", 2)[0]["upstream_functions_of_loops"]
+    assert found == [[1.0, 2.0], [0.5, 1.0], [2.0, 4.0]]
+
+
+def test_upstream_still_clips_before_reducing(behaviours: Behaviours) -> None:
+    """The reason for `take_reduced_gradients`.
+
+    The replicas' gradients are 3 and 0, their mean is 1.5, and a value is clipped at 2. The
+    global gradient is not clipped; Keras clips replica 0's part to 2 before it sums.
+    """
+    alone, mended = behaviours("mirrored", 2)[0]["upstream_clips_before_reducing"]
+    assert mended == pytest.approx(-1.5)
+    assert alone == pytest.approx(-2.0)
+
+
+def test_data_adapters_are_still_not_exported() -> None:
+    assert not hasattr(keras.utils, "get_data_adapter")
+    assert callable(datasets.data_adapters.get_data_adapter)
+
+
+def test_backup_and_restore_still_speaks_through_a_private_name() -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    assert initial_epoch_of(model, 2) == 2
+    model._initial_epoch = 5
+    assert initial_epoch_of(model, 2) == 5
+
+
+def test_tensorboard_still_has_no_flush_of_its_own(tmp_path: Path) -> None:
+    """The reason for `flush_tensorboard`."""
+    callback = keras.callbacks.TensorBoard(str(tmp_path))
+    assert not hasattr(callback, "flush")
+    flush_tensorboard(callback)
+
+
+def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
+    """The reason for `step_generator`: replicas are traced in threads of their own."""
+    found = [random_numbers.global_seed_generator()]
+    thread = threading.Thread(target=lambda: found.append(random_numbers.global_seed_generator()))
+    thread.start()
+    thread.join()
+    assert found[0] is random_numbers.global_seed_generator()
+    assert found[0] is not found[1]
+
+
+def test_tensorflow_still_does_not_tell_what_a_dataset_is_made_of() -> None:
+    """The reason for `parts_of` and `kind_of`: whether a shuffle is in it decides how to go on."""
+    assert not hasattr(tf.data.Dataset, "inputs")
+    dataset = tf.data.Dataset.range(3).shuffle(3).cache().repeat()
+    kinds = []
+    while dataset is not None:
+        kinds.append(kind_of(dataset))
+        dataset = next(iter(parts_of(dataset)), None)
+    assert kinds == ["_RepeatDataset", "CacheDataset", "_ShuffleDataset", "_RangeDataset"]
+    both = tf.data.Dataset.zip(tf.data.Dataset.range(3), tf.data.Dataset.random())
+    assert list(map(kind_of, parts_of(both))) == [
+        "_RangeDataset",
+        "_RandomDataset",
+    ]
+
+
+def test_keras_still_makes_its_generator_by_a_draw_from_pythons() -> None:
+    """The reason for `_next_global_seed`, which tells the state without that draw."""
+    keras.utils.clear_session()
+    random.seed(1)
+    before = random.getstate()
+    expected = _next_global_seed()
+    assert random.getstate() == before
+    assert random_numbers.global_seed_generator().state.numpy().tolist() == expected
+    assert random.getstate() != before
+    assert _next_global_seed() is random_numbers.global_seed_generator().state
+
+
+def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
+    """The reason for `last_operations`: whether a model ends in probabilities or in logits."""
+    inputs = keras.Input((2,))
+    outputs = keras.layers.Dense(3, "softmax")(inputs)
+    assert not hasattr(outputs, "operation")
+    inner = keras.Model(inputs, outputs)
+    layer = keras.layers.Activation("linear", dtype="float32")
+    for model in (inner, keras.Sequential([inputs, inner]), keras.Sequential([inner, layer])):
+        assert last_operations(model) == [inner.layers[-1]]
+    assert last_operations(keras.Model()) is None
+
+
+def test_a_variable_still_holds_its_value_in_one_place() -> None:
+    """The reason for `_value` and `_initialize`: no public name gives a variable another one."""
+    variable = keras.Variable([1.0, 2.0], trainable=False)
+    other = new_tf_variable(variable, np.array([3.0, 4.0], np.float32))
+    assert isinstance(other, tf.Variable)
+    assert np.asarray(variable).tolist() == [1.0, 2.0]
+    set_tf_variable(variable, other)
+    assert np.asarray(variable).tolist() == [3.0, 4.0]
+    assert tf_variable_of(variable) is other
+    with pytest.raises(AttributeError):
+        variable.value = other
+
+
+def test_optimizers_still_know_variables_by_keys_of_their_own() -> None:
+    """The reason for `exchange_keys`: an optimizer does not find what was re-created."""
+    variable = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
+    optimizer.build([variable])
+    keys = variable_keys([optimizer], [variable])
+    value = np.array([1.0, 2.0], np.float32)
+    set_tf_variable(variable, new_tf_variable(variable, value))
+    gradient = tf.ones(2)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([gradient], [variable])
+    before = exchange_keys([optimizer], keys)
+    optimizer.apply([gradient], [variable])
+    assert np.asarray(variable).tolist() == [0.5, 1.5]
+    restore_keys(before)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([gradient], [variable])
+
+
+def test_models_and_optimizers_still_keep_the_strategy_they_were_made_in() -> None:
+    model, optimizer = keras.Sequential(), keras.optimizers.SGD()
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    for each in (model, optimizer):
+        assert strategy_of(each) is None
+        set_strategy(each, strategy)
+        assert strategy_of(each) is strategy
+        set_strategy(each, None)
+        assert strategy_of(each) is None
+
+
+def test_a_scope_still_cannot_be_left_in_public() -> None:
+    """The reason for `eager_mode`: TensorFlow refuses the default strategy's scope there."""
+    default = tf.distribute.get_strategy()
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        with pytest.raises(RuntimeError, match="nest"), default.scope():
+            pass
+        with relocation.without_strategy("CPU:0"):
+            assert not tf.distribute.has_strategy()
+            assert tf.executing_eagerly()
+
+
+def test_operations_metrics_and_traces_are_still_private() -> None:
+    inputs = keras.Input((3,))
+    made = keras.Model(inputs, keras.ops.flip(keras.layers.Dense(3)(inputs), 0))
+    assert [type(o).__name__ for o in operations_of(made)] == ["Flip"]
+    assert not hasattr(made, "operations") or made.operations  # public since Keras has it
+    metric = keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error)
+    assert function_of(metric) is keras.losses.mean_squared_error
+    function = tf.function(lambda x: x + 1)
+    assert traces_of(function) == []
+    function(tf.constant(1))
+    assert len(traces_of(function)) == 1
+
+
+def test_a_version_that_was_not_tested_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    warn_of_untested.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_untested()
+    monkeypatch.setattr(keras, "__version__", "3.16.2")
+    warn_of_untested.cache_clear()
+    with pytest.warns(UserWarning, match=r"tested with Keras 3\.15 .* here is Keras 3\.16\.2\."):
+        warn_of_untested()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_untested()

@@ -1,0 +1,63 @@
+"""The run's own callbacks, with a clock that the tests turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfmulti.run.callbacks.model_file import ModelFile
+from tfmulti.run.callbacks.tensorboard import TensorBoard
+
+pytestmark = pytest.mark.mirrored
+
+
+class StepClock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowToSave:
+    """Stands for a model: saving it takes `seconds` of the clock."""
+
+    def __init__(self, clock: StepClock, seconds: float) -> None:
+        self.clock, self.seconds, self.saves = clock, seconds, 0
+
+    def save(self, path: Path) -> None:
+        self.saves += 1
+        self.clock.now += self.seconds
+        Path(path).write_text("model")
+
+
+@pytest.mark.parametrize(("seconds", "saves"), [(0.1, 10), (2.0, 2)])
+def test_the_model_is_saved_now_and_then(tmp_path: Path, seconds: float, saves: int) -> None:
+    """Epochs of 3 s for a minute: every second one, or, if it takes 2 s, every 40 s."""
+    clock = StepClock()
+    model = SlowToSave(clock, seconds)
+    callback = ModelFile(tmp_path / "model.keras", clock)
+    callback.set_model(model)
+    for epoch in range(20):
+        clock.now += 3.0
+        callback.on_epoch_end(epoch)
+    assert model.saves == saves
+    assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
+
+
+def test_a_short_run_saves_at_its_end_alone(tmp_path: Path) -> None:
+    clock = StepClock()
+    callback = ModelFile(tmp_path / "model.keras", clock)
+    callback.set_model(SlowToSave(clock, 0.1))
+    callback.on_epoch_end(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_vectors_do_not_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "keras.callbacks.TensorBoard.on_epoch_end", lambda self, epoch, logs: seen.append(logs)
+    )
+    TensorBoard(tmp_path).on_epoch_end(0, {"loss": 1.0, "f1": [0.5, 0.5]})
+    assert seen == [{"loss": 1.0}]

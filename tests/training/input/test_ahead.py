@@ -1,0 +1,23 @@
+"""Batches that are brought to the replicas' devices one step ahead; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ONE_THREAD, run
+
+pytestmark = pytest.mark.mirrored
+
+
+def test_a_batch_ahead_changes_no_number(tmp_path: Path) -> None:
+    done = run(["-m", "tests.support.ahead"], tmp_path, limit_s=120, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr[-6000:]
+    (plain, traces), (ahead, traces_ahead) = json.loads(done.stdout.splitlines()[-1])[0]
+    assert ahead == plain
+    assert traces_ahead == traces  # not once more for the smaller last batch
+    placed = json.loads(done.stdout.splitlines()[-1])[1]
+    assert placed
+    assert all(device.endswith(f"CPU:{i}") for p in placed for i, device in enumerate(p))

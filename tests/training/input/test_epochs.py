@@ -1,0 +1,164 @@
+"""Where an epoch ends and where the data starts anew: as with plain Keras."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti import prepare
+from tfmulti.distribution.strategies import Placement
+from tfmulti.launch import heartbeat
+from tfmulti.training.input.feed import GivenData, make_feed
+
+pytestmark = pytest.mark.mirrored
+
+X = np.arange(24, dtype=np.float32).reshape(12, 2) / 24
+Y = X.sum(1, keepdims=True)
+
+
+class Steps(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.epochs[-1] += 1
+
+
+def small_model() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_data_that_ends_with_an_epoch_starts_anew(steps: int) -> None:
+    found = []
+    for model in (small_model(), prepare(small_model())):
+        counted = Steps()
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # two steps of three: the second epoch has one
+            history = model.fit(
+                data, epochs=4, steps_per_epoch=steps, verbose=0, callbacks=[counted]
+            ).history
+        found.append((counted.epochs, history["loss"]))
+    assert found[1][0] == found[0][0]
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+
+
+class Noted(keras.utils.PyDataset):
+    def __init__(self, count: int | None) -> None:
+        super().__init__()
+        self.count, self.ends, self.read = count, 0, []
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return X[:4], Y[:4]
+
+    def on_epoch_end(self) -> None:
+        self.ends += 1
+
+
+class Rolled(keras.utils.PyDataset):
+    """Five batches, of which another one comes first after each end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [0, 1, 2, 0, 1]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Any:
+        at = 4 * self.order[index]
+        return X[at : at + 4], Y[at : at + 4]
+
+    def on_epoch_end(self) -> None:
+        self.order = [*self.order[1:], self.order[0]]
+
+
+def test_a_pydataset_that_changes_its_order_gives_that_of_plain_keras() -> None:
+    """Keras tells it of an end before the first epoch and before each evaluation, too."""
+    found = []
+    for made in (small_model(), prepare(small_model())):
+        losses: list[float] = []
+
+        def note(batch: int, logs: Any, losses: list[float] = losses) -> None:
+            losses.append(logs["loss"])  # of the batches of an epoch so far
+
+        told = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        told.on_test_batch_end = note
+        data, validation = Rolled(), Rolled()
+        made.fit(
+            data, validation_data=validation, epochs=3, shuffle=False, verbose=0, callbacks=[told]
+        )
+        made.fit(data, shuffle=False, verbose=0, callbacks=[told])
+        made.evaluate(validation, verbose=0, callbacks=[told])
+        outputs = made.predict(validation, verbose=0)
+        found.append((losses, outputs, data.order, validation.order))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-6)
+    assert found[1][2:] == found[0][2:]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_pydataset_that_changes_its_order_goes_on_in_it(is_training: bool) -> None:
+    """One call has all passes of training, and each evaluation is one of its own."""
+    data, again = Rolled(), Rolled()
+    feed = make_feed(GivenData(data), Placement(0, 1, 1), is_training=is_training)
+    for passes in range(2):
+        if not (is_training and passes):
+            feed.begin_call()
+        feed.iterate(0)
+        feed.end_pass(whole=True)
+    resumed = make_feed(GivenData(again), Placement(0, 1, 1), is_training=is_training)
+    if is_training:
+        resumed.begin_call()
+    resumed.begin_after(2)
+    assert again.order == data.order != Rolled().order
+
+
+@pytest.mark.parametrize(("count", "ends"), [(None, 4), (6, 2), (3, 4)])
+def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
+    """Of each epoch where it has no end of its own, else of each pass."""
+    data = Noted(count)
+    prepare(small_model()).fit(data, epochs=4, steps_per_epoch=3, verbose=0)
+    if count is None:
+        assert data.ends - 2 == ends  # at the beginning, and of its only pass
+    else:
+        assert data.ends - 1 == ends
+        passes = data.read[-(12 // count) * count :]
+        assert {i: passes.count(i) for i in passes} == dict.fromkeys(range(count), 12 // count)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_each_trace_of_an_execution_is_told(
+    monkeypatch: pytest.MonkeyPatch, steps_per_execution: int
+) -> None:
+    """Else a trace of a minute, among steps of a millisecond, would count as a step that hangs."""
+    traces: list[int] = []
+    monkeypatch.setattr(heartbeat.Heartbeat, "tracing", lambda self: traces.append(1))
+    made = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=1)
+    made.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+    x = np.zeros((24, 4), np.float32)
+    made.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+    first = len(traces)
+    assert first >= 1
+    made.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+    assert len(traces) == first
+    made.evaluate(x, x[:, :1], batch_size=4, verbose=0)
+    assert len(traces) > first

@@ -1,0 +1,458 @@
+"""A tf.data iterator goes on where another was, without reading what came before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti.distribution.strategies import Placement
+from tfmulti.errors import DataError
+from tfmulti.training.input import dataset_feed as feeds
+from tfmulti.training.input import positions
+from tfmulti.training.input.feed import GivenData, make_feed
+
+pytestmark = pytest.mark.mirrored
+
+ALONE = Placement(0, 1, 1)
+Make = Callable[[], tf.data.Dataset]
+
+
+def numbers() -> tf.data.Dataset:
+    return tf.data.Dataset.range(100)
+
+
+def random_by_seed() -> tf.data.Dataset:
+    seeds = tf.data.Dataset.random(seed=3, rerandomize_each_iteration=True)
+    return tf.data.Dataset.zip((numbers().repeat(), seeds)).map(
+        lambda x, seed: tf.random.stateless_uniform([], [x, seed])
+    )
+
+
+DATASETS: dict[str, Make] = {
+    "shuffled": lambda: numbers().shuffle(20, seed=1).repeat().batch(4),
+    "shuffled over the ends": lambda: numbers().repeat().shuffle(20, seed=1).batch(4),
+    "interleaved": lambda: (
+        tf.data.Dataset.range(6)
+        .interleave(lambda i: tf.data.Dataset.range(10 * i, 10 * i + 10), 3, num_parallel_calls=2)
+        .repeat()
+        .batch(4)
+    ),
+    "cached": lambda: numbers().cache().shuffle(60, seed=2).repeat().batch(4),
+    "random by a seed": lambda: random_by_seed().batch(4),
+    "read ahead to the ends": lambda: numbers().shuffle(60, seed=1).batch(4).prefetch(2).repeat(),
+    "shuffled twice": lambda: numbers().shuffle(60, seed=1).shuffle(9, seed=2).repeat().batch(4),
+}
+WITHOUT_SOME = "read ahead to the ends"
+
+
+def values(iterator: Any, count: int) -> list[Any]:
+    return [value_of(next(iterator)) for _ in range(count)]
+
+
+def value_of(taken: Any) -> Any:
+    return batch_of(taken).numpy().tolist()
+
+
+def batch_of(taken: Any) -> Any:
+    batch = taken.get_value() if isinstance(taken, tf.experimental.Optional) else taken
+    return batch[0] if isinstance(batch, tuple) else batch
+
+
+class Watched:
+    """An iterator that tells how often it was read."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.reads = inner, 0
+
+    def __next__(self) -> Any:
+        self.reads += 1
+        return next(self.inner)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def get_next_as_optional(self) -> Any:
+        return self.inner.get_next_as_optional()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tf.data.Dataset.__iter__
+    set_it, get_it = positions.set_position, positions.position_of
+    monkeypatch.setattr(feeds, "set_position", lambda it, p: set_it(it.inner, p))
+    monkeypatch.setattr(feeds, "position_of", lambda it: get_it(it.inner))
+    monkeypatch.setattr(positions, "position_of", lambda it: get_it(it.inner))
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", lambda self: Watched(real(self)))
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("name", list(DATASETS))
+def test_it_goes_on_at_once_from_every_batch(name: str) -> None:
+    """Or, where what its order is drawn by is not in the position, by reading."""
+    whole = values(make_feed(GivenData(DATASETS[name]()), ALONE).iterate(0), 50)
+    at_once = 0
+    for batches in (1, 3, 5, 6, 7, 8, 9, 12, 24, 25, 26):
+        feed = make_feed(GivenData(DATASETS[name]()), ALONE)
+        feed.keep_position()
+        values(feed.iterate(0), batches)
+        position = feed.position(batches)
+        again = make_feed(GivenData(DATASETS[name]()), ALONE)
+        again.keep_position()
+        again.begin_after(0, position)
+        iterator = again.iterate(0, batches)
+        at_once += iterator.reads == 0
+        assert iterator.reads in (0, batches)
+        assert values(iterator, 50 - batches) == whole[batches:]
+    assert at_once >= (9 if name == WITHOUT_SOME else 11)
+
+
+@pytest.mark.usefixtures("watched")
+def test_where_a_shuffle_has_ended_it_is_read_from_the_last_whole_position() -> None:
+    """Where there was a checkpoint: not from the beginning, which may be epochs ago."""
+    make = DATASETS[WITHOUT_SOME]
+    whole = values(make_feed(GivenData(make()), ALONE).iterate(0), 60)
+    feed = make_feed(GivenData(make()), ALONE)
+    feed.keep_position()
+    iterator, reads = feed.iterate(0), []
+    for batches in range(1, 52):
+        values(iterator, 1)
+        position = feed.position(batches)
+        again = make_feed(GivenData(make()), ALONE)
+        again.keep_position()
+        again.begin_after(0, position)
+        rest = again.iterate(0, batches)
+        reads.append(rest.reads)
+        assert values(rest, 60 - batches) == whole[batches:]
+    # How far a shuffle is read ahead depends on the threads: by up to the batches in buffers.
+    assert 0 < max(reads) <= 4
+    assert reads.count(0) >= len(reads) - 8
+
+
+def _generator() -> Iterator[np.ndarray]:
+    yield from np.arange(40.0).reshape(10, 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tf.data.Dataset.from_generator(
+            _generator, output_signature=tf.TensorSpec([4], tf.float64)
+        ).repeat(),
+        lambda: (
+            numbers()
+            .map(lambda x: tf.random.uniform([]) * tf.cast(x, tf.float32))
+            .repeat()
+            .batch(4)
+        ),
+        lambda: tf.data.Dataset.from_generator(
+            _generator, output_signature=tf.TensorSpec([4], tf.float64)
+        ),
+        lambda: numbers().map(lambda x: tf.random.uniform([]) * tf.cast(x, tf.float32)).batch(4),
+    ],
+)
+def test_what_has_no_position_is_read_again(make: Make) -> None:
+    feed = make_feed(GivenData(make()), ALONE)
+    feed.keep_position()
+    values(feed.iterate(0), 3)
+    assert "iterator" not in feed.position(3)
+
+
+ENDING: dict[str, Make] = {
+    "shuffled": lambda: numbers().shuffle(60, seed=1).batch(8),
+    "shuffled in part": lambda: numbers().shuffle(9, seed=1).batch(8).prefetch(3),
+    "always the same": lambda: (
+        numbers().shuffle(60, seed=1, reshuffle_each_iteration=False).batch(8)
+    ),
+    "of unknown length": lambda: numbers().shuffle(60, seed=1).filter(lambda x: x % 7 > 0).batch(8),
+    "cached": lambda: numbers().cache().shuffle(60, seed=2).batch(8),
+    "shuffled, then cached": lambda: numbers().shuffle(60, seed=2).cache().batch(8),
+    "read ahead": lambda: (
+        numbers()
+        .shuffle(60, seed=1)
+        .map(lambda x: x + 1, num_parallel_calls=2)
+        .batch(8)
+        .prefetch(4)
+    ),
+    "not shuffled": lambda: numbers().map(lambda x: x + 1, num_parallel_calls=2).batch(8),
+    "twice": lambda: numbers().shuffle(30, seed=1).repeat(2).batch(16),
+    "one after the other": lambda: (
+        numbers().shuffle(60, seed=1).concatenate(numbers().shuffle(60, seed=2)).batch(16)
+    ),
+    "side by side": lambda: (
+        tf.data.Dataset.zip(numbers().shuffle(60, seed=1), numbers().shuffle(60, seed=2))
+        .map(lambda a, b: a * 100 + b)
+        .batch(8)
+    ),
+    "shuffled twice": lambda: numbers().shuffle(60, seed=1).shuffle(9, seed=2).batch(8),
+    "sampled": lambda: tf.data.Dataset.sample_from_datasets(
+        [numbers().shuffle(60, seed=1), numbers().shuffle(9, seed=2)], [0.6, 0.4], seed=3
+    ).batch(16),
+    "chosen": lambda: tf.data.Dataset.choose_from_datasets(
+        [numbers(), tf.data.Dataset.range(9)], numbers().map(lambda x: x % 2)
+    ).batch(8),
+    "drawn by a seed": lambda: (
+        tf.data.Dataset.zip(numbers(), tf.data.Dataset.random(3, rerandomize_each_iteration=True))
+        .map(lambda x, seed: tf.random.stateless_uniform([], [x, seed]))
+        .batch(8)
+    ),
+    "from files": lambda: (
+        tf.data.Dataset.range(6)
+        .interleave(lambda i: tf.data.Dataset.range(10 * i, 10 * i + 10), 3)
+        .shuffle(9, seed=1)
+        .batch(8)
+    ),
+    "drawn without a function of a seed": lambda: (
+        numbers().map(lambda x: tf.random.uniform([], seed=2) + tf.cast(x, tf.float32)).batch(8)
+    ),
+}
+AT_EVERY_BATCH = (
+    "shuffled in part",
+    "always the same",
+    "not shuffled",
+    "from files",
+    "shuffled",
+    "shuffled twice",
+)
+MUST_BE_READ = (
+    "twice",
+    "shuffled twice",
+    "sampled",
+    "one after the other",
+    "shuffled, then cached",
+)
+NOT_AT_ONCE = (*MUST_BE_READ, "drawn without a function of a seed")
+PASSES = 3
+
+
+def passes_of(make: Make) -> list[list[Any]]:
+    """The batches of each pass, by the iterators that Keras makes."""
+    tf.random.set_seed(5)
+    dataset = make()
+    passes = []
+    for _ in range(PASSES):
+        passes.append([batch.numpy().tolist() for batch in dataset])
+        if int(dataset.cardinality()) > 0:
+            iter(dataset)  # Keras makes it, and reads nothing from it
+    return passes
+
+
+def rest_of_pass(feed: Any) -> list[Any]:
+    found = []
+    while (shards := feed.next()) is not None:
+        found.append(value_of(shards))
+    return found
+
+
+def new_feed(make: Make) -> Any:
+    tf.random.set_seed(5)
+    feed = make_feed(GivenData(make()), ALONE)
+    feed.keep_position()
+    return feed
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("name", list(ENDING))
+def test_data_that_ends_goes_on_from_every_batch(name: str) -> None:
+    """And the passes after it are what they would have been."""
+    whole = passes_of(ENDING[name])
+    last = len(whole[1])
+    for batches in range(last + 1) if name in AT_EVERY_BATCH else (0, 1, last - 3, last - 1, last):
+        feed = new_feed(ENDING[name])
+        feed.iterate(0)
+        assert rest_of_pass(feed) == whole[0]
+        feed.end_pass(whole=True)
+        iterator = feed.iterate(0)
+        assert values(iterator, batches) == whole[1][:batches]
+        position = feed.position(batches)
+
+        again = new_feed(ENDING[name])
+        again.begin_after(1, position, feed.unread)
+        iterator = again.iterate(0, batches)
+        assert iterator.reads == 0 or name in NOT_AT_ONCE
+        del iterator  # random numbers of TensorFlow's own go on while it is there
+        assert rest_of_pass(again) == whole[1][batches:]
+        again.end_pass(whole=True)
+        for number in range(2, PASSES):
+            again.iterate(0)
+            assert rest_of_pass(again) == whole[number]
+            again.end_pass(whole=True)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "shuffled twice", "side by side", "drawn by a seed"])
+def test_each_part_that_draws_is_counted(name: str) -> None:
+    """A position that lacks the state of one of them is told by their number."""
+    options = tf.data.Options()
+    options.autotune.enabled = False  # which would read ahead, up to the end
+    dataset = ENDING[name]().with_options(options)
+    iterator = iter(dataset)
+    next(iterator)
+    position = positions.position_of(iterator)
+    assert position is not None
+    assert positions.random_states_in(position) == positions.random_states_of(dataset) > 0
+
+
+def test_words_of_the_data_are_not_counted() -> None:
+    """What a shuffle holds stands in the same files as what it is drawn by."""
+    words = tf.constant(["a@@num_random_samples@@seed " * 9] * 8)
+    dataset = tf.data.Dataset.from_tensor_slices(words).shuffle(8, seed=1)
+    iterator = iter(dataset)
+    next(iterator)
+    position = positions.position_of(iterator)
+    assert position is not None
+    everywhere = sum(c.tobytes().count(b"num_random_samples") for c in position.values())
+    assert everywhere > positions.random_states_in(position) == positions.random_states_of(dataset)
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("name", list(ENDING))
+@pytest.mark.parametrize("known", [True, False])
+def test_data_that_ends_goes_on_between_two_passes(name: str, known: bool) -> None:
+    """In the evaluation after a pass: that one is over, also where reading on would tell it."""
+    whole = passes_of(ENDING[name])
+    feed = new_feed(ENDING[name])
+    for done in range(2):
+        iterator = feed.iterate(0)
+        if known:
+            values(iterator, len(whole[done]))
+        else:
+            rest_of_pass(feed)
+        feed.end_pass(whole=True)
+    position = feed.position(len(whole[1]))
+
+    again = new_feed(ENDING[name])
+    again.begin_after(1, position, feed.unread)
+    iterator = again.iterate(0, len(whole[1]))
+    assert iterator.reads == 0 or name in MUST_BE_READ
+    del iterator
+    assert again.next() is None
+    again.end_pass(whole=True)
+    again.iterate(0)
+    assert rest_of_pass(again) == whole[2]
+
+    again = new_feed(ENDING[name])  # after the evaluation
+    again.begin_after(2, position, feed.unread)
+    again.iterate(0)
+    assert rest_of_pass(again) == whole[2]
+
+
+PLACES = [Placement(0, 1, 1), Placement(0, 1, 2), Placement(1, 2, 1), Placement(2, 3, 2)]
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_position_is_of_no_place(place: Placement, ends: bool) -> None:
+    """What an iterator holds are global batches: the chief's of two goes on anywhere, at once."""
+
+    def make() -> tf.data.Dataset:
+        dataset = numbers().shuffle(20, seed=1)
+        return (dataset if ends else dataset.repeat()).batch(6)
+
+    def rest(feed: Any, batches: int) -> list[Any]:
+        iterator = feed.iterate(0, batches)
+        return [value_of(next(iterator)) for _ in range(16 - batches)], iterator.reads - 16
+
+    whole, _ = rest(make_feed(GivenData(make()), place), 0)
+    chief = make_feed(GivenData(make()), Placement(0, 2, 1))
+    chief.keep_position()
+    iterator = chief.iterate(0)
+    for batches in range(1, 16):
+        values(iterator, 1)
+        again = make_feed(GivenData(make()), place)
+        again.keep_position()
+        again.begin_after(0, chief.position(batches))
+        found, reads = rest(again, batches)
+        assert found == whole[batches:]
+        assert reads == -batches or not ends
+
+
+@pytest.mark.parametrize("name", ["shuffled", "of unknown length"])
+def test_a_pass_that_is_given_up_is_not_gone_on_with(name: str) -> None:
+    dataset = ENDING[name]()
+    iterator = iter(dataset)
+    next(iterator)
+    expected = [batch.numpy().tolist() for batch in dataset]
+    feed = make_feed(GivenData(ENDING[name]()), ALONE)
+    feed.keep_position()
+    next(feed.iterate(0))
+    feed.end_pass()
+    assert "iterator" not in feed.position(1)
+    feed.iterate(0)
+    assert rest_of_pass(feed) == expected
+
+
+def test_a_position_of_another_dataset_is_not_taken() -> None:
+    feed = new_feed(lambda: numbers().shuffle(60, seed=1).repeat().batch(4))
+    values(feed.iterate(0), 5)
+    position = feed.position(5)
+    assert position["iterator"]
+    other = make_feed(GivenData(tf.data.Dataset.range(60).skip(4).batch(4)), ALONE)
+    other.begin_after(0, position)
+    assert values(other.iterate(0, 2), 1) == [[12, 13, 14, 15]]
+
+
+def test_a_position_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = new_feed(lambda: numbers().repeat().batch(4))
+    values(feed.iterate(0), 5)
+    monkeypatch.setattr(positions, "MOST_BYTES", 100)
+    assert "iterator" not in feed.position(5)
+    monkeypatch.undo()
+    assert "iterator" not in feed.position(5)  # it is not tried again
+
+
+class Batches(keras.utils.PyDataset):
+    """Ten batches; notes which were read."""
+
+    def __init__(self, workers: int = 1) -> None:
+        super().__init__(workers=workers)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return np.full(3, index)
+
+
+def rest_of(iterator: Any) -> list[Any]:
+    return list(map(value_of, iterator))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_pydataset_goes_on_without_reading_what_came_before(
+    seed: int | None, workers: int
+) -> None:
+    """The readers of several threads hold batches that were not taken; they must not come later."""
+    feed = make_feed(GivenData(Batches(workers), seed=seed), ALONE, is_training=True)
+    whole = []
+    for _ in range(4):
+        whole.append(rest_of(feed.iterate(0)))
+        feed.end_pass(whole=True)
+    inner = Batches(workers)
+    again = make_feed(GivenData(inner, seed=seed), ALONE, is_training=True)
+    inner.read.clear()
+    again.begin_after(1)
+    assert not inner.read
+    assert rest_of(again.iterate(0, 7)) == whole[1][7:]
+    again.end_pass(whole=True)
+    for expected in whole[2:]:
+        assert rest_of(again.iterate(0)) == expected
+        again.end_pass(whole=True)
+    values(again.iterate(0), 3)
+    again.end_pass()  # given up
+    if seed is None:
+        assert rest_of(again.iterate(0)) == whole[0]
+    again.end_pass()
+
+
+def test_data_that_has_become_shorter_is_told() -> None:
+    feed = new_feed(lambda: numbers().filter(lambda x: x < 20).batch(4))
+    with pytest.raises(DataError, match="ended after 5 batches, but 7 had been trained on"):
+        feed.iterate(0, 7)

@@ -1,0 +1,105 @@
+"""A model and the strategy that it is made of, in a process of one device."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti import prepare
+from tfmulti.distribution import strategies
+from tfmulti.errors import ClusterError
+from tfmulti.training.state import relocation
+from tfmulti.training.verification import ownership
+
+pytestmark = pytest.mark.mirrored
+
+TWO = '{"cluster": {"worker": ["h1:1", "h2:1"]}, "task": {"type": "worker", "index": 0}}'
+
+
+def test_a_cluster_without_a_strategy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", TWO)
+    monkeypatch.setattr(strategies, "_made", {})
+    monkeypatch.setattr(strategies, "_alone", set())
+    with pytest.raises(ClusterError, match=r"names 2 workers, .* tfmulti.make_strategy\(\)"):
+        prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    strategies.make_strategy("one_device", ignore_cluster=True)
+    prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    monkeypatch.setattr(strategies, "_alone", set())
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+
+
+def test_variables_are_found_wherever_they_are_kept() -> None:
+    outside = tf.Variable(1.0)
+
+    class Helper:
+        def __init__(self) -> None:
+            self.kept = {"a": [(tf.Variable(2.0), 3)]}
+
+    class Finds(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helper = Helper()
+            self.layer = keras.layers.Dense(2)
+            self.generator = keras.random.SeedGenerator(1)
+            self.others = {"optimizer": keras.optimizers.SGD(0.1)}
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return self.layer(x) * outside
+
+    model = Finds()
+    model(np.zeros((1, 3), np.float32))
+    state = relocation.find(model)
+    names = set(state.named())
+    for words in ("kept of Helper['a'][0][0]", "outside"):
+        assert any(words in name for name in names), names
+    assert {v.name for v in state.variables} >= {
+        "kernel",
+        "bias",
+        "seed_generator_state",
+        "iteration",
+        "learning_rate",
+    }
+    with relocation.on_one_device(state):
+        assert model.helper.kept["a"][0][1] == 3
+        model.helper.kept["a"][0][0].assign(9.0)
+        outside.assign(9.0)
+        model.layer.bias.assign([9.0, 9.0])
+    assert float(model.helper.kept["a"][0][0]) == 2.0
+    assert float(outside) == 1.0
+    assert np.asarray(model.layer.bias).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"loss": lambda y, p: tf.reduce_mean(y - p)}, "the loss <lambda>"),
+        ({"metrics": [lambda y, p: y - p]}, "the metric"),
+        ({"loss": "mse", "metrics": ["mae", "accuracy"]}, ""),
+        ({"loss": keras.losses.Huber(), "optimizer": keras.optimizers.Adam()}, ""),
+    ],
+)
+def test_parts_of_the_users_own_are_told(part: dict[str, object], words: str) -> None:
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dense(3)(inputs) + inputs
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **part})
+    zeros = np.zeros((2, 3), np.float32)
+    model.train_on_batch(zeros, zeros[:, :1])
+    found = ownership.own_parts(model)
+    assert [words in each for each in found] == ([True] if words else [])
+
+
+def test_layers_and_operations_of_the_users_own_are_told() -> None:
+    class Own(keras.layers.Layer):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return x
+
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.ops.flip(Own(name="mine")(inputs), 0))
+    assert ownership.own_parts(model) == ["the layer mine", "the operation Flip"]
+    assert ownership.own_parts(keras.Sequential([keras.layers.Lambda(lambda x: x)])) == [
+        "the layer lambda"
+    ]

@@ -1,0 +1,45 @@
+"""A worker that waits for one that is lost ends, without a launcher to end it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ONE_THREAD, processes, tf_config
+from tfmulti.launch.addresses import reserved
+from tfmulti.launch.policy import LOST_A_WORKER
+
+pytestmark = pytest.mark.multiworker
+
+LIMIT_S = 120
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("kill", "UnavailableError worker 1 is lost: "),
+        ("error", "UnavailableError worker 1 is lost: "),
+        ("step", "UnavailableError worker 1 is lost: "),
+        (
+            "alone",
+            "UnavailableError another worker has ended, or did not come to evaluate(). "
+            "Call evaluate() on all workers alike, not only on the chief",
+        ),
+        ("stop", ""),  # TensorFlow's own words: its heartbeats tell
+    ],
+)
+def test_it_raises_that_a_worker_is_lost(tmp_path: Path, how: str, said: str) -> None:
+    """The error's type is one by which the launcher tells who followed from who was first."""
+    with reserved(2) as addresses, processes(tmp_path) as group:
+        survivor, _ = (
+            group.start(
+                ["-m", "tests.support.losing", how],
+                {**ONE_THREAD, "TF_CONFIG": tf_config(addresses, index)},
+            )
+            for index in range(2)
+        )
+        assert survivor.wait(LIMIT_S) == 3, group.logs()
+        found = group.output(0)
+        assert found.startswith(said), group.logs()
+        assert found.split()[0] in LOST_A_WORKER, group.logs()
