@@ -1,4 +1,4 @@
-"""What inexact training does to its curve: two workers, exact, in half the bytes, and apart.
+"""What inexact training does to its curve: two workers, exact, and in half the bytes.
 
     python -m benchmarks.curves [--seeds 3] [--epochs 8] [--only SIDE]
 
@@ -26,15 +26,10 @@ from benchmarks.table import write
 RESULTS = Path(__file__).parent / "results" / "curves.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "slow-networks.md"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "curves.png"
-# What DiLoCo takes, for hundreds of steps between synchronizations.
-DILOCO = ["--outer_learning_rate", "0.7", "--outer_momentum", "0.9"]
 SIDES: dict[str, list[str]] = {
     "exact": [],
     "float16": ["--gradient_compression", "float16"],
     "bfloat16": ["--gradient_compression", "bfloat16"],
-    "sync_every 10": ["--sync_every", "10", *DILOCO],
-    "sync_every 50": ["--sync_every", "50", *DILOCO],
-    "sync_every 10, mean": ["--sync_every", "10"],
 }
 BATCH, STEPS_PER_EPOCH = 32, 100
 WORKLOAD = ["--dataset", "digits", "--model", "cnn", "--global_batch_size", str(BATCH)]
@@ -64,10 +59,8 @@ def final(runs: list[dict[str, Any]], name: str) -> float:
 
 
 def sent_kb(side: str, parameters: int) -> float:
-    """Returns the KB of gradients or moves that each of two workers sends a step, on average."""
-    flags = SIDES[side]
-    every = int(flags[flags.index("--sync_every") + 1]) if "--sync_every" in flags else 1
-    return parameters * (2 if "--gradient_compression" in flags else 4) / every / 1000
+    """Returns the KB of gradients that each of two workers sends in a step."""
+    return parameters * (2 if "--gradient_compression" in SIDES[side] else 4) / 1000
 
 
 def table(sides: dict[str, list[dict[str, Any]]]) -> str:

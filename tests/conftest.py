@@ -112,13 +112,6 @@ LIMIT_OF_THREE_S = 300
 OF_THREE = [
     "sums_in_half_the_bytes",
     "gradients_in_half_the_bytes",
-    "apart: momentum and a regularizer",
-    "apart: batch statistics",
-    "apart: no rows for some",
-    "meeting_after_each_step",
-    "collectives_of_local_steps",
-    "stopped_apart",
-    "slots_of_other_workers",
 ]
 
 

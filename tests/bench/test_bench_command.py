@@ -114,8 +114,6 @@ def data():
     [
         # Of each of 16 rows 4 values of 8 floats and their places, and of a Dense(10) all.
         ([], 16 * 4 * (8 * 4 + 4) + 4 * 90, 4 * (8 * 4 + 4)),
-        # All weights, every ten steps.
-        (["--sync_every", "10"], 4 * (10_000 * 8 + 90) / 10, 0),
     ],
 )
 def test_what_travels_is_counted(

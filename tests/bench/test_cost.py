@@ -234,9 +234,6 @@ def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
     assert "communication-bound: 50 % of the step" in words
     assert "mostly the 4 MB of gradients; try --gradient_compression bfloat16" in words
     assert "a larger --global_batch_size" in words
-    assert words.endswith("or --sync_every 10 (workers meet less often; inexact)")
-    (words,) = but(at, run=FitConfig(sync_every=10))
-    assert "--sync_every" not in words
     (words,) = but(at, weak=True)
     assert "a larger --per_replica_batch_size" in words
     (words,) = but(at, link=NetworkModel(2e-3, 1e-9))
@@ -254,7 +251,6 @@ def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
     (words,) = but(at, kind="replicas")
     assert "mostly the 4 MB" in words
     assert "--gradient_compression" not in words  # has no effect in one process
-    assert "--sync_every" not in words
 
 
 def test_slow_computing_and_shared_cores_are_told() -> None:

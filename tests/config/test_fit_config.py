@@ -77,6 +77,7 @@ def test_json_starts_the_same_run_again(tmp_path: Path) -> None:
         ("{", "is no JSON.*line 1"),
         ("[1]", "must hold a JSON object"),
         ('{"strategyy": 1}', "no field 'strategyy'; did you mean 'strategy'"),
+        ('{"sync_every": 5}', "sync_every is gone: workers no longer train alone"),
         (None, "No such file"),
         (b"\xff\xfe", "not UTF-8"),
     ],
@@ -96,7 +97,9 @@ def test_every_field_has_help() -> None:
 
 def test_a_configuration_of_an_older_version_is_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text('{"backup_every_s": 5.0, "keep_backups": 3}')
+    path.write_text(
+        '{"backup_every_s": 5.0, "keep_backups": 3, "sync_every": null, "outer_momentum": 0.0}'
+    )
     assert read_config_file(str(path)) == {"checkpoint_every_s": 5.0, "keep_checkpoints": 3}
 
 

@@ -23,23 +23,12 @@ from tfmulti.errors import ConfigError
         ({"steps_per_execution": "many"}, "no steps_per_execution 'many' for steps_per_execution"),
         ({"steps_per_execution": 4}, "steps_per_execution is 4, but it must be of type str"),
         ({"sync_batch_norm": 1}, "sync_batch_norm is 1, but it must be of type bool"),
-        ({"sync_every": 0}, "sync_every is 0, but it must be at least 1"),
-        ({"sync_every": -3}, "sync_every is -3, but it must be at least 1"),
-        ({"outer_learning_rate": 0.0}, "outer_learning_rate is 0.0, but it must be above 0"),
-        ({"outer_learning_rate": float("nan")}, "outer_learning_rate is nan, but it must be a fin"),
-        ({"outer_momentum": 1.0}, "outer_momentum is 1.0, but it must be below 1"),
-        ({"outer_momentum": -0.1}, "outer_momentum is -0.1, but it must be at least 0"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}") as caught:
-        changed(TrainingOptions(), {"sync_every": 2, **values})
+        changed(TrainingOptions(), values)
     assert "\n" not in str(caught.value)
-
-
-def test_a_momentum_without_local_steps_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match=r"^outer_momentum 0.5 is used .* takes sync_every"):
-        TrainingOptions(outer_momentum=0.5)
 
 
 def test_a_misspelled_option_is_one_line() -> None:
@@ -53,18 +42,9 @@ def test_changes_replace_fields() -> None:
     assert options == TrainingOptions(microbatches=4, seed=2)
 
 
-def test_workers_have_one_replica_each() -> None:
-    message = "--sync_every 10 needs workers of one replica each, but each of the 2 workers has 4"
-    options = TrainingOptions(sync_every=10)
-    with pytest.raises(ConfigError, match=f"{message}.*--nproc-per-node 4"):
-        options.check_place(workers=2, local_replicas=4)
-    options.check_place(workers=1, local_replicas=4)  # no effect there
-    TrainingOptions().check_place(workers=2, local_replicas=4)
-
-
 def test_a_run_has_all_options_of_training() -> None:
     """One declaration serves prepare, flags and help."""
-    config = FitConfig(microbatches=2, sync_every=5, outer_momentum=0.5, verify=True)
+    config = FitConfig(microbatches=2, verify=True)
     options = config.training_options
     for item in dataclasses.fields(TrainingOptions):
         if item.name != "steps_per_execution":

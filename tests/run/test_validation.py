@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 
@@ -40,20 +39,6 @@ def test_more_replicas_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(validation, "visible_gpus", lambda env: ("0", "1"))
     with pytest.raises(DeviceError, match="replicas is 3, but this machine has 2 visible GPUs"):
         validation.check(FitConfig(replicas=3), env={})
-
-
-def test_workers_of_several_gpus_do_not_go_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(validation, "visible_gpus", lambda env: ("0", "1"))
-    workers = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
-    env = {"TF_CONFIG": json.dumps(workers)}
-    with pytest.raises(ConfigError, match=r"each of the 2 workers has 2\. Start a worker for each"):
-        validation.check(FitConfig(sync_every=5), env=env)
-    validation.check(FitConfig(sync_every=5, replicas=1), env=env)
-    validation.check(FitConfig(sync_every=5), env={})  # one worker: no effect
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_job_is_resolved_and_has_its_data(

@@ -107,6 +107,16 @@ def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: A
         trained(tmp_path, epochs=3)
 
 
+def test_a_run_whose_workers_trained_alone_is_not_resumed(tmp_path: Path) -> None:
+    """An older version had this option (`sync_every`), and saved what it needs in the checkpoint."""
+    trained(tmp_path)
+    crafted(tmp_path, lambda tree: tree.update(apart={"sync_every": 5, "velocities": []}))
+    with pytest.raises(ResumeError, match="saved sync_every=5, which this version does not have"):
+        trained(tmp_path)
+    crafted(tmp_path, lambda tree: tree.update(apart={"sync_every": None, "velocities": []}))
+    trained(tmp_path)
+
+
 @pytest.mark.parametrize("key", ["seed", "data"])
 @pytest.mark.parametrize("value", [[], "text", 1.5])
 def test_what_is_checked_before_has_its_form_too(tmp_path: Path, key: str, value: Any) -> None:

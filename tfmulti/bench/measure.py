@@ -37,7 +37,7 @@ from tfmulti.run.callbacks.throughput import Throughput
 from tfmulti.run.callbacks.waiting import Waiting
 from tfmulti.run.setup import Setup, compile_model, make_model, set_up
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step import local_steps, votes
+from tfmulti.training.step import votes
 
 MEASURED_S = 5.0
 _LEAST, _MOST = 5, 2000  # executions
@@ -72,8 +72,6 @@ def answer(order: MeasureRequest, cluster: Cluster | None) -> MeasureResult:
     sizes = [wire * math.prod(v.shape) for v in model.trainable_variables]
     packs = packs_of(sizes) if setup.place.workers > 1 else 1
     collectives = packs + 1 + 2 * synchronized if several else 0
-    if local_steps.is_on(model):
-        collectives = -(-collectives // local_steps.steps_at_once(model))
     told, rows = bytes_told(setup, model) or (sum(sizes), 0.0)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(model).specs)
     return MeasureResult(
@@ -105,8 +103,6 @@ def without_peers(setup: Setup, rows: int) -> tuple[Setup, keras.Model]:
     """Returns the same run on the first device of this process alone, with some rows a step."""
     kind = "GPU" if setup.place.gpus else "CPU"
     config = setup.config
-    if config.sync_every is not None:  # as many steps an execution, so that both call as often
-        config = dataclasses.replace(config, sync_every=None, steps_per_execution=config.sync_every)
     alone = dataclasses.replace(
         setup,
         config=config,
@@ -145,7 +141,7 @@ def trained(setup: Setup, model: keras.Model, executions: int) -> tuple[Phase, T
     model.fit(
         setup.data.train,
         batch_size=setup.batch.global_batch_size,
-        steps_per_epoch=(executions + 1) * local_steps.steps_at_once(model),
+        steps_per_epoch=(executions + 1) * int(model.steps_per_execution),
         callbacks=[waiting, throughput],
         verbose=0,
     )
@@ -161,8 +157,6 @@ def trained(setup: Setup, model: keras.Model, executions: int) -> tuple[Phase, T
 
 def synchronized_layers(setup: Setup, model: keras.Model) -> int:
     """Returns how many layers take batch statistics over all replicas, two collectives each."""
-    if local_steps.is_on(model):
-        return 0
     return sum(
         layer.trainable and (setup.config.sync_batch_norm or layer.synchronized)
         for layer in layers_of(model)
@@ -191,13 +185,13 @@ def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
         before = np.array([links.sent_bytes, links.sent_row_bytes])
         trained(setup, model, executions)
         sent.append(np.array([links.sent_bytes, links.sent_row_bytes]) - before)
-    each, rows = (sent[1] - sent[0]) / (2 * local_steps.steps_at_once(model)) / (workers - 1)
+    each, rows = (sent[1] - sent[0]) / (2 * int(model.steps_per_execution)) / (workers - 1)
     return round(each * workers / 2), float(rows)
 
 
 def agreed(setup: Setup, model: keras.Model, warm: Phase, asked: int | None) -> int:
     """Returns how many executions are measured: alike in all processes, by the chief's time."""
-    each = local_steps.steps_at_once(model)
+    each = int(model.steps_per_execution)
     if asked is not None:
         return -(-asked // each)
     execution_s = each * warm.seconds / warm.steps

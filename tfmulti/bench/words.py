@@ -107,8 +107,6 @@ def _communication(at: Situation, share: float) -> str:
             tries.append(f"--nosync_batch_norm ({2 * at.synchronized} collectives fewer)")
     larger = "--per_replica_batch_size" if at.weak else "--global_batch_size"
     tries.append(f"a larger {larger} (fewer all-reduces an example)")
-    if at.kind == "workers" and at.run.sync_every is None:
-        tries.append("--sync_every 10 (workers meet less often; inexact)")
     return words + "try " + ", or ".join(tries)
 
 

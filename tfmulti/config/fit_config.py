@@ -21,6 +21,11 @@ PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 DECAYS = ("constant", "cosine")
 RESUME = ("auto", "never", "must")
 VERBOSITIES = ("auto", "0", "1", "2")
+# Fields of older configurations that are gone, and the next step of who used them.
+REMOVED = {
+    name: "workers no longer train alone between synchronizations; see docs/slow-networks.md"
+    for name in ("sync_every", "outer_learning_rate", "outer_momentum")
+}
 # Fields of older configurations, and their names now.
 RENAMED = {
     "backup_every_s": "checkpoint_every_s",
@@ -158,7 +163,7 @@ class FitConfig(TrainingOptions):
         None,
         "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: "
         "one, and on CPUs, where calls turn out to cost more than compiling another step does, as "
-        "many as last 0.1 s. With --sync_every they are those between two meetings.",
+        "many as last 0.1 s.",
         low=1,
         free=True,
     )
@@ -326,7 +331,11 @@ def read_config_file(path: str) -> dict[str, Any]:
         )
     known = {item.name for item in dataclasses.fields(FitConfig)}
     values = {RENAMED.get(name, name): value for name, value in values.items()}
+    if values.get("sync_every") is None:
+        values = {name: value for name, value in values.items() if name not in REMOVED}
     for name in values:
+        if name in REMOVED:
+            raise ConfigError(f"--config {path}: {name} is gone: {REMOVED[name]}. Leave it out.")
         if name not in known:
             raise ConfigError(f"--config {path}: no field {name!r}; {did_you_mean(name, known)}")
     return values

@@ -73,14 +73,6 @@ class TrainingOptions:
             thread that feeds the steps. None uses one thread for each core if reading is slow.
         skip_bad_records: how many examples of a `Source` may be left out in a pass over the data
             because they cannot be read, counted over all workers. One more is an error.
-        sync_every: how many steps each worker takes alone, on its own rows, before all workers
-            average their weights (`local_steps`). This needs less traffic on a slow network, and
-            the numbers are not those of one device. The workers also average at the end of an
-            epoch. An execution has this many steps, whatever `steps_per_execution` says. None takes
-            every step together, exactly. With one worker the option has no effect.
-        outer_learning_rate: the learning rate that multiplies the mean move of the workers' weights
-            when they are averaged.
-        outer_momentum: the Nesterov momentum of these moves.
         steps_per_execution: `auto` lets an execution of `fit` have as many steps as take a tenth of
             a second, if that saves more time than the compilation takes. Callbacks are called once
             for each execution, as with `compile(steps_per_execution=N)`. None uses the number that
@@ -141,18 +133,6 @@ class TrainingOptions:
         low=0,
         free=True,
     )
-    sync_every: int | None = flag(
-        None,
-        "Each of several workers takes so many steps by itself, then all meet (DiLoCo): for slow "
-        "networks; not one device's numbers. Default: all steps are taken together, exactly.",
-        low=1,
-    )
-    outer_learning_rate: float = flag(
-        1.0, "What the workers' mean move is multiplied by where they meet.", above=0
-    )
-    outer_momentum: float = flag(
-        0.0, "Nesterov momentum of the moves between meetings.", low=0, below=1
-    )
     jit_compile: bool | None = flag(
         None,
         "XLA compiles each replica's forward and backward pass; --nojit_compile: it does not. "
@@ -177,36 +157,6 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             check_value(item, getattr(self, item.name), self._dashes)
-        self._check_meetings()
-
-    def _check_meetings(self) -> None:
-        outer = [item for item in dataclasses.fields(self) if item.name.startswith("outer_")]
-        for item in outer if self.sync_every is None else ():
-            value = getattr(self, item.name)
-            if value != item.default:
-                raise ConfigError(
-                    f"{self._dashes}{item.name} {value:g} is used where workers meet after steps "
-                    f"of their own, which takes {self._dashes}sync_every. Give both, or leave it "
-                    "out."
-                )
-
-    def check_place(self, workers: int, local_replicas: int) -> None:
-        """Checks that each of several workers is one replica, if workers take local steps.
-
-        Args:
-            workers: the number of workers.
-            local_replicas: the replicas of each worker.
-
-        Raises:
-            ConfigError: a worker has several replicas, which would have to meet in each step.
-        """
-        if self.sync_every is not None and workers > 1 and local_replicas > 1:
-            raise ConfigError(
-                f"--sync_every {self.sync_every} needs workers of one replica each, but each of "
-                f"the {workers} workers has {local_replicas}. Start a worker for each GPU "
-                f"(python -m tfmulti.launch --nproc-per-node {local_replicas} …), or leave "
-                "--sync_every out."
-            )
 
 
 def base_type(item: dataclasses.Field[Any]) -> type:

@@ -32,8 +32,7 @@ def mixed(
 ) -> Any:
     """Returns this replica's rows of what a layer computes from the global batch.
 
-    In local steps the layer sees this replica's rows alone. Outside training the layer is called as
-    it is.
+    Outside training the layer is called as it is.
 
     Args:
         original: Keras' `call` of the layer.
@@ -53,8 +52,6 @@ def mixed(
             f"the layer {layer.name!r} looks at all rows of a batch, which --microbatches "
             "splits. Put it into the data (dataset.map), or leave --microbatches out."
         )
-    if share.is_local:
-        return original(layer, data, training=training)
     share.note_gather()
     data = tf.nest.map_structure(tf.convert_to_tensor, data)
     read = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]

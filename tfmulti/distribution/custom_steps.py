@@ -46,7 +46,7 @@ def average_loss(
     total = original(per_example_loss, sample_weight, 1)
     if global_batch_size is None:
         return total / tf.cast(tf.maximum(share.own_rows, 1), total.dtype)
-    part = tf.cast(share.part, total.dtype) * tf.cast(global_batch_size, total.dtype)
+    part = tf.cast(share.weight, total.dtype) * tf.cast(global_batch_size, total.dtype)
     return tf.math.divide_no_nan(total, part)
 
 

@@ -63,7 +63,7 @@ _made: weakref.WeakKeyDictionary[tf.Graph, _Made] = weakref.WeakKeyDictionary()
 
 def are_known(share: ReplicaSlice) -> bool:
     """Returns whether values of this graph can be made those of the global batch."""
-    return row_labels.are_kept() and not share.is_local and not share.is_whole
+    return row_labels.are_kept() and not share.is_whole
 
 
 def averaged(share: ReplicaSlice, value: Any) -> Any:

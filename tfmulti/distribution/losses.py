@@ -61,12 +61,9 @@ class Divisors:
         self._next = 0
         return _divisors.set_to(self)
 
-    def sum_up(self, share: ReplicaSlice) -> None:
-        """Ends the first run: the divisors are summed over all passes and all replicas.
-
-        In local steps they are summed over the passes of this replica alone.
-        """
-        self._totals = _of_all(share, self._own) if self._own else []
+    def sum_up(self) -> None:
+        """Ends the first run: the divisors are summed over all passes and all replicas."""
+        self._totals = sum_together(self._own) if self._own else []
 
     def total_of(self, own: tf.Tensor) -> tf.Tensor:
         """Returns a loss' divisor over the global batch; in the first run, its own part of it."""
@@ -117,14 +114,9 @@ def scaled_to_global(
             return loss
         own = tf.where(share.own_rows > 0, own, 0.0)
         divisors = _divisors.get()
-        total = divisors.total_of(own) if divisors else _of_all(share, [own])[0]
+        total = divisors.total_of(own) if divisors else sum_together([own])[0]
         part = tf.cast(tf.math.divide_no_nan(own, total), share.weight.dtype)
     return loss * tf.cast(tf.math.divide_no_nan(part, share.weight), loss.dtype)
-
-
-def _of_all(share: ReplicaSlice, values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns values summed over all replicas; in local steps, as they are."""
-    return values if share.is_local else sum_together(values)
 
 
 def summed_gradient(share: ReplicaSlice, loss: Any) -> Any:
@@ -187,8 +179,7 @@ def from_all_rows(
 
     The predictions of the other replicas are constants here. So each replica's gradient is what its
     own rows add to the whole. The gradient is divided by the replica's weight, so that the mean
-    over the replicas is the gradient of the global batch. In local steps the replica's own rows are
-    the batch.
+    over the replicas is the gradient of the global batch.
 
     Args:
         share: this replica's slice.
@@ -206,10 +197,6 @@ def from_all_rows(
             "a loss or metric function needs all rows of a batch together, which --microbatches "
             "splits. Return a value for each example from its own row, or leave --microbatches out."
         )
-    if share.is_local:
-        own = tf.nest.map_structure(lambda v: _own_rows(share, v), (y_true, y_pred, weights))
-        with computing(share.alone()):
-            return compute(*own)
     share.note_gather()
     y_true, weights = (
         tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
@@ -221,18 +208,12 @@ def from_all_rows(
     return _with_gradient_times(loss, tf.math.reciprocal_no_nan(share.weight))
 
 
-def _own_rows(share: ReplicaSlice, value: Any) -> Any:
-    """Returns the rows of this replica that count."""
+def _all_rows(share: ReplicaSlice, value: Any) -> Any:
+    """Returns the rows of all replicas; a value without rows stays as it is."""
     if value is None:
         return None
     value = tf.convert_to_tensor(value)
-    return value[: share.own_rows] if value.shape.rank else value
-
-
-def _all_rows(share: ReplicaSlice, value: Any) -> Any:
-    """Returns the rows of all replicas; a value without rows stays as it is."""
-    own = _own_rows(share, value)
-    return own if own is None or not own.shape.rank else gather_rows(own)
+    return gather_rows(value[: share.own_rows]) if value.shape.rank else value
 
 
 def _all_rows_of_variable(share: ReplicaSlice, value: Any, attached: Sequence[str]) -> Any:

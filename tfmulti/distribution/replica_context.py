@@ -37,8 +37,7 @@ def reduce_gradients(
 
     The gradients are summed without weights where no `ReplicaSlice` is set. This is so for
     gradients that were weighted before, and in a training loop of the user's own, which scales its
-    losses as tf.distribute's guide says. In local steps (`ReplicaSlice.is_local`) each replica gets
-    its own gradients.
+    losses as tf.distribute's guide says.
 
     Args:
         gradients: tensors, `tf.IndexedSlices`, or None, which stays None.
@@ -55,8 +54,6 @@ def reduce_gradients(
     if context.num_replicas_in_sync == 1:
         return list(gradients)
     share = current()
-    if share is not None and share.is_local:
-        return own_gradients(gradients)
     present = [g for g in gradients if g is not None]
     if share is not None:
         present = [weighed(g, share.weight) for g in present]
@@ -107,14 +104,6 @@ def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes
         of_lookups(gradient) if isinstance(gradient, tf.IndexedSlices) else next(totals)
         for gradient in gradients
     ]
-
-
-def own_gradients(gradients: Sequence[Any]) -> list[Any]:
-    """Returns the gradients of this replica's rows alone; they are 0 if it has no rows."""
-    share = current()
-    if share is None:
-        return list(gradients)
-    return [None if g is None else weighed(g, share.weight) for g in gradients]
 
 
 def summed(values: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 0) -> list[Any]:

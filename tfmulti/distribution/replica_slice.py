@@ -21,7 +21,7 @@ class ReplicaSlice(NamedTuple):
 
     Attributes:
         weight: this slice's part of the rows over which gradients are averaged, float64 scalar.
-            These are the rows of the global batch, or with `is_local` the replica's own. The weight
+            These are the rows of the global batch. The weight
             is 0 if the replica has no rows. It then reads one row that does not count.
         own_rows: how many rows count, int64 scalar.
         first_row: the position of the first row that is read in the global batch, int64 scalar.
@@ -38,8 +38,6 @@ class ReplicaSlice(NamedTuple):
         model: the model whose step is traced.
         states: the kinds of the Keras variables that the user's own code changes, "layer" or
             "metric", by the variables' ids.
-        is_local: whether the replica takes local steps (`local_steps`). Its loss, gradient and
-            batch statistics are then of its own rows alone.
     """
 
     weight: tf.Tensor
@@ -54,12 +52,6 @@ class ReplicaSlice(NamedTuple):
     note_unknown: Callable[[str], None] = lambda reason: None
     model: Any = None
     states: Mapping[int, str] = MappingProxyType({})
-    is_local: bool = False
-
-    @property
-    def part(self) -> tf.Tensor:
-        """This slice's part of the global batch's rows, float64 scalar."""
-        return part_of(self.own_rows, self.global_rows) if self.is_local else self.weight
 
     def alone(self) -> ReplicaSlice:
         """Returns the same slice, marked as the whole global batch.

@@ -71,10 +71,10 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
         channels = inputs.shape[-1]
         gamma = tf.convert_to_tensor(self.gamma) if self.scale else tf.ones([channels])
         beta = tf.convert_to_tensor(self.beta) if self.center else tf.zeros([channels])
-        # The statistics are of this replica's rows alone in local steps, and where neither the
-        # layer nor the user asks for those of all replicas.
+        # The statistics are of this replica's rows alone where neither the layer nor the user asks
+        # for those of all replicas.
         of_all = self.synchronized or share.sync_batch_norm
-        by_itself = not share.is_whole and (share.is_local or not of_all)
+        by_itself = not share.is_whole and not of_all
         group = share.alone() if by_itself else share
         outputs, count, *found = normalization.normalized(group, inputs, gamma, beta, self.epsilon)
         if by_itself:
@@ -144,7 +144,7 @@ def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
         if share is None or (mask is not None and share.is_whole):
             return original(self, inputs, mask)
         context = tf.distribute.get_replica_context()
-        synchronized = (self.synchronized or share.sync_batch_norm) and not share.is_local
+        synchronized = self.synchronized or share.sync_batch_norm
         if synchronized and context.num_replicas_in_sync > 1:
             return normalization.global_moments(share, inputs, mask, self._reduction_axes)
         # Keras' own method for several replicas loses digits, and the whole batch can do without.
@@ -153,11 +153,7 @@ def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
         # A replica without rows reads one that does not count. It returns the moving statistics,
         # so that they stay as they are.
         known = (tf.cast(v, inputs.dtype) for v in (self.moving_mean, self.moving_variance))
-        # The layer's own `synchronized` would make Keras reduce over the replicas in local steps.
-        if share.is_local and mask is None:
-            own = keras.ops.moments(inputs, self._reduction_axes)
-        else:
-            own = original(self, inputs, mask)
+        own = original(self, inputs, mask)
         return tuple(
             tf.where(share.own_rows > 0, found, before)
             for found, before in zip(own, known, strict=True)

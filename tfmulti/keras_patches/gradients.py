@@ -47,7 +47,7 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, target, sources, **options)
         # Without labels a vector is taken for the losses of rows, and its gradient for that of
         # their sum over all replicas.
-        if not row_labels.are_kept() and not share.is_local:
+        if not row_labels.are_kept():
             target = tf.nest.map_structure(lambda t: losses.summed_gradient(share, t), target)
         compute = functools.partial(original, self)
         return global_values.gradient(share, compute, target, sources, **options)

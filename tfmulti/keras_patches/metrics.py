@@ -66,8 +66,6 @@ def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             mask = getattr(y_pred, "_keras_mask", None)
             weights = loss_module.apply_mask(sample_weight, mask, self.dtype, "sum")
             return keras.metrics.Mean.update_state(self, found, weights)
-        if share.is_local and not losses.in_passes():
-            return original(self, y_true, y_pred, sample_weight)
         # Every replica computes the number of the whole batch, and the replicas' states are summed
         # later. So only replica 0 may count it.
         context = tf.distribute.get_replica_context()
@@ -106,7 +104,7 @@ def _counted_once(share: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, A
     if of_keras_by_rows.get() and tensor.shape.rank != 0:
         return values, weight
     if not global_values.are_known(share):
-        return values, share.part if tensor.shape.rank == 0 and weight is None else weight
+        return values, share.weight if tensor.shape.rank == 0 and weight is None else weight
     kind = row_labels.label_of(tensor).kind
     if kind is Kind.LOCAL:
         share.note_unknown(row_labels.label_of(tensor).reason)
@@ -123,13 +121,15 @@ def _counted_once(share: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, A
     if weighs is Kind.ALIKE:
         found = global_values.averaged(share, tensor)
         if weight is not None:
-            return found, share.part * tf.cast(weight, share.part.dtype)
+            return found, share.weight * tf.cast(weight, share.weight.dtype)
         # Without weights each value of a vector counts by itself, so each gets the part as its
         # weight. With one weight for all of them, Keras would count their mean once.
-        return found, tf.fill(tf.shape(found)[:1], share.part) if found.shape.rank else share.part
+        return found, tf.fill(
+            tf.shape(found)[:1], share.weight
+        ) if found.shape.rank else share.weight
     # Each replica holds a part of the whole weight.
     if weighs is Kind.SUM:
         return global_values.of_one_device(share, tensor), weight
     whole = global_values.of_one_device(share, weight)
-    part = tf.cast(whole, share.part.dtype) * share.part
+    part = tf.cast(whole, share.weight.dtype) * share.weight
     return global_values.of_one_device(share, tensor), part

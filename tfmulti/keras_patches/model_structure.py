@@ -109,9 +109,7 @@ def is_seed(variable: Any) -> bool:
     return bool(variable.name == SEED)
 
 
-def moving_statistics(
-    model: keras.Model, *, sync_batch_norm: bool, is_local: bool = False
-) -> list[Any]:
+def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]:
     """Returns the Keras variables that each replica updates from its own rows while it trains.
 
     They are the non-trainable floating point variables of layers that are not frozen. Variables of
@@ -121,12 +119,11 @@ def moving_statistics(
     Args:
         model: the model.
         sync_batch_norm: whether every BatchNormalization is synchronized.
-        is_local: whether workers take local steps, in which no layer is synchronized.
     """
     found = {}
     for layer in layers_of(model):
         normalizes = isinstance(layer, keras.layers.BatchNormalization)
-        meets = normalizes and not is_local and (sync_batch_norm or layer.synchronized)
+        meets = normalizes and (sync_batch_norm or layer.synchronized)
         if layer.trainable and not meets:
             for variable in layer._non_trainable_variables:
                 if tf.as_dtype(variable.dtype).is_floating:

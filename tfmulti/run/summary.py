@@ -62,8 +62,6 @@ def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
 def between_workers(config: FitConfig) -> list[str]:
     """Returns the flags of how workers tell each other less than everything, each step."""
     found = []
-    if config.sync_every is not None:
-        found.append(f"--sync_every {config.sync_every}")
     if config.gradient_compression != "none":
         found.append(f"--gradient_compression {config.gradient_compression}")
     return found

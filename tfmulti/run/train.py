@@ -43,7 +43,6 @@ from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.checkpoint.owner import ownership_of
 from tfmulti.training.state.trainer_state import interrupt, state_of
-from tfmulti.training.step import local_steps
 
 
 def train(
@@ -214,7 +213,7 @@ def test(setup: Setup, model: keras.Model) -> dict[str, float]:
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:
     """Runs two executions and a step of validation; writes nothing, says what a full run takes."""
     throughput, waiting = Throughput(in_logs=False), Waiting()
-    steps = 2 * local_steps.steps_at_once(model)  # the first execution traces, and tells no time
+    steps = 2 * int(model.steps_per_execution)  # the first execution traces, and tells no time
     is_short = setup.steps_per_epoch is not None and setup.steps_per_epoch < steps
     started = time.perf_counter()
     history = model.fit(

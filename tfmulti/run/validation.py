@@ -58,7 +58,6 @@ def check(
     )
     several = cluster is not None and selection.strategy == "multi_worker_mirrored"
     workers = cluster.size if cluster is not None and several else 1
-    config.check_place(workers, selection.local_replicas)
     if config.run_dir is not None:
         goes_on = _goes_on(config, RunDir(config.run_dir))
     elif config.resume == "must":

@@ -27,7 +27,7 @@ from tfmulti.config.reading import ReadOptions
 from tfmulti.config.training_options import TrainingOptions, changed
 from tfmulti.distribution import connections, losses
 from tfmulti.distribution.bucket_sizes import PACK_BYTES
-from tfmulti.distribution.replica_context import own_gradients, reduce_gradients
+from tfmulti.distribution.replica_context import reduce_gradients
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.classes import derived_class
@@ -48,7 +48,6 @@ from tfmulti.training.loop import loops as epochs_loop
 from tfmulti.training.safe_callbacks import saving_elsewhere, worker_safe
 from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import TrainerState, remember, state_of
-from tfmulti.training.step import local_steps
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
@@ -79,8 +78,7 @@ def prepare(model: Model, options: TrainingOptions | None = None, **changes: Any
         ModelError: `model` is no Keras model, its class overrides `make_train_function` or one of
             its siblings, or a variable belongs to another strategy.
         ClusterError: the environment names several workers, but this process made no strategy.
-        ConfigError: there is no such option, a value is out of its range, or `sync_every` is given
-            and workers have several replicas each.
+        ConfigError: there is no such option, or a value is out of its range.
     """
     if not isinstance(model, keras.Model):
         raise ModelError(f"prepare() takes a keras.Model, not a {type(model).__name__}.")
@@ -89,8 +87,6 @@ def prepare(model: Model, options: TrainingOptions | None = None, **changes: Any
     options = changed(options or TrainingOptions(), changes)
     relocation.enter(model)
     model_checks.check_scope(model)
-    place = placement_of(model.distribute_strategy)
-    options.check_place(place.workers, place.local_replicas)
     reading = ReadOptions(options.reader_threads, options.skip_bad_records)
     state = TrainerState(options, reading)
     if not isinstance(model, DistributedModel):
@@ -135,9 +131,7 @@ class DistributedModel(keras.Model):
             force: whether to make it again although there is one.
         """
         if self.train_function is None or force:
-            outer = state_of(self).outer = local_steps.make_outer(self, self._wire)
-            all_meet = functools.partial(reduce_gradients, **self._wire)
-            reduce = all_meet if outer is None else own_gradients
+            reduce = functools.partial(reduce_gradients, **self._wire)
             for optimizer in model_checks.optimizers_of(self):
                 take_reduced_gradients(optimizer, reduce, take)
             watch_losses(self)
@@ -169,12 +163,8 @@ class DistributedModel(keras.Model):
         On GPUs nothing is chosen. There an execution of one step already copies the batch of the
         next step to the GPU while it runs.
         """
-        given = local_steps.steps_at_once(self)
-        chosen = (
-            state_of(self).options.steps_per_execution == "auto"
-            and given == 1
-            and not local_steps.is_on(self)
-        )
+        given = int(self.steps_per_execution)
+        chosen = state_of(self).options.steps_per_execution == "auto" and given == 1
         if not chosen or self.run_eagerly or self._placement.gpus:
             return StepsPerExecution(given)
         return StepsPerExecution(None, most=checkpoint.every_steps if checkpoint else None)

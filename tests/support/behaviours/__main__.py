@@ -17,7 +17,6 @@ from pathlib import Path
 import keras
 
 from tests.support.behaviours import (
-    apart,
     batches,
     compiled,
     costs,
@@ -40,7 +39,6 @@ MODULES = (
     rewritten,
     stops,
     upstream,
-    apart,
     costs,
     verifying,
 )  # importing them registers what they hold

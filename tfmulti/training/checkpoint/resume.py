@@ -14,7 +14,6 @@ A record's tree has these entries:
     passes      how many iterators each feed has made
     unread      how many of them nothing has read
     trained     weights and slots
-    apart       the part of local steps (`step.local_steps`)
     model       all other variables, metrics and random generators (`state.run_state`)
     callbacks   `callback_states`
     lost        how many examples could not be read
@@ -49,7 +48,6 @@ from tfmulti.training.input.feed import Feed
 from tfmulti.training.input.positions import State
 from tfmulti.training.state import run_state
 from tfmulti.training.state.trainer_state import interrupt, state_of
-from tfmulti.training.step import local_steps
 
 Tree = dict[str, Any]
 
@@ -262,6 +260,13 @@ class CheckpointManager:
         """
         assert self._record is not None
         tree = self._record.tree
+        # An older version could average the weights of workers that trained alone.
+        every = (tree.get("apart") or {}).get("sync_every")
+        if every is not None:
+            raise ResumeError(
+                f"saved sync_every={every}, which this version does not have. Begin a new run in a "
+                "new folder."
+            )
         for name, feed in self._feeds.items():
             # The iterator in use is counted in `passes`, but `iterate` counts it again.
             in_use = name == "training" and tree["progress"]["goes_on"]
@@ -269,7 +274,6 @@ class CheckpointManager:
             unread = tree.get("unread", {}).get(name, 0)
             feed.begin_after(tree["passes"][name] - in_use, position, unread)
         run_state.restore(self._model, tree["model"], tree["trained"])
-        local_steps.restore(self._model, tree.get("apart"))
         self._callbacks.restore(tree["callbacks"])
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
@@ -307,7 +311,6 @@ class CheckpointManager:
         with heartbeat().working(self):
             moving = self._before or self._moving()
             trained = run_state.capture_trained(self._model)
-            apart = local_steps.capture(self._model)
         record = Record(
             state.steps,
             {
@@ -317,7 +320,6 @@ class CheckpointManager:
                 "data": self._data,
                 "positions": self._positions(progress.batches),
                 "trained": trained,
-                "apart": apart,
                 **moving,
             },
         )

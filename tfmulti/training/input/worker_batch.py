@@ -67,27 +67,22 @@ class WorkerBatch(NamedTuple):
         """
         return self._replace(data=of_any_rows(self.data))
 
-    def share(
-        self, local: int, *, alone: bool, sync_batch_norm: bool, is_local: bool = False
-    ) -> ReplicaSlice:
+    def share(self, local: int, *, alone: bool, sync_batch_norm: bool) -> ReplicaSlice:
         """Returns the replica slice of a local replica.
 
         Args:
             local: the index of the replica on this worker.
             alone: whether there is no other replica, so that the slice is the whole global batch.
             sync_batch_norm: whether batch statistics are over the rows of all replicas.
-            is_local: whether the replica takes local steps, as if it had the only rows.
         """
-        own = self.own_rows[local]
         return ReplicaSlice(
-            part_of(own, own) if is_local else self.weight(local),
+            self.weight(local),
             self.own_rows[local],
             self.first_rows[local],
             self.rows,
             _fixed_rows(self.data[local]),
             alone,
             sync_batch_norm,
-            is_local=is_local,
         )
 
 

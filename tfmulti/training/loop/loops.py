@@ -31,7 +31,6 @@ from tfmulti.training.loop.data_faults import found_by_any, told_by
 from tfmulti.training.loop.step_clock import StepClock
 from tfmulti.training.state import trainer_state
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step import local_steps
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.step_result import StepResult
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
@@ -260,8 +259,6 @@ def _epoch(
     clock.begin()
     stops = False
     sure = _is_sure(training.feed, training.steps, at)
-    if not sure:
-        local_steps.check_length_is_known(model)
     pace = training.pace if sure else StepsPerExecution(1)
     per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
     before = _first_step(training, at) - at.step

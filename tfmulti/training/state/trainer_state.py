@@ -26,7 +26,6 @@ class TrainerState:
     Attributes:
         options: how the model trains.
         reading: how the examples of a source are read.
-        outer: the outer optimizer of local steps, or None (`local_steps`).
         verification: the result of the last comparison.
         interrupted: the reason to stop that `interrupt` has set in this process.
         stopped_by: the reason for which the votes stopped the run, the same on all workers.
@@ -50,7 +49,6 @@ class TrainerState:
 
     options: TrainingOptions = field(default_factory=TrainingOptions)
     reading: ReadOptions = field(default_factory=ReadOptions)
-    outer: Any = None
     verification: Any = None
     interrupted: str | None = None
     stopped_by: str | None = None

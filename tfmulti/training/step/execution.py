@@ -27,7 +27,6 @@ from tfmulti.training.input.worker_batch import (
 )
 from tfmulti.training.state import run_state
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step import local_steps
 from tfmulti.training.step.step import agreed, make_step, taken, warn_of_unknown, without_autograph
 from tfmulti.training.step.step_logs import StepLogs
 from tfmulti.training.step.step_result import StepResult, Summary, Taken, time_of
@@ -72,9 +71,8 @@ class Execution:
         # The collective of `agreed` must not run beside the collectives of another step. So no
         # batch is taken ahead where it is needed.
         compiles = not model.run_eagerly
-        self._goes_ahead = compiles and alone is None and local_steps.steps_at_once(model) == 1
-        apart = training and self._state.outer is not None
-        self._may_gather = compiles and placement.replicas > 1 and not apart
+        self._goes_ahead = compiles and alone is None and model.steps_per_execution == 1
+        self._may_gather = compiles and placement.replicas > 1
         self.one: Any = self._one
         self.several: Any = self._several
         if compiles:

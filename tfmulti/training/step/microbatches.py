@@ -156,7 +156,7 @@ def _part(data: Any, share: ReplicaSlice, passes: int, number: int) -> tuple[Any
         known = share.read_rows // passes
         begin, end = number * known, (number + 1) * known
     part = share._replace(
-        weight=part_of(stop - start, share.own_rows if share.is_local else share.global_rows),
+        weight=part_of(stop - start, share.global_rows),
         own_rows=stop - start,
         first_row=share.first_row + tf.cast(begin, tf.int64),
         read_rows=known,
@@ -183,7 +183,7 @@ def _measured(
             step(rows, part)
         if not divisors.any:
             break
-    divisors.sum_up(parts[0][1])
+    divisors.sum_up()
     return divisors
 
 

@@ -162,8 +162,7 @@ def make_step(
         shards = shards.of_any_rows() if has_labels else shards
         local = replica_context.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.options.sync_batch_norm
-        apart = training and state.outer is not None
-        share = shards.share(local, alone=alone, sync_batch_norm=sync, is_local=apart)
+        share = shards.share(local, alone=alone, sync_batch_norm=sync)
         share = share._replace(
             seeds=seeds,
             model=model,

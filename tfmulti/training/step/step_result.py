@@ -17,7 +17,6 @@ from tfmulti.distribution.strategies import Placement
 from tfmulti.keras_patches.model_structure import moving_statistics
 from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step import local_steps
 from tfmulti.training.step.step_logs import Logs, StepLogs
 
 
@@ -116,11 +115,7 @@ class Statistics:
     def __init__(self, model: keras.Model, placement: Placement) -> None:
         sync = state_of(model).options.sync_batch_norm
         several = placement.replicas > 1
-        self._variables = (
-            moving_statistics(model, sync_batch_norm=sync, is_local=local_steps.is_on(model))
-            if several
-            else []
-        )
+        self._variables = moving_statistics(model, sync_batch_norm=sync) if several else []
         self._strategy = model.distribute_strategy
 
     def now(self) -> Any:
@@ -153,8 +148,6 @@ class Statistics:
 class Summary:
     """Makes the `StepResult` of a model's executions, and ends them with the same state everywhere.
 
-    After local steps it also averages the weights of the workers (`local_steps`).
-
     Args:
         model: the prepared model.
         placement: this process' place among the workers.
@@ -167,16 +160,11 @@ class Summary:
     ) -> None:
         self._model, self._placement, self._logs = model, placement, logs
         self._statistics = Statistics(model, placement) if training else None
-        self._outer = state_of(model).outer if training else None
         self._traces = training and not model.run_eagerly
 
     def before(self) -> Any:
-        """Returns moving statistics and weights before the steps, for `after`.
-
-        Weights are returned with local steps only.
-        """
-        statistics = self._statistics.now() if self._statistics else ()
-        return statistics, self._outer.now() if self._outer else ()
+        """Returns the moving statistics before the steps, for `after`."""
+        return self._statistics.now() if self._statistics else ()
 
     def after(
         self, shards: WorkerBatch, found: Any, votes: tf.Tensor, before: Any, taken: Taken
@@ -195,11 +183,11 @@ class Summary:
             # This line runs once for each traced function of an execution.
             state_of(self._model).traces += 1
 
-        def on_replica(found: Any, before: Any, weights: Any) -> StepResult:
+        def on_replica(found: Any, before: Any) -> StepResult:
             with collectives.serving("outcome", self._placement):
-                return self._on_replica(shards, found, votes, taken, before, weights)
+                return self._on_replica(shards, found, votes, taken, before)
 
-        outcome: StepResult = first_local(strategy, strategy.run(on_replica, args=(found, *before)))
+        outcome: StepResult = first_local(strategy, strategy.run(on_replica, args=(found, before)))
         return outcome
 
     def _on_replica(
@@ -209,7 +197,6 @@ class Summary:
         votes: tf.Tensor,
         taken: Taken,
         before: list[tf.Tensor],
-        weights: list[tf.Tensor],
     ) -> StepResult:
         """Does the work of `after` on one replica, in replica context."""
         local = replica_context.local_index(self._placement.local_replicas)
@@ -220,8 +207,6 @@ class Summary:
         outcome, moved = self._summed(found, shards, local, votes, taken, moved)
         if self._statistics:
             self._statistics.set(before, moved)
-        if self._outer:
-            self._outer.step(weights, tf.cast(weight, tf.float32))
         return outcome
 
     def _summed(

@@ -39,7 +39,6 @@ from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
 from tfmulti.training.state import model_checks, relocation, run_state
 from tfmulti.training.state.trainer_state import VOTES, state_of
-from tfmulti.training.step import local_steps
 from tfmulti.training.step import step as steps
 from tfmulti.training.verification import comparison, recording
 from tfmulti.training.verification.comparison import Difference, Quantity
@@ -89,7 +88,7 @@ class StepComparison:
         self.draws: tuple[tuple[str, ...], str | None] = ((), None)
         self.seconds_apart = 0.0
         self._all_was_noted = False
-        self._at_once = self.steps if local_steps.steps_at_once(model) > 1 else 1
+        self._at_once = self.steps if model.steps_per_execution > 1 else 1
         self._is_one_execution = not model.run_eagerly and self._at_once == self.steps
         self._device = self.place.gpus[0] if self.place.gpus else "CPU:0"
         self._unit = _unit_of(model, self.place)

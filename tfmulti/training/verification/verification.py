@@ -30,7 +30,6 @@ from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
 from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import is_prepared, state_of
-from tfmulti.training.step import local_steps
 from tfmulti.training.step.votes import gather, make_vote
 from tfmulti.training.verification import comparison
 from tfmulti.training.verification.comparison import Difference
@@ -71,7 +70,6 @@ def reason_to_skip(model: keras.Model) -> str | None:
     policies = {layer.dtype_policy.name for layer in layers}
     normalizes = any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers)
     reasons = {
-        "sync_every lets workers take steps of their own": local_steps.is_on(model),
         "gradient_compression rounds the gradients between workers": place.workers > 1
         and state.options.gradient_compression != "none",
         "mixed_float16 may skip steps that overflow": "mixed_float16" in policies,
@@ -119,7 +117,7 @@ def before_training(
     if keeps_position:
         feed.keep_position()
     sure = feed.holds(steps_per_epoch)
-    at_once = local_steps.steps_at_once(model) if sure else 1
+    at_once = int(model.steps_per_execution) if sure else 1
     count = state.options.verify_steps if at_once == 1 else max(state.options.verify_steps, 2)
     kept = -(-count // at_once) * at_once
     if steps_per_epoch:
