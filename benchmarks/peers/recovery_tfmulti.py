@@ -30,7 +30,7 @@ class Tells(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.02)
-        self._file.write(f"{state_of(self.model).steps} {time.monotonic()}\n")
+        self._file.write(f"{state_of(self.model).run.steps} {time.monotonic()}\n")
 
 
 def main(folder: str, steps: int, every: int) -> None:

@@ -33,7 +33,7 @@ class Steps(keras.callbacks.Callback):
         self.after, self.ends = after, list[int]()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(state_of(self.model).steps)
+        self.ends.append(state_of(self.model).run.steps)
         if self.after is not None and self.ends[-1] >= self.after:
             interrupt(self.model, "SIGTERM")
 
@@ -78,7 +78,7 @@ LENGTHS = pytest.mark.parametrize(
 def test_as_many_as_may_be_in_each_pass(epochs: int, steps: int | None, at_once: int) -> None:
     noted = Steps()
     model = trained(model_that_skips(len(BAD), at_once), epochs, steps, [noted])
-    assert state_of(model).lost == sum(lost_until(epochs * (steps or STEPS)))
+    assert state_of(model).run.lost == sum(lost_until(epochs * (steps or STEPS)))
     assert set(range(STEPS, noted.ends[-1], STEPS)) <= set(noted.ends)
 
 
@@ -109,9 +109,9 @@ def test_a_resumed_run_counts_on(tmp_path: Path, after: int, steps: int) -> None
     with pytest.raises(SystemExit):
         run(len(BAD), after)
     model = run(len(BAD))
-    assert state_of(model).steps == 12
-    assert state_of(model).steps_before == after
-    assert state_of(model).lost == sum(lost_until(12))
+    assert state_of(model).run.steps == 12
+    assert state_of(model).run.steps_before == after
+    assert state_of(model).run.lost == sum(lost_until(12))
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(2, 2), (1, STEPS)])
@@ -142,7 +142,7 @@ def test_what_loading_left_out_counts_in_each_pass(loaded: int) -> None:
     compile_model(setup, model)
     if loaded == 1:
         trained(model, epochs=2, steps=None)
-        assert state_of(model).lost == 2 * len(BAD)
+        assert state_of(model).run.lost == 2 * len(BAD)
         return
     words = r"^3 examples of this pass .* not be read and 2 when it was loaded, more than .* 4 all"
     with pytest.raises(DataError, match=words):

@@ -108,7 +108,7 @@ def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: A
 
 
 def test_a_run_whose_workers_trained_alone_is_not_resumed(tmp_path: Path) -> None:
-    """An older version had this option (`sync_every`), and saved what it needs in the checkpoint."""
+    """An older version had `sync_every`, and kept what it needs in the checkpoint."""
     trained(tmp_path)
     crafted(tmp_path, lambda tree: tree.update(apart={"sync_every": 5, "velocities": []}))
     with pytest.raises(ResumeError, match="saved sync_every=5, which this version does not have"):

@@ -85,13 +85,13 @@ def main(out: str) -> None:
     found["few"] = few.reads
     slow = Logged(EXAMPLES, pause_s=0.4)
     state = state_of(trained(slow, reader_threads=0))
-    found["waited"], found["paused"] = state.waited_s, slow.pauses * slow.pause_s
-    found["epoch"] = state.epoch_s
+    found["waited"], found["paused"] = state.epoch.waited_s, slow.pauses * slow.pause_s
+    found["epoch"] = state.epoch.seconds
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         skipping = Logged(EXAMPLES, BAD)
         model = trained(skipping, reader_threads=0, skip_bad_records=len(BAD))
-        found["skipped"] = [skipping.reads, state_of(model).lost, state_of(model).examples]
+        found["skipped"] = [skipping.reads, state_of(model).run.lost, state_of(model).run.examples]
         for name, most in (("too many", len(BAD) - 1), ("any", 0)):
             try:
                 trained(Logged(EXAMPLES, BAD), reader_threads=0, skip_bad_records=most)

@@ -87,7 +87,7 @@ def answer(order: MeasureRequest, cluster: Cluster | None) -> MeasureResult:
         all_reduces=all_reduce_times(setup.strategy) if several else (),
         flops_per_example=training_flops(model, inputs),
         peak_tflops=order.run.peak_tflops or peak_of_devices(model, setup.place.gpus),
-        reader_threads=state_of(model).reader_threads,
+        reader_threads=state_of(model).epoch.reader_threads,
         message_s=message_seconds(setup.strategy) if setup.place.workers > 1 else None,
     )
 

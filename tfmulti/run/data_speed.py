@@ -56,7 +56,7 @@ def show_speed(setup: Setup, say: Say) -> None:
     state = state_of(model)
     cached = setup.config.cache != "none"
     if waiting.share > MUCH:
-        say("", advice(waiting.share, state.reader_threads, cached=cached, cores=cores()))
+        say("", advice(waiting.share, state.epoch.reader_threads, cached=cached, cores=cores()))
     else:
         share = f"{waiting.share:.0%}".replace("%", " %")
         say("", f"the data keeps up: {share} of the step is waiting for it")

@@ -122,7 +122,8 @@ def make_report(
     history, throughput = trained.history, trained.throughput
     # One execution alone leaves nothing to measure but itself, tracing included.
     speed = (
-        throughput.examples_per_second or (state.examples - state.examples_before) / trained.seconds
+        throughput.examples_per_second
+        or (state.run.examples - state.run.examples_before) / trained.seconds
     )
     return FitReport(
         strategy=setup.selection.strategy,
@@ -133,21 +134,21 @@ def make_report(
         global_batch_size=setup.batch.global_batch_size,
         per_replica_batch_size=setup.batch.per_replica_batch_size,
         epochs=len(history.get("loss", next(iter(history.values()), []))),
-        steps=state.steps,
-        examples=state.examples,
-        steps_before=state.steps_before,
-        examples_before=state.examples_before,
+        steps=state.run.steps,
+        examples=state.run.examples,
+        steps_before=state.run.steps_before,
+        examples_before=state.run.examples_before,
         parameters=model.count_params(),
         metrics={name: v for name, v in trained.metrics.items() if isinstance(v, float)},
         history=history,
         seconds=trained.seconds,
         examples_per_second=speed,
         waiting_share=trained.waiting.share,
-        examples_lost=state.lost + lost_examples(setup.data.lost),
+        examples_lost=state.run.lost + lost_examples(setup.data.lost),
         weights_sha256=artifacts.weights_sha256(model),
         inexact=inexact_flags(setup.config, setup.place),
         epochs_asked=setup.epochs,
-        stopped_by=state.stopped_by,
+        stopped_by=state.run.stopped_by,
         throughput=throughput.figures() if setup.config.log_throughput else None,
         verification=state.verification,
         run_dir=str(run_dir.path) if run_dir else None,

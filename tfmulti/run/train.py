@@ -197,7 +197,7 @@ def train_model(
 
 def test(setup: Setup, model: keras.Model) -> dict[str, float]:
     """Returns the metrics of the test part by name, if there is one and no signal came."""
-    if setup.data.test is None or state_of(model).stopped_by:
+    if setup.data.test is None or state_of(model).run.stopped_by:
         return {}
     found = model.evaluate(
         setup.data.test,
@@ -205,7 +205,7 @@ def test(setup: Setup, model: keras.Model) -> dict[str, float]:
         verbose=0,
         return_dict=True,
     )
-    if state_of(model).stopped_by:
+    if state_of(model).run.stopped_by:
         return {}  # part of the rows is no test
     return {f"test_{name}": value for name, value in found.items()}
 

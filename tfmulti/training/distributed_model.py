@@ -47,7 +47,7 @@ from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.loop import loops as epochs_loop
 from tfmulti.training.safe_callbacks import saving_elsewhere, worker_safe
 from tfmulti.training.state import model_checks, relocation
-from tfmulti.training.state.trainer_state import TrainerState, remember, state_of
+from tfmulti.training.state.trainer_state import RunCounts, TrainerState, remember, state_of
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
@@ -263,9 +263,7 @@ class DistributedModel(keras.Model):
             self.stop_training = False
             state = state_of(self)
             state.specs = feed.specs
-            state.steps = state.steps_before = state.examples = state.examples_before = 0
-            state.lost = 0
-            state.stopped_by, state.saved_variables = None, {}
+            state.run, state.saved_variables = RunCounts(), {}
             self.make_train_function()
             if record is None and epochs > initial_epoch:
                 keeps = checkpoint is not None

@@ -55,7 +55,7 @@ X = np.zeros((48, 4), np.float32)
 def share(made: keras.Model, data: Any, **options: Any) -> float:
     made.fit(data, epochs=2, verbose=0, **options)
     state = state_of(made)
-    return state.waited_s / state.epoch_s
+    return state.epoch.waited_s / state.epoch.seconds
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, here
 from tfmulti.distribution import collectives
 from tfmulti.training.input.feed import GivenData, make_feed
-from tfmulti.training.state.trainer_state import VOTES
+from tfmulti.training.loop.stop_votes import VOTES
 
 
 def graph_of(made: keras.Model, steps: int) -> Any:

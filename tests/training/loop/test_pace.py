@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfmulti.training.state import trainer_state
+from tfmulti.training.loop import stop_votes
 from tfmulti.training.step.steps_per_execution import CALL_S, TARGET_S, TRIALS, StepsPerExecution
 
 COMPILED_S = 1.0
@@ -59,9 +59,9 @@ def test_no_more_than_between_two_checkpoints() -> None:
 
 @pytest.mark.parametrize("local_replicas", [1, 2, 8])
 def test_the_chief_alone_is_heard(local_replicas: int) -> None:
-    chief = trainer_state.votes(False, None, pace=37)
-    other = trainer_state.votes(False, None)
+    chief = stop_votes.votes(False, None, pace=37)
+    other = stop_votes.votes(False, None)
     counted = [local_replicas * (a + b) for a, b in zip(chief, other, strict=True)]
-    assert trainer_state.agreed_pace(counted, local_replicas) == 37
-    assert trainer_state.verdict(counted) is None
-    assert not trainer_state.wants_checkpoint(counted)
+    assert stop_votes.agreed_pace(counted, local_replicas) == 37
+    assert stop_votes.verdict(counted) is None
+    assert not stop_votes.wants_checkpoint(counted)

@@ -120,18 +120,18 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._started = self._clock()
         state = state_of(self.model)
-        self._before = (state.examples, state.steps, state.traces)
+        self._before = (state.run.examples, state.run.steps, state.traced.count)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         now, state = self._clock(), state_of(self.model)
         since, self._since = self._since, now
-        if not self.first_s or state.traces != self._before[2]:
+        if not self.first_s or state.traced.count != self._before[2]:
             self.first_s = self.first_s or now - self._started
             return
-        steps = state.steps - self._before[1]
+        steps = state.run.steps - self._before[1]
         self.seconds += now - since
         self.executing_s += now - self._started
-        self.examples += state.examples - self._before[0]
+        self.examples += state.run.examples - self._before[0]
         self.steps += steps
         if self._keeps_times:
             self._epoch_times.add(now - since, steps)

@@ -59,17 +59,18 @@ class Waiting(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         state = state_of(self.model)
-        self.seconds += state.epoch_s
-        self.waited_s += state.waited_s
-        if not state.epoch_s:
+        self.seconds += state.epoch.seconds
+        self.waited_s += state.epoch.waited_s
+        if not state.epoch.seconds:
             return
-        share = min(1.0, state.waited_s / state.epoch_s)
+        share = min(1.0, state.epoch.waited_s / state.epoch.seconds)
         if self._writer is not None:
             with self._writer.as_default(step=epoch):
                 tf.summary.scalar("data/waiting_share", share)
         if self._say is not None and share > MUCH:
             self._say(
-                "waiting", advice(share, state.reader_threads, cached=self._cached, cores=cores())
+                "waiting",
+                advice(share, state.epoch.reader_threads, cached=self._cached, cores=cores()),
             )
 
     def on_train_end(self, logs: Any = None) -> None:

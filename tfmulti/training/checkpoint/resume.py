@@ -47,7 +47,7 @@ from tfmulti.training.checkpoint.file_format import Record
 from tfmulti.training.input.feed import Feed
 from tfmulti.training.input.positions import State
 from tfmulti.training.state import run_state
-from tfmulti.training.state.trainer_state import interrupt, state_of
+from tfmulti.training.state.trainer_state import RunCounts, interrupt, state_of
 
 Tree = dict[str, Any]
 
@@ -123,7 +123,7 @@ def saving_at_signals(model: keras.Model, keeper: Checkpoint | None) -> Iterator
         watch.stop = lambda reason: interrupt(model, reason)
         yield
         watch.finished()
-    stopped_by = state_of(model).stopped_by
+    stopped_by = state_of(model).run.stopped_by
     if stopped_by == "SIGINT":
         raise KeyboardInterrupt
     if stopped_by == "SIGTERM":
@@ -278,9 +278,8 @@ class CheckpointManager:
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
         state = state_of(self._model)
-        state.steps = state.steps_before = self._record.step
-        state.examples = state.examples_before = index(tree["examples"])
-        state.lost = index(tree.get("lost", 0))
+        steps, examples = self._record.step, index(tree["examples"])
+        state.run = RunCounts(steps, examples, steps, examples, index(tree.get("lost", 0)))
 
     @_of_known_form()
     def restore_random_states(self) -> None:
@@ -295,7 +294,7 @@ class CheckpointManager:
             count: the steps of the next execution, after which the checkpoint would be made.
         """
         chief = placement_of(self._model.distribute_strategy).is_chief
-        return chief and self._checkpoint.wants(state_of(self._model).steps, count)
+        return chief and self._checkpoint.wants(state_of(self._model).run.steps, count)
 
     def keep(self, progress: Progress, *, wait: bool = False) -> None:
         """Makes a checkpoint of the current position, which the chief writes.
@@ -312,10 +311,10 @@ class CheckpointManager:
             moving = self._before or self._moving()
             trained = run_state.capture_trained(self._model)
         record = Record(
-            state.steps,
+            state.run.steps,
             {
                 "progress": vars(progress).copy(),
-                "examples": state.examples,
+                "examples": state.run.examples,
                 "seed": self._seed,
                 "data": self._data,
                 "positions": self._positions(progress.batches),
@@ -346,7 +345,7 @@ class CheckpointManager:
             "unread": {name: feed.unread for name, feed in self._feeds.items()},
             "model": run_state.capture(self._model),
             "callbacks": self._callbacks.capture(),
-            "lost": state_of(self._model).lost,
+            "lost": state_of(self._model).run.lost,
         }
 
     @contextlib.contextmanager
@@ -358,7 +357,7 @@ class CheckpointManager:
         with heartbeat().working(self):
             self._before = self._moving()
         yield
-        if state_of(self._model).stopped_by is None:
+        if state_of(self._model).run.stopped_by is None:
             self._before = None
 
     def _say_once(self, lines: list[str]) -> None:

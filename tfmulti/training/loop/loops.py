@@ -2,7 +2,7 @@
 
 No worker decides anything here alone. The number of steps, the end of the training and whether to
 evaluate follow from values that are the same on all workers. One of these values is the sum of the
-workers' votes (`trainer_state`). A worker that decided alone would leave the others waiting in a
+workers' votes (`stop_votes`). A worker that decided alone would leave the others waiting in a
 collective.
 """
 
@@ -27,9 +27,9 @@ from tfmulti.keras_patches.model_structure import initial_epoch_of
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.feed import Feed
+from tfmulti.training.loop import stop_votes
 from tfmulti.training.loop.data_faults import found_by_any, told_by
 from tfmulti.training.loop.step_clock import StepClock
-from tfmulti.training.state import trainer_state
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.step_result import StepResult
@@ -143,7 +143,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         ended, stopped = _epoch(model, iterator, training, at, clock)
         logs = dict(at.logs)
         # Histories hold whole epochs only.
-        if state.stopped_by is not None:
+        if state.run.stopped_by is not None:
             break
         over = ended or training.is_over(at)
         validates = training.validates(at.epoch)
@@ -151,7 +151,7 @@ def train(model: keras.Model, training: Training) -> Logs:
             iterator = _close(training.feed, iterator, over, stopped)
             if validates:
                 logs |= _validated(model, training)
-        if state.stopped_by is not None:
+        if state.run.stopped_by is not None:
             break
         callbacks.on_epoch_end(at.epoch, logs)
         at.epoch, at.step, at.logs = at.epoch + 1, 0, logs
@@ -159,7 +159,7 @@ def train(model: keras.Model, training: Training) -> Logs:
             at.goes_on, at.batches = False, 0
         wish = bool(model.stop_training)
         if _stops(model, wish, vote(_votes(model, wish)) if vote else None):
-            at.is_over = state.stopped_by is None
+            at.is_over = state.run.stopped_by is None
             break
     if keeper is not None and trained:
         keeper.keep(at, wait=True)
@@ -213,7 +213,7 @@ def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> i
             raise found_by_any(model.distribute_strategy, feed)
         return 0
     now = int(outcome.lost)
-    state_of(model).lost += now
+    state_of(model).run.lost += now
     lost = before + now
     if now and lost + reading.lost_at_loading > reading.skip_bad_records:
         raise DataError(_too_many_lost(lost, reading))
@@ -267,7 +267,7 @@ def _epoch(
             at.lost = 0
         source = iterator if sure else clock.waiting(lambda: _next_of(training.feed))
         if source is None:
-            _check_data_was_enough(training.steps, first, state.steps)
+            _check_data_was_enough(training.steps, first, state.run.steps)
             at.logs = as_floats(at.logs)
             clock.stop(state, training.feed)
             return True, False
@@ -277,16 +277,16 @@ def _epoch(
         clock.start()
         with told_by(training.feed):
             outcome = run(model, model.train_function, source, count, Wishes(wish, due, pace))
-        state.steps += count
-        state.examples += int(outcome.rows)
+        state.run.steps += count
+        state.run.examples += int(outcome.rows)
         clock.add(outcome)
         pace.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
         at.lost = _lost(model, training.feed, outcome, at.lost)
         at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.epoch_logs
-        heartbeat().step(state.steps)
+        heartbeat().step(state.run.steps)
         training.callbacks.on_train_batch_end(last, outcome.logs)
         stops = _stops(model, bool(model.stop_training), outcome.votes)
-        if keeper is not None and trainer_state.wants_checkpoint(outcome.votes):
+        if keeper is not None and stop_votes.wants_checkpoint(outcome.votes):
             at.logs = as_floats(at.logs)
             keeper.keep(at)
         if stops:
@@ -418,7 +418,7 @@ def run(
         # Steps that gather rows run one by one (`Execution`), so several steps in an execution
         # would gain nothing.
         pace = wishes.pace
-        if pace is not None and place.is_chief and not state_of(model).gathers:
+        if pace is not None and place.is_chief and not state_of(model).traced.gathers:
             steps_wanted = pace.wish
         votes = _votes(model, wishes.stop, wishes.checkpoint, steps_wanted)
         outcome = execute(source, count, votes)
@@ -427,7 +427,7 @@ def run(
     # The votes are read from the device once, for all who use them below.
     outcome = outcome._replace(votes=np.asarray(outcome.votes).tolist())
     if pace is not None:
-        pace.agree(trainer_state.agreed_pace(outcome.votes, place.local_replicas))
+        pace.agree(stop_votes.agreed_pace(outcome.votes, place.local_replicas))
     if any(digest != digests[0] for digest in digests):
         raise DataError(
             "the workers read different batches: the data is shuffled without a seed, or is not "
@@ -535,7 +535,7 @@ def _votes(
 ) -> list[float]:
     """Returns this worker's votes, with the signal that it got."""
     interrupted = state_of(model).interrupted
-    return trainer_state.votes(wish, interrupted, wants_checkpoint=checkpoint, pace=steps_wanted)
+    return stop_votes.votes(wish, interrupted, wants_checkpoint=checkpoint, pace=steps_wanted)
 
 
 def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
@@ -545,9 +545,9 @@ def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
     a wish counts when it has travelled with an execution.
     """
     alone = placement_of(model.distribute_strategy).workers == 1
-    reason = trainer_state.verdict(_votes(model, wish) if alone else counted)
+    reason = stop_votes.verdict(_votes(model, wish) if alone else counted)
     if reason in ("SIGINT", "SIGTERM"):
-        state_of(model).stopped_by = reason
+        state_of(model).run.stopped_by = reason
         model.stop_training = True
     return reason is not None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfmulti.training.input.feed import Feed
-from tfmulti.training.state.trainer_state import TrainerState
+from tfmulti.training.state.trainer_state import EpochTimes, TrainerState
 from tfmulti.training.step.step_result import StepResult
 
 
@@ -70,5 +70,5 @@ class StepClock:
             state: the state of the prepared model.
             feed: the feed of the training.
         """
-        state.reader_threads = feed.threads
-        state.epoch_s, state.waited_s = self._seconds, self._waited_s + float(self._unread)
+        waited_s = self._waited_s + float(self._unread)
+        state.epoch = EpochTimes(self._seconds, waited_s, feed.threads)

@@ -163,7 +163,10 @@ def _build_by_own_step(model: keras.Model, specs: Any) -> None:
 
     The model's `call` need not use all of them. Plain Keras builds them when it traces the step.
     """
-    if type(model).train_step is keras.Model.train_step or state_of(model).taken is not None:
+    if (
+        type(model).train_step is keras.Model.train_step
+        or state_of(model).traced.optimizer_variables is not None
+    ):
         return
     if any(not layer.built for layer in layers_of(model)):
         _trace_without_effect(model, specs)
@@ -180,7 +183,7 @@ def build_optimizers(model: keras.Model, specs: Any) -> None:
         specs: the nest that the step takes; each leaf has a `shape` and a `dtype`.
     """
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
-    taken = state_of(model).taken or {}
+    taken = state_of(model).traced.optimizer_variables or {}
     if any(optimizer not in taken for optimizer in unbuilt):
         taken = _trace_without_effect(model, specs)
     with model.distribute_strategy.scope():
@@ -197,7 +200,7 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
     the scope. No optimizer builds itself. The result is kept in `TrainerState.taken`.
     """
     found: dict[Any, Any] = {}
-    state_of(model).taken = found
+    state_of(model).traced.optimizer_variables = found
 
     def note(optimizer: Any, gradients: Any, variables: Any) -> bool:
         found[optimizer] = variables

@@ -117,7 +117,7 @@ class Execution:
             # Tracing tells whether the steps gather rows. A collective within a function takes one
             # shape in each call, so batches of different sizes need a call each.
             self.several.get_concrete_function(source, count, vote)
-        if self._may_gather and self._state.gathers:
+        if self._may_gather and self._state.traced.gathers:
             return self._one_by_one(source, steps, vote)
         found = self.several(source, count, vote)
         return found

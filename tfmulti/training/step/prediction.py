@@ -71,7 +71,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
             alone = placement.replicas == 1
             share = shards.share(index, alone=alone, sync_batch_norm=state.options.sync_batch_norm)
             share = share._replace(
-                seeds=seeds, note_unknown=lambda reason: state.unknown.setdefault(reason)
+                seeds=seeds, note_unknown=lambda reason: state.traced.unknown.setdefault(reason)
             )
             if not share.is_whole:
                 row_labels.begin(shards.data[index], [])

@@ -168,7 +168,7 @@ def make_step(
             model=model,
             states=states,
             note_gather=lambda: setattr(state, "gathers", True),
-            note_unknown=lambda reason: state.unknown.setdefault(reason),
+            note_unknown=lambda reason: state.traced.unknown.setdefault(reason),
         )
         with collectives.serving("step", placement):
             if passes == 1:
@@ -209,10 +209,10 @@ def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None
         step: the name of the step, such as `train_step`.
     """
     state = state_of(model)
-    if not state.unknown:
+    if not state.traced.unknown:
         return
-    reason = next(iter(state.unknown))
-    state.unknown.clear()
+    reason = next(iter(state.traced.unknown))
+    state.traced.unknown.clear()
     found = state.verification
     is_compared = found is not None and found.verdict == "same" and step == "train_step"
     if placement.is_chief and not is_compared:

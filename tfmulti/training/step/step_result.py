@@ -26,7 +26,7 @@ class StepResult(NamedTuple):
     Attributes:
         logs: the logs of the last step, over the data of all replicas.
         epoch_logs: the logs of an epoch that ends with this execution (`StepLogs.final`).
-        votes: each vote of `trainer_state.VOTES`, summed over all replicas. A tensor, and a list of
+        votes: each vote of `stop_votes.VOTES`, summed over all replicas. A tensor, and a list of
             floats once `loops.run` has read it.
         digests: the digest of each worker's last batch, by rank.
         rows: the number of examples of all steps of the execution.
@@ -181,7 +181,7 @@ class Summary:
         strategy = self._model.distribute_strategy
         if self._traces:
             # This line runs once for each traced function of an execution.
-            state_of(self._model).traces += 1
+            state_of(self._model).traced.count += 1
 
         def on_replica(found: Any, before: Any) -> StepResult:
             with collectives.serving("outcome", self._placement):

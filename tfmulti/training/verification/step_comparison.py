@@ -37,8 +37,9 @@ from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
+from tfmulti.training.loop.stop_votes import VOTES
 from tfmulti.training.state import model_checks, relocation, run_state
-from tfmulti.training.state.trainer_state import VOTES, state_of
+from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import step as steps
 from tfmulti.training.verification import comparison, recording
 from tfmulti.training.verification.comparison import Difference, Quantity

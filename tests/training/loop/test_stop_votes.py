@@ -12,7 +12,7 @@ import pytest
 
 from tfmulti.errors import ConfigError
 from tfmulti.launch.signals import SignalWatch, sigterm_grace_s
-from tfmulti.training.state.trainer_state import verdict, votes, wants_checkpoint
+from tfmulti.training.loop.stop_votes import verdict, votes, wants_checkpoint
 
 
 def test_votes_and_verdicts() -> None:
