@@ -213,7 +213,8 @@ def test_workers_with_different_data_are_told(behaviours: Behaviours, name: str)
 
 def test_numbers_of_each_worker_are_exact(behaviours: Behaviours) -> None:
     for worker in behaviours("multi_worker_mirrored", 2):
-        assert worker["numbers_gathered_from_each_worker"] == [[65_535, 0, 0], [65_534, 0, 1]]
+        numbers = [[-(2**62), 0, 0], [-(2**62) - 1, 0, 1]]
+        assert worker["numbers_gathered_from_each_worker"] == [numbers, True, True]
 
 
 def test_backup_and_restore_is_for_one_worker(behaviours: Behaviours) -> None:

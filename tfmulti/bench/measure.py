@@ -25,6 +25,7 @@ from tfmulti.bench.request import MeasureRequest, MeasureResult
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.selection import BatchSizes
 from tfmulti.data.source import Source
+from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.bucket_sizes import PACK_BYTES
 from tfmulti.distribution.connections import channel_of
 from tfmulti.distribution.strategies import Placement, device_names
@@ -37,7 +38,6 @@ from tfmulti.run.callbacks.throughput import Throughput
 from tfmulti.run.callbacks.waiting import Waiting
 from tfmulti.run.setup import Setup, compile_model, make_model, set_up
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step import votes
 
 MEASURED_S = 5.0
 _LEAST, _MOST = 5, 2000  # executions
@@ -196,10 +196,7 @@ def agreed(setup: Setup, model: keras.Model, warm: Phase, asked: int | None) -> 
         return -(-asked // each)
     execution_s = each * warm.seconds / warm.steps
     own = int(np.clip(MEASURED_S / execution_s, _LEAST, _MOST))
-    if setup.place.workers == 1:
-        return own
-    own = own if setup.place.is_chief else 0
-    return round(votes.make_vote(setup.strategy)([own])[0] / setup.place.local_replicas)
+    return gather(setup.strategy, [own])[0][0]
 
 
 def profile(setup: Setup, model: Any, folder: Path) -> None:

@@ -11,7 +11,7 @@ replicas together equal to those of one device that computes the whole batch.
 - `row_rules`, `row_labels` and `global_values` follow how each tensor of a step depends on the
   rows, and build the values of the global batch.
 - `lookup_gradients` handles the gradients of tables, such as those of embeddings.
-- `broadcast` gives the bytes of one worker to all workers.
+- `agreement` gives every worker the whole numbers or bytes of each worker.
 
 Two modules exchange values without TensorFlow's collectives. `collectives` does so between workers,
 over the TCP connections of `connections` and the package `transport`. `replica_threads` does so

@@ -25,7 +25,7 @@ from tfmulti.data.lost import lost_examples
 from tfmulti.data.sharding import steps_per_epoch
 from tfmulti.data.sources import user as user_data
 from tfmulti.data.transforms.stages import prepared
-from tfmulti.distribution.broadcast import from_chief
+from tfmulti.distribution.agreement import from_chief
 from tfmulti.distribution.strategies import Placement, build_strategy, placement_of
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.launch.signals import default_signals

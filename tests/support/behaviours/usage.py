@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
 from tfmulti import prepare
+from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.training.input import pipeline
-from tfmulti.training.step.votes import gather
 
 
 @behaviour
@@ -285,7 +285,12 @@ def batches_whose_digests_differ_by_one() -> Any:
 
 @behaviour_at("multi_worker_mirrored")
 def numbers_gathered_from_each_worker() -> Any:
-    return gather(here.strategy, [65_535 - here.place.rank, 0, here.place.rank])
+    """Returns numbers that float32 and int32 would round, and bytes of several lengths."""
+    rank = here.place.rank
+    long = bytes(range(256)) * 20_000  # longer than one all-reduce
+    lengthy = gather_bytes(here.strategy, long if rank else None) == [None, long]
+    short = gather_bytes(here.strategy, b"\x00\x80" * rank) == [b"", b"\x00\x80"]
+    return [gather(here.strategy, [-(2**62) - rank, 0, rank]), lengthy, short]
 
 
 class Batches(keras.utils.PyDataset):

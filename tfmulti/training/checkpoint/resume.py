@@ -35,7 +35,7 @@ from typing import Any
 
 import keras
 
-from tfmulti.distribution.broadcast import broadcast
+from tfmulti.distribution.agreement import broadcast
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat

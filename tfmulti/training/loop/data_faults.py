@@ -10,16 +10,13 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-import numpy as np
 import tensorflow as tf
 
 from tfmulti.data.formats.record_stream import SCOPE
-from tfmulti.distribution.broadcast import broadcast
-from tfmulti.distribution.strategies import placement_of
+from tfmulti.distribution.agreement import gather_bytes
 from tfmulti.errors import DataError
 from tfmulti.training.input.feed import Feed
 from tfmulti.training.input.pipeline import DIFFERENT_ROWS, different_rows
-from tfmulti.training.step.votes import make_vote
 
 # TensorFlow raises these errors if the content of the data is wrong.
 FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
@@ -57,14 +54,9 @@ def found_by_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
         strategy: the strategy of the run.
         feed: this worker's feed, which may have no error.
     """
-    place = placement_of(strategy)
-    words = None if feed.error is None else str(feed.error)
-    known = [float(words is not None and rank == place.rank) for rank in range(place.workers)]
-    # `argmax` returns the first worker that knows a reason.
-    rank = int(np.argmax(make_vote(strategy)(known)))
-    told = broadcast(strategy, None if words is None else words.encode(), rank)
-    assert told is not None
-    error: DataError = DataError(told.decode())
+    own = None if feed.error is None else str(feed.error).encode()
+    reasons = [words for words in gather_bytes(strategy, own) if words is not None]
+    error: DataError = DataError(reasons[0].decode())
     return error
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.config.reading import ReadOptions
+from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.model_structure import initial_epoch_of
@@ -34,7 +35,6 @@ from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.step_result import StepResult
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
-from tfmulti.training.step.votes import gather, make_vote
 
 Logs = dict[str, Any]
 
@@ -113,8 +113,6 @@ def train(model: keras.Model, training: Training) -> Logs:
     Raises:
         DataError: the data cannot be read, has no batches, or differs between workers.
     """
-    several = placement_of(model.distribute_strategy).workers > 1
-    vote = make_vote(model.distribute_strategy) if several else None
     callbacks, state, keeper = training.callbacks, state_of(model), training.keeper
     resumed = keeper.start() if keeper else None
     at = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
@@ -158,7 +156,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         if over:
             at.goes_on, at.batches = False, 0
         wish = bool(model.stop_training)
-        if _stops(model, wish, vote(_votes(model, wish)) if vote else None):
+        if _stops(model, wish, _votes_of_all(model, wish)):
             at.is_over = state.run.stopped_by is None
             break
     if keeper is not None and trained:
@@ -473,14 +471,8 @@ def draw_seed(model: keras.Model) -> int:
     state.seeds_drawn += 1
     generator = np.random.RandomState()
     generator.set_state(np.random.get_state())
-    # The vote sums float32 over the chief's replicas. A number below 2**20 times 16 replicas is
-    # below 2**24, which float32 holds exactly.
     drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
-    place = placement_of(model.distribute_strategy)
-    if place.workers == 1:
-        return drawn
-    vote = make_vote(model.distribute_strategy)
-    return round(vote([drawn if place.is_chief else 0])[0] / place.local_replicas)
+    return gather(model.distribute_strategy, [drawn])[0][0]
 
 
 def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
@@ -494,8 +486,7 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
         DataError: the workers have different data. All workers raise it.
     """
     told = str([(type(feed).__name__, feed.digest) if feed else None for feed in feeds])
-    known = hashlib.sha256(told.encode()).digest()[:16]
-    of_all = gather(model.distribute_strategy, np.frombuffer(known, np.uint16).tolist())
+    of_all = gather_bytes(model.distribute_strategy, hashlib.sha256(told.encode()).digest())
     if any(each != of_all[0] for each in of_all):
         raise DataError(
             "the workers have different data: another kind of it, another number of examples, "
@@ -536,6 +527,12 @@ def _votes(
     """Returns this worker's votes, with the signal that it got."""
     interrupted = state_of(model).interrupted
     return stop_votes.votes(wish, interrupted, wants_checkpoint=checkpoint, pace=steps_wanted)
+
+
+def _votes_of_all(model: keras.Model, wish: bool) -> list[int]:
+    """Returns each vote summed over all workers, for decisions outside of an execution."""
+    of_each = gather(model.distribute_strategy, [int(vote) for vote in _votes(model, wish)])
+    return [sum(votes) for votes in zip(*of_each, strict=True)]
 
 
 def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:

@@ -20,7 +20,7 @@ import keras
 
 from tfmulti.config.console import speaker
 from tfmulti.distribution import strategies
-from tfmulti.distribution.broadcast import broadcast
+from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, DataError, ModelError, VerificationError
 from tfmulti.keras_patches.model_structure import layers_of
@@ -30,7 +30,6 @@ from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
 from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import is_prepared, state_of
-from tfmulti.training.step.votes import gather, make_vote
 from tfmulti.training.verification import comparison
 from tfmulti.training.verification.comparison import Difference
 from tfmulti.training.verification.ownership import own_parts
@@ -152,7 +151,7 @@ def _trial_of_all(model: keras.Model, make: Callable[[], Trial]) -> Trial | None
     with contextlib.suppress(DataError):
         trial = make()
     strategy = model.distribute_strategy
-    if placement_of(strategy).workers > 1 and make_vote(strategy)([float(trial is None)])[0] > 0:
+    if any(fails for (fails,) in gather(strategy, [trial is None])):
         if trial is not None:
             trial.close()
         return None
@@ -269,7 +268,7 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
                 break
         if not could_not:
             problem = comparer.difference_in_words(failure)
-        message = broadcast(model.distribute_strategy, problem.encode(), rank)
+        message = gather_bytes(model.distribute_strategy, problem.encode())[rank]
     assert message is not None
     if could_not and not required:
         words = f"verify: the first step could not be compared with one device: {message.decode()}"

@@ -1,0 +1,147 @@
+"""Gives every worker what each worker knows, exactly: whole numbers, or bytes.
+
+All decisions that workers must take alike outside of a step rest on this: votes at the end of an
+epoch, digests of the data, and the chief's bytes for all, such as a checkpoint that it alone reads.
+
+Each worker puts its values into its own place of a vector of int32 numbers, and 0 into the places
+of the others. One all-reduce adds these vectors. Adding 0 changes no bit of a whole number, while a
+sum of floats would round, and would lose the sign of a zero. A vector is filled up to a power of
+two, so that few lengths need a trace of their own. A long one travels in pieces of 4 MiB.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.distribution import replica_context
+from tfmulti.distribution.strategies import placement_of
+from tfmulti.errors import DataError
+from tfmulti.launch.heartbeat import heartbeat
+
+# The int32 numbers of the shortest and of the longest all-reduce.
+_LEAST, _MOST = 16, 1 << 20
+_MADE, _FAILED = b"+", b"-"
+
+
+def gather(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list[int]]:
+    """Returns the whole numbers that each worker gives, in the order of the ranks.
+
+    This is a collective: every worker must call it, with as many numbers.
+
+    Args:
+        strategy: the strategy of the run.
+        values: whole numbers from -2**63 to 2**63 - 1.
+    """
+    if placement_of(strategy).workers == 1:
+        return [[int(value) for value in values]]
+    # The launcher must know that this worker may wait for others, and is not stuck by itself.
+    with heartbeat().working(gather):
+        return _gathered(strategy, values)
+
+
+def _gathered(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list[int]]:
+    """Does the work of `gather` on several workers."""
+    place = placement_of(strategy)
+    all_values = np.zeros((place.workers, len(values)), np.int64)
+    all_values[place.rank] = values
+    summed = _summed(strategy, all_values.reshape(-1).view(np.int32)).view(np.int64)
+    found: list[list[int]] = summed.reshape(all_values.shape).tolist()
+    return found
+
+
+def gather_bytes(strategy: tf.distribute.Strategy, data: bytes | None) -> list[bytes | None]:
+    """Returns the bytes that each worker gives, in the order of the ranks.
+
+    This is a collective: every worker must call it. The bytes may differ in length, and None
+    stands for a worker that gives nothing.
+
+    Args:
+        strategy: the strategy of the run.
+        data: the bytes of this worker, or None.
+    """
+    place = placement_of(strategy)
+    if place.workers == 1:
+        return [data]
+    sizes = [size for (size,) in _gathered(strategy, [-1 if data is None else len(data)])]
+    # Each worker's bytes begin at a whole number.
+    ends = np.cumsum([-(-max(size, 0) // 4) for size in sizes])
+    numbers = np.zeros(ends[-1], np.int32)
+    first = int(ends[place.rank - 1]) if place.rank else 0
+    if data:
+        own = np.frombuffer(data.ljust(-(-len(data) // 4) * 4, b"\0"), np.int32)
+        numbers[first : first + len(own)] = own
+    whole = _summed(strategy, numbers).tobytes() if len(numbers) else b""
+    begins = [0, *(4 * int(end) for end in ends[:-1])]
+    return [
+        None if size < 0 else whole[begin : begin + size]
+        for begin, size in zip(begins, sizes, strict=True)
+    ]
+
+
+def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes | None:
+    """Returns the chief's `data` on every worker, or None if the chief has None.
+
+    This is a collective: every worker must call it.
+
+    Args:
+        strategy: the strategy of the run.
+        data: the bytes to send; only the chief's count.
+    """
+    return gather_bytes(strategy, data if placement_of(strategy).is_chief else None)[0]
+
+
+def from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> bytes:
+    """Returns on every worker what `make` returns on the chief. All workers call it.
+
+    Args:
+        strategy: the strategy of all workers.
+        make: makes the bytes; called on the chief alone.
+
+    Raises:
+        DataError: `make` has raised it on the chief. Every worker raises it, so none waits for the
+            chief.
+    """
+    answer = None
+    if placement_of(strategy).is_chief:
+        try:
+            answer = _MADE + make()
+        except DataError as error:
+            answer = _FAILED + str(error).encode()
+    answer = broadcast(strategy, answer)
+    assert answer is not None
+    if answer.startswith(_FAILED):
+        raise DataError(answer.removeprefix(_FAILED).decode())
+    return answer.removeprefix(_MADE)
+
+
+def _summed(strategy: tf.distribute.Strategy, numbers: np.ndarray) -> np.ndarray:
+    """Returns int32 numbers, each summed over all workers."""
+    total, parts = _make_sum(strategy), []
+    for at in range(0, len(numbers), _MOST):
+        piece = numbers[at : at + _MOST]
+        length = max(_LEAST, 1 << (len(piece) - 1).bit_length())
+        padded = np.pad(piece, (0, length - len(piece)))
+        parts.append(total(tf.constant(padded)).numpy()[: len(piece)])
+    return np.concatenate(parts)
+
+
+# A process has one strategy, seldom two.
+@functools.lru_cache(maxsize=4)
+def _make_sum(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function that sums int32 numbers over all workers, once for each worker."""
+
+    def on_replica(values: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        first = replica_context.local_index(placement_of(strategy).local_replicas) == 0
+        # The identity places the value on the replica's device, where the argument is not.
+        return context.all_reduce(replica_context.SUM, tf.identity(values) * int(first))
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        return strategy.experimental_local_results(strategy.run(on_replica, args=(values,)))[0]
+
+    compiled: Callable[[tf.Tensor], tf.Tensor] = tf.function(total, autograph=False)
+    return compiled
