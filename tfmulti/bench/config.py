@@ -11,18 +11,6 @@ from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.run_directory import check_writable
 from tfmulti.errors import ConfigError, RunDirError
 
-# Without --dataset a built-in model is measured with made-up data of the form it was made for.
-_DATA = {
-    "linear": "shape=28x28x1",
-    "mlp": "shape=28x28x1",
-    "lenet": "shape=28x28x1",
-    "cnn": "shape=28x28x1",
-    "resnet20": "shape=32x32x3",
-    "resnet50": "shape=224x224x3",
-    "vit": "shape=32x32x3",
-    "transformer": "tokens=128,vocabulary=20000",
-}
-
 
 @dataclass(frozen=True, order=True)
 class MatrixPoint:
@@ -100,7 +88,7 @@ class BenchConfig:
                 f"--global_batch_size {self.batch} has fewer rows than {most} replicas. Give at "
                 f"least {most}, or --weak, which gives each replica so many."
             )
-        if self.run.model in _DATA or self.run.dataset != "synthetic":
+        if self.run.model in registry.MODELS or self.run.dataset != "synthetic":
             return
         raise ConfigError(
             f"--model {self.run.model} has no made-up data of its own. Give --dataset, such as "
@@ -136,7 +124,10 @@ class BenchConfig:
         batch, dataset = self.global_batch_of(place), self.run.dataset
         # The data has four global batches, so that no batch is smaller than the others.
         if dataset == "synthetic":
-            dataset = f"synthetic:{_DATA[str(self.run.model)]},examples={4 * batch}"
+            # Without --dataset a built-in model is measured with made-up data of the form it was
+            # made for.
+            example = registry.MODELS[str(self.run.model)].example_data
+            dataset = f"synthetic:{example},examples={4 * batch}"
         strategies = {
             "one": "one_device",
             "replicas": "mirrored",

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tfmulti.config import json_values, registry
-from tfmulti.config.training_options import TrainingOptions, flag
+from tfmulti.config.training_options import RESUME, TrainingOptions, flag
 from tfmulti.errors import ConfigError, ResumeError, RunDirError, did_you_mean
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 DECAYS = ("constant", "cosine")
-RESUME = ("auto", "never", "must")
 VERBOSITIES = ("auto", "0", "1", "2")
 # Fields of older configurations that are gone, and the next step of who used them.
 REMOVED = {

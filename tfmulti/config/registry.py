@@ -20,26 +20,35 @@ from tfmulti.errors import ConfigError, UserError, did_you_mean
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model's place, and the kinds of data that it takes (`DataSpec.kind`; empty: any).
+    """A model's place, and the data that it takes.
 
-    `learning_rate` is its default where the data set's would not train it.
+    Attributes:
+        place: the function that builds it.
+        takes: the kinds of data that it takes (`DataSpec.kind`); empty for any kind.
+        example_data: the options of `synthetic` data of the form that it was made for.
+        learning_rate: its default, where the default of the data set would not train it.
     """
 
     place: str
     takes: tuple[str, ...] = ()
+    example_data: str = ""
     learning_rate: float | None = None
 
 
+_GRAY, _COLOR = "shape=28x28x1", "shape=32x32x3"
 MODELS: dict[str, ModelEntry] = {
-    "linear": ModelEntry("tfmulti.run.models.dense:linear", ("image", "vector")),
-    "mlp": ModelEntry("tfmulti.run.models.dense:mlp", ("image", "vector")),
-    "lenet": ModelEntry("tfmulti.run.models.convolutional:lenet", ("image",)),
-    "cnn": ModelEntry("tfmulti.run.models.convolutional:cnn", ("image",)),
-    "resnet20": ModelEntry("tfmulti.run.models.resnet:resnet20", ("image",)),
-    "resnet50": ModelEntry("tfmulti.run.models.resnet:resnet50", ("image",)),
-    "vit": ModelEntry("tfmulti.run.models.transformer:vit", ("image",), 0.0005),
+    "linear": ModelEntry("tfmulti.run.models.dense:linear", ("image", "vector"), _GRAY),
+    "mlp": ModelEntry("tfmulti.run.models.dense:mlp", ("image", "vector"), _GRAY),
+    "lenet": ModelEntry("tfmulti.run.models.convolutional:lenet", ("image",), _GRAY),
+    "cnn": ModelEntry("tfmulti.run.models.convolutional:cnn", ("image",), _GRAY),
+    "resnet20": ModelEntry("tfmulti.run.models.resnet:resnet20", ("image",), _COLOR),
+    "resnet50": ModelEntry("tfmulti.run.models.resnet:resnet50", ("image",), "shape=224x224x3"),
+    "vit": ModelEntry("tfmulti.run.models.transformer:vit", ("image",), _COLOR, 0.0005),
     "transformer": ModelEntry(
-        "tfmulti.run.models.transformer:text_classifier", ("tokens",), 0.0005
+        "tfmulti.run.models.transformer:text_classifier",
+        ("tokens",),
+        "tokens=128,vocabulary=20000",
+        0.0005,
     ),
 }
 

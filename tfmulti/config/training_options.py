@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 from tfmulti.errors import ConfigError, did_you_mean
 
 COMPRESSIONS = ("none", "float16", "bfloat16")
+# Whether a run goes on from its newest checkpoint. A script has no `never`: it gives no folder.
+RESUME = ("auto", "never", "must")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.cluster.gpus import visible_gpus
-from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
+from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes
 from tfmulti.config import registry
 from tfmulti.config.console import left_out, quiet_stderr, speaker
 from tfmulti.config.fit_config import FitConfig
@@ -24,12 +24,12 @@ from tfmulti.data.loader import Loader
 from tfmulti.data.lost import lost_examples
 from tfmulti.data.sharding import steps_per_epoch
 from tfmulti.data.sources import user as user_data
-from tfmulti.data.transforms.stages import prepared
 from tfmulti.distribution.agreement import from_chief
 from tfmulti.distribution.strategies import Placement, build_strategy, placement_of
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.launch.signals import default_signals
 from tfmulti.run import validation
+from tfmulti.run.data_stages import prepared
 from tfmulti.run.models import user as user_model
 from tfmulti.run.optimizers import make_optimizer
 from tfmulti.training.distributed_model import prepare
@@ -59,7 +59,14 @@ def set_up(job: validation.Job) -> Setup:
     config = job.config
     with quiet_stderr():
         gpus = len(tf.config.list_physical_devices("GPU"))
-    selection = select(config.strategy, replicas=config.replicas, cluster=job.cluster, gpus=gpus)
+    devices, batch = job.devices, job.batch
+    if gpus != devices.gpus:
+        # TensorFlow may see fewer GPUs than the machine has, such as a build without CUDA.
+        devices = validation.decide_devices(config, job.cluster, gpus)
+        batch = batch_sizes(
+            config.global_batch_size, config.per_replica_batch_size, devices.replicas
+        )
+    selection = devices.selection
     chief = job.cluster is None or job.cluster.is_chief
     say = speaker(chief)
     several = selection.strategy == "multi_worker_mirrored"
@@ -74,7 +81,6 @@ def set_up(job: validation.Job) -> Setup:
     with quiet_stderr(), default_signals() if several else contextlib.nullcontext():
         strategy = build_strategy(selection, job.cluster)
     place = placement_of(strategy)
-    batch = batch_sizes(config.global_batch_size, config.per_replica_batch_size, place.replicas)
     keras.utils.set_random_seed(config.seed)
     if config.op_determinism:
         tf.config.experimental.enable_op_determinism()
@@ -89,7 +95,7 @@ def set_up(job: validation.Job) -> Setup:
     rows = user_data.rows_of_batches(data.train)
     if rows is not None:
         batch = batch_sizes(rows, None, place.replicas)
-    validation.check_batch(config, data, place.replicas)
+    validation.check_batch(config, data, batch, place.replicas)
     return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
 
 

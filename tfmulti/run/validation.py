@@ -11,29 +11,74 @@ from typing import Any
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import check_trains, find_cluster
 from tfmulti.cluster.gpus import visible_gpus
-from tfmulti.cluster.selection import batch_sizes, select
+from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig, check_same_run, read_config_file
 from tfmulti.config.run_directory import RunDir, check_writable
 from tfmulti.data.data_set import DataSet, size_of
 from tfmulti.data.formats.pixels import limit_pixels
-from tfmulti.data.transforms.stages import prepared
 from tfmulti.errors import ConfigError, ModelError, ResumeError, RunDirError
+from tfmulti.run.data_stages import prepared
 from tfmulti.run.report import FitReport
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked configuration with what it names: the cluster, and the data.
+    """A checked configuration with what it names and decides: cluster, devices, batch and data.
 
-    `data` is None for a user's own function, which may only run when the devices are set up.
-    `done` is the report of the run in --run_dir, where that has come to its end.
+    Attributes:
+        config: the configuration, with every default filled in.
+        cluster: the cluster of this process, or None.
+        devices: the strategy and the devices.
+        batch: the batch sizes.
+        data: the data; None for a user's own function, which may only run when the devices are set
+            up.
+        done: the report of the run in --run_dir, if that run has come to its end.
     """
 
     config: FitConfig
     cluster: Cluster | None
+    devices: Devices
+    batch: BatchSizes
     data: DataSet | None
     done: FitReport | None = None
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The strategy of a run, and how many devices it has.
+
+    Attributes:
+        selection: the strategy, this worker's replicas, and the reason.
+        gpus: the GPUs of this machine on which the decision rests.
+        workers: the number of workers.
+    """
+
+    selection: Selection
+    gpus: int
+    workers: int
+
+    @property
+    def replicas(self) -> int:
+        """The number of all replicas."""
+        return self.workers * self.selection.local_replicas
+
+
+def decide_devices(config: FitConfig, cluster: Cluster | None, gpus: int) -> Devices:
+    """Returns the strategy and the devices of a run.
+
+    Raises:
+        ConfigError, DeviceError: what was asked for does not fit the cluster or the devices.
+    """
+    selection = select(
+        config.strategy,
+        replicas=config.replicas,
+        cluster=cluster,
+        gpus=gpus,
+        ignore_cluster=config.ignore_cluster,
+    )
+    several = cluster is not None and selection.strategy == "multi_worker_mirrored"
+    return Devices(selection, gpus, cluster.size if cluster is not None and several else 1)
 
 
 def check(
@@ -48,16 +93,8 @@ def check(
     if cluster is None:
         cluster, _ = find_cluster(env)
     check_trains(cluster)
-    gpus, goes_on = len(visible_gpus(env)), False
-    selection = select(
-        config.strategy,
-        replicas=config.replicas,
-        cluster=cluster,
-        gpus=gpus,
-        ignore_cluster=config.ignore_cluster,
-    )
-    several = cluster is not None and selection.strategy == "multi_worker_mirrored"
-    workers = cluster.size if cluster is not None and several else 1
+    goes_on = False
+    devices = decide_devices(config, cluster, len(visible_gpus(env)))
     if config.run_dir is not None:
         goes_on = _goes_on(config, RunDir(config.run_dir))
     elif config.resume == "must":
@@ -67,9 +104,12 @@ def check(
     _check_places(config)
     data = load_data(config)
     resolved = config.resolved(data.spec.kind if data and data.spec else None)
+    batch = batch_sizes(
+        resolved.global_batch_size, resolved.per_replica_batch_size, devices.replicas
+    )
     if data is not None:
         check_model_takes(resolved, data)
-        check_batch(resolved, data, workers * selection.local_replicas)
+        check_batch(resolved, data, batch, devices.replicas)
     done = None
     if goes_on and config.run_dir is not None:
         run_dir = RunDir(config.run_dir)
@@ -77,7 +117,8 @@ def check(
         done = _report_of(run_dir, resolved)
     if config.export_dir is not None and done is None:
         _check_export_dir(Path(config.export_dir))
-    return Job(resolved, None if config.ignore_cluster else cluster, data, done)
+    cluster = None if config.ignore_cluster else cluster
+    return Job(resolved, cluster, devices, batch, data, done)
 
 
 def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
@@ -147,13 +188,12 @@ def check_model_takes(config: FitConfig, data: DataSet) -> None:
         )
 
 
-def check_batch(config: FitConfig, data: DataSet, replicas: int) -> None:
+def check_batch(config: FitConfig, data: DataSet, sizes: BatchSizes, replicas: int) -> None:
     """Checks the batch against the training data.
 
     Raises:
         ConfigError: the batch is larger than the data, or has fewer rows than passes.
     """
-    sizes = batch_sizes(config.global_batch_size, config.per_replica_batch_size, replicas)
     most = -(-sizes.global_batch_size // replicas)
     if config.microbatches > most:
         raise ConfigError(

@@ -16,8 +16,8 @@ from tfmulti.data.formats import pixels
 from tfmulti.data.source import Leaf
 from tfmulti.data.sources import images
 from tfmulti.data.transforms.augmentation import CHANGES, Augmented, parse_changes, takes
-from tfmulti.data.transforms.stages import prepared
 from tfmulti.errors import ConfigError, DataError
+from tfmulti.run.data_stages import prepared
 
 
 def picture(seed: int, height: int = 40, width: int = 60) -> np.ndarray:

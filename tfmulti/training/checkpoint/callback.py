@@ -19,7 +19,7 @@ from typing import Any
 
 import keras
 
-from tfmulti.config.fit_config import RESUME
+from tfmulti.config.training_options import RESUME
 from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat, saved_before
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
