@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.launching import launched, left_in
 from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
@@ -34,19 +36,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 TIERS = ("unit", "mirrored", "multiworker", "processes", "hosts", "exactness", "programs")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives each test the marker of its tier, and keeps tests of the same runs in one process."""
+    """Gives each test without a marker of a tier the one of its folder, or `unit`."""
     for item in items:
-        folder = item.nodeid.split("/")[1] if item.nodeid.startswith("tests/") else ""
-        if folder in ("exactness", "programs"):
-            item.add_marker(folder)
-            item.add_marker(pytest.mark.xdist_group(folder))
-        elif item.get_closest_marker("mirrored") or item.get_closest_marker("multiworker"):
-            # One process of pytest-xdist runs all of them, since they read the same runs.
-            item.add_marker(pytest.mark.xdist_group("replicas"))
-        elif not any(item.get_closest_marker(tier) for tier in TIERS):
-            item.add_marker("unit")
+        if not any(item.get_closest_marker(tier) for tier in TIERS):
+            folder = item.nodeid.split("/")[1]
+            item.add_marker(folder if folder in TIERS else "unit")
+
+
+@functools.cache
+def _runs_of(path: str) -> str | None:
+    """Returns a name of the runs that the tests of a file read, or None if they share none."""
+    folder = path.split("/")[1]
+    if folder in ("exactness", "programs"):
+        return folder
+    marked = re.search(r"^pytestmark = pytest.mark.(mirrored|multiworker)$", _text(path), re.M)
+    return "replicas" if marked else None
+
+
+def _text(path: str) -> str:
+    return (Path(__file__).parents[1] / path).read_text(encoding="utf-8")
+
+
+class TogetherByRuns(LoadScopeScheduling):  # type: ignore[misc]
+    """Keeps together, in one of pytest-xdist's processes, the tests that read the same runs.
+
+    The scheduler sees no markers, and pytest-xdist's own groups do not work with pytest 9.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _runs_of(nodeid.partition("::")[0]) or nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByRuns:
+    return TogetherByRuns(config, log)
 
 
 def pytest_collection_finish() -> None:

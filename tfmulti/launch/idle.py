@@ -1,4 +1,9 @@
-"""Since when process groups do nothing: what tells a worker that waits from one that works."""
+"""Measures since when a process group is idle, which tells a waiting worker from a working one.
+
+A process group works if it uses more than 2 % of one core. It also counts as working while one of
+its processes waits for a disk, unless no byte has moved for two minutes. The figures come from
+/proc.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +14,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 SAMPLE_S = 1.0
-BUSY_SHARE = 0.02  # of one core; a TensorFlow process that waits in a collective uses 0.002
+
+# The share of one core above which a group works. A TensorFlow process that waits in a collective
+# uses 0.002.
+BUSY_SHARE = 0.02
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
-# A process may wait this long for a disk without a byte: it writes back what it has written. One
-# that waits longer, for a file server that is gone, does nothing.
+# A process may wait this long for a disk while no byte moves, because the system still writes back
+# its earlier data. A process that waits longer, for a file server that is gone, is idle.
 DISK_S = 120.0
 
 
 class Use(NamedTuple):
-    """What a process group has used since its start."""
+    """What the processes of a group have used since their start.
+
+    Attributes:
+        core_s: the seconds of cores.
+        disk_bytes: the bytes read from and written to disks.
+        waits_for_disk: whether a process waits for a disk at this moment.
+    """
 
     core_s: float = 0.0
-    disk_bytes: int = 0  # read and written
+    disk_bytes: int = 0
     waits_for_disk: bool = False
 
 
 def used_by_groups() -> dict[int, Use]:
-    """Returns what each process group of this machine has used, from /proc."""
+    """Returns what each process group of this machine has used, by the number of the group."""
     groups: dict[int, Use] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -34,7 +48,8 @@ def used_by_groups() -> dict[int, Use]:
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has ended
+            # The process has ended.
+            continue
         group = int(fields[2])
         before = groups.get(group, Use())
         groups[group] = Use(
@@ -46,16 +61,23 @@ def used_by_groups() -> dict[int, Use]:
 
 
 def _disk_bytes(entry: Path) -> int:
+    """Returns the bytes that a process has read from and written to disks."""
     try:
         lines = (entry / "io").read_text().splitlines()
-    except OSError:  # of another user
+    except OSError:
+        # The process belongs to another user.
         return 0
     counts = dict(line.split(": ") for line in lines)
     return int(counts["read_bytes"]) + int(counts["write_bytes"])
 
 
 class Idle:
-    """Samples once a second how much process groups use."""
+    """Tells since when process groups are idle, from at most one sample a second.
+
+    Args:
+        look: returns what each process group has used, by the number of the group.
+        clock: returns seconds.
+    """
 
     def __init__(
         self,
@@ -65,17 +87,26 @@ class Idle:
         self._look, self._clock = look, clock
         self._sampled_s = float("-inf")
         self._used: dict[int, Use] = {}
-        self._moved: dict[int, float] = {}  # when bytes last went to or from a disk
+        # When bytes last went to or from a disk.
+        self._moved: dict[int, float] = {}
         self._since: dict[int, float] = {}
 
     def since(self, group: int) -> float:
-        """Returns since when a process group does nothing; now, if it works or is new."""
+        """Returns since when a process group is idle, in seconds of the clock.
+
+        The result is the time of the call if the group is not known yet. For a group that works
+        it is the time of the last sample.
+
+        Args:
+            group: the number of the process group.
+        """
         now = self._clock()
         if now - self._sampled_s >= SAMPLE_S:
             self._sample(now)
         return self._since.get(group, now)
 
     def _sample(self, now: float) -> None:
+        """Compares what all groups have used with the sample before."""
         used = self._look()
         moved, since = {}, {}
         for group, use in used.items():

@@ -1,6 +1,7 @@
-"""A network of the job's own, which nothing outside can reach: TensorFlow's ports let in anyone.
+"""Gives a job a network of its own, which nothing outside can reach.
 
-See https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md, and network_namespaces(7).
+TensorFlow's ports accept every connection, without any check. See
+https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md, and network_namespaces(7).
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1  # linux/sockios.h, 
 
 
 def isolate() -> None:
-    """Puts this process, and what it starts from now on, into a network with loopback alone.
+    """Puts this process, and every process it starts later, into a network with loopback alone.
 
-    Call it before any thread is started. Without root, users must be allowed namespaces.
+    Call it before any thread is started. A process that does not run as root needs a system that
+    allows user namespaces.
 
     Raises:
-        ConfigError: the system does not allow it.
+        ConfigError: the system does not allow a network namespace.
     """
     user, group = os.geteuid(), os.getegid()
     try:
         if user == 0:
             _unshare(_CLONE_NEWNET)
         else:
+            # A new user namespace gives the right to make a network namespace. The maps keep the
+            # numbers of the user and the group; the group's map is refused unless setgroups is
+            # denied first, see user_namespaces(7).
             _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -45,6 +50,7 @@ def isolate() -> None:
 
 
 def _unshare(flags: int) -> None:
+    """Moves this process into new namespaces, see unshare(2); raises OSError if that fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags):
         number = ctypes.get_errno()
@@ -52,6 +58,7 @@ def _unshare(flags: int) -> None:
 
 
 def _begin_loopback() -> None:
+    """Switches on the loopback interface, which is off in a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sH14x", b"lo", 0)
         found = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request)

@@ -1,7 +1,7 @@
-"""A machine of the job as the launcher sees it: its workers, its ports, its devices.
+"""A machine of the job as the launcher uses it: its workers, its ports and its devices.
 
-`Machine` says what every machine can do. `LocalMachine` is the one on which this process runs, and
-`remote_machine.RemoteMachine` one behind a connection.
+`Machine` is the interface. `LocalMachine` is the machine on which this process runs, and
+`remote_machine.RemoteMachine` is a machine behind a connection.
 """
 
 from __future__ import annotations
@@ -33,50 +33,68 @@ from tfmulti.launch.workers import (
     worker_env,
 )
 
-STACKS_WAIT_S = 0.5  # for faulthandler to write
+# The time that faulthandler gets to write the stacks.
+STACKS_WAIT_S = 0.5
 
 
 class Unreachable(Exception):
-    """A machine does not answer, or not any more. The message says why."""
+    """Raised when a machine does not answer, or has stopped answering. The message says why."""
 
 
 class Machine(Protocol):
-    """What a machine can do. Each of these may raise `Unreachable`."""
+    """What the launcher can ask of a machine.
+
+    Each method except `close` may raise `Unreachable`.
+
+    Attributes:
+        name: the host name.
+        cores: the number of cores.
+        gpus: the number of GPUs that the job may use.
+    """
 
     name: str
     cores: int
     gpus: int
 
     def reserve(self, count: int) -> list[str]:
-        """Returns addresses for so many workers, kept from others until they are killed."""
+        """Returns addresses for `count` workers, reserved for this job until `kill`."""
 
     def start(self, orders: Sequence[StartRequest]) -> None:
         """Starts workers, each in a process group of its own."""
 
     def look(self) -> list[WorkerStatus]:
-        """Returns what can be seen of the workers."""
+        """Returns the status of each worker that was started here."""
 
     def silent(self, addresses: Sequence[str]) -> list[int]:
-        """Returns the places of the addresses that do not answer from here."""
+        """Returns the indices of the addresses at which, seen from this machine, nobody listens."""
 
     def stacks(self) -> dict[int, str]:
-        """Returns the Python stacks of the workers that run, by rank."""
+        """Returns the Python stacks of the running workers, by rank."""
 
     def prepare(self, orders: Sequence[StartRequest]) -> None:
-        """Makes processes ready that can become these workers in another attempt."""
+        """Starts standby processes that can become these workers in another attempt."""
 
     def stop(self) -> None:
-        """Asks the workers to stop: SIGTERM, which one that is frozen hears, too."""
+        """Asks the workers to stop by SIGTERM. A frozen worker is woken, so that it receives it."""
 
     def kill(self) -> None:
-        """Ends all workers at once and waits for them; their ports are free again."""
+        """Kills all workers, waits for their end, and gives up the reserved addresses."""
 
     def close(self, code: int = 0) -> None:
-        """Ends everything that was started there; `code` is the exit code of the job."""
+        """Ends every process that was started there. `code` is the exit code of the job."""
 
 
 class LocalMachine:
-    """The machine on which this process runs. Make it before any thread is started."""
+    """The machine on which this process runs. Make it before any thread is started.
+
+    The guard is a forked process, and a process with threads must not fork.
+
+    Args:
+        config: the job.
+        env: the environment that the workers inherit.
+        name: the host name of this machine, or the loopback address.
+        sink: takes each line that a worker writes.
+    """
 
     def __init__(self, config: LaunchConfig, env: Mapping[str, str], name: str, sink: Sink) -> None:
         self.name = name
@@ -91,9 +109,11 @@ class LocalMachine:
         self._idle = Idle()
 
     def reserve(self, count: int) -> list[str]:
+        """Returns addresses for `count` workers, reserved for this job until `kill`."""
         return self._ports.enter_context(reserved(count, self.name))
 
     def start(self, orders: Sequence[StartRequest]) -> None:
+        """Starts workers, from standby processes if there are any."""
         for order in orders:
             order = self._with_folder(order)
             folder = Path(order.folder)
@@ -107,13 +127,16 @@ class LocalMachine:
             worker.read(self._sink)
 
     def _with_folder(self, order: StartRequest) -> StartRequest:
+        """Makes the worker's folder; returns the request, with another folder if that fails."""
         try:
             Path(order.folder).mkdir(parents=True, exist_ok=True)
-        except OSError:  # a full disk
+        except OSError:
+            # The disk may be full.
             return dataclasses.replace(order, folder=tempfile.mkdtemp(prefix="tfmulti-worker-"))
         return order
 
     def look(self) -> list[WorkerStatus]:
+        """Returns the status of each worker; starts another guard if the guard was killed."""
         self._guard.check()
         seen = []
         for worker in self._workers:
@@ -124,9 +147,11 @@ class LocalMachine:
         return seen
 
     def silent(self, addresses: Sequence[str]) -> list[int]:
+        """Returns the indices of the addresses at which nobody listens."""
         return silent(addresses)
 
     def stacks(self) -> dict[int, str]:
+        """Returns the Python stacks of the running workers, by rank."""
         running = [worker for worker in self._workers if worker.process.poll() is None]
         for worker in running:
             worker.process.send_signal(signal.SIGUSR1)
@@ -134,32 +159,42 @@ class LocalMachine:
         return {worker.rank: worker.stacks() for worker in running}
 
     def prepare(self, orders: Sequence[StartRequest]) -> None:
+        """Starts standby processes for these workers, where they are missing."""
         self._standby.fill([self._child_env(order) for order in orders])
 
     def stop(self) -> None:
+        """Asks the workers to stop by SIGTERM, and wakes frozen workers by SIGCONT."""
         for worker in self._workers:
             for number in (signal.SIGTERM, signal.SIGCONT):
-                if self._config.python:  # what it has started, it ends itself
+                # A Python worker ends the processes that it has started. Another program may not,
+                # so its whole process group gets the signals.
+                if self._config.python:
                     worker.process.send_signal(number)
                 else:
                     send(worker.process.pid, number)
 
     def kill(self) -> None:
+        """Kills all workers, waits for their end, and gives up the reserved addresses."""
         for worker in self._workers:
-            send(worker.process.pid, signal.SIGKILL)  # the group: also what it left behind
+            # The whole group is killed, because a worker may have left processes behind.
+            send(worker.process.pid, signal.SIGKILL)
         for worker in self._workers:
             worker.process.wait()
         self.look()
         for worker in self._workers:
             for reader in worker.readers:
-                reader.join(2.0)  # a child of the worker's own may hold its output open
+                # The wait has a limit, because a process that the worker has started in another
+                # group may hold its output open.
+                reader.join(2.0)
         self._workers.clear()
         self._ports.close()
 
     def close(self, code: int = 0) -> None:
+        """Ends every process that was started here. The exit code is not used."""
         self.kill()
         self._standby.end()
         self._guard.close()
 
     def _child_env(self, order: StartRequest) -> dict[str, str]:
+        """Returns the environment of a worker on this machine."""
         return worker_env(self._config, self._env, order, self._gpus, self.cores)

@@ -1,4 +1,14 @@
-"""Which machines take part in the next attempt, and with how many workers: pure functions."""
+"""Decides which machines take part in the next attempt, and with how many workers each.
+
+All functions are pure: the hosts, the history and the time are arguments. A host is left out in
+two cases:
+
+- One of its workers got a notice (SIGTERM to it alone): the machine is about to be taken away.
+- Its workers fail twice in a row without progress of the job.
+
+Each case leaves out one worker more of the host, for 60 seconds after a notice and for a time that
+doubles after failures.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +17,28 @@ from dataclasses import dataclass, field, replace
 
 from tfmulti.launch.policy import Attempt
 
-NOTICE_S = 60.0  # a machine that is about to be taken away is not asked again before
-GIVEN_UP_S = 60.0  # nor one whose worker fails again and again; doubled each time
-STRIKES = 2  # failures in a row, without progress, after which a worker is given up
+# How long a worker of a host is left out after a notice.
+NOTICE_S = 60.0
 
-Placement = tuple[tuple[str, int], ...]  # (host, workers on it) in the order of ranks
+# How long a worker of a host is left out after its failures. The time doubles with each absence.
+GIVEN_UP_S = 60.0
+
+# The failures in a row, without progress, after which a worker of a host is left out.
+STRIKES = 2
+
+# Pairs of a host and its number of workers, in the order of ranks.
+Placement = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many machines and workers a job may have. It is elastic where that leaves a choice."""
+    """How many machines and workers a job may have.
+
+    Attributes:
+        min_nodes: the least number of machines.
+        max_nodes: the greatest number of machines.
+        min_workers: the least number of workers on all machines together.
+    """
 
     min_nodes: int
     max_nodes: int
@@ -25,7 +47,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Absence:
-    """So many workers of a host are left out until then, for the `times`th time."""
+    """How many workers of a host are left out, and for how long.
+
+    Attributes:
+        workers: the number of workers that are left out.
+        until_s: when the absence ends, in seconds of the launcher's clock.
+        times: how many absences the host has had, with this one.
+    """
 
     workers: int
     until_s: float
@@ -34,7 +62,12 @@ class Absence:
 
 @dataclass(frozen=True)
 class Standing:
-    """What is remembered of the hosts: failures in a row of each, and who is left out."""
+    """What the launcher remembers of the hosts from one attempt to the next.
+
+    Attributes:
+        strikes: for each host, the failures in a row without progress of the job.
+        absent: for each host, its last absence, which may have ended.
+    """
 
     strikes: Mapping[str, int] = field(default_factory=dict)
     absent: Mapping[str, Absence] = field(default_factory=dict)
@@ -43,12 +76,15 @@ class Standing:
 def choose(
     answering: Sequence[tuple[str, int]], standing: Standing, limits: Limits, now_s: float
 ) -> Placement | None:
-    """Returns who takes part, or None where there are too few.
+    """Returns which hosts take part with how many workers, or None if there are too few.
+
+    Absent workers take part nevertheless if the job could not go on without them.
 
     Args:
-        answering: the hosts that can be used and the workers that each takes, in order.
-
-    Who should be left out takes part nevertheless where the job could not go on without.
+        answering: the hosts that can be used and the workers that each can run, in order.
+        standing: the absences of the hosts.
+        limits: how many machines and workers the job may have.
+        now_s: the time, in seconds of the launcher's clock.
 
     >>> limits = Limits(min_nodes=1, max_nodes=2, min_workers=2)
     >>> away = Standing(absent={"a": Absence(workers=1, until_s=9.0)})
@@ -79,10 +115,17 @@ def after(
     progressed: bool,
     now_s: float,
 ) -> Standing:
-    """Returns what is remembered after an attempt, `hosts` being those of the ranks.
+    """Returns what the launcher remembers after an attempt.
 
-    A worker that was told to go (SIGTERM to it alone, a cloud's notice) is left out for a
-    while; so is one of a host whose workers fail twice without progress in between.
+    A worker that got a notice (SIGTERM to it alone, as clouds send it) is left out for a while.
+    So is a worker of a host whose workers fail twice without progress of the job in between.
+
+    Args:
+        standing: what the launcher remembered before.
+        found: the failures of the attempt.
+        hosts: the host of each rank. Ranks on hosts that do not answer are missing.
+        progressed: whether the job has reached a later step than ever before.
+        now_s: the time, in seconds of the launcher's clock.
     """
     if found.cause.notice:
         for failure in found.failures:
@@ -103,13 +146,14 @@ def after(
 
 
 def _left_out(standing: Standing, host: str, now_s: float, wait_s: float) -> dict[str, Absence]:
+    """Returns all absences after one worker more of a host is left out for `wait_s`."""
     before = standing.absent.get(host, Absence(0, 0.0, 0))
     already = before.workers if before.until_s > now_s else 0
     return {**standing.absent, host: Absence(already + 1, now_s + wait_s, before.times + 1)}
 
 
 def words_of(placement: Placement) -> str:
-    """Returns who takes part, for people.
+    """Returns a placement in words.
 
     >>> words_of((("a", 1), ("b", 2)))
     '3 workers: 1 on a, 2 on b'
@@ -120,7 +164,7 @@ def words_of(placement: Placement) -> str:
 
 
 def ranks_of(placement: Placement) -> dict[int, tuple[str, int, int]]:
-    """Returns, for each rank, its host, its place there, and how many are there.
+    """Returns for each rank its host, its local rank, and the number of workers on that host.
 
     >>> ranks_of((("a", 1), ("b", 2)))
     {0: ('a', 0, 1), 1: ('b', 0, 2), 2: ('b', 1, 2)}

@@ -1,4 +1,4 @@
-"""Where the workers' output goes: to the terminal with their numbers, and to files as it is."""
+"""Writes the workers' output to the terminal, each line with its rank, and to files as it is."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from typing import IO
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import WorkerFailure
 
+# Lines that TensorFlow's C++ code writes about itself. They do not explain a failure.
 _CHATTER = re.compile(
     rb"[IW]\d{4,} |WARNING: All log messages before|To enable the following instr"
 )
 
 
 class Output:
-    """Takes the lines of all workers of an attempt, from whatever thread.
+    """Takes the lines of all workers of an attempt. `line` may be called from any thread.
 
     Args:
-        terminals: the launcher's own standard output and error.
+        config: names the streams that go to the terminal, and those that go to files.
+        terminals: where the lines are shown, by stream. None: the launcher's standard output and
+            standard error.
     """
 
     def __init__(
@@ -39,7 +42,12 @@ class Output:
         self._width = 1
 
     def begin(self, folder: Path, workers: int) -> None:
-        """Begins an attempt whose files go into a folder for each worker."""
+        """Begins an attempt: closes the files of the last one.
+
+        Args:
+            folder: the folder of the attempt, with one folder inside for each worker.
+            workers: the number of workers.
+        """
         with self._lock:
             for file in self._files.values():
                 file.close()
@@ -48,32 +56,42 @@ class Output:
             self._folder, self._width = folder, len(str(workers - 1))
 
     def folder_of(self, rank: int) -> Path:
-        """Returns the folder of a worker's files."""
+        """Returns the absolute path of the folder of a worker's files."""
         assert self._folder is not None
         return (self._folder / f"worker_{rank}").absolute()
 
     def line(self, rank: int, stream: str, line: bytes) -> None:
-        """Takes a line of a worker."""
+        """Shows a line and writes it to its file, as the configuration says.
+
+        Args:
+            rank: the rank of the worker.
+            stream: `stdout` or `stderr`.
+            line: the line, with its line end.
+        """
         with self._lock:
             if line.strip() and not _CHATTER.match(line):
                 self._last[rank, stream] = line
             if stream in self._config.files and self._folder is not None:
-                with contextlib.suppress(OSError):  # a full disk does not end the run
+                # A full disk does not end the run.
+                with contextlib.suppress(OSError):
                     self._file(rank, stream).write(line)
             if stream in self._config.terminal:
                 text = line.decode(errors="replace").replace("\b", "").rstrip("\r\n")
-                with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
+                # A terminal that is gone does not end the run.
+                with contextlib.suppress(OSError, ValueError):
                     terminal = self._terminals[stream]
-                    shown = text.rpartition("\r")[2]  # of a progress bar, its last state
+                    # A progress bar writes several states in one line. The last one is shown.
+                    shown = text.rpartition("\r")[2]
                     coding = getattr(terminal, "encoding", None) or "utf-8"
                     shown = shown.encode(coding, "backslashreplace").decode(coding)
                     terminal.write(f"[worker {rank:>{self._width}}] {shown}\n")
                     terminal.flush()
 
     def last_line(self, rank: int) -> str:
-        """Returns the last line that a worker wrote, to standard error if it wrote there.
+        """Returns the last line that a worker wrote, preferably to standard error.
 
-        What TensorFlow's C++ says of itself (`I0000 …`) tells nothing of a failure.
+        Empty lines and the log lines of TensorFlow's C++ code (`I0000 …`) do not count. The result
+        is empty if there is no other line.
         """
         with self._lock:
             for stream in ("stderr", "stdout"):
@@ -82,7 +100,10 @@ class Output:
         return ""
 
     def keep_error(self, rank: int, error: WorkerFailure) -> None:
-        """Writes a worker's error.json, if it stands on another machine."""
+        """Writes error.json into a worker's folder, unless it is there already.
+
+        A worker on another machine writes its own error.json there.
+        """
         path = self.folder_of(rank) / "error.json"
         with contextlib.suppress(OSError):
             if not path.exists():
@@ -90,6 +111,7 @@ class Output:
                 path.write_text(json.dumps(asdict(error), indent=2))
 
     def _file(self, rank: int, stream: str) -> IO[bytes]:
+        """Returns the open log file of a worker's stream; makes it at the first line."""
         if (rank, stream) not in self._files:
             folder = self.folder_of(rank)
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +120,7 @@ class Output:
 
 
 def say(words: str) -> None:
-    """Shows the user a line of the launcher itself."""
-    with contextlib.suppress(OSError):  # a terminal that is gone
+    """Shows the user a line of the launcher itself, on standard error."""
+    # A terminal that is gone does not end the run.
+    with contextlib.suppress(OSError):
         print(f"[launch] {words}", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
-"""What the launcher does after an attempt: a pure function of what happened.
+"""Decides what the launcher does after an attempt, and whether a job is stalled.
 
-An attempt is one start of the whole job. MultiWorkerMirroredStrategy cannot take a worker
-back, so when one fails all are ended and started again, and resume from their checkpoint.
+An attempt is one start of all workers of the job. MultiWorkerMirroredStrategy cannot take a worker
+back. So when one worker fails, the launcher ends all of them, starts them again, and they resume
+from their checkpoint. All functions are pure: the failures and the time are arguments.
 """
 
 from __future__ import annotations
@@ -12,20 +13,33 @@ from dataclasses import dataclass
 
 from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER
 
+# The delay doubles with each restart without progress, from the first value up to the second.
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
-ASKED_TO_STOP = (EXIT_TERMINATED, EXIT_INTERRUPTED)  # exit codes of who saved and ended
-NOBODY_WAITS = 20  # times as long, until a job is stalled of which no worker is in a step
+
+# The exit codes of a worker that was asked to stop, and has saved its state before it ended.
+ASKED_TO_STOP = (EXIT_TERMINATED, EXIT_INTERRUPTED)
+
+# If no worker is in a step, a job counts as stalled only after this multiple of the timeout. All
+# workers may be saving a large model.
+NOBODY_WAITS = 20
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why one worker did not end well.
 
-    `exit_code` is its own, or 128 + the number of the signal that ended it. `found_s` is when
-    it was noticed (or written down by the worker itself), in seconds of one clock for all. It
-    `follows` from another one where it says that another worker was lost. It was `notice` that
-    ended it where the worker itself, and not all of them, was asked to stop.
+    Attributes:
+        rank: the rank of the worker.
+        what: what happened, as the words after "worker N".
+        exit_code: the worker's exit code, or 128 + the number of the signal that ended it.
+        found_s: when the launcher noticed the failure, or when the worker itself wrote it down.
+            All failures are in seconds of the launcher's clock.
+        step: the last step that the worker reported; None without a report.
+        traceback: the Python traceback, if the worker wrote one down.
+        last_line: the last line of its output.
+        follows: whether the failure is a consequence of the failure of another worker.
+        notice: whether this worker, and not all workers, was asked to stop.
     """
 
     rank: int
@@ -41,9 +55,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How an attempt ended: `failures` is empty where all workers ended well.
+    """How an attempt ended.
 
-    `step` is the furthest that a worker told; None where none told one.
+    Attributes:
+        failures: one for each worker that failed; empty if all workers ended well.
+        step: the furthest step that a worker reported; None without a report.
     """
 
     failures: tuple[Failure, ...]
@@ -51,15 +67,22 @@ class Attempt:
 
     @property
     def cause(self) -> Failure:
-        """The earliest failure that does not follow from another one; a notice is before all."""
+        """The failure that explains the others.
+
+        It is the earliest one that does not follow from another failure. A notice comes before all
+        other failures.
+        """
         return min(self.failures, key=lambda f: (not f.notice, f.follows, f.found_s))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How often the job may still be started again.
+    """How often the job may still be restarted.
 
-    `used` counts the restarts since the job last moved on, `furthest` is the step it reached.
+    Attributes:
+        max_restarts: the allowed number of restarts without progress.
+        used: the number of restarts since the job last made progress.
+        furthest: the furthest step of all attempts; -1 before the first step.
     """
 
     max_restarts: int
@@ -69,7 +92,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start all workers again after `delay_s`, with this budget left."""
+    """Says that all workers are started again after `delay_s`, with this budget."""
 
     delay_s: float
     budget: Budget
@@ -77,17 +100,17 @@ class Restart:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the job with an exit code, and say why where that is not plain."""
+    """Says that the job ends with an exit code, and why. An empty `why` needs no explanation."""
 
     exit_code: int
     why: str = ""
 
 
 def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
-    """Returns what to do after an attempt.
+    """Returns whether the job is restarted or ends after an attempt.
 
-    A user's mistake (exit code 2) and Ctrl-C are never answered by a restart. The first restart
-    after the job moved on is at once, the following ones wait 1, 2, 4, … seconds.
+    A user's mistake (exit code 2) and Ctrl-C never lead to a restart. The first restart after
+    progress of the job has no delay. The following ones wait 1, 2, 4, … seconds, at most 30.
 
     >>> crash = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
     >>> next_action(Attempt((crash,), step=90), Budget(max_restarts=3, used=2, furthest=40))
@@ -117,12 +140,12 @@ def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
     return Restart(delay, Budget(budget.max_restarts, used + 1, furthest))
 
 
-# What TensorFlow raises in a worker whose peer is gone.
+# The errors that TensorFlow raises in a worker when another worker is gone.
 LOST_A_WORKER = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 
 
 def words_of_exit(returncode: int) -> tuple[str, int]:
-    """Returns what a process' return code says, and the exit code that a shell would give.
+    """Returns a return code in words, and the exit code that a shell would give for it.
 
     >>> words_of_exit(-9)
     ('was killed by SIGKILL (by hand, or by the system for want of memory)', 137)
@@ -143,11 +166,17 @@ def words_of_exit(returncode: int) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """How a worker goes: since when it does what it does, and since when without using a core.
+    """What a worker does, and since when.
 
-    It `computes` a step, in which workers wait for each other; `longest_s` is the longest such so
-    far. Otherwise it traces (`first`, also inside of a step), runs callbacks, saves: nobody knows
-    how long that takes.
+    A worker computes a step, or it does other work: it traces, runs callbacks or saves. How long
+    other work takes cannot be known. In a step, workers wait for each other.
+
+    Attributes:
+        computes: whether the worker computes a step of a kind that it has timed before.
+        since_s: when it began what it does.
+        longest_s: the duration of its longest step of that kind.
+        idle_since_s: since when it uses no core.
+        first: whether the worker traces a step, which takes much longer than the following steps.
     """
 
     computes: bool
@@ -158,16 +187,22 @@ class StepTiming:
 
     @property
     def in_step(self) -> bool:
-        """Whether it is in a step, known or first, where others may be waited for."""
+        """Whether the worker is in a step, traced or not, and may wait for other workers there."""
         return self.computes or self.first
 
 
 def stalled(paces: Sequence[StepTiming], now_s: float, timeout_s: float) -> bool:
-    """Whether the job stands still: all wait, and at least one of them in a step.
+    """Returns whether the job is stalled: every worker is past its time limit.
+
+    - A worker that computes a step has a limit for the duration of the step: the timeout, but at
+      least five times its longest step.
+    - Any other worker has a limit for the time without the use of a core: the timeout. If no worker
+      is in a step the limit is twenty times as long, because all may be saving a large model.
 
     Args:
-        timeout_s: at least so long, and for a step never below five of the longest ones. Where
-            no worker is in a step it takes twenty times as long: they may all save a large model.
+        paces: what each worker does.
+        now_s: the time, in seconds of the same clock as the paces.
+        timeout_s: the timeout.
 
     >>> waits = StepTiming(True, since_s=0.0, longest_s=1.0, idle_since_s=0.0)
     >>> saves = StepTiming(False, since_s=0.0, longest_s=1.0, idle_since_s=14.0)

@@ -1,9 +1,22 @@
-"""A machine behind a connection: what `machine.Machine` asks goes to its agent, line by line.
+"""Controls a machine behind a connection, through the agent that runs there.
 
-Each line is a JSON object. The launcher sends `{"do": name, "id": n, "with": […]}`, of which a
-`ping` a second has no id; the agent answers `{"id": n, "gives": …}` or `{"id": n, "fails":
-words}`, and sends by itself `{"line": [rank, stream, text]}` and `{"looks": […], "now_s": s}`.
-The first line of the launcher is `{"begin": {…}}`, that of the agent `{"hello": {…}}`.
+The protocol is one JSON object a line. The launcher sends:
+
+    {"begin": {…}}                                 first: the job, and where it runs
+    {"do": name, "id": n, "with": [arguments]}     a request: a method of `machine.Machine`
+    {"do": "ping"}                                 a heartbeat, once a second, without an answer
+    {"do": "close", "code": n}                     last: the exit code of the job, no answer
+
+The agent sends:
+
+    {"hello": {"cores": n, "gpus": n}}             first, or {"fails": words}
+    {"id": n, "gives": result}                     the answer to request n
+    {"id": n, "fails": words}                      the answer to a request that failed
+    {"line": [rank, stream, text]}                 a line of a worker's output
+    {"looks": [status, …], "now_s": s}             the status of all workers, at its own time
+
+An answer also has `looks` and `now_s`. The side that hears nothing for `LOST_S` seconds takes the
+other side for gone. `now_s` lets the launcher shift the times of the agent's clock to its own.
 """
 
 from __future__ import annotations
@@ -24,19 +37,34 @@ from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.workers import Sink, StartRequest, WorkerStatus
 
 PING_S = 1.0
-LOST_S = 8.0  # without a word, after which the other side is taken for gone
-ANSWER_S = 60.0  # for one thing that was asked, while words still come
+
+# After this time without a message the other side is taken for gone.
+LOST_S = 8.0
+
+# The time limit for the answer to one request, while other messages still arrive.
+ANSWER_S = 60.0
+
+# The time limit for the agent's first message.
 HELLO_S = 30.0
+
 STREAMS = ("stdout", "stderr")
 _NO_AGENT = "what answers there is no agent of tfmulti's, or one of another version"
-MOST_BYTES = 1 << 24  # of a line: a worker may write long ones
+
+# The greatest length of a message. It is large, because workers may write long lines.
+MOST_BYTES = 1 << 24
 
 
 class AgentConnection:
-    """Lines of JSON in both directions. Writing is safe from any thread.
+    """Sends and receives JSON objects, one a line. `send` may be called from any thread.
 
-    A line of more than `most_bytes` ends what is received, and so does one that does not pass the
-    `seal`, where there is one: then each line begins with its proof.
+    With a `seal` each line begins with the authentication code of its message. A line that fails
+    the check of the seal, or that is too long, ends the reception.
+
+    Args:
+        reader: where messages arrive.
+        writer: where messages are sent.
+        close: closes the connection.
+        most_bytes: the greatest length of a received line.
     """
 
     def __init__(
@@ -52,7 +80,11 @@ class AgentConnection:
         self._lock = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends one message. Raises OSError where nobody reads any more."""
+        """Sends one message.
+
+        Raises:
+            OSError: the connection has ended.
+        """
         data = json.dumps(message).encode()
         try:
             with self._lock:
@@ -60,14 +92,19 @@ class AgentConnection:
                     data = self.seal.signed(data) + b" " + data
                 self._writer.write(data + b"\n")
                 self._writer.flush()
-        except ValueError as error:  # the file was closed
+        except ValueError as error:
+            # The file was closed.
             raise OSError(str(error)) from None
 
     def receive(self) -> dict[str, Any] | None:
-        """Returns the next message, or None at the end; empty where a line is none."""
+        """Returns the next message, or None when the reception has ended.
+
+        The result is an empty dict if the line is not a JSON object.
+        """
         try:
             line = self._reader.readline(self.most_bytes + 1)
-        except (OSError, ValueError):  # closed
+        except (OSError, ValueError):
+            # The connection was closed.
             return None
         if not line or len(line) > self.most_bytes:
             return None
@@ -78,23 +115,32 @@ class AgentConnection:
         try:
             message = json_values.parse(line)
         except ValueError:
-            return {}  # what a shell's start file prints
+            # Over SSH the start file of the shell may print lines of its own.
+            return {}
         return message if isinstance(message, dict) else {}
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._close()
 
 
 class RemoteMachine:
-    """A machine whose agent is at the other end of a link.
+    """A machine whose agent is at the other end of a connection.
+
+    The receiver thread takes the agent's messages, and another thread sends the heartbeats. All
+    methods that `machine.Machine` declares, except `close`, raise `Unreachable` if the connection
+    has ended or the agent is silent for too long.
 
     Args:
-        why: returns what is known of a connection that has ended.
+        name: the host name.
+        link: the connection to the agent.
+        begin: the content of the first message to the agent.
+        sink: takes each line that a worker there writes.
+        why: returns what is known about the end of the connection, or an empty text.
 
     Raises:
         ConfigError: the agent says that the job cannot run there.
-        Unreachable: it does not say hello.
+        Unreachable: the agent does not send a valid hello in time.
     """
 
     def __init__(
@@ -109,7 +155,9 @@ class RemoteMachine:
         self._link, self._sink, self._why = link, sink, why
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._looks: list[WorkerStatus] = []
-        self._ranks: set[int] = set()  # of the workers there
+        # The ranks of the workers there.
+        self._ranks: set[int] = set()
+        # Whether the last status was not returned by `look` yet; whether a line is being shown.
         self._unseen = self._is_showing = False
         self._ended = False
         self._number = 0
@@ -132,29 +180,35 @@ class RemoteMachine:
         threading.Thread(target=self._ping, daemon=True).start()
 
     def reserve(self, count: int) -> list[str]:
+        """Returns addresses for `count` workers, reserved for this job until `kill`."""
         found = self._ask("reserve", count)
         if not _is_list(found, str) or len(found) != count:
             raise Unreachable(_NO_AGENT)
         return list(found)
 
     def start(self, orders: Sequence[StartRequest]) -> None:
+        """Starts workers there."""
         self._ranks = {order.rank for order in orders}
         self._ask("start", [dataclasses.asdict(order) for order in orders])
 
     def look(self) -> list[WorkerStatus]:
-        if self._unseen:  # what it said before its connection ended
+        """Returns the status of each worker, as the agent's last message has it."""
+        # A new status is returned even if the connection has ended since: it may tell the cause.
+        if self._unseen:
             self._unseen = False
             return self._looks
         self._check(LOST_S)
         return self._looks
 
     def silent(self, addresses: Sequence[str]) -> list[int]:
+        """Returns the indices of the addresses at which, seen from there, nobody listens."""
         found = self._ask("silent", list(addresses))
         if not _is_list(found, int) or not all(0 <= place < len(addresses) for place in found):
             raise Unreachable(_NO_AGENT)
         return list(found)
 
     def stacks(self) -> dict[int, str]:
+        """Returns the Python stacks of the running workers there, by rank."""
         found = self._ask("stacks")
         try:
             return {int(rank): str(text) for rank, text in found.items()}
@@ -162,28 +216,39 @@ class RemoteMachine:
             raise Unreachable(_NO_AGENT) from None
 
     def prepare(self, orders: Sequence[StartRequest]) -> None:
+        """Starts standby processes there that can become these workers in another attempt."""
         self._ask("prepare", [dataclasses.asdict(order) for order in orders])
 
     def stop(self) -> None:
+        """Asks the workers there to stop by SIGTERM, and wakes frozen workers."""
         self._ask("stop")
 
     def kill(self) -> None:
+        """Kills all workers there, and gives up the reserved addresses."""
         self._ask("kill")
 
     def close(self, code: int = 0) -> None:
-        """Ends what runs there, if it can still be reached; else its agent does so by itself."""
+        """Asks the agent to end every process there, and closes the connection.
+
+        An agent that cannot be reached does the same by itself.
+
+        Args:
+            code: the exit code of the job.
+        """
         with contextlib.suppress(OSError):
             self._link.send({"do": "close", "code": code})
         self._ended = True
         self._link.close()
 
     def _tell(self, message: dict[str, Any]) -> None:
+        """Sends a message; notes the end of the connection instead of raising."""
         try:
             self._link.send(message)
         except OSError:
             self._ended = True
 
     def _ask(self, name: str, *arguments: Any) -> Any:
+        """Sends a request and returns the result; raises Unreachable if it failed."""
         self._check(LOST_S)
         self._number += 1
         self._tell({"do": name, "id": self._number, "with": arguments})
@@ -196,9 +261,15 @@ class RemoteMachine:
         return found.get("gives")
 
     def _answer(self, limit_s: float, lost_s: float) -> dict[str, Any]:
+        """Returns the next answer that the receiver thread has taken.
+
+        Args:
+            limit_s: the time limit for the answer.
+            lost_s: the time without any message after which the agent counts as gone.
+        """
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            # What it said before its connection ended is still an answer.
+            # An answer that arrived before the end of the connection is still valid.
             with contextlib.suppress(queue.Empty):
                 if (found := self._answers.get(timeout=0 if self._ended else 0.2)) is not None:
                     return found
@@ -206,6 +277,7 @@ class RemoteMachine:
         raise Unreachable(f"it has not answered for {limit_s:g} s")
 
     def _check(self, lost_s: float) -> None:
+        """Raises Unreachable if the connection has ended or is silent for more than `lost_s`."""
         if self._ended:
             why = self._why()
             raise Unreachable("its connection ended" + (f": {why}" if why else ""))
@@ -213,26 +285,32 @@ class RemoteMachine:
             raise Unreachable(f"no word from it for {lost_s:g} s")
 
     def _ping(self) -> None:
+        """Sends a heartbeat every second, in a thread of its own."""
         while not self._ended:
             self._tell({"do": "ping"})
             time.sleep(PING_S)
 
     def _listen(self) -> None:
+        """Takes all messages until the connection ends, in the receiver thread."""
         while (message := self._link.receive()) is not None:
             self._heard_s = time.monotonic()
             try:
                 self._take(message)
             except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-                break  # it is no agent of tfmulti's any more
+                # The message has another form than an agent of tfmulti sends.
+                break
         self._ended = True
         self._answers.put(None)
 
     def _take(self, message: dict[str, Any]) -> None:
+        """Shows a line, notes a status or queues an answer; raises if the form is wrong."""
         if "line" in message:
             rank, stream, text = message["line"]
             if type(rank) is not int or rank not in self._ranks or stream not in STREAMS:
                 raise ValueError("a line of no worker there")
-            self._is_showing = True  # the terminal may be slow, or stopped
+            # A slow or stopped terminal keeps this thread from reading. The agent does not count
+            # as silent meanwhile.
+            self._is_showing = True
             self._sink(rank, stream, text.encode("latin-1"))
             self._is_showing = False
             self._heard_s = time.monotonic()
@@ -251,4 +329,5 @@ class RemoteMachine:
 
 
 def _is_list(values: Any, kind: type) -> bool:
+    """Returns whether a received value is a list whose items are all of one type."""
     return type(values) is list and all(type(value) is kind for value in values)
