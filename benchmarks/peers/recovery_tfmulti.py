@@ -1,6 +1,6 @@
 """tfmulti's side of benchmarks.recovery: the same network, a checkpoint every so many steps.
 
-    python -m tfmulti.launch --nproc-per-node 2 benchmarks/peers/recovery_tfmulti.py \
+python -m tfmulti.launch --nproc-per-node 2 benchmarks/peers/recovery_tfmulti.py \
         FOLDER STEPS EVERY
 """
 

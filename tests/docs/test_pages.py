@@ -133,7 +133,7 @@ def test_a_command_of_a_page_runs(tmp_path: Path, place: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """mkdocs checks those between pages; here also those of files outside docs/."""
+    """Mkdocs checks those between pages; here also those of files outside docs/."""
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
             if not target.startswith("http"):

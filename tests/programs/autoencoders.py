@@ -72,7 +72,7 @@ class Vae(keras.Model):
 
 @program("keras-io: Variational AutoEncoder")
 def vae() -> Made:
-    """A sampling layer, a loss of sums over pixels and means over rows, a metric by another key"""
+    """A sampling layer, a loss of sums over pixels and means over rows, a metric by another key."""
     return Made(Vae(), {"optimizer": adam()}, fit(images()))
 
 
@@ -83,7 +83,7 @@ class Annealing(keras.callbacks.Callback):
 
 @program("keras-io: Variational AutoEncoder", "TensorFlow tutorial: Convolutional VAE")
 def vae_with_annealing() -> Made:
-    """A callback that changes a variable of the loss at each epoch"""
+    """A callback that changes a variable of the loss at each epoch."""
     return Made(Vae(), {"optimizer": adam()}, fit(images(), epochs=3, callbacks=[Annealing()]))
 
 
@@ -100,7 +100,7 @@ class AddedKl(keras.Model):
 
 @program("Keras guide: Making new layers and models via subclassing")
 def vae_with_added_loss() -> Made:
-    """A subclassed model that adds its divergence to the loss in call"""
+    """A subclassed model that adds its divergence to the loss in call."""
     x = images()
     return Made(AddedKl(), {"optimizer": adam(), "loss": "mse"}, fit(x, x))
 
@@ -163,13 +163,13 @@ class VqTrainer(keras.Model):
 
 @program("keras-io: Vector-Quantized Variational Autoencoders")
 def vq_vae() -> Made:
-    """Codes by the nearest vector, straight through, added losses read again after the update"""
+    """Codes by the nearest vector, straight through, added losses read again after the update."""
     return Made(VqTrainer(0.1), {"optimizer": adam()}, fit(images()))
 
 
 @program("keras-io: Vector-Quantized Variational Autoencoders")
 def vq_vae_and_normalization() -> Made:
-    """Added losses of a layer before BatchNormalization, read in the step and after it"""
+    """Added losses of a layer before BatchNormalization, read in the step and after it."""
     return Made(VqTrainer(0.1, layers.BatchNormalization()), {"optimizer": adam()}, fit(images()))
 
 
@@ -202,7 +202,7 @@ class MaskedAutoencoder(keras.Model):
 
 @program("keras-io: Masked image modeling with Autoencoders")
 def masked_autoencoder() -> Made:
-    """Patches hidden at random by argsort of draws, a token that is learned, a mean of those"""
+    """Patches hidden at random by argsort of draws, a token that is learned, a mean of those."""
     return Made(MaskedAutoencoder(), {"optimizer": adam()}, fit(batches(features(5, 3))))
 
 
@@ -257,7 +257,7 @@ class Flow(keras.Model):
 
 @program("keras-io: Density estimation using Real NVP")
 def normalizing_flow() -> Made:
-    """A subclassed flow that is first built in its train_step; validation by a test_step"""
+    """A subclassed flow that is first built in its train_step; validation by a test_step."""
     return Made(
         Flow(),
         {"optimizer": adam()},
@@ -267,7 +267,7 @@ def normalizing_flow() -> Made:
 
 @program("keras-io: Convolutional autoencoder for image denoising")
 def denoising_autoencoder() -> Made:
-    """Noise drawn by a layer, images as targets, Adam"""
+    """Noise drawn by a layer, images as targets, Adam."""
     model = keras.Sequential(
         [
             keras.Input((SIZE, SIZE, 1)),

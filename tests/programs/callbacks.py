@@ -27,7 +27,7 @@ def _with(*callbacks: Any, epochs: int = 4, **more: Any) -> Made:
 
 @program("keras-io: Imbalanced classification", "keras-io: Timeseries classification from scratch")
 def stopping_and_plateaus() -> Made:
-    """EarlyStopping that restores the best weights, and ReduceLROnPlateau"""
+    """EarlyStopping that restores the best weights, and ReduceLROnPlateau."""
     return _with(
         keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.1, patience=1),
         keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True),
@@ -36,7 +36,7 @@ def stopping_and_plateaus() -> Made:
 
 @program("Keras guide: Writing your own callbacks", "keras-io: Captcha")
 def best_weights_in_a_file() -> Made:
-    """ModelCheckpoint of the best weights, loaded after training; LearningRateScheduler"""
+    """ModelCheckpoint of the best weights, loaded after training; LearningRateScheduler."""
     folder = Path(tempfile.mkdtemp())
     saver = keras.callbacks.ModelCheckpoint(
         folder / "best.weights.h5", save_weights_only=True, save_best_only=True
@@ -75,7 +75,7 @@ class OwnSchedule(keras.callbacks.Callback):
 
 @program("Keras guide: Writing your own callbacks")
 def stopping_and_rates_of_its_own() -> Made:
-    """Callbacks that read the rate as a float, set it, stop, and set the best weights"""
+    """Callbacks that read the rate as a float, set it, stop, and set the best weights."""
     return _with(OwnStopping(), OwnSchedule())
 
 
@@ -98,7 +98,7 @@ class Watcher(keras.callbacks.Callback):
 
 @program("keras-io: Image Super-Resolution", "keras-io: Text generation with a miniature GPT")
 def predictions_in_a_callback() -> Made:
-    """A callback that reads the logs of batches, calls predict, evaluate and the model itself"""
+    """A callback that reads the logs of batches, calls predict, evaluate and the model itself."""
     watcher = Watcher()
     made = _with(watcher, epochs=2)
     made.after = lambda model: {"seen": np.array(watcher.seen)}
@@ -120,7 +120,7 @@ class Averaging(keras.callbacks.Callback):
 
 @program("Stochastic weight averaging")
 def averages_of_weights() -> Made:
-    """A callback that averages the weights of the epochs; a LambdaCallback that reads the logs"""
+    """A callback that averages the weights of the epochs; a LambdaCallback that reads the logs."""
     seen: list[float] = []
     log = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))
     made = _with(Averaging(), log, keras.callbacks.TerminateOnNaN())
@@ -136,13 +136,13 @@ class Thawing(keras.callbacks.Callback):
 
 @program("keras-io: learning rates by batch")
 def rates_of_batches() -> Made:
-    """A callback that sets the rate before each batch from the optimizer's iterations"""
+    """A callback that sets the rate before each batch from the optimizer's iterations."""
     return _with(Thawing(), epochs=2)
 
 
 @program("Keras: global random generators")
 def generators_after_training() -> Made:
-    """What Python's and NumPy's generators draw after training, and the next model's weights"""
+    """What Python's and NumPy's generators draw after training, and the next model's weights."""
 
     def after(model: keras.Model) -> dict[str, Any]:
         drawn = {"python": random.random(), "numpy": np.random.rand()}

@@ -77,7 +77,7 @@ PAIRS = (features(WIDTH), features(WIDTH) + 0.1 * features(WIDTH)[::-1])
     "keras-io: Semantic Image Clustering",
 )
 def loss_of_all_pairs_in_the_step() -> Made:
-    """A train_step whose loss compares each row with all rows of the batch"""
+    """A train_step whose loss compares each row with all rows of the batch."""
     return Made(SimClr(_embedding()), {"optimizer": adam()}, fit(batches(*PAIRS)))
 
 
@@ -92,7 +92,7 @@ class BarlowTwins(Own):
 
 @program("keras-io: Barlow Twins for Contrastive SSL")
 def correlation_over_the_batch() -> Made:
-    """A train_step whose loss is of correlations over the rows"""
+    """A train_step whose loss is of correlations over the rows."""
     return Made(BarlowTwins(_embedding()), {"optimizer": adam()}, fit(batches(*PAIRS)))
 
 
@@ -115,7 +115,7 @@ class Queue(Own):
 
 @program("keras-io: Self-supervised contrastive learning with NNCLR")
 def queue_of_embeddings() -> Made:
-    """A variable that holds the rows of the last batches"""
+    """A variable that holds the rows of the last batches."""
     made = Made(Queue(_embedding()), {"optimizer": adam()}, fit(batches(*PAIRS)))
     made.after = lambda model: {"queue": model.queue.numpy()}
     return made
@@ -149,7 +149,7 @@ def _decaying() -> keras.optimizers.Optimizer:
 
 @program("keras-io: Self-supervised contrastive learning with SimSiam")
 def two_views_and_a_stopped_gradient() -> Made:
-    """Two views of each row, a stopped gradient, BatchNormalization, a decaying rate"""
+    """Two views of each row, a stopped gradient, BatchNormalization, a decaying rate."""
     stop = keras.callbacks.EarlyStopping(monitor="loss", patience=1, restore_best_weights=True)
     return Made(
         SimSiam(_embedding(layers.BatchNormalization())),
@@ -160,7 +160,7 @@ def two_views_and_a_stopped_gradient() -> Made:
 
 @program("keras-io: Self-supervised contrastive learning with SimSiam")
 def two_views_and_a_vector_loss() -> Made:
-    """The same with a value of the loss for each row"""
+    """The same with a value of the loss for each row."""
     return Made(VectorSimSiam(_embedding()), {"optimizer": _decaying()}, fit(batches(*PAIRS)))
 
 
@@ -183,7 +183,7 @@ def _distances() -> keras.Model:
 
 @program("keras-io: Image similarity estimation using a Siamese Network with a triplet loss")
 def triplets() -> Made:
-    """A batch of three inputs without targets, and a value of the loss for each row"""
+    """A batch of three inputs without targets, and a value of the loss for each row."""
     data = batches(*PAIRS, features(WIDTH)[::-1])
     return Made(Triplet(_distances()), {"optimizer": adam()}, fit(data, validation_data=data))
 
@@ -195,7 +195,7 @@ def _contrastive(y_true: Any, y_pred: Any) -> Any:
 
 @program("keras-io: Image similarity estimation using a Siamese Network with contrastive loss")
 def siamese_with_a_loss_function_of_one_number() -> Made:
-    """A shared network on two inputs, BatchNormalization of distances, a loss of one number"""
+    """A shared network on two inputs, BatchNormalization of distances, a loss of one number."""
     network = _embedding(layers.BatchNormalization())
     first, second = keras.Input((WIDTH,)), keras.Input((WIDTH,))
     apart = ops.sqrt(
@@ -219,7 +219,7 @@ class SupervisedContrastive(keras.losses.Loss):
 
 @program("keras-io: Supervised Contrastive Learning")
 def loss_class_over_all_pairs() -> Made:
-    """A Loss that overrides __call__ and compares all rows of the batch"""
+    """A Loss that overrides __call__ and compares all rows of the batch."""
     return Made(
         _embedding(),
         {"optimizer": adam(), "loss": SupervisedContrastive()},
@@ -241,7 +241,7 @@ class Consistency(keras.losses.Loss):
 
 @program("keras-io: Semantic Image Clustering")
 def losses_of_outputs_without_targets() -> Made:
-    """Two outputs with losses that ignore their targets, one of them of means over the rows"""
+    """Two outputs with losses that ignore their targets, one of them of means over the rows."""
     anchor, near = keras.Input((WIDTH,)), keras.Input((WIDTH,))
     network = keras.Sequential([_embedding(), layers.Softmax()])
     a, b = network(anchor), network(near)
@@ -281,7 +281,7 @@ class MetricLearning(keras.Model):
     "keras-io: Metric learning for image similarity search", expects=r"(?i)slice|differ|batch\b"
 )
 def batches_whose_first_axis_is_no_rows() -> Made:
-    """Batches whose first axis is anchors and positives, from a PyDataset without targets"""
+    """Batches whose first axis is anchors and positives, from a PyDataset without targets."""
     inputs = keras.Input((WIDTH,))
     model = MetricLearning(inputs, layers.UnitNormalization()(layers.Dense(3)(inputs)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -304,7 +304,7 @@ class AdaMatch(Own):
 
 @program("keras-io: Semi-supervision and domain adaptation with AdaMatch")
 def threshold_of_the_batch() -> Made:
-    """Two joined Datasets, and a mask by a threshold that is a mean over the rows"""
+    """Two joined Datasets, and a mask by a threshold that is a mean over the rows."""
     joined = tf.data.Dataset.zip((batches(features(WIDTH), labels()), batches(PAIRS[1])))
     return Made(AdaMatch(_embedding()), {"optimizer": sgd()}, fit(joined))
 
@@ -326,7 +326,7 @@ class FirstHalf(Own):
     expects=r"(?i)rows|differ",
 )
 def two_datasets_of_unequal_batches() -> Made:
-    """A batch of 12 unlabelled and 4 labelled rows, zipped, and joined in the step"""
+    """A batch of 12 unlabelled and 4 labelled rows, zipped, and joined in the step."""
     joined = tf.data.Dataset.zip(
         (batches(features(WIDTH), labels(), batch=12), batches(PAIRS[1], labels(), batch=4))
     )

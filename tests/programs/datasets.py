@@ -24,27 +24,27 @@ def _on(data: Any, **more: Any) -> Made:
 
 @program("keras-io: Image segmentation with a U-Net-like architecture")
 def cached_and_shuffled() -> Made:
-    """cache, shuffle with a seed, batch, prefetch"""
+    """cache, shuffle with a seed, batch, prefetch."""
     return _on(ROWS((X, Y)).cache().shuffle(30, seed=3).batch(16).prefetch(2))
 
 
 @program("TensorFlow tutorial: Multi-worker training with Keras")
 def shuffled_repeated_and_taken() -> Made:
-    """shuffle with a seed, repeat, batch, with steps_per_epoch; validation that is taken"""
+    """Shuffle with a seed, repeat, batch, with steps_per_epoch; validation that is taken."""
     data = ROWS((X, Y)).shuffle(30, seed=3).repeat().batch(8)
     return _on(data, steps_per_epoch=3, validation_data=batches(X, Y).take(1))
 
 
 @program("keras-io: Speaker Recognition")
 def taken_shuffled_and_mapped() -> Made:
-    """take, skip, shuffle and map after each other"""
+    """take, skip, shuffle and map after each other."""
     data = ROWS((X, Y)).skip(2).take(25).shuffle(25, seed=5).map(lambda x, y: (x * 2.0, y))
     return _on(data.batch(8))
 
 
 @program("keras-io: Video Classification")
 def shuffled_after_batching() -> Made:
-    """Batches that are shuffled as wholes, without a seed of their own but the global one"""
+    """Batches that are shuffled as wholes, without a seed of their own but the global one."""
     return _on(batches(X, Y, batch=8).shuffle(4, seed=1, reshuffle_each_iteration=True))
 
 
@@ -55,7 +55,7 @@ COUNTS_TOO_MANY = ("slot/optimizer/iteration",)
 
 @program("TensorFlow guide: tf.data", apart=COUNTS_TOO_MANY)
 def dataset_of_a_generator() -> Made:
-    """Dataset.from_generator, of unknown length, with a last batch of few rows"""
+    """Dataset.from_generator, of unknown length, with a last batch of few rows."""
 
     def rows() -> Iterator[Any]:
         yield from zip(X[:29], Y[:29], strict=True)
@@ -66,7 +66,7 @@ def dataset_of_a_generator() -> Made:
 
 @program("Keras: Model.fit of a generator")
 def python_generator() -> Made:
-    """A Python generator of batches without an end, with steps_per_epoch"""
+    """A Python generator of batches without an end, with steps_per_epoch."""
 
     def forever() -> Iterator[Any]:
         while True:
@@ -96,20 +96,20 @@ class Batches(keras.utils.PyDataset):
 
 @program("Keras guide: Training & evaluation with the built-in methods")
 def pydataset_that_changes() -> Made:
-    """A PyDataset of batches of unequal sizes whose order changes at the end of an epoch"""
+    """A PyDataset of batches of unequal sizes whose order changes at the end of an epoch."""
     return _on(Batches())
 
 
 @program("TensorFlow guide: tf.data")
 def dropped_remainder_and_tiny_batches() -> Made:
-    """Fixed batches, with fewer rows in validation than there are replicas"""
+    """Fixed batches, with fewer rows in validation than there are replicas."""
     data = ROWS((X, Y)).batch(8, drop_remainder=True)
     return _on(data, validation_data=ROWS((X[:5], Y[:5])).batch(2))
 
 
 @program("keras-io: Pretraining BERT", "TensorFlow guide: tf.data", apart=COUNTS_TOO_MANY)
 def buckets_of_lengths() -> Made:
-    """Rows of unequal lengths in batches by length, of several sizes and shapes"""
+    """Rows of unequal lengths in batches by length, of several sizes and shapes."""
     lengths = np.random.default_rng(1).integers(1, 7, 30)
     ragged = tf.RaggedTensor.from_tensor(features(6, 2), lengths=lengths)
     data = ROWS((ragged, Y)).map(lambda x, y: (x.to_tensor() if hasattr(x, "to_tensor") else x, y))
@@ -124,7 +124,7 @@ def buckets_of_lengths() -> Made:
 
 @program("keras-io: Timeseries forecasting for weather prediction")
 def windows_of_a_series() -> Made:
-    """timeseries_dataset_from_array, a recurrent layer, a callback that saves the best"""
+    """timeseries_dataset_from_array, a recurrent layer, a callback that saves the best."""
     series = features(3)
     data = keras.utils.timeseries_dataset_from_array(
         series, series[4:, :1], sequence_length=4, batch_size=8
@@ -135,7 +135,7 @@ def windows_of_a_series() -> Made:
 
 @program("keras-io: Graph neural networks", "TensorFlow guide: tf.data", apart=COUNTS_TOO_MANY)
 def joined_and_flattened_datasets() -> Made:
-    """concatenate, zip, flat_map and filter"""
+    """concatenate, zip, flat_map and filter."""
     first = tf.data.Dataset.zip((ROWS(X), ROWS(Y))).filter(lambda x, y: y > 0)
     second = tf.data.Dataset.range(3).flat_map(lambda i: ROWS((X, Y)).skip(8 * i).take(4))
     return _on(first.concatenate(second).batch(8))
@@ -143,7 +143,7 @@ def joined_and_flattened_datasets() -> Made:
 
 @program("keras-io: Consistency training", "TensorFlow tutorial: data augmentation")
 def augmented_by_seeds_in_map() -> Made:
-    """map with stateless draws from a counter of seeds"""
+    """Map with stateless draws from a counter of seeds."""
     seeds = tf.data.Dataset.counter()
     data = tf.data.Dataset.zip((ROWS((X, Y)), seeds)).map(
         lambda row, seed: (
@@ -156,7 +156,7 @@ def augmented_by_seeds_in_map() -> Made:
 
 @program("Keras guide: Training & evaluation with the built-in methods")
 def batch_of_tensors() -> Made:
-    """Tensors of TensorFlow as arrays, whole numbers as inputs, and a dict of sample weights"""
+    """Tensors of TensorFlow as arrays, whole numbers as inputs, and a dict of sample weights."""
     x, y = keras.Input((4,), name="x"), keras.Input((2,), name="y", dtype="int32")
     outputs = {
         "a": layers.Dense(1, name="a")(

@@ -106,19 +106,19 @@ def _ddim(cls: type[Ddim], loss: Any) -> Made:
 
 @program("keras-io: Denoising Diffusion Implicit Models")
 def diffusion_with_averaged_weights() -> Made:
-    """keras.random without a seed, a function of Keras as the loss of vectors, averaged weights"""
+    """keras.random without a seed, a function of Keras as the loss of vectors, averaged weights."""
     return _ddim(Ddim, keras.losses.mean_absolute_error)
 
 
 @program("keras-io: Denoising Diffusion Probabilistic Models")
 def diffusion_with_a_loss_object() -> Made:
-    """The same with the mean of a loss object"""
+    """The same with the mean of a loss object."""
     return _ddim(Ddim, keras.losses.MeanSquaredError())
 
 
 @program("keras-io: Denoising Diffusion Implicit Models")
 def metric_of_pairs_of_rows() -> Made:
-    """A metric of a kernel over all pairs of rows, updated in a test_step"""
+    """A metric of a kernel over all pairs of rows, updated in a test_step."""
     return _ddim(DdimWithKernel, keras.losses.MeanSquaredError())
 
 
@@ -147,6 +147,6 @@ class Ddpm(keras.Model):
 
 @program("keras-io: Denoising Diffusion Probabilistic Models", expects=EQUAL)
 def diffusion_of_drawn_times() -> Made:
-    """Whole numbers drawn for each row, gathered from a table; the loss itself as the log"""
+    """Whole numbers drawn for each row, gathered from a table; the loss itself as the log."""
     given = {"optimizer": adam(), "loss": keras.losses.MeanSquaredError()}
     return Made(Ddpm(), given, fit(features(WIDTH)))

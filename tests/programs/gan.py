@@ -120,7 +120,7 @@ def _gan(cls: type[Gan], *extra: Any) -> Made:
     "keras-io: DCGAN to generate face images", "Keras guide: Customizing what happens in fit()"
 )
 def gan_with_trackers_made_by_compile() -> Made:
-    """Two optimizers, real and generated rows joined; `metrics` reads what compile makes"""
+    """Two optimizers, real and generated rows joined; `metrics` reads what compile makes."""
     return _gan(CompiledTrackers)
 
 
@@ -130,13 +130,13 @@ def gan_with_trackers_made_by_compile() -> Made:
     expects=TF_RANDOM,
 )
 def draws_of_tf_random() -> Made:
-    """A step that draws rows and noisy targets by TensorFlow's stateful tf.random"""
+    """A step that draws rows and noisy targets by TensorFlow's stateful tf.random."""
     return _gan(NoisyTargets)
 
 
 @program("TensorFlow tutorial: DCGAN", "keras-io: GAN")
 def gan_with_dropout_over_joined_rows() -> Made:
-    """Dropout, of entries and of channels, and BatchNormalization over joined rows"""
+    """Dropout, of entries and of channels, and BatchNormalization over joined rows."""
     spatial = [layers.Reshape((5, 1)), layers.SpatialDropout1D(0.3), layers.Flatten()]
     return _gan(OneUpdate, layers.BatchNormalization(), layers.Dropout(0.3), *spatial)
 
@@ -167,7 +167,7 @@ class ConditionalGan(Gan):
 
 @program("keras-io: Conditional GAN")
 def conditional_gan() -> Made:
-    """Targets of the data as inputs of both networks; the generator twice in a step"""
+    """Targets of the data as inputs of both networks; the generator twice in a step."""
     kinds = np.eye(CLASSES, dtype="float32")[labels()]
     return Made(
         ConditionalGan(_discriminator(DATA + CLASSES), _generator(LATENT + CLASSES)),
@@ -220,7 +220,7 @@ class WGan(keras.Model):
 
 @program("keras-io: WGAN-GP overriding Model.train_step")
 def wgan_with_gradient_penalty() -> Made:
-    """Several critic steps in a step, a gradient by inputs inside the loss; plain values as logs"""
+    """Several critic steps in a step, a gradient by inputs in the loss, and plain values as logs."""
     return Made(
         WGan(_discriminator(), _generator()),
         {"d_optimizer": adam(), "g_optimizer": adam()},
@@ -261,7 +261,7 @@ class AdaptiveGan(Gan):
 
 @program("keras-io: Data-efficient GANs with Adaptive Discriminator Augmentation")
 def gan_with_an_adaptive_probability() -> Made:
-    """A variable of the model that a step moves by a mean over rows; averaged weights"""
+    """A variable of the model that a step moves by a mean over rows; averaged weights."""
     made = _gan(AdaptiveGan)
     made.after = lambda model: {"probability": model.probability.numpy()}
     return made
@@ -287,7 +287,7 @@ class ConstantRows(Gan):
     expects=r"(?i)\bbatch\b|shape|differ",
 )
 def batch_size_as_a_constant() -> Made:
-    """A step that draws and labels as many rows as a constant says, whatever the batch has"""
+    """A step that draws and labels as many rows as a constant says, whatever the batch has."""
     made = _gan(ConstantRows)
     made.fit = fit(batches(REAL[:BATCH]))
     return made
@@ -309,7 +309,7 @@ class GeneratorOfConstantRows(Gan):
 
 @program("keras-io: GauGAN for conditional image generation")
 def constant_number_of_generated_rows() -> Made:
-    """A step that generates a constant number of rows of its own beside those of the batch"""
+    """A step that generates a constant number of rows of its own beside those of the batch."""
     return _gan(GeneratorOfConstantRows)
 
 
@@ -360,7 +360,7 @@ def _small(outputs: int) -> keras.Model:
 
 @program("keras-io: CycleGAN", "TensorFlow tutorial: CycleGAN")
 def four_optimizers_and_a_persistent_tape() -> Made:
-    """Four networks, four optimizers, one persistent tape; nothing but plain values as logs"""
+    """Four networks, four optimizers, one persistent tape; nothing but plain values as logs."""
     return Made(
         Cycle(),
         {"gen_g": adam(), "gen_f": adam(), "disc_x": adam(), "disc_y": adam()},
@@ -398,7 +398,7 @@ class TwoTapes(keras.Model):
 
 @program("keras-io: MelGAN-based spectrogram inversion using feature matching", "keras-io: GauGAN")
 def two_tapes_and_feature_matching() -> Made:
-    """Two tapes at once, features matched, a hinge loss of a constant target, clipped norms"""
+    """Two tapes at once, features matched, a hinge loss of a constant target, clipped norms."""
     inputs = keras.Input((DATA,))
     hidden = layers.Dense(4, "tanh")(inputs)
     critic = keras.Model(inputs, [hidden, layers.Dense(1)(hidden)])
@@ -421,7 +421,7 @@ class MinibatchSpread(layers.Layer):
 
 @program("keras-io: StyleGAN")
 def minibatch_standard_deviation() -> Made:
-    """A layer that joins to each row the standard deviation over all rows of the batch"""
+    """A layer that joins to each row the standard deviation over all rows of the batch."""
     model = keras.Sequential(
         [keras.Input((DATA,)), layers.Dense(3, "tanh"), MinibatchSpread(), layers.Dense(1)]
     )
@@ -454,7 +454,7 @@ class Growing(Gan):
 
 @program("keras-io: Face image generation with StyleGAN")
 def steps_counted_by_the_model() -> Made:
-    """Variables of the model that count the steps and blend generated with real rows"""
+    """Variables of the model that count the steps and blend generated with real rows."""
     made = _gan(Growing)
     made.after = lambda model: {"counter": model.counter.numpy(), "alpha": model.alpha.numpy()}
     assert ROWS > BATCH

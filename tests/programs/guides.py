@@ -53,7 +53,7 @@ class AllMetrics(keras.Model):
 
 @program(CUSTOM_FIT, "keras-io: ShiftViT")
 def logs_of_all_metrics() -> Made:
-    """A train_step that returns the result of every metric by its name, a dict among them"""
+    """A train_step that returns the result of every metric by its name, a dict among them."""
     return Made(
         _functional(AllMetrics),
         {"optimizer": adam(), "loss": "mse", "metrics": ["mae"]},
@@ -94,7 +94,7 @@ class OwnTrackers(keras.Model):
 
 @program(CUSTOM_FIT)
 def own_trackers_and_weights() -> Made:
-    """A train_step and a test_step with trackers of their own, and sample weights"""
+    """A train_step and a test_step with trackers of their own, and sample weights."""
     weight = np.linspace(0.2, 2.0, 30, dtype="float32")
     return Made(
         _functional(OwnTrackers),
@@ -112,7 +112,7 @@ class OtherLogs(keras.Model):
 
 @program(CUSTOM_FIT)
 def logs_of_many_kinds() -> Made:
-    """A train_step that calls super() and adds Python numbers, whole numbers and a dict of logs"""
+    """A train_step that calls super() and adds Python numbers, whole numbers and a dict of logs."""
     return Made(_functional(OtherLogs), {"optimizer": sgd(), "loss": "mse"}, fit(**ONE))
 
 
@@ -138,7 +138,7 @@ class ComputeLoss(keras.Model):
 
 @program("Keras: Model.compute_loss", "keras-io: Knowledge Distillation")
 def compute_loss_of_a_mean() -> Made:
-    """A compute_loss of the model's own: a mean, a regularizer, and a tracker in it"""
+    """A compute_loss of the model's own: a mean, a regularizer, and a tracker in it."""
     inputs = keras.Input((4,))
     hidden = layers.Dense(3, "tanh", kernel_regularizer="l2")(inputs)
     model = ComputeLoss(inputs, layers.Dense(1)(hidden))
@@ -154,7 +154,7 @@ class SumLoss(keras.Model):
 
 @program("Keras guide: Migrating to Keras 3")
 def compute_loss_of_a_sum() -> Made:
-    """A compute_loss of the model's own that is a sum over the rows"""
+    """A compute_loss of the model's own that is a sum over the rows."""
     return Made(_functional(SumLoss), {"optimizer": sgd(0.001)}, fit(**ONE))
 
 
@@ -193,7 +193,7 @@ class Trainer(keras.Model):
 
 @program("keras-io: Trainer pattern")
 def trainer_around_a_model() -> Made:
-    """A model that holds the trained model and evaluates and predicts by it"""
+    """A model that holds the trained model and evaluates and predicts by it."""
     made = Trainer(classifier(layers.Dropout(0.3)))
     x, y = features(4), labels()
     return Made(
@@ -218,7 +218,7 @@ class Endpoint(layers.Layer):
 
 @program("keras-io: Endpoint layer pattern", "keras-io: OCR model for reading Captchas", BUILT_IN)
 def endpoint_layer() -> Made:
-    """Targets as an input; a layer adds the loss and updates a metric; compile has no loss"""
+    """Targets as an input; a layer adds the loss and updates a metric; compile has no loss."""
     x, y = keras.Input((4,)), keras.Input((1,))
     model = keras.Model([x, y], Endpoint()(y, layers.Dense(1)(layers.Dense(3, "tanh")(x))))
     target = (features(1) > 0).astype("float32")
@@ -239,7 +239,7 @@ class ActivitySum(layers.Layer):
 
 @program(SUBCLASSING)
 def added_loss_of_a_mean() -> Made:
-    """A layer that adds the mean of what it sees to the loss"""
+    """A layer that adds the mean of what it sees to the loss."""
     return Made(
         classifier(ActivityMean()),
         {"optimizer": sgd(), "loss": SPARSE},
@@ -249,7 +249,7 @@ def added_loss_of_a_mean() -> Made:
 
 @program(BUILT_IN)
 def added_loss_of_a_sum() -> Made:
-    """A layer that adds the sum over all rows of what it sees to the loss"""
+    """A layer that adds the sum over all rows of what it sees to the loss."""
     return Made(
         classifier(ActivitySum()),
         {"optimizer": sgd(), "loss": SPARSE},
@@ -278,7 +278,7 @@ class TruePositives(keras.metrics.Metric):
 
 @program(BUILT_IN)
 def own_loss_class_and_metric_class() -> Made:
-    """A Loss with a value a row, and a Metric that counts"""
+    """A Loss with a value a row, and a Metric that counts."""
     return Made(
         classifier(),
         {"optimizer": keras.optimizers.RMSprop(0.01), "loss": CustomMSE()}
@@ -296,7 +296,7 @@ class BroadcastingPositives(TruePositives):
 
 @program(BUILT_IN)
 def metric_that_compares_each_row_with_all() -> Made:
-    """A Metric that broadcasts targets of rank 1 against predictions of rank 2: rows × rows"""
+    """A Metric that broadcasts targets of rank 1 against predictions of rank 2: rows × rows."""
     return Made(
         classifier(),
         {"optimizer": sgd(), "loss": SPARSE, "metrics": [BroadcastingPositives()]},
@@ -315,7 +315,7 @@ def _two_outputs() -> keras.Model:
 
 @program(BUILT_IN, "Keras guide: The Functional API")
 def several_inputs_and_outputs_by_name() -> Made:
-    """Dicts of inputs and outputs, with losses, loss weights and metrics by name"""
+    """Dicts of inputs and outputs, with losses, loss weights and metrics by name."""
     x = {"image": features(3, 2), "series": features(4)}
     y = {"score": features(1), "kind": np.eye(3, dtype="float32")[labels()]}
     return Made(
@@ -337,7 +337,7 @@ def several_inputs_and_outputs_by_name() -> Made:
 
 @program(BUILT_IN, "keras-io: Imbalanced classification")
 def class_weights_and_validation_split() -> Made:
-    """Class weights with arrays, and a validation split"""
+    """Class weights with arrays, and a validation split."""
     return Made(
         classifier(),
         {"optimizer": sgd(), "loss": SPARSE, "weighted_metrics": ["accuracy"]},
@@ -353,7 +353,7 @@ def class_weights_and_validation_split() -> Made:
 
 @program(BUILT_IN)
 def weights_of_rows_in_a_dataset() -> Made:
-    """A Dataset of (x, y, weight), with validation of a number of steps"""
+    """A Dataset of (x, y, weight), with validation of a number of steps."""
     weight = np.linspace(0.0, 3.0, 30, dtype="float32")
     data = batches(features(4), labels(), weight)
     return Made(
@@ -365,7 +365,7 @@ def weights_of_rows_in_a_dataset() -> Made:
 
 @program("Keras guide: Transfer learning & fine-tuning")
 def frozen_then_fine_tuned() -> Made:
-    """A frozen base with BatchNormalization in inference mode; then unfrozen and compiled again"""
+    """A frozen base with BatchNormalization in inference mode; then unfrozen and compiled again."""
     inner = keras.Input((4,))
     base = keras.Model(inner, layers.BatchNormalization()(layers.Dense(5, "tanh")(inner)))
     base.trainable = False
@@ -386,7 +386,7 @@ def frozen_then_fine_tuned() -> Made:
 
 @program(BUILT_IN, "keras-io: Few-Shot learning with Reptile", "keras-io: Deep Q-learning")
 def batches_by_hand() -> Made:
-    """A loop of train_on_batch, test_on_batch and predict_on_batch"""
+    """A loop of train_on_batch, test_on_batch and predict_on_batch."""
     x, y = features(4), labels()
 
     def use(model: keras.Model) -> dict[str, Any]:
@@ -417,7 +417,7 @@ class PredictStep(keras.Model):
 
 @program("keras-io: Graph attention network", "Keras: Model.predict_step")
 def own_predict_step() -> Made:
-    """A predict_step that returns several things, and a test_step that adds a mean to the logs"""
+    """A predict_step that returns several things, and a test_step that adds a mean to the logs."""
     inputs = keras.Input((4,))
     model = PredictStep(inputs, layers.Dense(CLASSES, "softmax")(inputs))
     x, y = features(4), labels()
@@ -454,7 +454,7 @@ class Subclassed(keras.Model):
 
 @program(SUBCLASSING, "Keras guide: Transformers from scratch")
 def subclassed_and_not_built() -> Made:
-    """A subclassed model whose layers are built by the first batch, with a seeded dropout"""
+    """A subclassed model whose layers are built by the first batch, with a seeded dropout."""
     return Made(
         Subclassed(), {"optimizer": sgd(), "loss": "mse"}, fit(**ONE), predict={"x": ONE["x"]}
     )
@@ -462,7 +462,7 @@ def subclassed_and_not_built() -> Made:
 
 @program("Keras guide: Working with RNNs", "keras-io: Text classification from scratch")
 def recurrent_with_masks() -> Made:
-    """Masked tokens through a bidirectional LSTM, one target for each token"""
+    """Masked tokens through a bidirectional LSTM, one target for each token."""
     inputs = keras.Input((6,), dtype="int32")
     embedded = layers.Embedding(9, 3, mask_zero=True)(inputs)
     hidden = layers.Bidirectional(layers.LSTM(2, return_sequences=True))(embedded)

@@ -26,7 +26,7 @@ def _with(*middle: keras.layers.Layer, **more: Any) -> Made:
 
 @program("keras-io: Image classification from scratch")
 def normalization_of_many_kinds() -> Made:
-    """BatchNormalization, layer and group normalization, one after the other"""
+    """BatchNormalization, layer and group normalization, one after the other."""
     return _with(
         layers.BatchNormalization(),
         layers.LayerNormalization(),
@@ -37,7 +37,7 @@ def normalization_of_many_kinds() -> Made:
 
 @program("keras-io: Point cloud segmentation with PointNet")
 def activity_regularizer_and_normalization() -> Made:
-    """An activity regularizer before BatchNormalization, in plain fit"""
+    """An activity regularizer before BatchNormalization, in plain fit."""
     return _with(layers.Dense(4, activity_regularizer="l2"), layers.BatchNormalization())
 
 
@@ -59,7 +59,7 @@ class OwnNormalization(layers.Layer):
 
 @program("Keras: writing a normalization layer")
 def normalization_of_its_own() -> Made:
-    """A layer that normalizes by mean and variance of the batch, with moving averages"""
+    """A layer that normalizes by mean and variance of the batch, with moving averages."""
     return _with(OwnNormalization())
 
 
@@ -72,7 +72,7 @@ class MovingMean(OwnNormalization):
 
 @program("keras-io: Denoising Diffusion Implicit Models")
 def moving_mean_beside_the_loss() -> Made:
-    """A layer that keeps a moving mean over rows, which training does not use"""
+    """A layer that keeps a moving mean over rows, which training does not use."""
     return _with(MovingMean())
 
 
@@ -85,7 +85,7 @@ class MovingSpread(OwnNormalization):
 
 @program("Keras: writing a normalization layer")
 def moving_variance_of_rows() -> Made:
-    """A layer that divides by a moving variance over rows, which is no mean of parts"""
+    """A layer that divides by a moving variance over rows, which is no mean of parts."""
     return _with(MovingSpread())
 
 
@@ -106,7 +106,7 @@ class SumOfRows(layers.Layer):
 
 @program("Keras guide: Making new layers and models via subclassing")
 def calls_counted_by_a_layer() -> Made:
-    """A layer that counts the steps in a weight"""
+    """A layer that counts the steps in a weight."""
     return _with(SumOfRows())
 
 
@@ -117,7 +117,7 @@ class CountsRows(SumOfRows):
 
 @program("Keras guide: Making new layers and models via subclassing")
 def sums_of_rows_kept_by_a_layer() -> Made:
-    """A layer that adds the sum of all rows to a weight, as the guide's ComputeSum"""
+    """A layer that adds the sum of all rows to a weight, as the guide's ComputeSum."""
     return _with(CountsRows())
 
 
@@ -128,7 +128,7 @@ class CountsWhole(SumOfRows):
 
 @program("Keras guide: Making new layers and models via subclassing")
 def rows_counted_in_a_whole_number() -> Made:
-    """A layer that counts rows in a weight of whole numbers"""
+    """A layer that counts rows in a weight of whole numbers."""
     return _with(CountsWhole())
 
 
@@ -149,13 +149,13 @@ class MovingCodes(layers.Layer):
 
 @program("VQ-VAE with moving averages")
 def codebook_that_moves() -> Made:
-    """A codebook that moves by sums over the rows of each code"""
+    """A codebook that moves by sums over the rows of each code."""
     return _with(MovingCodes())
 
 
 @program("keras-io: Stylized GANs", "Keras: SpectralNormalization")
 def spectral_normalization() -> Made:
-    """A weight divided by its norm, which a layer estimates with vectors that it keeps"""
+    """A weight divided by its norm, which a layer estimates with vectors that it keeps."""
     return _with(layers.SpectralNormalization(layers.Dense(4)))
 
 
@@ -172,7 +172,7 @@ class NormalizedCell(layers.Layer):
 
 @program("Keras guide: Working with RNNs")
 def normalization_inside_a_recurrent_cell() -> Made:
-    """BatchNormalization inside the cell of an RNN layer"""
+    """BatchNormalization inside the cell of an RNN layer."""
     model = keras.Sequential(
         [keras.Input((3, 4)), layers.RNN(NormalizedCell(3)), layers.Dense(3, "softmax")]
     )
@@ -194,13 +194,13 @@ class StochasticDepth(layers.Layer):
 
 @program("keras-io: Compact Convolutional Transformers", "keras-io: ShiftViT")
 def rows_dropped_at_random() -> Made:
-    """Stochastic depth: whole rows dropped by draws of a SeedGenerator"""
+    """Stochastic depth: whole rows dropped by draws of a SeedGenerator."""
     return _with(StochasticDepth(0.4), layers.GaussianDropout(0.2), layers.GaussianNoise(0.1))
 
 
 @program("keras-io: Image classification from scratch", "TensorFlow tutorial: data augmentation")
 def augmentation_inside_the_model() -> Made:
-    """Layers that augment images inside the model, with convolutions and BatchNormalization"""
+    """Layers that augment images inside the model, with convolutions and BatchNormalization."""
     model = keras.Sequential(
         [
             keras.Input((6, 6, 1)),
@@ -218,7 +218,7 @@ def augmentation_inside_the_model() -> Made:
 
 @program("keras-io: Structured data classification from scratch")
 def preprocessing_inside_the_model() -> Made:
-    """Strings looked up and hashed, numbers normalized and put into bins, inside the model"""
+    """Strings looked up and hashed, numbers normalized and put into bins, inside the model."""
     words = np.array(["a", "b", "c", "d"])[np.random.default_rng(5).integers(0, 4, (30, 1))]
     lookup = layers.StringLookup(vocabulary=["a", "b", "c"], output_mode="one_hot")
     scale = layers.Normalization()
@@ -247,7 +247,7 @@ class CenterLoss(layers.Layer):
 
 @program("Keras forum: center loss")
 def centers_that_move_by_rows() -> Made:
-    """Added losses of distances to centres that move by sums over the rows of a class"""
+    """Added losses of distances to centres that move by sums over the rows of a class."""
     x, y = keras.Input((4,)), keras.Input((), dtype="int32")
     hidden = CenterLoss()(layers.Dense(4, "tanh")(x), y)
     model = keras.Model([x, y], layers.Dense(3, "softmax")(hidden))
@@ -263,13 +263,13 @@ class WeightedRows(layers.Layer):
     "keras-io: Classification using Attention-based Deep Multiple Instance Learning",
 )
 def softmax_over_the_rows() -> Made:
-    """A layer whose softmax runs over the rows of the batch by mistake or on purpose"""
+    """A layer whose softmax runs over the rows of the batch by mistake or on purpose."""
     return _with(WeightedRows())
 
 
 @program("Keras guide: Working with RNNs", expects="(?i)stateful")
 def stateful_recurrence() -> Made:
-    """A recurrent layer that keeps the state of each row from batch to batch"""
+    """A recurrent layer that keeps the state of each row from batch to batch."""
     inputs = keras.Input(batch_shape=(10, 3, 4))
     hidden = layers.SimpleRNN(3, stateful=True)(inputs)
     model = keras.Model(inputs, layers.Dense(3, "softmax")(hidden))

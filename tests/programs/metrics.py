@@ -42,7 +42,7 @@ class OtherKeys(keras.Model):
 
 @program("keras-io: Variational AutoEncoder", "keras-io: Image Captioning")
 def results_under_other_keys() -> Made:
-    """Results of metrics under other keys than their names, and a product of two of them"""
+    """Results of metrics under other keys than their names, and a product of two of them."""
     inputs = keras.Input((4,))
     model = OtherKeys(inputs, layers.Dense(1, "sigmoid")(inputs))
     return Made(model, {"optimizer": sgd()}, fit(features(4), BINARY))
@@ -50,7 +50,7 @@ def results_under_other_keys() -> Made:
 
 @program("keras-io: Imbalanced classification", "TensorFlow tutorial: imbalanced data")
 def counts_and_areas() -> Made:
-    """AUC, Precision, Recall, F1 and counts of a compiled model, weighted and not"""
+    """AUC, Precision, Recall, F1 and counts of a compiled model, weighted and not."""
     names = ["AUC", "Precision", "Recall", "TruePositives", "FalseNegatives"]
     made = [getattr(keras.metrics, name)(name=name.lower()) for name in names]
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1, "sigmoid")])
@@ -81,7 +81,7 @@ class Largest(keras.metrics.Metric):
 
 @program("Keras: Metric subclass")
 def metric_that_keeps_the_largest() -> Made:
-    """A metric whose state is a maximum, which parts of a batch do not add up to"""
+    """A metric whose state is a maximum, which parts of a batch do not add up to."""
     return Made(
         classifier(),
         {"optimizer": sgd(), "loss": SPARSE, "metrics": [Largest()]},
@@ -109,7 +109,7 @@ class PerBatch(keras.metrics.Metric):
 
 @program("keras-io: Semantic segmentation with SegFormer")
 def metric_that_counts_batches() -> Made:
-    """A metric that adds a mean for each batch and divides by the number of batches"""
+    """A metric that adds a mean for each batch and divides by the number of batches."""
     return Made(
         classifier(),
         {"optimizer": sgd(), "loss": SPARSE, "metrics": [PerBatch()]},
@@ -124,7 +124,7 @@ class NumberOfBatches(PerBatch):
 
 @program("Keras: Metric subclass")
 def metric_that_is_the_number_of_batches() -> Made:
-    """A metric that is how often it was updated"""
+    """A metric that is how often it was updated."""
     return Made(
         classifier(),
         {"optimizer": sgd(), "loss": SPARSE, "metrics": [NumberOfBatches()]},
@@ -142,7 +142,7 @@ def _share_of_first(y_true: Any, y_pred: Any) -> Any:
 
 @program("Keras guide: Training & evaluation with the built-in methods")
 def functions_of_one_number_as_metrics() -> Made:
-    """Metrics that are functions of one number: a mean, a standard deviation over the batch"""
+    """Metrics that are functions of one number: a mean, a standard deviation over the batch."""
     x, y = features(4), labels()
     return Made(
         classifier(),
@@ -165,7 +165,7 @@ class Watching(layers.Layer):
 
 @program("Keras: add_metric of former versions")
 def metric_held_by_a_layer() -> Made:
-    """A layer with a metric that its call updates by one number a batch"""
+    """A layer with a metric that its call updates by one number a batch."""
     return Made(
         classifier(Watching()),
         {"optimizer": sgd(), "loss": SPARSE, "metrics": ["accuracy"]},
@@ -205,13 +205,13 @@ class LargestOfBatch(MeanOfScalars):
 
 @program("keras-io: Deep Deterministic Policy Gradient")
 def trackers_of_means_of_a_batch() -> Made:
-    """Trackers of a number a batch in a test_step: means over rows, by three ways"""
+    """Trackers of a number a batch in a test_step: means over rows, by three ways."""
     return _trackers(MeanOfScalars)
 
 
 @program("keras-io: Deep Deterministic Policy Gradient")
 def trackers_of_other_numbers_of_a_batch() -> Made:
-    """Trackers of a number a batch in a test_step: the largest, the rows, a standard deviation"""
+    """Trackers of a number a batch in a test_step: the largest, the rows, a standard deviation."""
     return _trackers(LargestOfBatch)
 
 
@@ -234,7 +234,7 @@ class Segmenter(keras.metrics.MeanIoU):
 
 @program("keras-io: Image segmentation with a U-Net-like architecture")
 def confusion_matrix_of_pixels() -> Made:
-    """A MeanIoU of classes of pixels, a top-k accuracy and a cosine similarity"""
+    """A MeanIoU of classes of pixels, a top-k accuracy and a cosine similarity."""
     x = features(3, 4)
     y = np.random.default_rng(8).integers(0, 3, (30, 3)).astype("int32")
     model = keras.Sequential([keras.Input((3, 4)), layers.Dense(3, "softmax")])

@@ -30,7 +30,7 @@ class Centralized(keras.optimizers.RMSprop):
 
 @program("keras-io: Gradient Centralization for Better Training Performance")
 def centralized_gradients() -> Made:
-    """A subclass of an optimizer whose apply changes the gradients linearly"""
+    """A subclass of an optimizer whose apply changes the gradients linearly."""
     return Made(classifier(), {"optimizer": Centralized(0.01), "loss": SPARSE}, fit(*DATA))
 
 
@@ -42,7 +42,7 @@ class Normalized(keras.optimizers.SGD):
 
 @program("keras-io: Large-batch training")
 def normalized_gradients() -> Made:
-    """A subclass of an optimizer whose apply divides each gradient by its norm"""
+    """A subclass of an optimizer whose apply divides each gradient by its norm."""
     return Made(classifier(), {"optimizer": Normalized(0.05), "loss": SPARSE}, fit(*DATA))
 
 
@@ -63,7 +63,7 @@ class Signed(keras.optimizers.Optimizer):
 
 @program("Keras: Optimizer subclass")
 def optimizer_class_of_its_own() -> Made:
-    """An Optimizer with build and update_step of its own"""
+    """An Optimizer with build and update_step of its own."""
     return Made(classifier(), {"optimizer": Signed(0.01), "loss": SPARSE}, fit(*DATA))
 
 
@@ -75,7 +75,7 @@ class Warm(keras.optimizers.schedules.LearningRateSchedule):
 
 @program("keras-io: Automatic Speech Recognition with Transformer", "keras-io: ShiftViT")
 def schedule_of_its_own() -> Made:
-    """A LearningRateSchedule of its own, with warm-up"""
+    """A LearningRateSchedule of its own, with warm-up."""
     return Made(classifier(), {"optimizer": sgd(Warm()), "loss": SPARSE}, fit(*DATA))
 
 
@@ -110,7 +110,7 @@ class GlobalClip(ByHand):
 
 @program("TensorFlow tutorial: Text generation with an RNN")
 def clipped_by_the_global_norm() -> Made:
-    """Gradients clipped by tf.clip_by_global_norm in the step"""
+    """Gradients clipped by tf.clip_by_global_norm in the step."""
     return _by_hand(GlobalClip)
 
 
@@ -121,7 +121,7 @@ class OwnClip(ByHand):
 
 @program("keras-io: WGAN with clipping")
 def clipped_one_by_one() -> Made:
-    """Gradients clipped by tf.clip_by_norm, each by itself, in the step"""
+    """Gradients clipped by tf.clip_by_norm, each by itself, in the step."""
     return _by_hand(OwnClip)
 
 
@@ -132,7 +132,7 @@ class ValueClip(ByHand):
 
 @program("keras-io: Deep Deterministic Policy Gradient")
 def clipped_by_value() -> Made:
-    """Gradients clipped by tf.clip_by_value in the step"""
+    """Gradients clipped by tf.clip_by_value in the step."""
     return _by_hand(ValueClip)
 
 
@@ -143,7 +143,7 @@ class Noisy(ByHand):
 
 @program("TensorFlow Privacy: noisy gradients")
 def noisy_gradients() -> Made:
-    """Noise added to the gradients, of the weights' shapes"""
+    """Noise added to the gradients, of the weights' shapes."""
     return _by_hand(Noisy)
 
 
@@ -179,7 +179,7 @@ class Accumulating(keras.Model):
     "Stack Overflow: gradient accumulation in a custom train_step", expects="inside a condition"
 )
 def accumulated_by_hand() -> Made:
-    """Gradients added up in variables of the model, applied inside a tf.cond"""
+    """Gradients added up in variables of the model, applied inside a tf.cond."""
     return _by_hand(Accumulating)
 
 
@@ -207,7 +207,7 @@ class Sharpness(keras.Model):
 
 @program("keras-io: Sharpness-Aware Minimization")
 def sharpness_aware() -> Made:
-    """A step that moves the weights by its own gradient and computes another one there"""
+    """A step that moves the weights by its own gradient and computes another one there."""
     return _by_hand(Sharpness)
 
 
@@ -230,7 +230,7 @@ class TwoOptimizers(keras.Model):
 
 @program("keras-io: Wide & deep learning", "TensorFlow Addons: MultiOptimizer")
 def two_optimizers_by_layer() -> Made:
-    """An optimizer for each half of the layers; the norm of gradients and the rate as logs"""
+    """An optimizer for each half of the layers; the norm of gradients and the rate as logs."""
     made = _by_hand(TwoOptimizers)
     made.compile = {"first": adam(), "second": sgd(0.05), "loss": SPARSE}
     return made
@@ -248,7 +248,7 @@ class OwnNorm(ByHand):
 
 @program("keras-io: debugging gradients")
 def norm_of_gradients_as_a_log() -> Made:
-    """A log that is the norm of the step's own gradients, computed by hand"""
+    """A log that is the norm of the step's own gradients, computed by hand."""
     return _by_hand(OwnNorm)
 
 
@@ -267,13 +267,13 @@ class ByIteration(keras.Model):
 
 @program("keras-io: Variational AutoEncoder with warm-up")
 def loss_weight_by_iterations() -> Made:
-    """A weight in the loss by the optimizer's iterations; gradients scaled for each variable"""
+    """A weight in the loss by the optimizer's iterations; gradients scaled for each variable."""
     return _by_hand(ByIteration)
 
 
 @program("Keras: use_ema, SwapEMAWeights, gradient accumulation")
 def averaged_weights_and_accumulation() -> Made:
-    """Options of Keras' optimizers: averages of weights swapped for evaluation, accumulation"""
+    """Options of Keras' optimizers: averages of weights swapped for evaluation, accumulation."""
     optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5, clipvalue=0.05)
     given = {"optimizer": optimizer, "loss": SPARSE}
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
@@ -287,7 +287,7 @@ class Constrained(keras.constraints.Constraint):
 
 @program("keras-io: WGAN with weight clipping")
 def constrained_weights() -> Made:
-    """Weights that a constraint of its own clips after each update, and a unit norm"""
+    """Weights that a constraint of its own clips after each update, and a unit norm."""
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -300,7 +300,7 @@ def constrained_weights() -> Made:
 
 @program("keras-io: Few-Shot learning with Reptile")
 def weights_moved_between_calls() -> Made:
-    """Several calls of fit with weights set by hand between them"""
+    """Several calls of fit with weights set by hand between them."""
 
     def use(model: keras.Model) -> dict[str, Any]:
         losses = []

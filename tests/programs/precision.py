@@ -15,7 +15,7 @@ X, Y = features(4), labels()
 
 @program("Keras: set_floatx", tolerance=1e-12, floatx="float64")
 def double_precision() -> Made:
-    """All numbers as float64, arrays too"""
+    """All numbers as float64, arrays too."""
     return Made(
         classifier(layers.BatchNormalization(), layers.Dropout(0.2)),
         {"optimizer": adam(), "loss": SPARSE, "metrics": ["accuracy"]},
@@ -34,33 +34,33 @@ def _mixed(policy: str) -> Made:
 
 @program("TensorFlow guide: Mixed precision", tolerance=3e-2)
 def mixed_bfloat16() -> Made:
-    """Layers that compute in bfloat16"""
+    """Layers that compute in bfloat16."""
     return _mixed("mixed_bfloat16")
 
 
 @program("TensorFlow guide: Mixed precision", "keras-io: GPT2 with KerasHub", tolerance=4e-3)
 def mixed_float16() -> Made:
-    """Layers that compute in float16, with a scaled loss"""
+    """Layers that compute in float16, with a scaled loss."""
     return _mixed("mixed_float16")
 
 
 @program("Keras: compile(run_eagerly=True)")
 def eager_steps() -> Made:
-    """Steps that run eagerly"""
+    """Steps that run eagerly."""
     given = {"optimizer": sgd(), "loss": SPARSE, "run_eagerly": True, "metrics": ["accuracy"]}
     return Made(classifier(layers.Dropout(0.2)), given, fit(X, Y, epochs=1))
 
 
 @program("Keras: compile(steps_per_execution)")
 def several_steps_at_a_time() -> Made:
-    """Several steps an execution, which does not divide the epoch"""
+    """Several steps an execution, which does not divide the epoch."""
     given: dict[str, Any] = {"optimizer": sgd(), "loss": SPARSE, "steps_per_execution": 3}
     return Made(classifier(layers.Dropout(0.2)), given, fit(X, Y, batch_size=7))
 
 
 @program("Keras guide: compile without a scope's help")
 def logits_without_a_softmax() -> Made:
-    """Logits with a loss that knows it, and label smoothing"""
+    """Logits with a loss that knows it, and label smoothing."""
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
     target = keras.ops.one_hot(Y, 3)
     return Made(

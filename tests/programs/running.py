@@ -95,7 +95,7 @@ def differences(left: Left, right: Left) -> dict[str, float]:
 
 
 def _group(name: str) -> str:
-    """Returns what an array is compared among: the weights, one optimizer's velocities, …"""
+    """Returns what an array is compared among: the weights, one optimizer's velocities, …."""
     return name.rpartition("/")[0]
 
 

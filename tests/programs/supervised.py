@@ -35,7 +35,7 @@ class Distiller(keras.Model):
 
 @program("keras-io: Knowledge Distillation")
 def teacher_in_compute_loss() -> Made:
-    """A compute_loss with two loss objects, a frozen teacher, and metrics of compile"""
+    """A compute_loss with two loss objects, a frozen teacher, and metrics of compile."""
     model = Distiller(classifier(final=None), classifier(layers.Dropout(0.5), final=None))
     model.teacher.trainable = False
     return Made(
@@ -86,7 +86,7 @@ class Vector(Step):
 
 @program("keras-io: Image similarity estimation using a Siamese Network with a triplet loss")
 def gradient_of_a_vector() -> Made:
-    """The gradient of a loss that has a value for each row"""
+    """The gradient of a loss that has a value for each row."""
     return _step(Vector)
 
 
@@ -97,7 +97,7 @@ class Total(Step):
 
 @program("TensorFlow guide: Basic training loops")
 def gradient_of_a_sum() -> Made:
-    """The gradient of a loss that is summed over the rows of the batch"""
+    """The gradient of a loss that is summed over the rows of the batch."""
     return _step(Total, sgd(0.01))
 
 
@@ -109,7 +109,7 @@ class SumOverRows(Step):
 
 @program("TensorFlow tutorial: Custom training with tf.distribute.Strategy")
 def sum_over_the_rows_of_the_batch() -> Made:
-    """A loss that is summed and divided by the rows of the batch"""
+    """A loss that is summed and divided by the rows of the batch."""
     return _step(SumOverRows)
 
 
@@ -120,7 +120,7 @@ class SumOverConstant(Step):
 
 @program("TensorFlow tutorial: Custom training with tf.distribute.Strategy")
 def sum_over_a_constant_batch_size() -> Made:
-    """A loss that is summed and divided by a batch size written as a constant"""
+    """A loss that is summed and divided by a batch size written as a constant."""
     return _step(SumOverConstant)
 
 
@@ -133,7 +133,7 @@ class Average(Step):
 
 @program("TensorFlow tutorial: Custom training with tf.distribute.Strategy")
 def average_loss_of_the_rows_that_the_step_sees() -> Made:
-    """tf.nn.compute_average_loss by the rows that the step sees, as one device understands it"""
+    """tf.nn.compute_average_loss by the rows that the step sees, as one device understands it."""
     return _step(Average)
 
 
@@ -146,7 +146,7 @@ class WeightedMean(Step):
 
 @program("keras-io: Convolutional neural networks with weighted masks")
 def mean_by_weights_of_the_batch() -> Made:
-    """A loss that is divided by the sum of weights of the batch's rows"""
+    """A loss that is divided by the sum of weights of the batch's rows."""
     return _step(WeightedMean)
 
 
@@ -157,7 +157,7 @@ class Root(Step):
 
 @program("keras-io: Timeseries forecasting")
 def root_of_a_mean() -> Made:
-    """A loss that is the root of a mean over the rows"""
+    """A loss that is the root of a mean over the rows."""
     return _step(Root)
 
 
@@ -183,7 +183,7 @@ class DotOfBatch(keras.Model):
 
 @program("keras-io: Collaborative Filtering for Movie Recommendations")
 def product_over_the_batch() -> Made:
-    """A forward pass whose tensordot sums over the rows of the batch"""
+    """A forward pass whose tensordot sums over the rows of the batch."""
     x = np.random.default_rng(4).integers(0, 9, (30, 2)).astype("int32")
     return Made(
         DotOfBatch(),
@@ -194,7 +194,7 @@ def product_over_the_batch() -> Made:
 
 @program("TensorFlow Recommenders: retrieval")
 def scores_of_all_pairs() -> Made:
-    """A step whose loss is of the scores of all pairs of rows"""
+    """A step whose loss is of the scores of all pairs of rows."""
     return _step(Recommender)
 
 
@@ -210,7 +210,7 @@ class MixUp(Step):
 
 @program("keras-io: MixUp augmentation for image classification")
 def rows_mixed_with_other_rows() -> Made:
-    """A step that mixes each row with another row of the batch"""
+    """A step that mixes each row with another row of the batch."""
     return _step(MixUp)
 
 
@@ -232,13 +232,13 @@ class AdversarialBySize(Adversarial):
 
 @program("TensorFlow tutorial: Adversarial example using FGSM", "NSL: adversarial regularization")
 def adversary_by_the_sign() -> Made:
-    """Rows moved by the sign of the gradient of the mean loss by them"""
+    """Rows moved by the sign of the gradient of the mean loss by them."""
     return _step(Adversarial)
 
 
 @program("Neural structured learning: adversarial regularization")
 def adversary_by_the_size() -> Made:
-    """Rows moved by the gradient itself of a mean over the batch: its size depends on the rows"""
+    """Rows moved by the gradient itself of a mean over the batch: its size depends on the rows."""
     return _step(AdversarialBySize)
 
 
@@ -279,13 +279,13 @@ def _agent(cls: type[Agent]) -> Made:
 
 @program("keras-io: Actor Critic Method")
 def actor_and_critic() -> Made:
-    """Custom targets, log probabilities, a Huber loss; the largest value of the batch as a log"""
+    """Custom targets, log probabilities, a Huber loss; the largest value of the batch as a log."""
     return _agent(Agent)
 
 
 @program("keras-io: Proximal Policy Optimization")
 def advantages_normalized_over_the_batch() -> Made:
-    """Advantages normalized over the rows of the batch in the step"""
+    """Advantages normalized over the rows of the batch in the step."""
     return _agent(NormalizingAgent)
 
 
@@ -301,7 +301,7 @@ class Reversal(layers.Layer):
 
 @program("TensorFlow: domain-adversarial training")
 def reversed_gradient() -> Made:
-    """A layer with a gradient of its own, between an encoder and a second output"""
+    """A layer with a gradient of its own, between an encoder and a second output."""
     inputs = keras.Input((4,))
     hidden = layers.Dense(4, "tanh")(inputs)
     outputs = [layers.Dense(3, "softmax")(hidden), layers.Dense(1, "sigmoid")(Reversal()(hidden))]
@@ -329,7 +329,7 @@ def _r_squared(y_true: Any, y_pred: Any) -> Any:
 
 @program("keras-io: BASNet for segmentation", "Kaggle: dice loss")
 def dice_loss_and_functions_as_metrics() -> Made:
-    """A loss function of sums over the batch on a sigmoid; metrics that are functions"""
+    """A loss function of sums over the batch on a sigmoid; metrics that are functions."""
     x, y = features(4), (features(2) > 0).astype("float32")
     model = keras.Sequential([keras.Input((4,)), layers.Dense(2, "sigmoid")])
     given = {"optimizer": adam(), "loss": _dice, "metrics": [_mae_function, _r_squared]}
@@ -342,7 +342,7 @@ def _mean_entropy(y_true: Any, y_pred: Any) -> Any:
 
 @program("keras-io: Named Entity Recognition using Transformers")
 def loss_function_of_one_number_on_a_softmax() -> Made:
-    """A loss function of one number on a softmax, whose logits Keras finds by itself"""
+    """A loss function of one number on a softmax, whose logits Keras finds by itself."""
     x = 20 * features(4)
     return Made(classifier(), {"optimizer": adam(), "loss": _mean_entropy}, fit(x, labels()))
 
@@ -357,7 +357,7 @@ def _pinball(level: float) -> Any:
 
 @program("keras-io: Quantile regression", "keras-io: Keypoint detection")
 def several_losses_of_one_output() -> Made:
-    """Several outputs with losses made by a function, a Huber loss, and reduction by a sum"""
+    """Several outputs with losses made by a function, a Huber loss, and reduction by a sum."""
     inputs = keras.Input((4,))
     hidden = layers.Dense(4, "tanh")(inputs)
     model = keras.Model(inputs, [layers.Dense(1)(hidden) for _ in range(3)])

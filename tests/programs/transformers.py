@@ -53,7 +53,7 @@ class Attention(layers.Layer):
 
 @program("keras-io: Text classification with Transformer", "keras-io: Pretraining BERT")
 def text_classifier_with_positions() -> Made:
-    """Embeddings of tokens and of positions, attention with dropout, pooling, Adam"""
+    """Embeddings of tokens and of positions, attention with dropout, pooling, Adam."""
     inputs = keras.Input((LENGTH,), dtype="int32")
     hidden = layers.GlobalAveragePooling1D()(Attention(rate=0.1)(Positions()(inputs)))
     model = keras.Model(inputs, layers.Dense(3, "softmax")(hidden))
@@ -67,7 +67,7 @@ def text_classifier_with_positions() -> Made:
 
 @program("keras-io: Text generation with a miniature GPT")
 def miniature_gpt() -> Made:
-    """Causal attention, two outputs of which one has no loss, next tokens as targets"""
+    """Causal attention, two outputs of which one has no loss, next tokens as targets."""
     inputs = keras.Input((LENGTH,), dtype="int32")
     hidden = Attention(causal=True)(Positions()(inputs))
     model = keras.Model(inputs, [layers.Dense(WORDS)(hidden), hidden])
@@ -81,7 +81,7 @@ def miniature_gpt() -> Made:
 
 @program("keras-io: English-to-Spanish translation with a sequence-to-sequence Transformer")
 def translation_with_masks() -> Made:
-    """Encoder and decoder by a dict of inputs, masks of padding, weights of tokens, RMSprop"""
+    """Encoder and decoder by a dict of inputs, masks of padding, weights of tokens, RMSprop."""
     source = keras.Input((None,), dtype="int32", name="source")
     target = keras.Input((None,), dtype="int32", name="target")
     encoded = Attention()(Positions(mask_zero=True)(source))
@@ -124,7 +124,7 @@ class Masked(keras.Model):
 
 @program("keras-io: End-to-end Masked Language Modeling with BERT")
 def masked_language_model() -> Made:
-    """A loss of rank 2 with weights, and a tracker of that vector with the same weights"""
+    """A loss of rank 2 with weights, and a tracker of that vector with the same weights."""
     inputs = keras.Input((LENGTH,), dtype="int64")
     hidden = Attention()(Positions()(inputs))
     model = Masked(inputs, layers.Dense(WORDS, "softmax")(hidden))
@@ -181,13 +181,13 @@ def _captioner(text: np.ndarray, captions: int) -> Made:
 
 @program("keras-io: Image Captioning")
 def captions_with_a_masked_mean() -> Made:
-    """A masked mean over uneven lengths in the step, by whose rows replicas differ"""
+    """A masked mean over uneven lengths in the step, by whose rows replicas differ."""
     return _captioner(TEXT, 1)
 
 
 @program("keras-io: Image Captioning")
 def captions_in_several_updates() -> Made:
-    """Several updates in a step, a metric by another key; layers first built in the train_step"""
+    """Several updates in a step, a metric by another key; layers first built in the train_step."""
     return _captioner(FULL, 2)
 
 
@@ -200,7 +200,7 @@ class NonPadding(keras.losses.Loss):
 
 @program("keras-io: Named Entity Recognition using Transformers")
 def loss_class_of_one_number_on_a_softmax() -> Made:
-    """A Loss of one number, a masked mean, on a softmax output; ragged rows padded by tf.data"""
+    """A Loss of one number, a masked mean, on a softmax output; ragged rows padded by tf.data."""
     inputs = keras.Input((None,), dtype="int32")
     outputs = layers.Dense(WORDS, "softmax")(Attention()(layers.Embedding(WORDS, WIDTH)(inputs)))
     lengths = np.maximum((TEXT > 0).sum(1), 1)
@@ -245,7 +245,7 @@ class Speech(keras.Model):
 
 @program("keras-io: Automatic Speech Recognition with Transformer")
 def speech_from_a_dict() -> Made:
-    """A batch that is a dict, compute_loss with a mask as weights, positional arguments"""
+    """A batch that is a dict, compute_loss with a mask as weights, positional arguments."""
     data = batches({"source": features(6, 3), "target": TEXT})
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
     return Made(Speech(), {"optimizer": adam(), "loss": loss}, fit(data))
@@ -280,13 +280,13 @@ def _experts(coupled: bool) -> Made:
 
 @program("keras-io: Text classification with Switch Transformer")
 def experts_with_an_added_mean() -> Made:
-    """Routed experts, and a loss that a layer adds as a mean over tokens"""
+    """Routed experts, and a loss that a layer adds as a mean over tokens."""
     return _experts(coupled=False)
 
 
 @program("keras-io: Text classification with Switch Transformer")
 def experts_with_a_balance_of_the_batch() -> Made:
-    """A loss that a layer adds: the product of two means over all tokens of the batch"""
+    """A loss that a layer adds: the product of two means over all tokens of the batch."""
     return _experts(coupled=True)
 
 
@@ -301,7 +301,7 @@ class Tied(layers.Layer):
 
 @program("keras-io: Text generation from scratch with KerasHub")
 def tied_embeddings() -> Made:
-    """One table looked up and multiplied by: its gradient is sparse and dense; AdamW, warm-up"""
+    """One table looked up and multiplied by: its gradient is sparse and dense; AdamW, warm-up."""
     words = layers.Embedding(WORDS, WIDTH)
     inputs = keras.Input((LENGTH,), dtype="int32")
     model = keras.Model(inputs, Tied(words)(Attention(causal=True)(words(inputs))))
@@ -326,7 +326,7 @@ class LowRank(layers.Layer):
 
 @program("keras-io: Parameter-efficient fine-tuning of GPT-2 with LoRA")
 def low_rank_adaptation() -> Made:
-    """Frozen layers beside trained ones of low rank, repeated tokens, global_clipnorm"""
+    """Frozen layers beside trained ones of low rank, repeated tokens, global_clipnorm."""
     inputs = keras.Input((LENGTH,), dtype="int32")
     hidden = LowRank(layers.Dense(WIDTH))(layers.Embedding(WORDS, WIDTH)(inputs))
     model = keras.Model(inputs, layers.Dense(WORDS)(hidden))
@@ -341,7 +341,7 @@ def low_rank_adaptation() -> Made:
 
 @program("keras-io: Image classification with Vision Transformer")
 def patches_with_learned_positions() -> Made:
-    """A weight of positions added to patches, a class token, top-k accuracy"""
+    """A weight of positions added to patches, a class token, top-k accuracy."""
 
     class Patches(layers.Layer):
         def build(self, shape: Any) -> None:

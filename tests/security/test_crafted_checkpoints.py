@@ -190,7 +190,7 @@ def test_a_checkpoint_callback_writes_where_it_was_told(tmp_path: Path) -> None:
 def test_types_of_arrays_are_those_that_are_known(tmp_path: Path) -> None:
     data = file_format.to_bytes(file_format.Record(1, {"a": np.zeros(2, np.uint8)}))
     assert b'\\"types\\": [\\"\\"]' in data
-    with pytest.raises(file_format.DamagedCheckpoint):
+    with pytest.raises(file_format.DamagedCheckpointError):
         file_format.from_bytes(data.replace(b'\\"types\\": [\\"\\"]', b'\\"types\\": [\\"os\\"]'))
 
 

@@ -36,7 +36,7 @@ from tfmulti.data.sources import images, npz
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ResumeError, RunDirError
 from tfmulti.training.checkpoint import file_format
-from tfmulti.training.checkpoint.file_format import Checkpoints, DamagedCheckpoint, Record
+from tfmulti.training.checkpoint.file_format import Checkpoints, DamagedCheckpointError, Record
 
 
 def png(width: int, height: int) -> bytes:
@@ -261,7 +261,7 @@ def test_a_small_checkpoint_takes_little_memory() -> None:
     same = rewritten(data, lambda name, part: part)
     assert file_format.from_bytes(same).step == 1
     packed = rewritten(data, lambda name, part: part, zipfile.ZIP_DEFLATED)
-    with pytest.raises(DamagedCheckpoint, match="compressed, or larger than the file"):
+    with pytest.raises(DamagedCheckpointError, match="compressed, or larger than the file"):
         file_format.from_bytes(packed)
 
 
@@ -278,7 +278,7 @@ def test_an_array_stands_in_a_checkpoint_once() -> None:
         return json.dumps(seal).encode()
 
     data = file_format.to_bytes(Record(1, {"x": np.zeros(1000)}))
-    with pytest.raises(DamagedCheckpoint, match="stands in it twice"):
+    with pytest.raises(DamagedCheckpointError, match="stands in it twice"):
         file_format.from_bytes(rewritten(data, twice))
 
 
@@ -290,7 +290,7 @@ def test_parts_of_a_checkpoint_are_not_more_than_the_file() -> None:
         for number in range(9):
             archive.filelist.append(archive.filelist[0])
             archive.NameToInfo[str(number)] = archive.filelist[0]
-    with pytest.raises(DamagedCheckpoint, match="larger than the file"):
+    with pytest.raises(DamagedCheckpointError, match="larger than the file"):
         file_format.from_bytes(out.getvalue())
 
 

@@ -27,7 +27,7 @@ from tfmulti.config import run_directory
 from tfmulti.errors import ResumeError
 from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
-from tfmulti.training.checkpoint.owner import FILE, NotOwner, Owner, Ownership, ownership_of
+from tfmulti.training.checkpoint.owner import FILE, NotOwnerError, Owner, Ownership, ownership_of
 
 pytestmark = pytest.mark.processes
 
@@ -168,7 +168,7 @@ def test_a_later_attempt_takes_over_from_one_that_lives(folder: Path) -> None:
     first.take()
     second = Ownership(folder, job(2), ended.append)
     second.take()
-    with pytest.raises(NotOwner, match=r"attempt 2\) by now: this process \(attempt 1\) ends with"):
+    with pytest.raises(NotOwnerError, match=r"attempt 2\) by now: this process \(attempt 1\) ends with"):
         first.check()
     wait_for(lambda: ended == [1], 10)
     first.release()
@@ -247,7 +247,7 @@ def test_an_earlier_attempt_finds_a_later_one_that_has_ended(folder: Path) -> No
     with stale._lock:  # it stands still
         live.take()
         live.release()
-    with pytest.raises(NotOwner, match=r"attempt 1\) by now: this process \(attempt 0\) ends"):
+    with pytest.raises(NotOwnerError, match=r"attempt 1\) by now: this process \(attempt 0\) ends"):
         stale.check()
     wait_for(lambda: ended == [1], 10)
     assert json.loads((folder / FILE).read_text())["attempt"] == 1
@@ -270,7 +270,7 @@ def test_no_file_of_a_runs_folder_is_replaced_or_removed_by_who_has_lost_it(
             lambda: run_directory.write_text(inside, "stale"),
             lambda: run_directory.remove(inside),
         ):
-            with pytest.raises(NotOwner):
+            with pytest.raises(NotOwnerError):
                 change()
         run_directory.write_text(outside, "elsewhere")
     assert inside.read_text() == "mine"
@@ -316,7 +316,7 @@ def test_who_cannot_say_why_it_ends_does_end(folder: Path) -> None:
         "import sys; from tfmulti.training.checkpoint.owner import *; from pathlib import Path; "
     )
     words += "sys.stderr.write('x' * 65530); sys.stderr.flush(); "
-    words += "Ownership(Path(sys.argv[1]), {}).end(NotOwner('words' * 50))"
+    words += "Ownership(Path(sys.argv[1]), {}).end(NotOwnerError('words' * 50))"
     argv = [sys.executable, "-c", words, str(folder)]
     process = subprocess.Popen(argv, stderr=writer)
     try:
@@ -367,7 +367,7 @@ def test_who_has_lost_the_folder_writes_and_removes_nothing(tmp_path: Path) -> N
     checkpoints.write(record(1))
     second = Ownership(tmp_path, job(2))
     second.take()
-    with pytest.raises(NotOwner):
+    with pytest.raises(NotOwnerError):
         checkpoints.write(record(2))
     assert [path.stem for path in checkpoints.files()] == ["step-000000001"]
     assert not list(tmp_path.glob(".partial-*"))

@@ -53,7 +53,7 @@ from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
 from tfmulti.launch.workers import WorkerStatus
 from tfmulti.training.checkpoint import file_format, owner
-from tfmulti.training.checkpoint.file_format import DamagedCheckpoint, Record
+from tfmulti.training.checkpoint.file_format import DamagedCheckpointError, Record
 from tfmulti.training.checkpoint.owner import Owner
 
 MOST_BYTES = 64 << 20  # of memory, over what the process has, for inputs of some KB
@@ -520,7 +520,7 @@ BACKUP = file_format.to_bytes(
 @fuzzed
 @given(damaged(BACKUP))
 def test_checkpoints(data: bytes) -> None:
-    with only(DamagedCheckpoint):
+    with only(DamagedCheckpointError):
         assert type(file_format.from_bytes(data).step) is int
 
 
@@ -548,7 +548,7 @@ def test_checkpoints_that_somebody_made(head: Any, data: st.DataObject) -> None:
     blobs = [data.draw(st.just(blob) | damaged(blob)) for blob in parts_of(BACKUP)[1]]
     if isinstance(head, dict) and isinstance(head.get("sha256"), list):
         head["sha256"] = [hashlib.sha256(blob).hexdigest() for blob in blobs]
-    with only(DamagedCheckpoint):
+    with only(DamagedCheckpointError):
         assert type(file_format.from_bytes(sealed(head, blobs)).step) is int
 
 

@@ -191,7 +191,6 @@ def dropout(
         rate: the part of the elements that become 0.
         noise_shape: the shape of the mask, where None stands for a size of `inputs`; None for all.
     """
-
     sizes = shape_of(inputs)
     if noise_shape is not None:
         sizes = [sizes[i] if size is None else size for i, size in enumerate(noise_shape)]

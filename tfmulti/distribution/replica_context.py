@@ -249,7 +249,7 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
 
     Raises:
         ModelError: the value has strings.
-        CannotCompile: XLA is to compile the step.
+        CannotCompileError: XLA is to compile the step.
     """
     refuse_to_compile("takes the rows of all replicas")
     if value.dtype == tf.bool:
@@ -278,7 +278,7 @@ def total(value: tf.Tensor) -> tf.Tensor:
         value: a tensor whose shape is known when the step is traced.
 
     Raises:
-        CannotCompile: XLA is to compile the step.
+        CannotCompileError: XLA is to compile the step.
     """
     refuse_to_compile("takes a sum over all replicas")
     begun = collectives.begin_totals([value])
@@ -338,7 +338,7 @@ def of_each(value: tf.Tensor) -> tf.Tensor:
         value: a tensor whose shape is known when the step is traced.
 
     Raises:
-        CannotCompile: XLA is to compile the step.
+        CannotCompileError: XLA is to compile the step.
     """
     refuse_to_compile("takes the statistics of all replicas")
     context = tf.distribute.get_replica_context()

@@ -113,7 +113,7 @@ def partial() -> ReplicaSlice | None:
     return None if share is None or share.is_whole else share
 
 
-class CannotCompile(Exception):
+class CannotCompileError(Exception):
     """Raised while tracing when XLA cannot compile a replica's step with identical results."""
 
 
@@ -139,9 +139,9 @@ def refuse_to_compile(what: str) -> None:
         what: what the step does, in words that follow "it".
 
     Raises:
-        CannotCompile: the call is inside `compiling`.
+        CannotCompileError: the call is inside `compiling`.
     """
     hindrances = _hindrances.get()
     if hindrances is not None:
         hindrances.append(what)
-        raise CannotCompile(what)
+        raise CannotCompileError(what)

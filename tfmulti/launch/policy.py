@@ -168,15 +168,16 @@ def words_of_exit(returncode: int) -> tuple[str, int]:
 class StepTiming:
     """What a worker does, and since when.
 
-    A worker computes a step, or it does other work: it traces, runs callbacks or saves. How long
-    other work takes cannot be known. In a step, workers wait for each other.
+    A worker is in a step, where workers wait for each other, or it runs callbacks or saves. Only
+    the duration of a step of a known kind can be judged. A step that is traced and other work may
+    take any time.
 
     Attributes:
-        computes: whether the worker computes a step of a kind that it has timed before.
+        computes: whether the worker runs a step of a kind that it has timed before.
         since_s: when it began what it does.
         longest_s: the duration of its longest step of that kind.
         idle_since_s: since when it uses no core.
-        first: whether the worker traces a step, which takes much longer than the following steps.
+        first: whether the worker runs a step that it traces, or that has no known duration yet.
     """
 
     computes: bool
@@ -187,7 +188,7 @@ class StepTiming:
 
     @property
     def in_step(self) -> bool:
-        """Whether the worker is in a step, traced or not, and may wait for other workers there."""
+        """Whether the worker is in a step of any kind, and may wait for other workers there."""
         return self.computes or self.first
 
 

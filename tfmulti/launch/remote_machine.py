@@ -13,7 +13,7 @@ The agent sends:
     {"id": n, "gives": result}                     the answer to request n
     {"id": n, "fails": words}                      the answer to a request that failed
     {"line": [rank, stream, text]}                 a line of a worker's output
-    {"looks": [status, …], "now_s": s}             the status of all workers, at its own time
+    {"looks": [status, …], "now_s": s}             the status of all workers, by its clock
 
 An answer also has `looks` and `now_s`. The side that hears nothing for `LOST_S` seconds takes the
 other side for gone. `now_s` lets the launcher shift the times of the agent's clock to its own.

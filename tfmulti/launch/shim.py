@@ -1,17 +1,18 @@
-"""Runs a worker's program inside its process, and writes down what goes wrong in it.
+"""Runs a worker's program inside the worker's process, and writes error.json when it fails.
 
-    python -m tfmulti.launch.shim MODULE_OR_SCRIPT [ARGUMENTS…]
+    python -m tfmulti.launch.shim [-m] MODULE_OR_SCRIPT [ARGUMENTS…]
 
-with `-m` first for a module. SIGUSR1 makes it write the stack of each of its threads.
+The program runs as Python would run it. SIGUSR1 makes the process write the stacks of all its
+threads to a file.
 
     python -m tfmulti.launch.shim --standby
 
-imports TensorFlow and waits for a line of JSON on its standard input: the environment and the
-arguments of a worker. It becomes that worker at once, where a new process takes four seconds.
+The process imports TensorFlow and waits for a line of JSON on its standard input: the environment
+and the arguments of a worker. It becomes that worker at once. A new process takes four seconds.
 
     python -m tfmulti.launch.shim --command PROGRAM [ARGUMENTS…]
 
-runs a program that is not Python's in its place.
+The process replaces itself by a program that is not written in Python.
 """
 
 from __future__ import annotations
@@ -37,18 +38,22 @@ from tfmulti.launch.heartbeat import ERROR_FILE, write_error
 STACKS_FILE, STANDBY, COMMAND = "TFMULTI_STACKS_FILE", "--standby", "--command"
 PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# How often a worker looks whether its launcher is there.
 _LOOK_S = 0.5
 
 
 def tie_to_launcher() -> None:
-    """Has this worker end when its launcher and the guard are gone, both killed.
+    """Makes this worker end even when its launcher and the guard are both killed.
 
-    It gets SIGTERM at the launcher's death (PR_SET_PDEATHSIG), and its group SIGKILL after the
-    grace. The guard does the same, if it is there: what ends sooner is ended once.
+    At the launcher's death the worker gets SIGTERM from the system (PR_SET_PDEATHSIG). After the
+    grace period a thread of the worker sends SIGKILL to the worker's process group. The guard does
+    the same if it is alive. The function does nothing if no launcher has started this process.
     """
     parent = os.getppid()
     if os.environ.get(PARENT) not in (None, str(parent)):
-        sys.exit(1)  # the launcher was killed before its guard knew of this process
+        # The launcher was killed before its guard knew of this process.
+        sys.exit(1)
     if PARENT not in os.environ:
         return
     _end_with_parent()
@@ -64,16 +69,20 @@ def tie_to_launcher() -> None:
 
 
 def _end_with_parent() -> None:
-    """See prctl(2); where it fails there is still the guard."""
+    """Makes the system send SIGTERM to this process when its launcher ends, see prctl(2).
+
+    A failure of the call is ignored, because the guard ends the process as well.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.environ.get(PARENT) != str(os.getppid()):
-        sys.exit(1)  # it has ended just before
+        # The launcher has ended before the call.
+        sys.exit(1)
 
 
 def _leave_a_watch() -> None:
-    """Leaves a process that ends this one's group where the launcher is gone, as a worker does.
+    """Forks a process that ends this process group when the launcher is gone.
 
-    A program that is run in this one's place may ignore SIGTERM, or have started others.
+    The program that replaces this process may ignore SIGTERM, or start other processes.
     """
     if PARENT not in os.environ:
         return
@@ -84,23 +93,29 @@ def _leave_a_watch() -> None:
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(null, stream)  # else who waits for the program's output waits for this process
+        # An open output stream would let readers of the program's output wait for this process.
+        os.dup2(null, stream)
     select.select([launcher, program], [], [])
     if not select.select([launcher], [], [], _LOOK_S)[0]:
-        os._exit(0)  # the program has ended by itself
+        # The program has ended by itself.
+        os._exit(0)
     os.killpg(0, signal.SIGTERM)
     time.sleep(float(os.environ.get(GRACE, "30")))
     os.killpg(0, signal.SIGKILL)
 
 
 def stand_by() -> list[str]:
-    """Returns the arguments of the worker that this process is to become, when it is told."""
+    """Waits until this process becomes a worker, and returns the worker's arguments.
+
+    The process gets the worker's environment. It exits if its standard input ends before.
+    """
     with garbage_collection.importing():
-        # TensorFlow and Keras come with it.
+        # This module imports TensorFlow and Keras.
         importlib.import_module("tfmulti.training.distributed_model")
     line = sys.stdin.readline()
     if not line:
-        sys.exit(0)  # the launcher has ended
+        # The launcher has ended.
+        sys.exit(0)
     order = json.loads(line)
     os.environ.clear()
     os.environ.update(order["env"])
@@ -111,10 +126,11 @@ def stand_by() -> list[str]:
 
 
 def _check_module(name: str) -> None:
-    """Raises ConfigError where there is no such module; what it imports is not asked."""
+    """Raises ConfigError if a module does not exist. Modules that it imports are not checked."""
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
+        # A package above the module may itself import a module that is missing.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         found = None
@@ -123,9 +139,10 @@ def _check_module(name: str) -> None:
 
 
 def main() -> None:
-    """Runs the program that the command line names, as Python would."""
+    """Runs the program that the command line names; writes error.json if it raises."""
     if sys.argv[1:2] == [COMMAND]:
-        _end_with_parent()  # what is run in its place keeps that
+        # The setting stays when the program replaces this process.
+        _end_with_parent()
         _leave_a_watch()
         os.execvp(sys.argv[2], sys.argv[2:])
     tie_to_launcher()
@@ -133,7 +150,8 @@ def main() -> None:
         sys.argv[1:] = stand_by()
     stacks = os.environ.get(STACKS_FILE)
     if stacks:
-        # The handler is C's own: it runs also while the main thread waits inside TensorFlow.
+        # faulthandler's handler is written in C, so it also runs while the main thread waits inside
+        # TensorFlow.
         faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     argv = sys.argv[1:]
     try:

@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM end a run within seconds, with what was reached saved.
+"""Ends a run within seconds of Ctrl-C or SIGTERM, after it has saved a checkpoint.
 
-A signal's Python handler runs between two bytecodes of the main thread, but that thread can
-sit in a collective, waiting for a worker that is gone. So the signal is also written to a
-pipe (`signal.set_wakeup_fd`), which a thread reads: it asks the training to stop at once,
-and ends the process if no step ends in time.
+Python runs a signal handler between two bytecodes of the main thread. That thread may be inside a
+collective, waiting for a worker that is gone, and then the handler never runs. So Python also
+writes the signal to a socket (`signal.set_wakeup_fd`), which a thread reads. The thread asks the
+training to stop, and ends the process if no step ends in time.
 """
 
 from __future__ import annotations
@@ -20,19 +20,26 @@ from types import TracebackType
 from tfmulti.errors import ConfigError
 from tfmulti.launch.heartbeat import heartbeat
 
-GRACE = "TFMULTI_GRACE_S"  # how long who sends SIGTERM waits before SIGKILL: the launcher tells
-GRACE_S = 4.0  # to the end of a step; Ctrl-C is to end everything within five seconds
-_MARGIN_S = 1.0  # to end by oneself, with a word, before SIGKILL
+# The launcher sets this variable to the time between SIGTERM and SIGKILL.
+GRACE = "TFMULTI_GRACE_S"
+
+# The time to the end of the training where the launcher gives none. With it, Ctrl-C ends the run
+# within five seconds.
+GRACE_S = 4.0
+
+# How long before SIGKILL the process ends by itself, so that it can print the reason.
+_MARGIN_S = 1.0
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM end the process at once, as the system does by itself.
+    """A context in which SIGINT and SIGTERM end the process at once, by the system's default.
 
-    While a worker waits for the others TensorFlow holds Python's lock, so no handler and no
-    thread of Python's runs. Works in the main thread alone; elsewhere it does nothing.
+    While a worker waits for the other workers to join, TensorFlow holds Python's global lock. No
+    Python handler and no Python thread runs then. Outside of the main thread the context does
+    nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,13 +53,13 @@ def default_signals() -> Iterator[None]:
 
 
 def sigterm_grace_s(env: Mapping[str, str]) -> float:
-    """Returns how long after SIGTERM training may take to end with its last checkpoint written.
+    """Returns how many seconds after SIGTERM training may take to end and write its checkpoint.
 
     >>> sigterm_grace_s({"TFMULTI_GRACE_S": "30"}), sigterm_grace_s({})
     (29.0, 4.0)
 
     Raises:
-        ConfigError: TFMULTI_GRACE_S is no number of seconds above 0.
+        ConfigError: TFMULTI_GRACE_S is not a number of seconds above 0.
     """
     text = env.get(GRACE)
     if text is None:
@@ -66,30 +73,36 @@ def sigterm_grace_s(env: Mapping[str, str]) -> float:
     return given_s - min(_MARGIN_S, given_s / 4)
 
 
-_watches = 0  # how many are entered
+# How many SignalWatch contexts are entered.
+_watches = 0
 
 
 def is_watched() -> bool:
-    """Whether a SignalWatch is there already, so that another one would take its signals."""
+    """Returns whether a SignalWatch is active. Another one would take its signals."""
     return _watches > 0
 
 
 class SignalWatch:
-    """A context in which SIGINT and SIGTERM ask `stop` to stop, instead of ending the process.
+    """A context in which SIGINT and SIGTERM call `stop`, instead of ending the process.
 
-    Enter it when the strategy is made: those of TensorFlow replace SIGTERM's handler.
+    Enter it after the strategy is made, because TensorFlow's strategies replace the handler of
+    SIGTERM. Outside of the main thread, as in some notebooks, the context does nothing.
 
-    Before `stop` is set, and at a second signal, the process ends at once: nothing is there
-    to save. After `finished()` the process is left in peace to write its files.
-    Works in the main thread alone; elsewhere (some notebooks) it does nothing.
+    - Before `stop` is set, a signal ends the process at once: there is nothing to save.
+    - A first signal calls `stop`. If training does not end in time, the process ends.
+    - A second signal ends the process at once. A second SIGTERM under the launcher has no effect.
+    - After `finished()` the process has all the time that it needs to write its files.
+
+    Attributes:
+        stop: is called with the name of the signal, in a thread of its own.
 
     Args:
-        grace_s: how long training may take to end after a signal; None: after SIGTERM as long as
-            the environment says (`sigterm_grace_s`), after SIGINT `GRACE_S`.
-        exit: ends the process.
+        grace_s: the seconds that training may take to end after a signal. None: `sigterm_grace_s`
+            of the environment after SIGTERM, and `GRACE_S` after SIGINT.
+        exit: ends the process with an exit code.
 
     Raises:
-        ConfigError: the environment says no time.
+        ConfigError: TFMULTI_GRACE_S is not a number of seconds above 0.
     """
 
     def __init__(
@@ -124,7 +137,7 @@ class SignalWatch:
         return self
 
     def finished(self) -> None:
-        """Says that training has ended: a signal no longer ends the process by force."""
+        """Says that training has ended: a first signal has no effect from here on."""
         self._done.set()
 
     def __exit__(
@@ -141,19 +154,24 @@ class SignalWatch:
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._writer.close()  # ends the thread
+        # The end of the connection ends the thread.
+        self._writer.close()
         self._thread.join()
         self._reader.close()
 
     def _listen(self) -> None:
+        """Handles each signal that Python writes to the socket, in a thread of its own."""
         while data := self._reader.recv(16):
             for number in data:
                 if number in WATCHED:
                     self._on_signal(signal.Signals(number))
 
     def _on_signal(self, number: signal.Signals) -> None:
+        """Asks the training to stop, or ends the process."""
+        # The launcher and the system may both send SIGTERM, so a second one is not a request to
+        # end at once. The launcher ends by SIGKILL what stays.
         if self._seen and number == signal.SIGTERM and GRACE in os.environ:
-            return  # of the launcher and of the system both; it ends with SIGKILL what stays
+            return
         self._seen += 1
         heartbeat().asked()
         if self.stop is None or self._seen > 1:
@@ -163,17 +181,19 @@ class SignalWatch:
             threading.Thread(target=self._force_later, args=(number,), daemon=True).start()
 
     def _force_later(self, number: signal.Signals) -> None:
+        """Ends the process if training has not ended after the grace period."""
         grace_s = self._grace_s[number]
         if not self._done.wait(grace_s):
             self._end(number, f"no step ended, or no checkpoint was written, within {grace_s:g} s")
 
     def _end(self, number: signal.Signals, why: str) -> None:
+        """Prints the reason and ends the process with 128 + the number of the signal."""
         print(f"tfmulti: stopped by {number.name}: {why}.", file=sys.stderr, flush=True)
         self._exit(128 + number)
 
 
 def _forget_in_child() -> None:
-    """In a forked child: its signals are its own, not the training's."""
+    """Gives a forked child the default signal handlers, so that no signal of it stops training."""
     if _watches:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
@@ -185,4 +205,4 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Does nothing in the main thread: the watching thread has the signal already."""
+    """Does nothing in the main thread, because the thread of the SignalWatch handles the signal."""

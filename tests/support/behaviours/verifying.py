@@ -93,7 +93,6 @@ def compiled_outside_the_scope() -> Any:
 @behaviour
 def variables_of_its_own_outside_the_scope() -> Any:
     """A `train_step` with variables of TensorFlow's own, in attributes, lists and closures."""
-
     count = tf.Variable(0.0)
 
     class Counts(keras.Model):

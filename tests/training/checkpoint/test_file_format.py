@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfmulti.training.checkpoint import file_format, serialization
-from tfmulti.training.checkpoint.file_format import Checkpoints, DamagedCheckpoint, Record
+from tfmulti.training.checkpoint.file_format import Checkpoints, DamagedCheckpointError, Record
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(data: st.DataObject) -> None:
     damaged[bit // 8] ^= 1 << bit % 8
     try:
         found = file_format.from_bytes(bytes(damaged))
-    except DamagedCheckpoint:
+    except DamagedCheckpointError:
         return
     assert same(found.tree, record().tree)  # zip has fields that nobody reads: dates, versions
     assert found.step == 7
@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(data: st.DataObject) -> None:
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999])
 def test_a_file_that_is_cut_off_is_found(part: float) -> None:
     whole = file_format.to_bytes(record())
-    with pytest.raises(DamagedCheckpoint, match="cut off or damaged"):
+    with pytest.raises(DamagedCheckpointError, match="cut off or damaged"):
         file_format.from_bytes(whole[: int(part * len(whole))])
 
 
@@ -171,6 +171,6 @@ def test_a_write_that_fails_leaves_what_was_there(
         return len(data) - 1
 
     monkeypatch.setattr(Path, "write_bytes", failing)
-    with pytest.raises(OSError if fault == "full" else DamagedCheckpoint):
+    with pytest.raises(OSError if fault == "full" else DamagedCheckpointError):
         checkpoints.write(record(2))
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000001.npz"]

@@ -23,7 +23,7 @@ from tfmulti.config.training_options import RESUME
 from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat, saved_before
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
-from tfmulti.training.checkpoint.owner import NotOwner, ownership_of
+from tfmulti.training.checkpoint.owner import NotOwnerError, ownership_of
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -185,7 +185,7 @@ class Checkpoint(keras.callbacks.Callback):
         try:
             path = self._checkpoints.write(record)
             heartbeat().saved(record.step, str(path.parent.absolute()))
-        except NotOwner as error:
+        except NotOwnerError as error:
             self._ownership.end(error)
         # An error of a checkpoint must not end the run.
         except Exception as error:

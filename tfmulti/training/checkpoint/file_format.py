@@ -33,7 +33,7 @@ _TREE = "record.json"
 _NAME = re.compile(r"step-(\d{9,})\.npz")
 
 
-class DamagedCheckpoint(TfmultiError):
+class DamagedCheckpointError(TfmultiError):
     """Raised if the file of a checkpoint is not as it was written."""
 
 
@@ -80,7 +80,7 @@ def from_bytes(data: bytes) -> Record:
         data: the content of the file.
 
     Raises:
-        DamagedCheckpoint: the file is cut off, a bit has changed, a part is missing, or the file
+        DamagedCheckpointError: the file is cut off, a bit has changed, a part is missing, or the file
             has another format.
     """
     try:
@@ -90,14 +90,14 @@ def from_bytes(data: bytes) -> Record:
             entries = archive.infolist()
             is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
             if is_packed or sum(entry.file_size for entry in entries) > len(data):
-                raise DamagedCheckpoint("a part of it is compressed, or larger than the file")
+                raise DamagedCheckpointError("a part of it is compressed, or larger than the file")
             sealed = json.loads(archive.read(_TREE))
             text = sealed["text"]
             if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
-                raise DamagedCheckpoint("its description has changed since it was written")
+                raise DamagedCheckpointError("its description has changed since it was written")
             head = json.loads(text)
             if head["format"] != FORMAT:
-                raise DamagedCheckpoint(
+                raise DamagedCheckpointError(
                     f"it has format {head['format']}, but this version reads {FORMAT}"
                 )
             arrays = []
@@ -106,15 +106,15 @@ def from_bytes(data: bytes) -> Record:
             ):
                 blob = archive.read(f"{number}.npy")
                 if hashlib.sha256(blob).hexdigest() != digest:
-                    raise DamagedCheckpoint(f"array {number} has changed since it was written")
+                    raise DamagedCheckpointError(f"array {number} has changed since it was written")
                 arrays.append(serialization.from_npy(name, blob))
             tree = serialization.from_json(head["tree"], arrays)
             record = Record(operator.index(head["step"]), {**tree})
-    except DamagedCheckpoint:
+    except DamagedCheckpointError:
         raise
     except Exception as error:
         # A damaged zip or npy file raises errors of many types.
-        raise DamagedCheckpoint(f"it is cut off or damaged ({error})") from None
+        raise DamagedCheckpointError(f"it is cut off or damaged ({error})") from None
     return record
 
 
@@ -160,7 +160,7 @@ class Checkpoints:
         Raises:
             Exception: `check` raised it; nothing was written or removed after that.
             OSError: the disk is full, or the folder cannot be written. All earlier files stay.
-            DamagedCheckpoint: the file does not hold what was written to it. All earlier files
+            DamagedCheckpointError: the file does not hold what was written to it. All earlier files
                 stay.
         """
         data = to_bytes(record)
@@ -170,7 +170,7 @@ class Checkpoints:
         with replacing(path) as partial:
             partial.write_bytes(data)
             if partial.read_bytes() != data:
-                raise DamagedCheckpoint(f"{path} does not hold what was written to it")
+                raise DamagedCheckpointError(f"{path} does not hold what was written to it")
             self._check()
         self._damaged.discard(path)
         others = [old for old in self.files() if old not in self._damaged]
@@ -187,7 +187,7 @@ class Checkpoints:
         for path in self.files():
             try:
                 return from_bytes(path.read_bytes()), wrong
-            except DamagedCheckpoint as error:
+            except DamagedCheckpointError as error:
                 self._damaged.add(path)
                 wrong.append(f"{path}: {error}")
             except OSError as error:

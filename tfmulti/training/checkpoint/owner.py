@@ -53,7 +53,7 @@ _LOOK_S = 0.5
 _MOST_BYTES = 4096
 
 
-class NotOwner(TfmultiError):
+class NotOwnerError(TfmultiError):
     """Raised if another process owns the folder, so that this one must not write there."""
 
 
@@ -199,17 +199,17 @@ class Ownership:
         """Raises an error if the folder belongs to another process.
 
         Raises:
-            NotOwner: another process owns the folder, and is no earlier attempt of this job.
+            NotOwnerError: another process owns the folder, and is no earlier attempt of this job.
             OSError: the file cannot be read.
         """
         found = _read(self._path)
         if found is not None and found != self._mine and not self._is_earlier(found):
-            raise NotOwner(
+            raise NotOwnerError(
                 f"{self._folder} belongs to {found.in_words()} by now: this process (attempt "
                 f"{self._mine.attempt}) ends without saving."
             )
 
-    def end(self, error: NotOwner) -> None:
+    def end(self, error: NotOwnerError) -> None:
         """Prints an error, and ends this process with the exit code of a failure.
 
         Args:
@@ -272,7 +272,7 @@ class Ownership:
                     else:
                         # The file was removed, or the disk was full when it was to be written.
                         self._write()
-            except NotOwner as error:
+            except NotOwnerError as error:
                 self.end(error)
                 return
             except OSError:
@@ -286,7 +286,7 @@ class Ownership:
             return
         with self._lock:
             self._released.set()
-            with contextlib.suppress(OSError, NotOwner):
+            with contextlib.suppress(OSError, NotOwnerError):
                 self.check()
                 if self._folder.is_dir():
                     self._write(ended=True)

@@ -78,7 +78,7 @@ def _by_xla(step: Step, asked: bool) -> Step:
         try:
             logs, gradients = passes(data)
         except Exception:
-            # Keras may raise another exception in the place of CannotCompile, so the list of
+            # Keras may raise another exception in the place of CannotCompileError, so the list of
             # hindrances tells whether that was the cause.
             if not hindrances:
                 raise
