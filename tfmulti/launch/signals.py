@@ -91,7 +91,7 @@ class SignalWatch:
     - Before `stop` is set, a signal ends the process at once: there is nothing to save.
     - A first signal calls `stop`. If training does not end in time, the process ends.
     - A second signal ends the process at once. A second SIGTERM under the launcher has no effect.
-    - After `finished()` the process has all the time that it needs to write its files.
+    - After `finished()` a first signal has no effect, so that the process can write its files.
 
     Attributes:
         stop: is called with the name of the signal, in a thread of its own.
@@ -193,7 +193,7 @@ class SignalWatch:
 
 
 def _forget_in_child() -> None:
-    """Gives a forked child the default signal handlers, so that no signal of it stops training."""
+    """Gives a forked child the default handlers, so that its signals do not stop the training."""
     if _watches:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)

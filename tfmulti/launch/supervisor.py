@@ -1,4 +1,8 @@
-"""Runs a job: attempt after attempt, until it is done or the policy says stop."""
+"""Runs a job: makes attempt after attempt, until the job is done or the policy stops it.
+
+An attempt starts all workers and watches them until they have ended or one of them has failed. Then
+the launcher ends the others, and `policy.next_action` decides whether there is another attempt.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,18 @@ from tfmulti.launch.remote_machine import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
 from tfmulti.launch.worker_group import WorkerGroup
 
-SETTLE_S = 0.1  # after the first failure: for the workers that failed before it was seen
-FAILING_S = 1.0  # for one that has written its error down, until it has ended
-LOOK_FOR_CAUSE_S = LOST_S + 2.0  # after a failure that follows from another one
+# How long the launcher waits after the first failure, for workers that have failed before it.
+SETTLE_S = 0.1
+
+# The same if a running worker has written an error down, and must still end.
+FAILING_S = 1.0
+
+# The same if every failure follows from another one. A lost machine is noticed after LOST_S.
+LOOK_FOR_CAUSE_S = LOST_S + 2.0
 
 
 class Stopped(Exception):
-    """The launcher was asked to stop."""
+    """Raised in the main thread when the launcher gets a signal to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -43,7 +52,16 @@ class Stopped(Exception):
 
 
 def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
-    """Returns the exit code of the job: 0, that of the worker that failed, or 128 + signal."""
+    """Runs a job and returns its exit code: 0, that of the failed worker, or 128 + signal.
+
+    Args:
+        config: the job.
+        env: the environment that the workers inherit.
+
+    Raises:
+        UserError: the job cannot run as the configuration asks.
+        TfmultiError: the first machine of a job that is started by hand does not answer.
+    """
     hosts = sources_of(config).now()
     check_secret(config, hosts)
     secret = config.secret or ("" if config.by_hand else job_secret.made())
@@ -66,7 +84,14 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
 
 
 class Job:
-    """One job over its attempts: what is remembered from one to the next."""
+    """One job, with what the launcher remembers from one attempt to the next.
+
+    Args:
+        config: the job.
+        pool: finds and holds the machines.
+        output: takes the workers' output.
+        run_id: names the job, the same on all machines.
+    """
 
     def __init__(
         self, config: LaunchConfig, pool: HostManager, output: Output, run_id: str
@@ -80,7 +105,7 @@ class Job:
         self._before: Placement | None = None
 
     def run(self) -> int:
-        """Returns the job's exit code."""
+        """Makes attempts until the job ends, and returns its exit code."""
         try:
             while True:
                 with stopping_by_signals() as signals:
@@ -95,7 +120,7 @@ class Job:
             return EXIT_FAILED
 
     def _once(self, signals: Signals) -> int | None:
-        """Makes one attempt; returns the exit code if the job ends with it."""
+        """Makes one attempt; returns the exit code of the job, or None if it goes on."""
         placement = self._pool.assemble(self._standing)
         self._say_who(placement)
         folder = self._folder()
@@ -120,21 +145,25 @@ class Job:
         return None
 
     def _folder(self) -> Path:
+        """Returns a new folder for an attempt; raises ConfigError for the first attempt alone."""
         try:
             return folder_for_attempt(self._config.log_dir)
         except ConfigError as error:
             if self._number == 0:
                 raise
+            # The disk may have become full while the job ran. That does not end the job.
             folder = Path(tempfile.mkdtemp(prefix="tfmulti-logs-"))
             say(f"{error} The workers' output goes to {folder}.")
             return folder
 
     def _remember(self, found: Attempt, placement: Placement, budget: Budget) -> None:
+        """Notes the hosts that failed, and the budget of restarts for the next attempt."""
         before = self._standing
+        # A machine that does not answer needs no absence: it cannot take part anyway.
         hosts = {
             rank: host
             for rank, (host, _, _) in membership.ranks_of(placement).items()
-            if host in self._pool.machines  # one that does not answer is not there anyway
+            if host in self._pool.machines
         }
         self._standing = membership.after(
             before,
@@ -143,19 +172,22 @@ class Job:
             progressed=budget.furthest > self._budget.furthest,
             now_s=time.monotonic(),
         )
-        if self._standing.absent != before.absent:  # the next attempt is another one
+        # An attempt without the failing worker is another one, and does not use up the budget.
+        if self._standing.absent != before.absent:
             budget = dataclasses.replace(budget, used=self._budget.used)
         self._budget = budget
 
     def _say_who(self, placement: Placement) -> None:
+        """Shows the placement if it differs from that of the last attempt."""
         if self._before is not None and placement != self._before:
             say(f"going on with {membership.words_of(placement)}")
         self._before = placement
 
     def _attempt(self, placement: Placement, folder: Path, signals: Signals) -> Attempt | None:
-        """Starts all workers, waits until they have ended or one has failed, and ends the rest.
+        """Starts all workers, waits for their end or a failure, and ends those that still run.
 
-        Returns None where the job is to go on with other machines.
+        Returns:
+            How the attempt ended, or None if the job goes on with other machines.
         """
         self._output.begin(folder, len(membership.ranks_of(placement)))
         with WorkerGroup(self._pool.machines, placement, self._pool.lost) as crew:
@@ -163,7 +195,8 @@ class Job:
                 self._config, crew, self._output, lambda: self._wants_others(placement), say
             )
             try:
-                with signals.held():  # else a worker could be there that nobody knows of
+                # A signal in between could leave a worker that is started but not recorded.
+                with signals.held():
                     crew.start(self._run_id, self._number, self._saved, self._output.folder_of)
                 failures = watch.until_the_end()
                 if failures:
@@ -177,26 +210,28 @@ class Job:
                 self._note_checkpoints(crew)
                 return None
             steps = self._note_checkpoints(crew)
-            # Those that are left wait in a collective for the one that is gone, deaf to SIGTERM;
-            # the end of the context ends them at once.
+            # The other workers wait in a collective for the one that is gone, and do not react to
+            # SIGTERM. The end of the context kills them at once.
             return Attempt(tuple(first_of_each(failures)), max(steps, default=None))
 
     def _wants_others(self, placement: Placement) -> Placement | None:
+        """Returns the placement of an attempt that began at this moment, if it is another one."""
         self._pool.poll(placement)
         choice = self._pool.choice(self._standing)
         return choice if choice and sorted(choice) != sorted(placement) else None
 
     def _note_checkpoints(self, crew: WorkerGroup) -> list[int]:
-        """Returns the steps that the workers told, and notes the newest checkpoints."""
+        """Notes the newest checkpoints, and returns the steps that the workers reported."""
         told = [seen.told for seen in crew.look() if seen.told]
         self._saved.update((one.folder, one.saved) for one in told if one.folder)
         return [one.step for one in told]
 
     def _settled(self, crew: WorkerGroup, watch: Watch, failures: list[Failure]) -> list[Failure]:
-        """Returns also what is found soon after the first failure.
+        """Waits a short time for further failures, and returns all that were found.
 
-        One that was asked to stop takes all others with it at the same step: they get the time
-        to save. Where one only says that another was lost, that one is still to be found.
+        - If a worker was asked to stop, all workers end at the same step. They get the grace period
+          to save.
+        - If every failure only says that another worker was lost, that worker is still to be found.
         """
         began_s = time.monotonic()
         while running := crew.running():
@@ -217,10 +252,10 @@ class Job:
 
 
 def folder_for_attempt(log_dir: Path) -> Path:
-    """Makes and returns a folder that no other attempt has, of this job or another one.
+    """Makes and returns a new folder for an attempt, `attempt_N` with the first free number.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the folder cannot be made.
     """
     number = 0
     while True:
@@ -239,7 +274,7 @@ def folder_for_attempt(log_dir: Path) -> Path:
 
 
 def first_of_each(failures: list[Failure]) -> list[Failure]:
-    """Returns one failure a worker, in the order in which they were found."""
+    """Returns the first failure of each worker, ordered by the time of the failure."""
     found: dict[int, Failure] = {}
     for failure in failures:
         found.setdefault(failure.rank, failure)
@@ -247,7 +282,7 @@ def first_of_each(failures: list[Failure]) -> list[Failure]:
 
 
 def report(found: Attempt, folder: Path) -> None:
-    """Says what failed first and why, and what followed from it."""
+    """Shows the cause of an attempt's end, the failures of other workers, and the log folder."""
     cause = found.cause
     at = "" if cause.step is None else f" at step {cause.step}"
     say(f"worker {cause.rank} {cause.what}{at}")
@@ -263,19 +298,21 @@ def report(found: Attempt, folder: Path) -> None:
 
 
 class Signals:
-    """Raises `Stopped` when a signal comes, or when the context is left in which it is held."""
+    """Turns a signal into the exception `Stopped`, at once or at the end of `held`."""
 
     def __init__(self) -> None:
         self._is_held = False
         self._pending: int | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raises `Stopped`, or notes the signal inside of `held`. It is the signal handler."""
         if not self._is_held:
             raise Stopped(number)
         self._pending = number
 
     @contextmanager
     def held(self) -> Iterator[None]:
+        """A context in which signals are only noted; raises `Stopped` at its end if one came."""
         self._is_held = True
         try:
             yield
@@ -287,10 +324,11 @@ class Signals:
 
 @contextmanager
 def stopping_by_signals() -> Iterator[Signals]:
-    """Inside, SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread."""
+    """A context in which SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread."""
     signals = Signals()
 
-    heard = [n for n in STOPPING if signal.getsignal(n) is not signal.SIG_IGN]  # nohup's stays
+    # A signal that is ignored stays ignored, such as SIGHUP under nohup.
+    heard = [n for n in STOPPING if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, signals.handle) for number in heard}
     try:
         yield signals

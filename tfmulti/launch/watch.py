@@ -1,4 +1,8 @@
-"""Looks at the workers of an attempt until they have ended, or something is wrong with them."""
+"""Watches the workers of an attempt until all have ended, or one of them has failed.
+
+A worker fails if it ends with an error, does not answer, is frozen, does not start to listen, is
+idle before its first step, or if all workers are stalled.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,24 @@ from tfmulti.launch.policy import Failure, StepTiming, stalled
 from tfmulti.launch.worker_group import WorkerGroup
 from tfmulti.launch.workers import WorkerStatus
 
-FROZEN_S = 5.0  # a worker that is stopped for so long does not go on by itself
+# A worker that is frozen for this long counts as failed: it does not go on by itself.
+FROZEN_S = 5.0
 
 
 class Regroup(Exception):
-    """The job can have other machines than it has, and a checkpoint to go on from was made."""
+    """Raised when the job can go on with other machines, and a new checkpoint has been written."""
 
 
 class Watch:
-    """Looks at an attempt's workers.
+    """Watches the workers of one attempt.
 
     Args:
-        wants_others: returns who would take part if the job began now, if that is another group.
-        show: says a line to the user.
+        config: the time limits.
+        crew: the workers.
+        output: has the last line that each worker wrote.
+        wants_others: returns the placement of an attempt that began at this moment, or None if that
+            is the placement of this attempt.
+        show: shows a line to the user.
     """
 
     def __init__(
@@ -49,10 +58,10 @@ class Watch:
         self._saved_before: int | None = None
 
     def until_the_end(self) -> list[Failure]:
-        """Returns what failed first, or nothing.
+        """Waits for the end of all workers or for a failure, and returns the failures found then.
 
         Raises:
-            Regroup: other machines are there, and the newest checkpoint is newer than they.
+            Regroup: the job can go on with other machines, and a checkpoint was written since.
         """
         while True:
             seen = self._crew.look()
@@ -65,14 +74,21 @@ class Watch:
             time.sleep(self._config.monitor_interval_s)
 
     def failed(self, seen: list[WorkerStatus]) -> list[Failure]:
-        """Returns the failures of the workers that ended badly, are out of reach or frozen."""
+        """Returns the failures of workers that ended badly, do not answer or are frozen.
+
+        If each of the ended workers only lost another worker, a worker that ended well is the
+        cause: it has left while the others needed it.
+
+        Args:
+            seen: the status of each worker.
+        """
         ended = [found for one in seen if (found := self._exit_of(one)) is not None]
         if ended and all(failure.follows for failure in ended):
             ended += self._left_early(seen)
         return ended + self._unreachable(seen) + self._frozen(seen)
 
     def _left_early(self, seen: list[WorkerStatus]) -> list[Failure]:
-        """Returns those that ended well while the others still needed them."""
+        """Returns the workers that ended well while the others still needed them, as failures."""
         words = "ended with exit code 0 before the others"
         return [
             self._failure(one.rank, one, words, 1, one.ended_s or 0.0)
@@ -81,6 +97,7 @@ class Watch:
         ]
 
     def _unreachable(self, seen: list[WorkerStatus]) -> list[Failure]:
+        """Returns the workers on machines that have stopped answering, as failures."""
         lost = self._crew.lost
         return [
             self._failure(
@@ -95,12 +112,16 @@ class Watch:
         ]
 
     def _prepare(self, seen: list[WorkerStatus]) -> None:
-        """Prepares for a restart, once all workers train: before, it would slow the start."""
+        """Starts standby processes once all workers have ended a step.
+
+        Before that they would slow down the start of the workers.
+        """
         if not self._is_prepared and all(one.told and one.told.step > 0 for one in seen):
             self._crew.prepare()
             self._is_prepared = True
 
     def _look_for_others(self, seen: list[WorkerStatus]) -> None:
+        """Raises Regroup at the first new checkpoint after other machines could take part."""
         others = self._wants_others()
         if others is None:
             self._saved_before = None
@@ -113,6 +134,7 @@ class Watch:
             raise Regroup
 
     def _frozen(self, seen: list[WorkerStatus]) -> list[Failure]:
+        """Returns the workers that have been stopped by SIGSTOP for long, as failures."""
         now = time.monotonic()
         found = []
         for one in seen:
@@ -126,13 +148,18 @@ class Watch:
         return found
 
     def _silent(self, seen: list[WorkerStatus]) -> list[Failure]:
-        """Returns the workers that do not listen although others have for long."""
+        """Returns the workers that do not listen past the start timeout, as failures.
+
+        If no worker listens, they may all load their data. Then they fail only when all of them
+        have been idle for the timeout. Otherwise the timeout counts from when another listened.
+        """
         now = time.monotonic()
         if self._all_listen or now - self._asked_s < 1.0:
             return []
         self._asked_s = now
         if any(one.told for one in seen):
-            self._all_listen = True  # a step has ended: all were there
+            # A worker first reports when training begins, and by then all workers have met.
+            self._all_listen = True
             return []
         missing = self._crew.silent()
         self._all_listen = not missing
@@ -141,7 +168,7 @@ class Watch:
         limit_s = self._config.start_timeout_s
         if len(missing) == len(seen):
             if any(now - one.idle_since_s < limit_s for one in seen):
-                return []  # they load their data
+                return []
             after = f"after {limit_s:g} s without a sign of life"
         else:
             self._first_listened_s = self._first_listened_s or now
@@ -162,9 +189,10 @@ class Watch:
         ]
 
     def _idle_at_start(self, seen: list[WorkerStatus]) -> list[Failure]:
-        """Returns the workers that have not begun to train, where none has done anything for long.
+        """Returns the workers that do not train yet, if all workers have been idle for long.
 
-        They wait for each other, as behind a proxy that takes what is sent, or for something else.
+        They wait for each other or for something else. They may wait for each other in vain if a
+        proxy between them accepts what is sent.
         """
         now, limit_s = time.monotonic(), self._config.start_timeout_s
         running = [one for one in seen if one.runs]
@@ -183,13 +211,15 @@ class Watch:
         ]
 
     def _show_stacks(self) -> None:
+        """Shows the Python stacks of all running workers."""
         for rank, stacks in self._crew.stacks().items():
             self._show(f"worker {rank} stands at:\n{stacks}")
 
     def _stalled(self, seen: list[WorkerStatus]) -> list[Failure]:
-        """Returns all workers if the job stands still.
+        """Returns all running workers as failures if the job is stalled.
 
-        The cause is who is not in a step, where there is one: the others wait for it there.
+        If some workers are outside of a step they are the cause, because the others wait for them
+        in a step.
         """
         running = [(one, one.told) for one in seen if one.runs and one.told is not None]
         paces = [
@@ -220,18 +250,21 @@ class Watch:
         return found
 
     def _exit_of(self, one: WorkerStatus) -> Failure | None:
+        """Returns the failure of a worker that has ended badly; None for any other worker."""
         if not one.returncode:
             return None
         what, code = policy.words_of_exit(one.returncode)
         notice = bool(one.told and one.told.asked) or one.returncode == -signal.SIGTERM
         found_s = one.ended_s or time.monotonic()
         if one.error is None:
+            # A worker that ends as asked, without a signal of its own, was told by another worker.
             told_by_others = code in policy.ASKED_TO_STOP and one.told is not None and not notice
             failure = self._failure(one.rank, one, what, code, found_s)
             return replace(failure, notice=notice, follows=told_by_others)
         self._output.keep_error(one.rank, one.error)
         follows = one.error.type in policy.LOST_A_WORKER
         lines = one.error.message.strip().splitlines() or [""]
+        # An error in a traced function begins with its traceback, and ends with the message.
         message = lines[-1 if lines[0].startswith("in user code") else 0].strip()[:300]
         message = "another worker was lost" if follows else message
         what = f"{what} ({one.error.type}: {message})"
@@ -241,7 +274,7 @@ class Watch:
     def _failure(
         self, rank: int, one: WorkerStatus | None, what: str, code: int, found_s: float
     ) -> Failure:
-        """Returns why a worker failed, with its last step and its last line of output.
+        """Returns a failure, with the worker's last step and its last line of output.
 
         Args:
             rank: the rank of the worker.

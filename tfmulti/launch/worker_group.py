@@ -1,4 +1,4 @@
-"""All workers of one attempt, on whatever machines they run."""
+"""Starts, watches and ends all workers of one attempt, on all its machines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ T = TypeVar("T")
 
 
 class WorkerGroup:
-    """The workers of an attempt. A context: whatever happens, none is left at its end.
+    """The workers of one attempt. It is a context that kills all of them at its end.
+
+    A machine that stops answering is noted in `lost`, and is not asked again.
+
+    Attributes:
+        places: for each rank, its host, its local rank, and the number of workers on that host.
+        addresses: the address of each worker, by rank; empty before `start`.
+        lost: for each host that has stopped answering, why.
+        lost_s: when the first of them was noticed, in seconds of the launcher's clock.
 
     Args:
-        machines: by name, all that the placement names.
-        lost: is told of a machine that does not answer any more, and why.
+        machines: the machines by name, with at least those of the placement.
+        placement: the hosts and the number of workers on each.
+        lost: is called with the name of a machine that has stopped answering, and why.
     """
 
     def __init__(
@@ -51,12 +60,20 @@ class WorkerGroup:
         saved: Mapping[str, int],
         folder: Callable[[int], Path],
     ) -> None:
-        """Starts all workers at once; see `StartRequest` for what they are told."""
+        """Starts all workers, or none if a machine stops answering before.
+
+        Args:
+            run_id: names the job, the same on all machines.
+            attempt: the number of the attempt.
+            saved: for each folder of checkpoints, the step of the newest one.
+            folder: returns the folder of a worker's files, by rank.
+        """
         counts = dict(self.placement)
         found = self._on_each(lambda machine: machine.reserve(counts[machine.name]))
         if self.lost:
             return
         self.addresses = [address for name, _ in self.placement for address in found[name]]
+        # MultiWorkerMirroredStrategy needs the same number of devices on every worker.
         gpus = min(self._machines[name].gpus // count for name, count in self.placement)
         for rank, (name, local, count) in self.places.items():
             order = StartRequest(
@@ -74,28 +91,28 @@ class WorkerGroup:
         self._on_each(lambda machine: machine.start(self._orders[machine.name]))
 
     def look(self) -> list[WorkerStatus]:
-        """Returns what was seen last of each worker, by rank.
+        """Returns the last known status of each worker, ordered by rank.
 
-        Those of machines that do not answer any more are as they were: see `lost`.
+        The status of a worker on a machine that has stopped answering is the last one received.
         """
         for looks in self._on_each(lambda machine: machine.look()).values():
             self._last.update((seen.rank, seen) for seen in looks)
         return [self._last[rank] for rank in sorted(self._last)]
 
     def within_reach(self, seen: WorkerStatus) -> bool:
-        """Whether a worker's machine answers."""
+        """Returns whether the machine of a worker answers."""
         return self.places[seen.rank][0] not in self.lost
 
     def running(self) -> list[WorkerStatus]:
-        """Returns the workers within reach that have not ended."""
+        """Returns the workers that have not ended, on machines that answer."""
         return [seen for seen in self.look() if seen.runs and self.within_reach(seen)]
 
     def prepare(self) -> None:
-        """Makes processes ready for another attempt."""
+        """Starts standby processes for another attempt, on all machines."""
         self._on_each(lambda machine: machine.prepare(self._orders[machine.name]))
 
     def silent(self) -> list[int]:
-        """Returns the ranks that do not listen, as the chief's machine sees it."""
+        """Returns the ranks of the workers that, seen from the chief's machine, do not listen."""
         chief = self.placement[0][0]
         found = self._on_each(
             lambda machine: machine.silent(self.addresses) if machine.name == chief else []
@@ -103,12 +120,12 @@ class WorkerGroup:
         return found.get(chief, [])
 
     def stacks(self) -> dict[int, str]:
-        """Returns the Python stacks of all workers that run, by rank."""
+        """Returns the Python stacks of all running workers, by rank."""
         found = self._on_each(lambda machine: machine.stacks())
         return {rank: text for stacks in found.values() for rank, text in sorted(stacks.items())}
 
     def end(self, grace_s: float) -> None:
-        """Asks all workers to stop and gives them that time to save; what is left is killed."""
+        """Asks all workers to stop, waits up to `grace_s` while they save, and kills the rest."""
         self._on_each(lambda machine: machine.stop())
         deadline = time.monotonic() + grace_s
         while self.running() and time.monotonic() < deadline:
@@ -116,6 +133,7 @@ class WorkerGroup:
         self._on_each(lambda machine: machine.kill())
 
     def _on_each(self, act: Callable[[Machine], T]) -> dict[str, T]:
+        """Returns the result of `act` for each machine that answers, by name; notes the others."""
         found = {}
         for name, machine in self._machines.items():
             if name in self.lost:

@@ -1,4 +1,4 @@
-"""The processes of one attempt on one machine: started, read, looked at, ended."""
+"""The worker processes of one machine: their environment, output, status and standby."""
 
 from __future__ import annotations
 
@@ -34,12 +34,25 @@ from tfmulti.launch.shim import COMMAND, PARENT, STACKS_FILE, STANDBY
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")
 
-Sink = Callable[[int, str, bytes], None]  # takes rank, stream and line of what a worker writes
+# Takes the rank of a worker, the name of a stream, and a line that the worker has written to it.
+Sink = Callable[[int, str, bytes], None]
 
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A worker to start: its place in the job, and what it is told of it."""
+    """A worker to start: its place in the job, and what it must know of the job.
+
+    Attributes:
+        rank: its rank.
+        local_rank: its rank among the workers of its machine.
+        local_world: the number of workers on its machine.
+        addresses: the addresses of all workers, by rank.
+        run_id: names the job, the same on all machines.
+        attempt: the number of the attempt.
+        folder: the folder on its machine for its logs, heartbeat, error and stacks.
+        gpus: the number of GPUs of each worker; 0 without GPUs.
+        saved: for each folder of checkpoints, the step of the newest one.
+    """
 
     rank: int
     local_rank: int
@@ -47,16 +60,28 @@ class StartRequest:
     addresses: tuple[str, ...]
     run_id: str
     attempt: int
-    folder: str  # on its machine, for its logs, progress, error and stacks
+    folder: str
     gpus: int = 0
-    saved: Mapping[str, int] = field(
-        default_factory=dict
-    )  # folder -> step of its newest checkpoint
+    saved: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A worker at one look. Times are in seconds of the launcher's `time.monotonic`."""
+    """The status of a worker at one moment.
+
+    Times are in seconds of `time.monotonic` on the worker's machine. `shifted` turns them into
+    seconds of the launcher's clock.
+
+    Attributes:
+        rank: its rank.
+        pid: the number of its process and of its process group.
+        returncode: the return code of the process; None while it runs.
+        ended_s: when it ended; None while it runs.
+        told: its last heartbeat; None if it has not sent one.
+        error: the error that it has written down; None without an error.
+        frozen: whether it is stopped, as by SIGSTOP or a debugger.
+        idle_since_s: since when its process group uses no core.
+    """
 
     rank: int
     pid: int
@@ -65,15 +90,15 @@ class WorkerStatus:
     told: HeartbeatRecord | None = None
     error: WorkerFailure | None = None
     frozen: bool = False
-    idle_since_s: float = float("inf")  # since when it and its children use no core
+    idle_since_s: float = float("inf")
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         return self.returncode is None
 
     def shifted(self, by_s: float) -> WorkerStatus:
-        """Returns the same in the time of another clock, which shows `by_s` more."""
+        """Returns the same status in the time of a clock that shows `by_s` seconds more."""
         told = self.told and dataclasses.replace(self.told, since_s=self.told.since_s + by_s)
         ended_s = None if self.ended_s is None else self.ended_s + by_s
         error = self.error and dataclasses.replace(self.error, time_s=self.error.time_s + by_s)
@@ -87,7 +112,7 @@ class WorkerStatus:
 
 
 def arguments(config: LaunchConfig) -> list[str]:
-    """Returns what the shim is given to run."""
+    """Returns the arguments of the shim that name the program."""
     return [*(["-m"] if config.module else []), *config.program]
 
 
@@ -105,7 +130,15 @@ def worker_env(
 ) -> dict[str, str]:
     """Returns the environment of a worker: `env`, its place in the cluster, and its devices.
 
-    Without GPUs each worker gets its part of the cores; what the user has set stays.
+    Without GPUs each worker gets its part of the cores as its number of threads. Numbers of threads
+    that `env` already has stay.
+
+    Args:
+        config: the job.
+        env: the environment that the worker inherits.
+        order: the worker.
+        gpus: the GPUs of this machine, as CUDA_VISIBLE_DEVICES names them.
+        cores: the number of cores of this machine.
     """
     cluster = Cluster(order.addresses, Task("worker", order.rank))
     folder = Path(order.folder)
@@ -137,20 +170,33 @@ def worker_env(
 
 @dataclass
 class Worker:
-    """One process, its folder, and the threads that read its output."""
+    """One worker process, its folder, and the threads that read its output.
+
+    Attributes:
+        rank: the rank of the worker.
+        process: the process.
+        folder: the folder of its files.
+        readers: the threads that read its output.
+        ended_s: when it ended; None while it runs.
+        silent_s: when its streams of output ended, with infinity as the first item.
+    """
 
     rank: int
     process: subprocess.Popen[bytes]
     folder: Path
     readers: list[threading.Thread] = field(default_factory=list)
     ended_s: float | None = None
-    silent_s: list[float] = field(default_factory=lambda: [float("inf")])  # its output's end
+    silent_s: list[float] = field(default_factory=lambda: [float("inf")])
 
     def look(self, idle: Idle) -> WorkerStatus:
-        """Returns what can be seen of it now."""
+        """Returns the status of the worker at this moment.
+
+        Args:
+            idle: knows since when process groups are idle.
+        """
         returncode = self.process.poll()
         if returncode is not None and self.ended_s is None:
-            # The end of its output is nearer to its own than the next look at it.
+            # The output ends with the process, which may be well before this call.
             self.ended_s = min(time.monotonic(), *self.silent_s)
         return WorkerStatus(
             self.rank,
@@ -164,6 +210,7 @@ class Worker:
         )
 
     def _is_stopped(self) -> bool:
+        """Returns whether the process is stopped by a signal or a debugger, from proc(5)."""
         try:
             text = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
@@ -171,13 +218,13 @@ class Worker:
         return text.rpartition(")")[2].split()[0] in ("T", "t")
 
     def stacks(self) -> str:
-        """Returns what faulthandler has written of it, after SIGUSR1."""
+        """Returns the stacks that faulthandler has written at SIGUSR1."""
         with contextlib.suppress(OSError):
             return (self.folder / "stacks.txt").read_text().rstrip()
         return "(none: not a Python program)"
 
     def read(self, sink: Sink) -> None:
-        """Gives each line that it writes to `sink`, in threads of their own."""
+        """Starts two threads that give each line of the worker's output to `sink`."""
         for name, source in (("stdout", self.process.stdout), ("stderr", self.process.stderr)):
             assert source is not None
             reader = threading.Thread(target=self._read, args=(name, source, sink), daemon=True)
@@ -185,6 +232,7 @@ class Worker:
             self.readers.append(reader)
 
     def _read(self, name: str, source: IO[bytes], sink: Sink) -> None:
+        """Gives each line of a stream to `sink` until the stream ends."""
         with source:
             for line in iter(source.readline, b""):
                 sink(self.rank, name, line)
@@ -192,9 +240,14 @@ class Worker:
 
 
 class Standby:
-    """Processes that have imported TensorFlow already, one for each worker of the next attempt.
+    """Standby processes that have imported TensorFlow, one for each worker of the next attempt.
 
-    They are made when the workers train with tfmulti, so that TensorFlow is what they need.
+    They are started only when the workers have trained a step with tfmulti, so that the next
+    workers need TensorFlow.
+
+    Args:
+        config: the job.
+        guard: ends the processes when the launcher is gone.
     """
 
     def __init__(self, config: LaunchConfig, guard: Guard) -> None:
@@ -202,7 +255,11 @@ class Standby:
         self._spare: dict[int, subprocess.Popen[bytes]] = {}
 
     def fill(self, envs: Sequence[Mapping[str, str]]) -> None:
-        """Starts what is missing, with the environments that the workers have now."""
+        """Starts the standby processes that are missing.
+
+        Args:
+            envs: the environments of the workers on this machine, by local rank.
+        """
         for place, env in enumerate(envs):
             if place not in self._spare and self._config.standby:
                 spare = start([*SHIM, STANDBY], env, stdin=subprocess.PIPE)
@@ -210,7 +267,15 @@ class Standby:
                 self._spare[place] = spare
 
     def take(self, place: int, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """Returns a process that becomes the worker, or None where none is there."""
+        """Turns a standby process into a worker.
+
+        Args:
+            place: the local rank of the worker.
+            env: the environment of the worker.
+
+        Returns:
+            The process, or None if there is no standby process that runs.
+        """
         spare = self._spare.pop(place, None)
         if spare is None or spare.poll() is not None:
             return None
@@ -224,7 +289,7 @@ class Standby:
         return spare
 
     def end(self) -> None:
-        """Ends those that were not needed."""
+        """Kills the standby processes that were not used."""
         for spare in self._spare.values():
             send(spare.pid, signal.SIGKILL)
             spare.wait()
@@ -233,7 +298,13 @@ class Standby:
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
-    """Starts a process in a group of its own whose output can be read."""
+    """Starts a process in a session and a process group of its own, with its output in pipes.
+
+    Args:
+        argv: the command line.
+        env: the whole environment.
+        stdin: the standard input, as `subprocess.Popen` takes it.
+    """
     return subprocess.Popen(
         argv,
         env=dict(env),
