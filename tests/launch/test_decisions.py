@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from tfmulti.launch.idle import Idle, Use
 from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, StepTiming, Stop, next_action
 from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
-from tfmulti.launch.workers import StartRequest, command, worker_env
+from tfmulti.launch.workers import Standby, StartRequest, command, worker_env
 
 CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
 
@@ -75,6 +76,26 @@ def test_a_run_that_moves_on_never_ends() -> None:
 
 def test_no_restart_is_asked_for() -> None:
     assert next_action(failed(), Budget(0)) == Stop(1, "")
+
+
+def test_a_restart_without_the_failing_worker_uses_up_nothing() -> None:
+    """Also where the attempt had made progress, which gives the whole budget back."""
+    action = next_action(failed(step=90), Budget(3, used=3, furthest=40))
+    assert isinstance(action, Restart)
+    assert action.budget.unused() == Budget(3, used=0, furthest=90)
+
+
+def test_a_standby_process_that_died_is_not_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give its number to another process group."""
+    guarded: set[int] = set()
+    guard = SimpleNamespace(add=guarded.add, remove=guarded.remove)
+    standby = Standby(LaunchConfig(program=(__file__,)), guard)
+    standby.fill([dict(os.environ)])
+    (pid,) = guarded
+    os.killpg(pid, signal.SIGKILL)
+    standby._spare[0].wait()
+    assert standby.take(0, {}) is None
+    assert not guarded
 
 
 def test_the_cause_is_what_was_first() -> None:

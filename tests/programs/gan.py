@@ -220,7 +220,7 @@ class WGan(keras.Model):
 
 @program("keras-io: WGAN-GP overriding Model.train_step")
 def wgan_with_gradient_penalty() -> Made:
-    """Several critic steps in a step, a gradient by inputs in the loss, and plain values as logs."""
+    """Several critic steps in one, a gradient by inputs in the loss, and plain values as logs."""
     return Made(
         WGan(_discriminator(), _generator()),
         {"d_optimizer": adam(), "g_optimizer": adam()},

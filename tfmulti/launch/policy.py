@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER
 
@@ -88,6 +88,10 @@ class Budget:
     max_restarts: int
     used: int = 0
     furthest: int = -1
+
+    def unused(self) -> Budget:
+        """Returns the budget after a restart that does not count."""
+        return replace(self, used=self.used - 1)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ the launcher ends the others, and `policy.next_action` decides whether there is 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import signal
@@ -173,9 +172,7 @@ class Job:
             now_s=time.monotonic(),
         )
         # An attempt without the failing worker is another one, and does not use up the budget.
-        if self._standing.absent != before.absent:
-            budget = dataclasses.replace(budget, used=self._budget.used)
-        self._budget = budget
+        self._budget = budget if self._standing.absent == before.absent else budget.unused()
 
     def _say_who(self, placement: Placement) -> None:
         """Shows the placement if it differs from that of the last attempt."""

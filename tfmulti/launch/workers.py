@@ -277,7 +277,7 @@ class Standby:
             The process, or None if there is no standby process that runs.
         """
         spare = self._spare.pop(place, None)
-        if spare is None or spare.poll() is not None:
+        if spare is None:
             return None
         assert spare.stdin is not None
         order = {"env": dict(env), "arguments": arguments(self._config)}
@@ -285,6 +285,10 @@ class Standby:
             spare.stdin.write(json.dumps(order).encode() + b"\n")
             spare.stdin.close()
         except BrokenPipeError:
+            # The process has died. The system may give its number to another process group.
+            send(spare.pid, signal.SIGKILL)
+            spare.wait()
+            self._guard.remove(spare.pid)
             return None
         return spare
 
