@@ -168,7 +168,9 @@ def test_a_later_attempt_takes_over_from_one_that_lives(folder: Path) -> None:
     first.take()
     second = Ownership(folder, job(2), ended.append)
     second.take()
-    with pytest.raises(NotOwnerError, match=r"attempt 2\) by now: this process \(attempt 1\) ends with"):
+    with pytest.raises(
+        NotOwnerError, match=r"attempt 2\) by now: this process \(attempt 1\) ends with"
+    ):
         first.check()
     wait_for(lambda: ended == [1], 10)
     first.release()

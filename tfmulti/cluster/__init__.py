@@ -1,10 +1,13 @@
 """The cluster that this process belongs to, and the devices of this machine.
 
-`cluster.Cluster` holds the addresses of all workers, and which of them this process is.
-`environments` finds it in the environment (`TF_CONFIG`). `selection` chooses the strategy for a
-cluster and its devices. `gpus` counts devices without CUDA. `listening`, `proxies` and `job_secret`
-are what every connection of a job needs: an address to listen at, a way past proxies, and the proof
-that the other side belongs to the same job.
+`cluster.Cluster` holds the addresses of all workers, and says which of them this process is.
+`environments` reads it from the environment variable TF_CONFIG. `selection` then chooses the
+strategy and the batch sizes for a cluster and the devices of a machine, which `gpus` counts without
+CUDA.
+
+Three modules serve every connection of a job. `listening` chooses the address at which a process
+listens. `proxies` keeps the connections away from proxies. `job_secret` lets each side prove that
+it belongs to the job.
 
 Nothing here imports TensorFlow.
 """

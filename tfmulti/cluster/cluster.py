@@ -1,8 +1,8 @@
-"""A cluster: the addresses of the workers, and which of them this process is.
+"""Describes a cluster: the addresses of its workers, and which of them this process is.
 
-`Cluster` is a value. One that exists is valid: every rule is checked when it is made.
-It is read from TF_CONFIG and written back to it; see
-https://www.tensorflow.org/guide/distributed_training#TF_CONFIG for the format.
+`Cluster` is an immutable value. Its constructor checks every rule, so each instance is valid.
+A cluster is read from the text of TF_CONFIG and written back to it. For the format see
+https://www.tensorflow.org/guide/distributed_training#TF_CONFIG.
 """
 
 from __future__ import annotations
@@ -17,13 +17,22 @@ from tfmulti.config import json_values
 from tfmulti.errors import ClusterError, did_you_mean
 
 TASK_TYPES = ("chief", "worker", "evaluator")
-_ALIASES = {"master": "chief"}  # TF 1's name, which Kubeflow and SageMaker still send
+# TensorFlow 1 called the chief "master". Kubeflow and SageMaker still send that name.
+_ALIASES = {"master": "chief"}
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d+)")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One process of the cluster: its job, and its place in that job's list."""
+    """One process of the cluster.
+
+    Args:
+        type: the job of the process: `chief`, `worker` or `evaluator`.
+        index: the place of the process in the address list of that job, from 0.
+
+    Raises:
+        ClusterError: the type is unknown, or the index is not a whole number from 0.
+    """
 
     type: str
     index: int
@@ -43,16 +52,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The workers of one job and this process' place among them.
+    """The workers of one job, and the place of this process among them.
 
     Args:
-        workers: `host:port` of each worker task, in order of their index.
-        task: which process this is.
-        chief: `host:port` of the `chief` task, or None: then worker 0 is the chief.
-        evaluators: addresses of evaluator tasks. They stand outside the cluster.
+        workers: the `host:port` of each worker task, in the order of their indices.
+        task: the task of this process.
+        chief: the `host:port` of the `chief` task. None makes worker 0 the chief.
+        evaluators: the addresses of evaluator tasks, which are not workers of the cluster.
 
     Raises:
-        ClusterError: an address, an index or a task type breaks the format's rules.
+        ClusterError: an address, an index or a task type breaks a rule of the format.
 
     >>> cluster = Cluster(workers=("h1:2222", "h2:2222"), task=Task("worker", 1))
     >>> cluster.size, cluster.rank, cluster.is_chief
@@ -73,7 +82,8 @@ class Cluster:
             )
         addresses = self._jobs().get(self.task.type, ())
         if self.task.type == "evaluator" and not addresses:
-            return  # Kubeflow starts evaluators without listing them
+            # Kubeflow starts evaluators that TF_CONFIG does not list.
+            return
         if self.task.index >= len(addresses):
             raise ClusterError(
                 f"task.index is {self.task.index}, but job {self.task.type!r} has "
@@ -86,29 +96,30 @@ class Cluster:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """`host:port` of every worker, by rank: the chief first."""
+        """The `host:port` of every worker by rank, the chief first."""
         return (*([self.chief] if self.chief else []), *self.workers)
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host of every worker, by rank, without its port."""
+        """The host of every worker by rank, without its port."""
         return tuple(host_of(address) for address in self.addresses)
 
     @property
     def size(self) -> int:
-        """How many workers train, the chief included; evaluators do not count."""
+        """The number of workers that train, with the chief and without evaluators."""
         return len(self.addresses)
 
     @property
     def is_evaluator(self) -> bool:
+        """Whether this process is an evaluator task."""
         return self.task.type == "evaluator"
 
     @property
     def rank(self) -> int:
-        """This worker's place among all workers, 0 for the chief.
+        """The rank of this worker: 0 for the chief, at most `size - 1`.
 
         Raises:
-            ClusterError: an evaluator has no rank.
+            ClusterError: this process is an evaluator, which has no rank.
         """
         if self.is_evaluator:
             raise ClusterError("an evaluator stands outside the cluster and has no rank.")
@@ -116,10 +127,15 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
+        """Whether this process is the chief, which is the worker of rank 0."""
         return not self.is_evaluator and self.rank == 0
 
     def for_rank(self, rank: int) -> Cluster:
-        """Returns the same cluster as the worker of that rank sees it."""
+        """Returns the same cluster with the worker of the given rank as its own task.
+
+        Raises:
+            ClusterError: the rank is below 0, or not below the number of workers.
+        """
         if not 0 <= rank < self.size:
             raise ClusterError(f"rank is {rank}, but the cluster has {self.size} workers.")
         if self.chief is None:
@@ -129,7 +145,7 @@ class Cluster:
         return Cluster(self.workers, task, self.chief, self.evaluators)
 
     def to_tf_config(self) -> str:
-        """Returns the JSON text that TF_CONFIG holds on this worker."""
+        """Returns the JSON text of TF_CONFIG for this worker."""
         jobs = {name: list(addresses) for name, addresses in self._jobs().items() if addresses}
         task = {"type": self.task.type, "index": self.task.index}
         return json.dumps({"cluster": jobs, "task": task})
@@ -138,10 +154,11 @@ class Cluster:
     def from_tf_config(cls, text: str) -> Cluster:
         """Returns the cluster that the text of TF_CONFIG describes.
 
-        Accepts `chief` or none, `master` for chief, an `evaluator` task, and extra keys.
+        The text may leave out the `chief` job, call it `master`, describe an `evaluator` task, and
+        have further keys.
 
         Raises:
-            ClusterError: the text is no JSON or breaks a rule of the format.
+            ClusterError: the text is not JSON, or it breaks a rule of the format.
         """
         config = _as_object(text)
         jobs = _jobs_of(config)
@@ -170,6 +187,7 @@ class Cluster:
         )
 
     def _jobs(self) -> dict[str, tuple[str, ...]]:
+        """Returns the addresses of each job, which may be empty."""
         return {
             "chief": () if self.chief is None else (self.chief,),
             "worker": self.workers,
@@ -178,6 +196,7 @@ class Cluster:
 
 
 def _as_object(text: str) -> Mapping[str, Any]:
+    """Returns the JSON object of TF_CONFIG, or raises ClusterError."""
     try:
         config = json_values.parse(text)
     except json.JSONDecodeError as error:
@@ -192,6 +211,7 @@ def _as_object(text: str) -> Mapping[str, Any]:
 
 
 def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Returns the address lists of TF_CONFIG by job, or raises ClusterError."""
     cluster = config.get("cluster")
     if not isinstance(cluster, Mapping) or not cluster:
         raise ClusterError(
@@ -222,7 +242,7 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def host_of(address: str) -> str:
-    """Returns the host of `host:port`.
+    """Returns the host of `host:port`, without the brackets of an IPv6 address.
 
     >>> host_of("[fe80::1]:2222")
     'fe80::1'
@@ -231,6 +251,7 @@ def host_of(address: str) -> str:
 
 
 def _check_addresses(jobs: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises ClusterError if an address is not `host:port`, or if two tasks have the same one."""
     seen: dict[str, str] = {}
     for name, addresses in jobs.items():
         for index, address in enumerate(addresses):

@@ -1,4 +1,4 @@
-"""Which GPUs a program would see, without asking CUDA or TensorFlow."""
+"""Tells which GPUs a program would see, without asking CUDA or TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
     """Returns the names by which CUDA_VISIBLE_DEVICES may list this machine's GPUs.
 
-    Those that it lists already, as far as there are so many; else their numbers.
+    If the variable is set, the result holds the names that it lists, at most as many as the machine
+    has GPUs. If it is not set, the result holds the numbers of all GPUs.
+
+    Args:
+        env: the environment of the program.
+        devices: the folder with the device files `nvidia0`, `nvidia1` and so on.
     """
     found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in devices.iterdir())
     present = sorted(int(match[1]) for match in found if match)

@@ -1,9 +1,11 @@
-"""The secret that all processes of a job know, and how two of them prove that they do.
+"""Reads the secret of a job, and lets two processes prove to each other that they know it.
 
-It is read from TFMULTI_SECRET or from a file of this user's alone, and never sent: each side
-answers the other's random bytes (a nonce) with an HMAC-SHA256 keyed with it, so neither who listens
-nor who repeats what was said learns or proves anything. See RFC 2104, and for the exchange of
-nonces ISO/IEC 9798-4 (three passes).
+The secret comes from TFMULTI_SECRET, or from a file that only this user can read. It is never sent.
+Each side sends random bytes, the nonce. The other side answers with an HMAC-SHA256 of the nonce,
+whose key is the secret. An attacker who reads the connection does not learn the secret, and cannot
+use the messages again, because each connection has other nonces.
+
+Sources: RFC 2104 for HMAC, ISO/IEC 9798-4 (three passes) for the exchange of nonces.
 """
 
 from __future__ import annotations
@@ -21,15 +23,22 @@ from tfmulti.errors import ConfigError
 SECRET = "TFMULTI_SECRET"
 LEAST, MOST = 16, 4096  # characters
 NONCE_BYTES, PROOF_BYTES = 16, 32
-_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK  # who gives a named pipe waits for nobody
+# Without O_NONBLOCK, opening a named pipe would wait for a program that writes to it.
+_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
 _HOW = "Make one: python -c 'import secrets; print(secrets.token_hex())'."
 
 
 def secret_of(env: Mapping[str, str], path: Path | None = None) -> str:
-    """Returns the secret that the environment or a file holds; empty: there is none.
+    """Returns the secret from the environment or a file, or an empty text if neither gives one.
+
+    Args:
+        env: the environment, which may hold TFMULTI_SECRET.
+        path: the file of `--secret-file`, or None.
 
     Raises:
-        ConfigError: both are given, it is too short, or others could read the file.
+        ConfigError: the environment and a file are both given, or the secret has a wrong length or
+            characters that cannot be printed. Also if the file cannot be read, or if other users
+            can read or write it.
     """
     found, place = env.get(SECRET, "").strip(), SECRET
     if path is not None:
@@ -46,11 +55,12 @@ def secret_of(env: Mapping[str, str], path: Path | None = None) -> str:
 
 
 def made() -> str:
-    """Returns a secret that nobody can guess."""
+    """Returns a new random secret that cannot be guessed."""
     return secrets.token_hex()
 
 
 def _content(path: Path) -> str:
+    """Returns the text of a secret's file, or raises ConfigError."""
     place = f"--secret-file {path}"
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS)) as file:
@@ -75,26 +85,32 @@ def nonce() -> bytes:
 
 
 def proof(key: bytes, *parts: bytes) -> bytes:
-    """Returns PROOF_BYTES bytes which only who knows the key can compute from the parts.
+    """Returns the HMAC-SHA256 of the parts, PROOF_BYTES bytes that only owners of the key can make.
 
-    The parts cannot be confused with others: each goes in with its length.
+    Each part is preceded by its length, so other parts with the same joined bytes give another
+    proof.
     """
     text = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
     return hmac.digest(key, text, "sha256")
 
 
 def is_proof(given: bytes, key: bytes, *parts: bytes) -> bool:
-    """Whether that is the proof of these parts; takes the same time for any that is not."""
+    """Returns whether `given` is the proof of these parts.
+
+    The comparison takes the same time for every wrong proof, so its time tells an attacker nothing.
+    """
     return hmac.compare_digest(given, proof(key, *parts))
 
 
 class MessageAuthenticator:
-    """Signs the messages of one direction of a connection, and checks those of the other.
+    """Signs the messages that one side of a connection sends, and checks those that it receives.
 
-    A message that was changed, left out, repeated, or put elsewhere does not pass.
+    Each signature covers the number of its message. So the check fails for a message that was
+    changed, repeated or moved, or that follows a missing message.
 
     Args:
-        sends, takes: the keys of the directions, of this connection alone.
+        sends: the key of the messages that this side sends. It belongs to this connection alone.
+        takes: the key of the messages that this side receives. It belongs to this connection alone.
     """
 
     def __init__(self, sends: bytes, takes: bytes) -> None:
@@ -102,12 +118,12 @@ class MessageAuthenticator:
         self._sent = self._taken = 0
 
     def signed(self, message: bytes) -> bytes:
-        """Returns the proof of the next message that is sent, in hexadecimal."""
+        """Returns the signature of the next message to send, in hexadecimal."""
         self._sent += 1
         return proof(self._sends, struct.pack("<Q", self._sent), message).hex().encode()
 
     def passes(self, sign: bytes, message: bytes) -> bool:
-        """Whether that is the proof of the next message that comes."""
+        """Returns whether `sign` is the signature of `message` as the next message received."""
         self._taken += 1
         expected = proof(self._takes, struct.pack("<Q", self._taken), message).hex().encode()
         return hmac.compare_digest(sign, expected)

@@ -1,4 +1,4 @@
-"""At which of this machine's addresses a job listens: no more than its workers need."""
+"""Chooses the address at which a process of a job listens, with as few interfaces as possible."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from collections.abc import Sequence
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
-_KEEPALIVE = (60, 15, 4)  # seconds to the first probe and between probes, and how many
+# The seconds before the first probe, the seconds between probes, and the number of probes.
+_KEEPALIVE = (60, 15, 4)
 
 
 def listen(own: str, hosts: Sequence[str], port: int = 0) -> socket.socket:
     """Returns a socket that listens for the machines of a job.
 
-    On loopback if all hosts are this one by a loopback address; else at the address that `own`
-    means; on all interfaces only where that is none of this machine's, or its own for itself alone
-    while the others reach it by another (as Debian's 127.0.1.1).
+    The socket listens at the first address of `own` that belongs to this machine. A loopback
+    address counts only if all hosts have the name `own`, or all have loopback addresses. Debian,
+    for example, gives a machine's own name the address 127.0.1.1, which other machines cannot
+    reach. If no address is left, the socket listens on all interfaces.
 
     Args:
-        own: the name or address under which the others reach this machine, without brackets.
-        hosts: those of all machines of the job.
+        own: the name or address by which the others reach this machine, without brackets.
+        hosts: the names or addresses of all machines of the job.
+        port: the port. 0 lets the kernel choose a free one.
 
     Raises:
         OSError: the port is in use.
@@ -42,15 +45,15 @@ def listen(own: str, hosts: Sequence[str], port: int = 0) -> socket.socket:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or an address, without brackets, is one of this machine's."""
+    """Returns whether a name or an address, without brackets, belongs to this machine."""
     return any(can_bind(family, address) for family, address in _addresses(host))
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Has the kernel probe a connection on which nothing is said, and end it after two minutes.
+    """Lets the kernel probe an idle connection, and close it after two minutes without an answer.
 
-    A machine may lose its power without a word, and a firewall may forget a connection that is
-    silent while the chief evaluates, say.
+    A machine that loses its power does not close its connections. The probes also keep a firewall
+    from dropping a connection that is idle, for example while the chief evaluates.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in zip(("IDLE", "INTVL", "CNT"), _KEEPALIVE, strict=True):
@@ -58,6 +61,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """Returns the addresses of a host with their families, or none if it is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -66,15 +70,22 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
 
 
 def _names_loopback(host: str) -> bool:
+    """Returns whether a name or an address means a loopback address."""
     return any(_is_loopback(address[0]) for _, address in _addresses(host))
 
 
 def _is_loopback(address: str) -> bool:
+    """Returns whether a numeric address, with or without an IPv6 zone, is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def can_bind(family: int, address: tuple[Any, ...]) -> bool:
-    """Whether an address is one of this machine's."""
+    """Returns whether an address belongs to this machine, by binding a socket to it.
+
+    Args:
+        family: the address family, such as `socket.AF_INET`.
+        address: the address in the form of that family. Its port is not used.
+    """
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         try:
             trial.bind((address[0], 0, *address[2:]))

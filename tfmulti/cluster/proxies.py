@@ -1,4 +1,4 @@
-"""Keeps a job's own connections past the proxies that a machine's environment names."""
+"""Keeps the connections between workers away from the proxies that the environment names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ EXEMPT, _USUAL = "no_grpc_proxy", "no_proxy"
 
 
 def go_past_proxies(hosts: Iterable[str], env: MutableMapping[str, str]) -> None:
-    """Exempts hosts from the proxies of gRPC, by which TensorFlow's workers reach each other.
+    """Adds hosts to the list of those that gRPC reaches without a proxy.
 
-    Through a proxy they wait for each other without a word, on 127.0.0.1 too. Call it before
-    TensorFlow starts its server.
+    TensorFlow's workers reach each other by gRPC. Through a proxy they would wait for each other
+    without any message, even on 127.0.0.1. Call this function before TensorFlow starts its server.
+
+    Args:
+        hosts: the hosts of the workers.
+        env: the environment to change. Nothing changes if it names no proxy.
 
     Source: https://github.com/grpc/grpc/blob/master/doc/environment_variables.md
 

@@ -1,4 +1,4 @@
-"""Which strategy a run uses, why, and how its batch is shared: decided purely."""
+"""Chooses the strategy, the replicas and the batch sizes of a run, by pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from tfmulti.errors import ConfigError, DeviceError
 
 @dataclass(frozen=True)
 class Selection:
-    """The chosen strategy, the number of this worker's replicas, and the reason in words."""
+    """The strategy that was chosen for a run, and the reason.
+
+    Attributes:
+        strategy: `one_device`, `mirrored` or `multi_worker_mirrored`.
+        local_replicas: the number of replicas of this worker.
+        why: the reason, in words.
+        device_type: `CPU` or `GPU`.
+    """
 
     strategy: str
     local_replicas: int
@@ -19,11 +26,16 @@ class Selection:
 
 
 def check_cluster_use(strategy: str, cluster: Cluster | None, ignore_cluster: bool) -> None:
-    """Checks the strategy's name against the cluster in the environment.
+    """Checks that the strategy fits the cluster of the environment.
+
+    Args:
+        strategy: the value of `--strategy`.
+        cluster: the cluster that TF_CONFIG describes, or None.
+        ignore_cluster: whether the run trains on this machine alone.
 
     Raises:
-        ConfigError: several workers are described, but the strategy knows of one machine
-            alone; or the strategy needs a cluster and there is none.
+        ConfigError: there is a cluster, but the strategy uses one machine. Or the strategy needs a
+            cluster, but there is none or it is ignored.
     """
     if cluster is not None and not ignore_cluster and strategy in ("one_device", "mirrored"):
         raise ConfigError(
@@ -43,7 +55,7 @@ def check_replicas(replicas: int | None, gpus: int) -> None:
     """Checks `--replicas` against the machine's GPUs.
 
     Raises:
-        DeviceError: more replicas than GPUs, on a machine that has some.
+        DeviceError: the machine has GPUs, but fewer than the replicas.
     """
     if replicas is not None and gpus and replicas > gpus:
         raise DeviceError(
@@ -61,10 +73,18 @@ def select(
     gpus: int,
     ignore_cluster: bool = False,
 ) -> Selection:
-    """Returns what to build for a `--strategy` value on this machine, and why.
+    """Returns the strategy and the number of replicas for a `--strategy` value on this machine.
+
+    Args:
+        strategy: the value of `--strategy`.
+        replicas: the value of `--replicas`, or None for all GPUs or one CPU device.
+        cluster: the cluster that TF_CONFIG describes, or None.
+        gpus: the number of visible GPUs.
+        ignore_cluster: whether the run trains on this machine alone.
 
     Raises:
-        ConfigError, DeviceError: the wish does not fit the cluster or the devices.
+        ConfigError: the strategy does not fit the cluster.
+        DeviceError: the number of replicas does not fit the strategy or the devices.
 
     >>> select("auto", replicas=None, cluster=None, gpus=4).why
     'auto chose mirrored: this machine has 4 GPUs'
@@ -98,6 +118,7 @@ def select(
 
 
 def _automatic(replicas: int | None, cluster: Cluster | None, gpus: int) -> tuple[str, str]:
+    """Returns the strategy for `--strategy auto`, and the reason in words."""
     if cluster is not None:
         return "multi_worker_mirrored", (
             f"TF_CONFIG describes a cluster of {cluster.size} "
@@ -114,7 +135,13 @@ def _automatic(replicas: int | None, cluster: Cluster | None, gpus: int) -> tupl
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Both batch sizes; `per_replica` is the largest share where it does not divide evenly."""
+    """The batch sizes of a run.
+
+    Attributes:
+        global_batch_size: the rows of one step over all replicas.
+        per_replica_batch_size: the rows of the largest replica slice.
+        divides: whether all replica slices have the same number of rows.
+    """
 
     global_batch_size: int
     per_replica_batch_size: int
@@ -124,7 +151,15 @@ class BatchSizes:
 def batch_sizes(
     global_batch_size: int | None, per_replica_batch_size: int | None, replicas: int
 ) -> BatchSizes:
-    """Returns both batch sizes, the one that was not given derived from the other.
+    """Returns both batch sizes: the given one, and the other one computed from it.
+
+    Args:
+        global_batch_size: the given global batch size, or None.
+        per_replica_batch_size: the given per-replica batch size, or None.
+        replicas: the number of replicas of all workers.
+
+    Raises:
+        ConfigError: none or both of the two sizes are given.
 
     >>> batch_sizes(None, 32, replicas=4).global_batch_size
     128

@@ -1,7 +1,7 @@
-"""Finds the cluster that the environment describes: pure functions of a mapping.
+"""Finds the cluster that the environment variables describe, by pure functions of a mapping.
 
-To support another launcher or scheduler, write a function `env -> Cluster | None` and
-add it to `ENVIRONMENTS`; the first that recognises the environment is used.
+To support another launcher or scheduler, write a function `env -> Cluster | None` and add it to
+`ENVIRONMENTS`. `find_cluster` uses the first function that returns a cluster.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ Env = Mapping[str, str]
 
 
 def tf_config(env: Env) -> Cluster | None:
-    """Returns the cluster of TF_CONFIG, or None where it is not set, empty or `{}`."""
+    """Returns the cluster of TF_CONFIG, or None if TF_CONFIG is not set or describes nothing.
+
+    Raises:
+        ClusterError: TF_CONFIG breaks a rule of its format.
+    """
     text = env.get("TF_CONFIG", "").strip()
     return None if is_empty(text) else Cluster.from_tf_config(text)
 
 
 def is_empty(text: str) -> bool:
-    """Whether the text of TF_CONFIG describes no cluster and no task, as TensorFlow reads it.
+    """Returns whether the text of TF_CONFIG describes neither a cluster nor a task.
+
+    TensorFlow ignores such a text too.
 
     >>> is_empty('{}'), is_empty('{"cluster": {}}'), is_empty('{"task": {"type": "worker"}}')
     (True, True, False)
@@ -31,7 +37,8 @@ def is_empty(text: str) -> bool:
     try:
         config = json_values.parse(text) if text else {}
     except json.JSONDecodeError:
-        return False  # `Cluster.from_tf_config` says what is wrong
+        # `Cluster.from_tf_config` will say what is wrong with the text.
+        return False
     return isinstance(config, dict) and not config.get("cluster") and not config.get("task")
 
 
@@ -39,13 +46,13 @@ ENVIRONMENTS: dict[str, Callable[[Env], Cluster | None]] = {"TF_CONFIG": tf_conf
 
 
 def find_cluster(env: Env) -> tuple[Cluster | None, str]:
-    """Returns the cluster of the environment and the name of where it was found.
+    """Returns the cluster of the environment, and the name of its place in `ENVIRONMENTS`.
 
     Returns:
-        The cluster, or None where the environment has none; then the name is empty.
+        The cluster and the name, or None and an empty name if the environment has no cluster.
 
     Raises:
-        ClusterError: the environment describes a cluster, but wrongly.
+        ClusterError: the description of the cluster breaks a rule of its format.
     """
     for name, read in ENVIRONMENTS.items():
         cluster = read(env)
@@ -55,7 +62,11 @@ def find_cluster(env: Env) -> tuple[Cluster | None, str]:
 
 
 def check_trains(cluster: Cluster | None) -> None:
-    """Raises ClusterError where this process is an evaluator task, which has no part in it."""
+    """Checks that this process may train.
+
+    Raises:
+        ClusterError: this process is an evaluator task, which does not train.
+    """
     if cluster is not None and cluster.is_evaluator:
         raise ClusterError(
             "this process is an evaluator task of TF_CONFIG, which does not train: the workers "
