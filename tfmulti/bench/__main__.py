@@ -4,17 +4,18 @@
     python -m tfmulti.bench --model resnet20 --workers 1,2 --weak
     python -m tfmulti.bench --model cnn --dataset mnist --replicas 1,2,4 --workers 1,2,4 --profile
 
---replicas are replicas of one process (GPUs, or logical CPU devices under mirrored), --workers
-processes of one replica each that meet over loopback. Each place is measured --rounds times in
-new processes, the order turned round each time. Left in --output_dir are bench.json, bench.png and
-the processes' logs. The flags of python -m tfmulti.fit that say what is trained are taken as well;
-without --dataset it is made-up data of the model's form.
+--replicas counts the replicas of one process: GPUs, or logical CPU devices. --workers counts
+processes with one replica each, which are connected over loopback. Each place is measured --rounds
+times in new processes. Every second round goes through the places in reverse order. The results in
+--output_dir are bench.json, bench.png and the logs of the processes. The command also takes the
+flags of python -m tfmulti.fit that say what is trained. Without --dataset it measures with made-up
+data in the form that the model needs.
 
-A step's time is told in four parts that add up to it: computing (what a step takes without peers,
-on the same cores or device, with the same rows), communication (what it takes longer with them),
-input (waiting for data inside the step) and host (Python between two steps). The cost of an
-all-reduce is measured by itself, over sizes; a model of it gives the prediction for up to 64
-workers, which is no measurement.
+The time of a step is shown in four parts that add up to it. Computing is the time of a step without
+peers, on the same cores or device and with the same rows. Communication is what a step takes longer
+with peers. Input is the time of waiting for data inside the step. Host is the time of Python
+between two steps. All-reduces of several sizes are measured by themselves. A model of their cost
+predicts up to 64 workers; the prediction is not a measurement.
 """
 
 from __future__ import annotations

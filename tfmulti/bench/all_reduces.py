@@ -1,4 +1,8 @@
-"""How long an all-reduce takes over several sizes, by the way that training sums gradients."""
+"""Measures how long an all-reduce of several sizes takes, in the way that training sums gradients.
+
+A call of a compiled function runs four all-reduces, each of which needs the result of the one
+before. The time of an all-reduce is a quarter of the median call.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +23,32 @@ _IN_A_CALL, _CALLS, _BESIDE = 4, 7, 32
 def all_reduce_times(
     strategy: tf.distribute.Strategy, sizes: Sequence[int] = SIZES
 ) -> tuple[tuple[int, float], ...]:
-    """Returns bytes and seconds of one all-reduce (a sum of float32) of each size.
+    """Returns the bytes and the seconds of one all-reduce, a sum of float32, for each size.
 
-    The median over calls of four after each other: each needs the one before it. Every worker
-    calls it, with the same sizes.
+    Every worker must call this function with the same sizes.
+
+    Args:
+        strategy: the strategy whose replicas take part.
+        sizes: the sizes of the summed tensor in bytes.
     """
     return tuple((size, _seconds(strategy, size)) for size in sizes)
 
 
 def message_seconds(strategy: tf.distribute.Strategy) -> float | None:
-    """Returns what one message more takes of a worker that tells all others at once.
+    """Returns the seconds that one more message takes, if a worker sends to all others at once.
 
-    Of many short ones that are under way together, less one by itself. None where TensorFlow's
-    collectives serve. Every worker calls it.
+    The function measures 33 short collectives that are under way together, and one alone. The
+    difference is divided by 32 and by the number of other workers. Every worker must call this
+    function.
+
+    Returns:
+        The seconds, or None if TensorFlow's collectives connect the workers.
     """
     place, serves = placement_of(strategy), []
 
     def beside(count: int) -> float:
+        """Returns the seconds of a call with some collectives that are under way together."""
+
         def on_replica() -> tf.Tensor:
             with collectives.serving(f"bench beside {count}", place):
                 begun = collectives.begin_totals([tf.ones([16]) for _ in range(count)])
@@ -51,12 +64,14 @@ def message_seconds(strategy: tf.distribute.Strategy) -> float | None:
 
 
 def _seconds(strategy: tf.distribute.Strategy, size: int) -> float:
+    """Returns the seconds of one all-reduce of a size in bytes."""
     count, place = max(1, size // 4), placement_of(strategy)
-    values = tf.Variable(tf.ones([count]))  # a constant's sum would be made once, as it is compiled
+    # The sum of a constant would be computed only once, when the function is compiled.
+    values = tf.Variable(tf.ones([count]))
 
     def on_replica() -> tf.Tensor:
         value = values.value()
-        # Each replica's own: of what is alike in one graph TensorFlow makes one.
+        # Each replica has another value, because TensorFlow computes equal parts of a graph once.
         part = (1 + replica_context.local_index(place.local_replicas) / 1024) / place.replicas
         with collectives.serving("bench", place):
             for _ in range(_IN_A_CALL):
@@ -69,6 +84,8 @@ def _seconds(strategy: tf.distribute.Strategy, size: int) -> float:
 def _median_of_calls(
     strategy: tf.distribute.Strategy, on_replica: Callable[[], tf.Tensor]
 ) -> float:
+    """Returns the median seconds of calls that run a function on each replica."""
+
     def everywhere() -> Any:
         return strategy.experimental_local_results(strategy.run(on_replica))[0]
 
@@ -78,4 +95,5 @@ def _median_of_calls(
         began = time.perf_counter()
         float(call())
         times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])  # the first one is traced
+    # The first call is traced.
+    return statistics.median(times[1:])

@@ -1,27 +1,35 @@
-"""The cost model: what an all-reduce and a step cost on any number of workers.
+"""The cost model: the time of an all-reduce and of a step on any number of workers.
 
-A ring all-reduce of S bytes on n workers takes 2 (n - 1) messages one after the other, each of
-S / n bytes (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication
-Operations in MPICH"; Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations"):
+A ring all-reduce of S bytes on n workers sends 2 (n - 1) messages one after the other. Each message
+has S / n bytes:
 
     seconds = 2 (n - 1) latency + 2 (n - 1) / n × S / bandwidth
 
-So the collectives of a step take as many times the first term, and the second one for the bytes of
-the gradients; others (metrics, synchronized batch statistics) have few.
+A step with several collectives pays the first term once for each of them. It pays the second term
+once, for the bytes of the gradients. The other collectives (metrics, synchronized batch statistics)
+move few bytes.
 
-tfmulti's workers on CPUs give what is short, or of two, to all others at once, and of what is large
-its pieces and then the sums: one round or two, of n - 1 messages that follow each other at what one
-takes of a core:
+tfmulti's workers on CPUs do not use a ring. If a value is short or there are two workers, each
+worker sends it to all others in one round. A large value takes two rounds: the workers first send
+the pieces, and then the sums. A round has n - 1 messages, and each takes some time of a core:
 
     seconds = rounds × (latency + (n - 1) message) + 2 (n - 1) / n × S / bandwidth
 
-The rows of an embedding go whole to each other worker, (n - 1) / bandwidth for a worker's own.
+The gradient rows of an embedding go whole to each other worker. The rows of one worker therefore
+take (n - 1) × bytes / bandwidth.
 
-A step takes computing + exposed × collectives + waiting + input + host, where `exposed` is what
-measured communication was of the modelled one, where computing hides some of it or collectives run
-beside each other. What is measured beyond the modelled is waiting for the slowest, which is taken
-to stay as it is.
+A step takes
+
+    computing + exposed × (collectives + rows) + waiting + input + host
+
+Here `exposed` is the measured communication divided by the modelled one. It is below 1 if computing
+hides a part of the communication, or if collectives run at the same time. If more is measured than
+modelled, the rest is the time of waiting for the slowest worker. The model assumes that this time
+stays the same for more workers.
+
+Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations
+in MPICH"; Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations".
 """
 
 from __future__ import annotations
@@ -35,9 +43,12 @@ from tfmulti.distribution.bucket_sizes import GATHER_BYTES, PACK_BYTES
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """What joins the workers: the latency of a message (or round), and seconds a byte.
+    """The cost of messages between workers.
 
-    `message_s` is what one more message of a round takes; None: they go round a ring.
+    Attributes:
+        latency_s: the seconds of latency of a message, or of a round.
+        byte_s: the seconds for a byte.
+        message_s: the seconds that each message of a round takes. None: a ring all-reduce.
     """
 
     latency_s: float
@@ -45,7 +56,13 @@ class NetworkModel:
     message_s: float | None = None
 
     def rounds(self, workers: int, size: float, collectives: int = 1) -> int:
-        """Returns how many times all-reduces of `size` bytes in all take the latency."""
+        """Returns how many times some all-reduces pay the latency.
+
+        Args:
+            workers: the number of workers.
+            size: the bytes of all these all-reduces together.
+            collectives: the number of all-reduces.
+        """
         if self.message_s is None or workers == 1:
             return collectives * 2 * (workers - 1)
         if workers == 2 or size <= GATHER_BYTES:
@@ -53,28 +70,41 @@ class NetworkModel:
         return collectives + min(collectives, math.ceil(size / PACK_BYTES))
 
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:
-        """Returns the seconds of all-reduces of `size` bytes in all: of latency, and of bytes."""
+        """Returns the seconds that some all-reduces take for the latency, and for the bytes.
+
+        Args:
+            workers: the number of workers.
+            size: the bytes of all these all-reduces together.
+            collectives: the number of all-reduces.
+        """
         others = workers - 1
         round_s = self.latency_s + others * (self.message_s or 0.0)
         rounds = self.rounds(workers, size, collectives)
         return rounds * round_s, 2 * others / workers * size * self.byte_s
 
     def all_reduce_s(self, workers: int, size: float, collectives: int = 1) -> float:
-        """Returns the seconds of all-reduces of `size` bytes in all."""
+        """Returns the seconds of some all-reduces.
+
+        Args:
+            workers: the number of workers.
+            size: the bytes of all these all-reduces together.
+            collectives: the number of all-reduces.
+        """
         return sum(self.parts_s(workers, size, collectives))
 
 
 def fit_network(
     points: Sequence[tuple[int, int, float]], message_s: float | None = None
 ) -> NetworkModel | None:
-    """Returns the link that all-reduces were measured on, or None without any.
+    """Returns the network model that fits the measured all-reduces, or None without any.
 
-    Least squares of the relative errors, so that small sizes tell the latency and large ones the
-    bandwidth; neither is below 0.
+    The fit minimizes the squares of the relative errors. So small sizes determine the latency, and
+    large sizes determine the bandwidth. Neither becomes negative.
 
     Args:
-        points: workers (from 2), bytes and seconds of each.
-        message_s: see `NetworkModel`.
+        points: the workers, the bytes and the seconds of each measured all-reduce. Those of one
+            worker are ignored.
+        message_s: as in `NetworkModel`.
     """
     rows, rest = [], []
     messages = NetworkModel(0.0, 0.0, message_s)
@@ -90,19 +120,26 @@ def fit_network(
 
 @dataclass(frozen=True)
 class Computing:
-    """Milliseconds that computing a share of some rows takes: `fixed` + `row` × rows."""
+    """The time of computing a replica slice: `fixed_ms` + `row_ms` × rows.
+
+    Attributes:
+        fixed_ms: the milliseconds that do not depend on the rows.
+        row_ms: the milliseconds for each row.
+    """
 
     fixed_ms: float
     row_ms: float
 
     def ms(self, rows: float) -> float:
+        """Returns the milliseconds of computing some rows."""
         return self.fixed_ms + self.row_ms * rows
 
 
 def fit_computing(points: Sequence[tuple[int, float]]) -> Computing:
-    """Returns what computing takes, of measured (rows, milliseconds); neither part is below 0.
+    """Returns the model that fits measured pairs of rows and milliseconds.
 
-    Where all have as many rows, only their mean is known: all of it is taken as the rows'.
+    Neither part of the model is negative. If all pairs have the same number of rows, the fixed part
+    cannot be known, and is set to 0.
     """
     if len({rows for rows, _ in points}) == 1:
         return Computing(0.0, sum(ms / rows for rows, ms in points) / len(points))
@@ -113,10 +150,18 @@ def fit_computing(points: Sequence[tuple[int, float]]) -> Computing:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a step costs on any number of workers, each on cores or a device of its own.
+    """The cost of a step on any number of workers with cores or a device of their own.
 
-    `gradient_bytes` are summed, and `example_bytes` of rows given to each other worker, for each
-    example of a share.
+    Attributes:
+        link: the cost of messages between workers.
+        computing: the cost of computing a replica slice.
+        exposed: the share of the modelled communication that a step shows, from 0 to 1.
+        gradient_bytes: the bytes that all-reduces of a step sum.
+        collectives: the number of collectives of a step.
+        other_ms: the milliseconds of input and host in a step.
+        waiting_ms: the milliseconds of waiting for the slowest worker in a step.
+        example_bytes: for each example of a replica slice, the bytes of embedding rows that a
+            worker sends to each other worker.
     """
 
     link: NetworkModel
@@ -129,26 +174,45 @@ class CostModel:
     example_bytes: float = 0.0
 
     def told_ms(self, workers: int, share: float) -> float:
-        """Returns the milliseconds that what workers tell each other takes, hidden or not."""
+        """Returns the milliseconds of a step's messages, also of those that computing hides.
+
+        Args:
+            workers: the number of workers.
+            share: the rows of each worker.
+        """
         rows_s = (workers - 1) * share * self.example_bytes * self.link.byte_s
         summed_s = self.link.all_reduce_s(workers, self.gradient_bytes, self.collectives)
         return 1000 * (summed_s + rows_s)
 
     def communication_ms(self, workers: int, share: float) -> float:
+        """Returns the milliseconds of communication that a step shows, with waiting.
+
+        Args:
+            workers: the number of workers.
+            share: the rows of each worker.
+        """
         if workers == 1:
             return 0.0
         return self.exposed * self.told_ms(workers, share) + self.waiting_ms
 
     def step_ms(self, workers: int, share: float) -> float:
-        """Returns the milliseconds of a step of `share` rows on each worker."""
+        """Returns the milliseconds of a step.
+
+        Args:
+            workers: the number of workers.
+            share: the rows of each worker.
+        """
         return self.computing.ms(share) + self.communication_ms(workers, share) + self.other_ms
 
 
 def fit_exposed(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns what measured communication is of the modelled one, up to 1, and ms of waiting.
+    """Returns the exposed share of the modelled communication, and the milliseconds of waiting.
+
+    The share is the slope that fits the pairs by least squares. If it is above 1, the share is 1,
+    and the waiting is the mean of what was measured beyond the model.
 
     Args:
-        pairs: modelled and measured milliseconds, of several workers.
+        pairs: the modelled and the measured milliseconds of places with several workers.
     """
     square = sum(model * model for model, _ in pairs)
     part = sum(model * ms for model, ms in pairs) / square if square else 0.0
@@ -160,7 +224,7 @@ def fit_exposed(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _least_squares(
     rows: Sequence[tuple[float, float]], values: Sequence[float]
 ) -> tuple[float, float]:
-    """Returns the a, b >= 0 that bring a × row[0] + b × row[1] nearest to the values."""
+    """Returns a, b >= 0 for which a × row[0] + b × row[1] fits the values by least squares."""
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     av, bv = (sum(r[i] * v for r, v in zip(rows, values, strict=True)) for i in (0, 1))
     only_a, only_b = (av / aa if aa else 0.0, 0.0), (0.0, bv / bb if bb else 0.0)
@@ -172,6 +236,7 @@ def _least_squares(
             return both
 
     def error(pair: tuple[float, float]) -> float:
+        """Returns the sum of the squared errors."""
         return sum(
             (pair[0] * r[0] + pair[1] * r[1] - v) ** 2 for r, v in zip(rows, values, strict=True)
         )

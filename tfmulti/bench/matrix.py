@@ -1,4 +1,4 @@
-"""Measures every place of the matrix, round after round, each time in new processes."""
+"""Measures every place of the matrix in each round, in new processes each time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from tfmulti.errors import TfmultiError
 from tfmulti.launch import supervisor
 from tfmulti.launch.config import LaunchConfig
 
-_STOPPED = (129, 130, 143)  # 128 + SIGHUP, SIGINT or SIGTERM
-_STALL_S = 120.0  # a first step may be traced for long
+# The exit codes 128 + SIGHUP, 128 + SIGINT and 128 + SIGTERM.
+_STOPPED = (129, 130, 143)
+# The first step may take long, because it is traced.
+_STALL_S = 120.0
 
 
 Launch = Callable[[LaunchConfig, Mapping[str, str]], int]
 
 
 class MeasurementError(TfmultiError):
-    """A process of a measurement failed; the launcher has said which and why."""
+    """Raised if a measured process fails, or if the results cannot be written.
+
+    Args:
+        words: the message.
+        exit_code: the exit code of the command.
+    """
 
     def __init__(self, words: str, exit_code: int) -> None:
         super().__init__(words)
@@ -33,13 +40,14 @@ class MeasurementError(TfmultiError):
 class Matrix:
     """The measurements of one command.
 
-    `found` has each place's rounds, of which each has its processes' answers.
-
     Args:
-        cores: those that may be used.
-        gpus: the names of this machine's GPUs; none: CPUs are measured.
-        env: of the processes.
-        launch: runs the processes of a place to their end and returns their exit code.
+        config: what is measured.
+        cores: the cores of this machine that may be used.
+        gpus: the names of this machine's GPUs. If there are none, CPUs are measured.
+        env: the environment of the processes.
+        say: prints a labelled line.
+        launch: runs the processes of a place until they end, and returns their exit code.
+        found: the results of the processes, for each place and round. `measure` fills it.
     """
 
     config: BenchConfig
@@ -51,10 +59,10 @@ class Matrix:
     found: dict[MatrixPoint, list[list[MeasureResult]]] = field(default_factory=dict)
 
     def measure(self) -> None:
-        """Measures all rounds: every second one from the last place to the first.
+        """Measures all rounds, of which every second one goes from the last place to the first.
 
         Raises:
-            MeasurementError: a process failed.
+            MeasurementError: a process failed, or was stopped by a signal.
         """
         for number_of_round in range(self.config.rounds):
             order = -1 if number_of_round % 2 else 1
@@ -69,6 +77,7 @@ class Matrix:
                 )
 
     def _measured(self, place: MatrixPoint, number_of_round: int) -> list[MeasureResult]:
+        """Runs the processes of a place for one round, and returns their results by rank."""
         words = place.name.replace(" ", "_")
         folder = (
             self.config.output_dir / "logs" / f"round_{number_of_round + 1}" / words
@@ -114,10 +123,10 @@ class Matrix:
         ]
 
     def _rows_alone(self, place: MatrixPoint) -> int | None:
-        """Returns the rows of a step of one device that does the work of a place's process.
+        """Returns the rows of a step without peers, or None at a place of one replica.
 
-        Replicas of one process that are CPUs share its cores: one device has all of these, and all
-        of the rows.
+        CPU replicas of one process share its cores. Without peers one device uses all these cores,
+        so it computes all rows of the global batch.
         """
         if place.kind == "one":
             return None
@@ -127,5 +136,6 @@ class Matrix:
 
 
 def _shown(path: Path) -> str:
+    """Returns a path as text, relative to the current folder if it is in there."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

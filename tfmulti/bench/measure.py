@@ -1,7 +1,8 @@
-"""Measures a run's steps at one place: with its peers, without them, and the all-reduce alone.
+"""Measures the steps of a run at one place: with peers, without peers, and the all-reduce alone.
 
-Runs in every process of the place. What they do together they do in the same order: train with
-peers, warm up and measured, and all-reduce; each trains without peers by itself, at the same time.
+The code runs in every process of the place. All processes train with peers and run all-reduces
+together, in the same order. In between each process trains without peers, by itself and at the same
+time as the others.
 """
 
 from __future__ import annotations
@@ -40,17 +41,25 @@ from tfmulti.run.setup import Setup, compile_model, make_model, set_up
 from tfmulti.training.state.trainer_state import state_of
 
 MEASURED_S = 5.0
-_LEAST, _MOST = 5, 2000  # executions
-_WARM_UP = 3  # executions, the traced one among them
+# The least and the most executions that are measured.
+_LEAST, _MOST = 5, 2000
+# The executions of the warm-up. The first one is traced.
+_WARM_UP = 3
 _PROFILED = 5
 _TURNS = 5
 
 
 def answer(order: MeasureRequest, cluster: Cluster | None) -> MeasureResult:
-    """Returns what this process measured. Every process of the place calls it.
+    """Measures what a request asks for, and returns the result of this process.
+
+    Every process of the place must call this function.
+
+    Args:
+        order: the request.
+        cluster: the cluster of the processes, or None at a place with one process.
 
     Raises:
-        DataError: the data comes in batches of its own, which no other number of rows can take.
+        DataError: the data has batches of a fixed size, but the measurement needs several sizes.
     """
     gpus = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
     setup = set_up(validation.check(order.run, cluster, env=gpus))
@@ -93,6 +102,7 @@ def answer(order: MeasureRequest, cluster: Cluster | None) -> MeasureResult:
 
 
 def compiled(setup: Setup) -> keras.Model:
+    """Returns the compiled model of a run, with its variables under the run's strategy."""
     with setup.strategy.scope():
         model = make_model(setup)
     compile_model(setup, model)
@@ -100,7 +110,12 @@ def compiled(setup: Setup) -> keras.Model:
 
 
 def without_peers(setup: Setup, rows: int) -> tuple[Setup, keras.Model]:
-    """Returns the same run on the first device of this process alone, with some rows a step."""
+    """Returns the same run on the first device of this process, and its model after a warm-up.
+
+    Args:
+        setup: the run with peers.
+        rows: the rows of a step without peers.
+    """
     kind = "GPU" if setup.place.gpus else "CPU"
     config = setup.config
     alone = dataclasses.replace(
@@ -118,9 +133,18 @@ def without_peers(setup: Setup, rows: int) -> tuple[Setup, keras.Model]:
 def in_turns(
     setup: Setup, model: keras.Model, alone: tuple[Setup, keras.Model] | None, executions: int
 ) -> tuple[Phase, StepTimes, Phase | None]:
-    """Returns what was measured with peers, the steps' times, and what without.
+    """Measures steps with and without peers in turns.
 
-    In turns, so that what else happens on the machine meanwhile is in both.
+    Other work on the machine then affects both measurements.
+
+    Args:
+        setup: the run with peers.
+        model: its model.
+        alone: the run without peers and its model, or None.
+        executions: the number of executions to measure.
+
+    Returns:
+        The phase with peers, the times of its steps, and the phase without peers or None.
     """
     turns = min(_TURNS, executions)
     together, without, times = [], [], StepTimes()
@@ -136,7 +160,11 @@ def in_turns(
 
 
 def trained(setup: Setup, model: keras.Model, executions: int) -> tuple[Phase, Throughput]:
-    """Trains one execution that does not count, and then as many as asked for."""
+    """Trains one execution that is not measured, and then `executions` that are.
+
+    Returns:
+        The measured phase, and the callback that has measured it.
+    """
     throughput, waiting = Throughput(in_logs=False, keep_times=True), Waiting()
     model.fit(
         setup.data.train,
@@ -156,7 +184,10 @@ def trained(setup: Setup, model: keras.Model, executions: int) -> tuple[Phase, T
 
 
 def synchronized_layers(setup: Setup, model: keras.Model) -> int:
-    """Returns how many layers take batch statistics over all replicas, two collectives each."""
+    """Returns how many layers take batch statistics over all replicas.
+
+    Each of them needs two collectives in a step.
+    """
     return sum(
         layer.trainable and (setup.config.sync_batch_norm or layer.synchronized)
         for layer in layers_of(model)
@@ -165,23 +196,33 @@ def synchronized_layers(setup: Setup, model: keras.Model) -> int:
 
 
 def packs_of(sizes: Sequence[int]) -> int:
-    """Returns about how many packs gradients of so many bytes travel in; a large one is alone."""
+    """Returns about how many messages the gradients of a step travel in.
+
+    A gradient of at least `PACK_BYTES` travels alone. Smaller ones share a message.
+
+    Args:
+        sizes: the bytes of each gradient.
+    """
     small = [size for size in sizes if size < PACK_BYTES]
     return len(sizes) - len(small) + -(-sum(small) // PACK_BYTES)
 
 
 def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
-    """Returns how large an all-reduce is that takes as many bytes as a step tells the others.
+    """Returns the size of an all-reduce that sends as many bytes as a step, and its row bytes.
 
-    And the bytes of rows that each of these gets. Counted, since of an embedding the rows travel
-    that a batch has. None where it cannot be: on one worker, and by TensorFlow's collectives. Every
-    process calls it.
+    The bytes are counted, because of an embedding only the rows of the batch travel. Every process
+    must call this function.
+
+    Returns:
+        The size in bytes, and the bytes of embedding rows that each other worker gets in a step.
+        None with one worker, or if TensorFlow's collectives connect the workers.
     """
     workers, links = setup.place.workers, channel_of(setup.place)
     if links is None:
         return None
     sent = []
-    for executions in (1, 3):  # what else a fit tells is in both
+    # Both calls of `fit` send the same other messages, which the difference leaves out.
+    for executions in (1, 3):
         before = np.array([links.sent_bytes, links.sent_row_bytes])
         trained(setup, model, executions)
         sent.append(np.array([links.sent_bytes, links.sent_row_bytes]) - before)
@@ -190,7 +231,17 @@ def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
 
 
 def agreed(setup: Setup, model: keras.Model, warm: Phase, asked: int | None) -> int:
-    """Returns how many executions are measured: alike in all processes, by the chief's time."""
+    """Returns the number of executions to measure, which is the same in all processes.
+
+    Every process must call this function. Without a given number of steps, the chief's time
+    decides.
+
+    Args:
+        setup: the run with peers.
+        model: its model.
+        warm: the measured steps of the warm-up.
+        asked: the number of steps that the user has asked for, or None.
+    """
     each = int(model.steps_per_execution)
     if asked is not None:
         return -(-asked // each)
@@ -200,7 +251,7 @@ def agreed(setup: Setup, model: keras.Model, warm: Phase, asked: int | None) -> 
 
 
 def profile(setup: Setup, model: Any, folder: Path) -> None:
-    """Leaves a trace of some steps for TensorBoard, on the chief. Every process trains them."""
+    """Writes a trace of some steps for TensorBoard on the chief. Every process must call it."""
     if setup.place.is_chief:
         tf.profiler.experimental.start(str(folder))
     trained(setup, model, _PROFILED)

@@ -1,4 +1,4 @@
-"""Draws bench.png: throughput, efficiency, and where a step's time goes."""
+"""Draws bench.png: the throughput, the efficiency and the parts of the time of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _KINDS = {"replicas": ("tab:green", "s"), "workers": ("tab:blue", "o")}
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draws a report.
+    """Draws a report into a file.
+
+    Args:
+        report: the results.
+        path: the file. Its ending gives the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -46,6 +50,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _draw_curves(report: Report, speed: Any, efficiency: Any) -> None:
+    """Draws throughput and efficiency over the number of devices: measured, predicted and ideal."""
     results = report.results
     base = min(results, key=lambda result: result.place.devices)
     for kind, (colour, marker) in _KINDS.items():
@@ -88,7 +93,7 @@ def _draw_curves(report: Report, speed: Any, efficiency: Any) -> None:
 
 
 def _spread(shown: list[Result]) -> list[list[float]]:
-    """Returns how far below and above the rounds' throughputs go."""
+    """Returns how far the throughputs of the rounds go below and above the one that is shown."""
     of_rounds = [[r.examples_per_sec * r.step_ms / ms for ms in r.rounds_ms] for r in shown]
     return [
         [max(0.0, r.examples_per_sec - min(v)) for r, v in zip(shown, of_rounds, strict=True)],
@@ -97,6 +102,7 @@ def _spread(shown: list[Result]) -> list[list[float]]:
 
 
 def _draw_parts(results: list[Result], axes: Any) -> None:
+    """Draws a bar for each place, with the parts of the time of a step on top of each other."""
     names = [result.place.name.replace(" ", "\n") for result in results]
     below = [0.0] * len(results)
     for part in PARTS:

@@ -1,4 +1,4 @@
-"""What a measurement leaves: a table in words, and bench.json."""
+"""Makes the table and bench.json of a measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,19 @@ from tfmulti.config.console import number
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All that a matrix says. `predicted` is empty where there is no `model`."""
+    """The results of all measurements of a matrix.
+
+    Attributes:
+        config: what was measured.
+        results: the figures of each place.
+        model: the cost model, or None without workers that were measured together.
+        predicted: the figures that the cost model predicts. Empty without a cost model.
+        all_reduces: the replicas, bytes and seconds of all-reduces, for each kind of place.
+        words: lines that say what limits the places.
+        cores: the number of cores that were used.
+        gpus: the number of GPUs. 0: CPUs were measured.
+        load: the load average of this machine before the measurement.
+    """
 
     config: BenchConfig
     results: list[Result]
@@ -41,7 +53,12 @@ class Report:
 
     @classmethod
     def of(cls, matrix: Matrix, load: float) -> Report:
-        """Returns what a matrix says; `load` is this machine's before it was measured."""
+        """Returns the report of a matrix.
+
+        Args:
+            matrix: the measurements.
+            load: the load average of this machine before the measurement.
+        """
         config, cores = matrix.config, len(matrix.cores)
         results = results_of(config, matrix.found)
         model = cost_model(config, results, matrix.found, len(matrix.gpus) or cores)
@@ -58,7 +75,7 @@ class Report:
         )
 
     def table(self) -> list[str]:
-        """Returns the results in lines of columns."""
+        """Returns the lines of the table, which has one row for each place."""
         names = ["place", "batch", "ms/step", "p90", "examples/s", "efficiency", *PARTS]
         rows = [names, *(self._row(result) for result in self.results)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
@@ -72,6 +89,7 @@ class Report:
         return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
     def _row(self, result: Result) -> list[str]:
+        """Returns the cells of a place's row."""
         return [
             result.place.name,
             str(result.global_batch),
@@ -83,7 +101,7 @@ class Report:
         ]
 
     def model_words(self) -> list[str]:
-        """Returns the cost model in words, and what it predicts."""
+        """Returns lines that describe the cost model and its prediction."""
         if self.model is None:
             return ["no prediction: it takes --workers 2 or more to measure an all-reduce"]
         model, last = self.model, self.predicted[-1]
@@ -147,10 +165,12 @@ class Report:
 
 
 def _row_words(example_bytes: float) -> str:
+    """Returns the words for the rows of embeddings that workers send, or an empty text."""
     return f" and {example_bytes:,.0f} bytes of rows an example" if example_bytes else ""
 
 
 def _latency_words(link: NetworkModel) -> str:
+    """Returns the words for the latency, of a ring or of rounds of messages."""
     if link.message_s is None:
         return f"latency {1e6 * link.latency_s:,.0f} µs a message"
     each = 1e6 * link.message_s
@@ -158,7 +178,12 @@ def _latency_words(link: NetworkModel) -> str:
 
 
 def busy_words(load: float, cores: int) -> list[str]:
-    """Returns what is to be said of other programs, of this machine's load before."""
+    """Returns a warning if other programs use this machine, else nothing.
+
+    Args:
+        load: the load average of this machine before the measurement.
+        cores: the number of cores that are used.
+    """
     if load <= cores / 4:
         return []
     return [
@@ -168,7 +193,10 @@ def busy_words(load: float, cores: int) -> list[str]:
 
 
 def _words(matrix: Matrix, results: Sequence[Result]) -> list[str]:
-    """Returns what limits the largest place of each kind; of one replica where it is alone."""
+    """Returns what limits the largest place of each kind.
+
+    One replica is included only if no other place was measured.
+    """
     config, cores, on_cpus = matrix.config, len(matrix.cores), not matrix.gpus
     largest = {result.place.kind: result for result in results}
     if len(largest) > 1:

@@ -1,4 +1,4 @@
-"""What a matrix of measurements says: a figure for each place, the cost model, a prediction."""
+"""Computes the figures of each place from the measurements, the cost model and the prediction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ PREDICTED = (1, 2, 4, 8, 16, 32, 64)  # workers
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured at a place: its round in the middle, by the steps' time.
+    """The figures of a place, from the round whose step time is the median of all rounds.
 
-    `parts` are the means of its processes and add up to `step_ms`; `rounds_ms` are the steps'
-    times of all rounds. `efficiency` is the examples a second of each replica, against those of
-    the smallest place.
+    Attributes:
+        place: the place.
+        global_batch: the rows of the global batch.
+        parts: the parts of the time of a step, as means over the processes. They add up to
+            `step_ms`.
+        percentiles_ms: percentiles of the time of a step on the chief.
+        rounds_ms: the mean time of a step in each round.
+        examples_per_sec: the examples of all replicas in a second.
+        efficiency: the examples per second and replica, divided by those of the smallest place.
+        answers: the results of the processes, by rank.
     """
 
     place: MatrixPoint
@@ -37,17 +44,19 @@ class Result:
 
     @property
     def step_ms(self) -> float:
+        """The milliseconds of a step."""
         return self.parts.step_ms
 
     @property
     def device_tflops(self) -> float | None:
-        """TFLOP/s of the model on each device, or None where its operations are not known."""
+        """The TFLOP/s of the model on each device, or None if its operations are not known."""
         flops = self.answers[0].flops_per_example
         if flops is None:
             return None
         return self.examples_per_sec / self.place.devices * flops / 1e12
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the figures as they stand in bench.json."""
         first, place = self.answers[0], self.place
         found: dict[str, Any] = {
             "place": place.name,
@@ -71,7 +80,7 @@ class Result:
 
 
 def results_of(config: BenchConfig, found: Found) -> list[Result]:
-    """Returns each place's result, in the order of the places."""
+    """Returns the figures of each place, in the order of the places."""
     middle, rounds_ms = {}, {}
     for place, rounds in found.items():
         steps = [TimeParts.mean([answer.parts for answer in answers]).step_ms for answers in rounds]
@@ -95,15 +104,15 @@ def results_of(config: BenchConfig, found: Found) -> list[Result]:
 
 
 def examples_per_sec(answers: Sequence[MeasureResult]) -> float:
-    """Returns the examples of all replicas in a second of the mean step of the processes."""
+    """Returns the examples of all replicas per second, by the mean step of the processes."""
     step = answers[0].together
     return 1000 * step.examples / step.steps / TimeParts.mean([a.parts for a in answers]).step_ms
 
 
 def all_reduces_of(found: Found, kind: str) -> list[tuple[int, int, float]]:
-    """Returns replicas, bytes and seconds of each measured all-reduce of a kind of places.
+    """Returns the replicas, bytes and seconds of the all-reduces at the places of a kind.
 
-    The median over rounds and processes.
+    The seconds are the median over all rounds and processes of a place.
     """
     times: dict[tuple[int, int], list[float]] = {}
     for place, rounds in found.items():
@@ -115,7 +124,7 @@ def all_reduces_of(found: Found, kind: str) -> list[tuple[int, int, float]]:
 
 
 def link_of(found: Found, kind: str) -> NetworkModel | None:
-    """Returns what joins the replicas of a kind of places, or None where it was not measured."""
+    """Returns the network model of a kind of places, or None if no all-reduce was measured."""
     messages = [
         answer.message_s
         for place, rounds in found.items()
@@ -131,12 +140,17 @@ def link_of(found: Found, kind: str) -> NetworkModel | None:
 def cost_model(
     config: BenchConfig, results: Sequence[Result], found: Found, most: int
 ) -> CostModel | None:
-    """Returns the model of workers with cores or a device of their own.
-
-    None where no two workers were measured, which tells nothing of a link.
+    """Returns the cost model of workers that each have cores or a device of their own.
 
     Args:
-        most: workers that have these. Places with more are left out, if others tell as much.
+        config: what was measured.
+        results: the figures of each place.
+        found: the measurements of each place.
+        most: how many workers can have cores or a device of their own. Places with more workers are
+            used only if no place with 2 to `most` workers was measured.
+
+    Returns:
+        The model, or None if no place with several workers was measured.
     """
     workers = [result for result in results if result.place.kind != "replicas"]
     own = [result for result in workers if result.place.devices <= most]
@@ -169,10 +183,15 @@ def cost_model(
 def prediction(
     config: BenchConfig, model: CostModel, results: Sequence[Result]
 ) -> list[dict[str, float]]:
-    """Returns what the model says of up to 64 workers, those that were measured among them.
+    """Returns the predicted figures for up to 64 workers, and for the measured numbers of workers.
 
-    A number of workers without a row each is left out. The efficiency is against the smallest
-    place that was measured.
+    Numbers of workers above the rows of the global batch are left out. The efficiency is relative
+    to the smallest measured place.
+
+    Args:
+        config: what was measured.
+        model: the cost model.
+        results: the figures of each place.
     """
     found = []
     base = min(results, key=lambda result: result.place.devices)

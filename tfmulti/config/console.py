@@ -1,4 +1,4 @@
-"""What a run says on the terminal: the chief speaks, the other workers do not."""
+"""Prints on the terminal of a run, where the chief speaks and the other workers are silent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Say = Callable[[str, str], None]
 
 
 def speaker(is_chief: bool) -> Say:
-    """Returns `say(label, text)`: a labelled line on the chief, nothing elsewhere."""
+    """Returns a function `say(label, text)` that prints a line, on the chief only."""
 
     def say(label: str, text: str) -> None:
+        """Prints a line on the chief."""
         if is_chief:
             print(f"{label:<10} {text}", flush=True)
 
@@ -22,16 +23,21 @@ def speaker(is_chief: bool) -> Say:
 
 
 def left_out(words: str) -> None:
-    """Prints of an example that could not be read where it is and why."""
+    """Prints to standard error that an example was left out because it cannot be read.
+
+    Args:
+        words: where the example is, and why it cannot be read.
+    """
     print(f"tfmulti: left out {words}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Holds back what libraries write to standard error, and shows it if an error follows.
+    """Holds back what is written to standard error in the block, and prints it if the block fails.
 
-    TensorFlow's C++ parts greet every start with lines about CPU features and missing GPUs,
-    before any log level can be set.
+    TensorFlow's C++ code prints lines about CPU features and missing GPUs at every start, before a
+    log level can be set. An error that has an exit code, such as a user's mistake, prints nothing
+    of them.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -51,7 +57,7 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def number(value: float) -> str:
-    """Returns a figure to read: four significant digits, thousands marked.
+    """Returns a number as text, with four significant digits or with a comma for each thousand.
 
     >>> number(1234567.8), number(0.012345)
     ('1,234,568', '0.01235')

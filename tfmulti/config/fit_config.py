@@ -1,7 +1,8 @@
-"""What a run is: `FitConfig`, as flags, as a JSON file and as arguments in Python.
+"""`FitConfig`: the whole configuration of a run, given by flags, a JSON file or Python arguments.
 
-A `FitConfig` that exists is valid in itself. What also needs the cluster or the devices
-(which strategy, how many replicas, so which batch) is decided in `selection` and `loop`.
+The constructor checks the values, so each `FitConfig` is valid by itself. The strategy, the number
+of replicas and the batch sizes depend on the cluster and the devices too. `run.validation` and
+`run.setup` decide them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 DECAYS = ("constant", "cosine")
 VERBOSITIES = ("auto", "0", "1", "2")
-# Fields of older configurations that are gone, and the next step of who used them.
+# Fields of older configurations that were removed, each with the reason and where to read more.
 REMOVED = {
     name: "workers no longer train alone between synchronizations; see docs/slow-networks.md"
     for name in ("sync_every", "outer_learning_rate", "outer_momentum")
 }
-# Fields of older configurations, and their names now.
+# The old names of fields in older configurations, with the present names.
 RENAMED = {
     "backup_every_s": "checkpoint_every_s",
     "backup_every_steps": "checkpoint_every_steps",
@@ -38,10 +39,10 @@ CACHES = ("none", "memory", "disk")
 class FitConfig(TrainingOptions):
     """Everything that `python -m tfmulti.fit` takes; each field is a flag of the same name.
 
-    The options of training itself are those of `TrainingOptions`.
+    The inherited fields of `TrainingOptions` say how training is distributed.
 
     Raises:
-        ConfigError: a value breaks its field's rule, or two fields contradict each other.
+        ConfigError: a value breaks the rule of its field, or two fields contradict each other.
 
     >>> FitConfig(dataset="digits", epochs=3).epochs
     3
@@ -157,7 +158,8 @@ class FitConfig(TrainingOptions):
         "needed there for two runs that are equal to the bit.",
         free=True,
     )
-    # None chooses the number on CPUs, where `prepare` has the word `auto` for it.
+    # Here a number is allowed, and None means what `prepare` calls `auto`: on CPUs the number of
+    # steps is chosen.
     steps_per_execution: int | None = flag(  # type: ignore[assignment]
         None,
         "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: "
@@ -233,6 +235,7 @@ class FitConfig(TrainingOptions):
         self._check_batch()
 
     def _check_batch(self) -> None:
+        """Raises ConfigError unless exactly one batch size is given, or the data set has one."""
         if self.global_batch_size is not None and self.per_replica_batch_size is not None:
             raise ConfigError(
                 f"both --global_batch_size {self.global_batch_size} and "
@@ -249,18 +252,19 @@ class FitConfig(TrainingOptions):
 
     @property
     def training_options(self) -> TrainingOptions:
-        """The options that `prepare` gets."""
+        """The options for `prepare`."""
         names = [item.name for item in dataclasses.fields(TrainingOptions)]
         values = {name: getattr(self, name) for name in names}
-        # A number is for `compile`; without one the number of steps is chosen on CPUs.
+        # A number goes to `compile`. Without a number, `auto` chooses one on CPUs.
         values["steps_per_execution"] = "auto" if self.steps_per_execution is None else None
         return TrainingOptions(**values)
 
     def resolved(self, kind: str | None = None) -> FitConfig:
-        """Returns the same configuration with the data set's defaults written out.
+        """Returns the same configuration with the defaults of the data set filled in.
 
-        `kind` is that of the data (`DataSpec.kind`), once it is known: the default model
-        must take it.
+        Args:
+            kind: the kind of the data (`DataSpec.kind`), or None before the data is loaded. The
+                default model must take data of this kind.
         """
         recipe = registry.recipe_of(self.dataset)
         changes: dict[str, Any] = {}
@@ -278,18 +282,23 @@ class FitConfig(TrainingOptions):
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
-        """Returns the configuration as JSON, without what belongs to this start alone."""
+        """Returns the configuration as JSON, without the fields that belong to one start only."""
         left_out = {"run_dir", "export_dir", "dry_run", "resume"}
         values = {k: v for k, v in dataclasses.asdict(self).items() if k not in left_out}
         return json.dumps(values, indent=2) + "\n"
 
 
 def check_same_run(saved: dict[str, Any], config: FitConfig, path: str) -> None:
-    """Checks that a resolved configuration is that of the run in a folder.
+    """Checks that a resolved configuration can resume the run that a folder holds.
+
+    Args:
+        saved: the values of the folder's config.json.
+        config: the resolved configuration of this start.
+        path: the folder, for messages.
 
     Raises:
-        ResumeError: a value differs that the run's numbers depend on.
-        RunDirError: the folder holds something else.
+        ResumeError: a field differs that changes the numbers of the run.
+        RunDirError: config.json does not come from a run of this program.
     """
     if "dataset" not in saved:
         raise RunDirError(
@@ -299,7 +308,8 @@ def check_same_run(saved: dict[str, Any], config: FitConfig, path: str) -> None:
         now = getattr(config, item.name)
         if item.metadata["free"]:
             continue
-        before = saved.get(item.name, item.default)  # an older version had no such flag
+        # A run of an older version may lack the flag. Such a run has used its default.
+        before = saved.get(item.name, item.default)
         if before != now:
             raise ResumeError(
                 f"--run_dir {path} holds a run with {item.name}={before!r}, and this one has "
@@ -308,10 +318,13 @@ def check_same_run(saved: dict[str, Any], config: FitConfig, path: str) -> None:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """Returns the values that a JSON file of `FitConfig`'s fields gives.
+    """Returns the values of a JSON file by the names of `FitConfig`'s fields.
+
+    Old names of fields are accepted.
 
     Raises:
-        ConfigError: the file is missing, no JSON object, or names an unknown field.
+        ConfigError: the file cannot be read, is not a JSON object, or has an unknown or removed
+            field.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

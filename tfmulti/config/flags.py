@@ -1,4 +1,4 @@
-"""The flags of a run, for the commands that describe one: each field of `FitConfig` is a flag."""
+"""Makes the command line flags of a run, one for each field of `FitConfig`, and parses them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
 
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Runs a command, and returns the process' exit code; a user's mistake is one line."""
+    """Runs a command, and returns the exit code of the process.
+
+    A `TfmultiError` becomes one line on standard error instead of a traceback.
+    """
     try:
         command()
     except TfmultiError as error:
@@ -29,11 +32,12 @@ def exit_code(command: Callable[[], object]) -> int:
 
 
 def make_flags() -> flags.FlagValues:
-    """Returns one flag for each field of `FitConfig`, and `--config` and `--help`."""
+    """Returns the flags: one for each field of `FitConfig`, `--config` and `--help`."""
     values = flags.FlagValues()
+    # Numbers are parsed as text, because FitConfig checks them and its message names the rule.
     define = {
         str: flags.DEFINE_string,
-        int: flags.DEFINE_string,  # checked by FitConfig, whose message names the rule
+        int: flags.DEFINE_string,
         float: flags.DEFINE_string,
         bool: flags.DEFINE_boolean,
     }
@@ -55,10 +59,10 @@ def make_flags() -> flags.FlagValues:
 
 
 def parse(argv: Sequence[str]) -> FitConfig | None:
-    """Returns the configuration of a command line, or None where help was asked for.
+    """Returns the configuration of a command line, or None if it has `--help`.
 
     Raises:
-        ConfigError: an unknown flag or argument, or a wrong value.
+        ConfigError: a flag or an argument is unknown, or a value is wrong.
     """
     values = make_flags()
     rest = parse_into(values, argv)
@@ -72,10 +76,10 @@ def parse(argv: Sequence[str]) -> FitConfig | None:
 
 
 def parse_into(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
-    """Gives flags the values of a command line, and returns the arguments that are no flags.
+    """Parses a command line into flags, and returns the arguments that are not flags.
 
     Raises:
-        ConfigError: an unknown flag, or one without its value.
+        ConfigError: a flag is unknown, or it has no value.
     """
     try:
         return list(values(list(argv))[1:])
@@ -87,10 +91,14 @@ def parse_into(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
 
 
 def config_of(values: flags.FlagValues, **given_before: Any) -> FitConfig:
-    """Returns the configuration of parsed flags, and of the file that `--config` names.
+    """Returns the configuration from parsed flags and from the file of `--config`.
+
+    Args:
+        values: the parsed flags. They win over all other values.
+        given_before: values by field. They win over those of the file.
 
     Raises:
-        ConfigError: a value is wrong.
+        ConfigError: a value is wrong, or the file cannot be used.
     """
     given: dict[str, Any] = read_config_file(values.config) if values.config else {}
     given |= given_before
@@ -102,6 +110,7 @@ def config_of(values: flags.FlagValues, **given_before: Any) -> FitConfig:
 
 
 def _convert(item: dataclasses.Field[Any], value: Any) -> Any:
+    """Returns the value of a flag in the type of its field, or raises ConfigError."""
     kind = base_type(item)
     if not isinstance(value, str) or kind is str:
         return value
@@ -115,7 +124,7 @@ def _convert(item: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _keep_one_batch_size(values: flags.FlagValues, given: dict[str, Any]) -> None:
-    """A batch size on the command line takes the place of the other one in the file."""
+    """Removes the other batch size from `given` if the command line gives only one of the two."""
     pair = ("global_batch_size", "per_replica_batch_size")
     for name, other in (pair, pair[::-1]):
         if values[name].present and not values[other].present:
@@ -128,11 +137,19 @@ def help_text(
     more: Sequence[str] = (),
     without: Sequence[str] = (),
 ) -> str:
-    """Returns what `--help` prints: a command's manual, and its flags, `more` of them first."""
+    """Returns the text of `--help`: the manual of a command, and then its flags.
+
+    Args:
+        manual: the manual of the command.
+        values: the flags of the command.
+        more: the names of flags that come first. They are no fields of `FitConfig`.
+        without: the names of fields of `FitConfig` that are not shown.
+    """
     lines = [manual, "Flags:"]
     inherited = {item.name for item in dataclasses.fields(TrainingOptions)}
     names = [item.name for item in dataclasses.fields(FitConfig)]
-    of_run = sorted(names, key=inherited.__contains__)  # what a run is, then how it is trained
+    # First the flags that say what the run is, then those that say how it is trained.
+    of_run = sorted(names, key=inherited.__contains__)
     for name in [*more, "config", *(name for name in of_run if name not in without)]:
         flag = values[name]
         default = f" (default: {flag.default})" if flag.default not in (None, False) else ""

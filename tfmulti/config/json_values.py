@@ -1,4 +1,4 @@
-"""JSON of files and sockets: one error for text that is none, and values of the right types."""
+"""Parses JSON from files and sockets strictly, with one kind of error and with type checks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def parse(text: str | bytes) -> Any:
     """Returns the value of a JSON text.
 
     Raises:
-        json.JSONDecodeError: it is none, has more brackets in each other than Python can follow,
-            or a number of more digits than Python takes.
+        json.JSONDecodeError: the text is not JSON or not UTF-8, nests brackets more deeply than
+            Python can follow, or has a number with more digits than Python accepts.
     """
     try:
         return json.loads(text)
@@ -33,7 +33,14 @@ def parse(text: str | bytes) -> Any:
 
 
 def build(kind: type[T], values: Any) -> T:
-    """Returns the object of a dataclass whose fields a JSON object gives, all of its types.
+    """Returns an instance of a dataclass from the values of a JSON object.
+
+    Each value must have the type of its field. A float field also accepts an integer below 2**53,
+    which a float holds exactly.
+
+    Args:
+        kind: the dataclass.
+        values: the JSON object, as `parse` returns it.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
@@ -44,7 +51,7 @@ def build(kind: type[T], values: Any) -> T:
     Place(host='h', port=None)
 
     Raises:
-        ValueError: a field is missing, unknown or of another type.
+        ValueError: a field is missing or unknown, has another type, or is not a number (NaN).
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{kind.__name__} is no JSON object")
@@ -60,6 +67,7 @@ def build(kind: type[T], values: Any) -> T:
 
 
 def _as(hint: Any, name: str, value: Any) -> Any:
+    """Returns a value as the type that a field has, or raises ValueError."""
     if isinstance(hint, types.UnionType):
         if value is None and types.NoneType in hint.__args__:
             return None

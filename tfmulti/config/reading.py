@@ -1,4 +1,4 @@
-"""How data is read: what a user may choose, as a value."""
+"""`ReadOptions`: what a user may choose about the reading of data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ NEXT_STEP = "Mend or remove it, or give --skip_bad_records N to leave out up to 
 class ReadOptions:
     """How the examples of a source are read.
 
-    `threads` is how many examples are read at a time by each worker (0: in the thread that
-    feeds the step; None: as it is measured). Up to `skip_bad_records` examples that cannot be
-    read are left out in each pass over the data, counted over all workers, with the
-    `lost_at_loading` that each pass lacks. Where none may be and several workers read, the step
-    tells all of them of the first one. Where each example has an output, as in `predict`, none
-    may be: `keeps_each`.
+    Args:
+        threads: how many examples each worker reads at a time. 0 reads in the thread that feeds the
+            steps. None decides by measuring the time that reading takes.
+        skip_bad_records: how many examples may be left out of each pass over the data because they
+            cannot be read, counted over all workers. With 0 the first such example is an error. If
+            there are several workers, the step then tells all of them.
+        lost_at_loading: how many examples could not be read when the data was loaded. Every pass
+            lacks them, so they count too.
+        keeps_each: whether each example needs an output, as in `predict`. Then no example may be
+            left out.
 
     Raises:
-        ConfigError: a number below 0.
+        ConfigError: `threads` or `skip_bad_records` is below 0.
     """
 
     threads: int | None = None
@@ -39,7 +43,7 @@ class ReadOptions:
 
     @property
     def next_step(self) -> str:
-        """What to do about an example that cannot be read."""
+        """The end of an error message: what to do about an example that cannot be read."""
         if self.keeps_each:
             return "Mend or remove it: predict has a row for each example, so it leaves out none."
         return NEXT_STEP

@@ -1,8 +1,7 @@
-"""The names that flags take, and where each one's code is.
+"""Lists the names of models, data sets and optimizers that flags accept, and where their code is.
 
-One line here and one file add a model, a data set or an optimizer. The places are text
-(`package.module:function`), so that a mistyped name is answered without importing
-TensorFlow.
+To add one, write a file with its code and add a line here. The places are text
+(`package.module:function`), so a mistyped name is answered without importing TensorFlow.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from tfmulti.errors import ConfigError, UserError, did_you_mean
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model's place, and the data that it takes.
+    """The place of a model's code, and the data that the model takes.
 
     Attributes:
-        place: the function that builds it.
-        takes: the kinds of data that it takes (`DataSpec.kind`); empty for any kind.
-        example_data: the options of `synthetic` data of the form that it was made for.
-        learning_rate: its default, where the default of the data set would not train it.
+        place: the function that builds the model.
+        takes: the kinds of data (`DataSpec.kind`) that the model takes. Empty: any kind.
+        example_data: the options for `synthetic` data in the form that the model was made for.
+        learning_rate: the default learning rate. None: the default of the data set, which trains
+            most models.
     """
 
     place: str
@@ -65,16 +65,26 @@ OPTIMIZERS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A data set's place, and what a run on it uses where no flag says otherwise.
+    """The place of a data set's loader, and the defaults of a run that uses the data set.
 
-    `skips_damage`: its loader is told `skip_bad_records`, since it looks through files itself.
+    Attributes:
+        place: the function that loads the data.
+        model: the default model.
+        global_batch_size: the default global batch size. None: the user must give one.
+        epochs: the default number of epochs.
+        steps_per_epoch: the default number of steps. None: an epoch has each example once.
+        optimizer: the default optimizer.
+        learning_rate: the default learning rate.
+        takes_options: whether options may follow the name, as in `npz:PATH`.
+        skips_damage: whether the loader takes `skip_bad_records`, because it looks through the
+            files itself.
     """
 
     place: str
     model: str
-    global_batch_size: int | None = None  # None: the user must give one
+    global_batch_size: int | None = None
     epochs: int = 10
-    steps_per_epoch: int | None = None  # None: each example once an epoch
+    steps_per_epoch: int | None = None
     optimizer: str = "adam"
     learning_rate: float = 0.001
     takes_options: bool = False
@@ -116,7 +126,7 @@ def recipe_of(dataset: str) -> Recipe:
     """Returns the recipe of a `--dataset` value, such as `digits` or `npz:PATH`.
 
     Raises:
-        ConfigError: no such data set, or options given to one that takes none.
+        ConfigError: the data set is unknown, or options follow a name that takes none.
     """
     name, _, options = dataset.partition(":")
     recipe = DATASETS.get(name)
@@ -135,9 +145,12 @@ def recipe_of(dataset: str) -> Recipe:
 
 
 def dataset_place(dataset: str) -> tuple[str, str | None]:
-    """Returns where the loader of a `--dataset` value is, and the text after the name.
+    """Returns the place of the loader of a `--dataset` value, and the options after its name.
 
-    The text is None for a user's own `package.module:function`.
+    For a user's own `package.module:function` the options are None.
+
+    Raises:
+        ConfigError: the data set is unknown, or options follow a name that takes none.
     """
     recipe = recipe_of(dataset)
     if recipe is _USER_DATASET:
@@ -146,25 +159,39 @@ def dataset_place(dataset: str) -> tuple[str, str | None]:
 
 
 def model_entry(model: str) -> ModelEntry:
-    """Returns where the builder of a `--model` value is, and what data it takes."""
+    """Returns the entry of a `--model` value. A user's own function takes any kind of data.
+
+    Raises:
+        ConfigError: the model is unknown.
+    """
     places = {name: entry.place for name, entry in MODELS.items()}
     place = _place("model", model, places, own=True)
     return MODELS.get(model, ModelEntry(place))
 
 
 def default_model(wanted: str, kind: str | None) -> str:
-    """Returns the wanted model, or a plain one where that does not take this kind of data."""
+    """Returns the wanted model, or a simple one for this kind of data if the model cannot take it.
+
+    Args:
+        wanted: a name in `MODELS`.
+        kind: the kind of the data (`DataSpec.kind`), or None if it is not known.
+    """
     if kind is None or not MODELS[wanted].takes or kind in MODELS[wanted].takes:
         return wanted
     return {"image": "cnn", "tokens": "transformer"}.get(kind, "mlp")
 
 
 def optimizer_place(optimizer: str) -> str:
-    """Returns where the maker of an `--optimizer` value is."""
+    """Returns the place of the function that makes the optimizer of an `--optimizer` value.
+
+    Raises:
+        ConfigError: the optimizer is unknown.
+    """
     return _place("optimizer", optimizer, OPTIMIZERS, own=False)
 
 
 def _place(kind: str, name: str, table: Mapping[str, str], *, own: bool) -> str:
+    """Returns the place of a name in a table or, with `own`, the user's own place."""
     if name in table:
         return table[name]
     if own and _is_place(name):
@@ -174,16 +201,23 @@ def _place(kind: str, name: str, table: Mapping[str, str], *, own: bool) -> str:
 
 
 def _is_place(name: str) -> bool:
+    """Returns whether a text has the form `package.module:function`."""
     module, colon, function = name.partition(":")
     parts = module.split(".")
     return bool(colon) and function.isidentifier() and all(p.isidentifier() for p in parts)
 
 
 def check_place(flag: str, place: str) -> None:
-    """Checks that the module of `package.module:function` can be found, without running it.
+    """Checks that the module of `package.module:function` can be found, without importing it.
+
+    Python imports the packages above the module to look for it.
+
+    Args:
+        flag: the name of the flag, for the message.
+        place: the text `package.module:function`.
 
     Raises:
-        ConfigError: there is no such module.
+        ConfigError: the module cannot be found.
     """
     module = place.partition(":")[0]
     try:
@@ -198,10 +232,10 @@ def check_place(flag: str, place: str) -> None:
 
 
 def check_dataset(dataset: str) -> None:
-    """Checks that a user's own function of a `--dataset` value is there, without running it.
+    """Checks that the user's own function of a `--dataset` value exists, without running it.
 
     Raises:
-        ConfigError: there is no such module or function.
+        ConfigError: the module or the function does not exist.
     """
     place, options = dataset_place(dataset)
     if options is None:
@@ -210,9 +244,10 @@ def check_dataset(dataset: str) -> None:
 
 
 def _check_function(flag: str, place: str) -> None:
-    """Reads the module's source for the function's name.
+    """Raises ConfigError if the source text of a module has no function of that name.
 
-    What a module makes when it is imported cannot be known so: then nothing is said.
+    If the source cannot be read, or if the module may make names while it is imported, there is
+    no error.
     """
     module, _, name = place.partition(":")
     spec = importlib.util.find_spec(module)
@@ -234,16 +269,21 @@ def _check_function(flag: str, place: str) -> None:
 
 
 def _no_function(flag: str, place: str, functions: list[str]) -> str:
+    """Returns the message for a function that its module does not have."""
     module, _, name = place.partition(":")
     public = [function for function in functions if not function.startswith("_")]
     return f"--{flag} {place}: no function {name!r} in {module!r}; " + did_you_mean(name, public)
 
 
 def load_place(flag: str, place: str) -> Callable[..., Any]:
-    """Returns the function at `package.module:function`.
+    """Imports a module, and returns its function at `package.module:function`.
+
+    Args:
+        flag: the name of the flag, for messages.
+        place: the text `package.module:function`.
 
     Raises:
-        ConfigError: the module or the function is not there, or is no function.
+        ConfigError: the module cannot be found or imported, or it has no function of that name.
     """
     check_place(flag, place)
     module_name, _, name = place.partition(":")

@@ -1,4 +1,8 @@
-"""Every file that a run leaves, its place and its form; each is whole or absent."""
+"""Knows the files in the folder of a run, and writes each of them whole or not at all.
+
+A file is first written under a partial name and then renamed. After a crash or a power cut the
+file is therefore complete, or it is as it was before.
+"""
 
 from __future__ import annotations
 
@@ -14,54 +18,68 @@ from tfmulti.errors import RunDirError
 
 
 class RunDir:
-    """The folder of one run. Only the chief writes to it."""
+    """The folder of one run. Only the chief writes to it.
+
+    Args:
+        path: the folder, which need not exist.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     @property
     def config(self) -> Path:
+        """The resolved configuration of the run, by which the run starts again."""
         return self.path / "config.json"
 
     @property
     def history(self) -> Path:
+        """The metrics of each epoch."""
         return self.path / "history.csv"
 
     @property
     def report(self) -> Path:
+        """The report of the run."""
         return self.path / "report.json"
 
     @property
     def curves(self) -> Path:
+        """The plot of the metrics."""
         return self.path / "curves.png"
 
     @property
     def tensorboard(self) -> Path:
+        """The folder for TensorBoard's files."""
         return self.path / "tensorboard"
 
     @property
     def model(self) -> Path:
+        """The trained model."""
         return self.path / "model.keras"
 
     @property
     def features(self) -> Path:
+        """The columns of a table and what was computed from them for the model."""
         return self.path / "features.txt"
 
     @property
     def vocabulary(self) -> Path:
+        """The words of a text data set."""
         return self.path / "vocabulary.txt"
 
     @property
     def checkpoints(self) -> Path:
-        older = self.path / "backups"  # the name before version 0.2
+        """The folder for checkpoints."""
+        # Older versions called the folder "backups".
+        older = self.path / "backups"
         return older if older.is_dir() else self.path / "checkpoints"
 
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
+        """Returns whether a run was started in this folder."""
         return self.config.is_file()
 
     def check_unused(self) -> None:
-        """Checks that a new run can be written here, without writing.
+        """Checks that a new run can be written to this folder, without writing.
 
         Raises:
             RunDirError: the folder holds a run, is a file, or cannot be written.
@@ -80,14 +98,14 @@ class RunDir:
             raise RunDirError(f"--run_dir {self.path}: {error.strerror}.") from None
 
     def check_writable(self) -> None:
-        """Raises RunDirError where the folder cannot be written."""
+        """Raises RunDirError if the folder cannot be written."""
         check_writable("run_dir", self.path)
 
     def create(self) -> None:
         """Makes the folder.
 
         Raises:
-            RunDirError: it cannot be made.
+            RunDirError: the folder cannot be made.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -100,8 +118,12 @@ class RunDir:
 def check_writable(flag: str, path: Path) -> None:
     """Checks that a folder can be made and written, without writing.
 
+    Args:
+        flag: the name of the flag that gave the folder, for the message.
+        path: the folder, which need not exist.
+
     Raises:
-        RunDirError: its nearest existing parent is no folder or not writable.
+        RunDirError: the folder, or its nearest parent that exists, is a file or is not writable.
     """
     parent = path
     while not parent.exists():
@@ -112,7 +134,14 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def default_run_dir(dataset: str, model: str, now: datetime, root: str = "runs") -> RunDir:
-    """Returns a folder of its own for a run that was given none."""
+    """Returns a new folder for a run without `--run_dir`, with a name that is not in use.
+
+    Args:
+        dataset: the value of `--dataset`.
+        model: the value of `--model`.
+        now: the time of the start, which is part of the name.
+        root: the folder above it.
+    """
     words = [dataset.partition(":")[0], model.rpartition(":")[2], now.strftime("%Y%m%d-%H%M%S")]
     name = "-".join(word.rpartition(".")[2] for word in words)
     path, count = Path(root) / name, 1
@@ -124,9 +153,10 @@ def default_run_dir(dataset: str, model: str, now: datetime, root: str = "runs")
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a path beside `path` to write to, and puts it in its place when all went well.
+    """Yields a partial path to write to, and renames it to `path` if the block succeeds.
 
-    The ending is kept, since Keras and matplotlib choose the format by it.
+    The partial name keeps the ending, because Keras and matplotlib choose the format by it. If the
+    block fails, the partial file or folder is removed and `path` stays as it was.
     """
     partial = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
     try:
@@ -147,8 +177,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Has the disk keep the names in a folder, too: after a power cut a file is whole or absent."""
-    with contextlib.suppress(OSError):  # not every file system can
+    """Writes the names in a folder to the disk, so that a renamed file survives a power cut."""
+    # Not every file system can do this for a folder.
+    with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(number)
@@ -161,9 +192,11 @@ _guards: dict[Path, Callable[[], None]] = {}
 
 @contextlib.contextmanager
 def guarded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Inside, `check` is called before a file in a folder is replaced or removed.
+    """Calls a check before each file in a folder is replaced or removed, for as long as the block.
 
-    It raises where that must not be.
+    Args:
+        folder: the folder, with all folders in it.
+        check: a function that raises an exception if this process must not write to the folder.
     """
     _guards[folder.absolute()] = check
     try:
@@ -173,19 +206,23 @@ def guarded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
 
 
 def _check_guards(path: Path) -> None:
+    """Calls the checks of all guarded folders that contain a path."""
     for folder, check in list(_guards.items()):
         if path.absolute().is_relative_to(folder):
             check()
 
 
 def remove(path: Path) -> None:
-    """Removes a file, if it is there."""
+    """Removes a file if it exists."""
     _check_guards(path)
     path.unlink(missing_ok=True)
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes what a process that was killed has left half written. Nobody else writes here."""
+    """Removes the partial files that a killed process has left in a folder.
+
+    No other process may write to the folder at this time.
+    """
     for partial in folder.glob(".partial-*"):
         if partial.is_dir():
             shutil.rmtree(partial)
@@ -194,6 +231,6 @@ def remove_partial(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file: whole, or as it was."""
+    """Writes a text file as a whole, or leaves it as it was."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")

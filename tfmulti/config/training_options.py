@@ -1,8 +1,8 @@
-"""`TrainingOptions`: how training is distributed, as one value.
+"""`TrainingOptions`: the options that say how training is distributed.
 
-`prepare(model, options)` takes it, and `FitConfig` inherits its fields. A field tells everything
-about an option: its type, default, range and help text. The flags, `--help`, the checks and the
-docs are made from the fields, so to add a flag is to add a field.
+`prepare(model, options)` takes them, and `FitConfig` inherits their fields. A field holds
+everything about an option: its type, default, range and help text. The flags, `--help`, the checks
+and the docs are made from the fields, so a new flag needs only a new field.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, ClassVar
 from tfmulti.errors import ConfigError, did_you_mean
 
 COMPRESSIONS = ("none", "float16", "bfloat16")
-# Whether a run goes on from its newest checkpoint. A script has no `never`: it gives no folder.
+# Whether a run resumes from its newest checkpoint.
 RESUME = ("auto", "never", "must")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What an option needs besides its type and default: its help text and its range.
+    """The help text and the range of an option, which go with its type and its default.
 
     Args:
-        help: what `--help` and the docs say of it.
-        choices: the values that are allowed; none: any.
-        low: the least value that is allowed.
-        above: the value that it must be above.
-        below: the value that it must be below.
-        path: whether it names a file or folder.
-        free: whether it may change between a stop and the resumption of a run: such an option
-            says where and for how long the run goes, and does not change its numbers.
+        help: the text of `--help` and of the docs.
+        choices: the allowed values. Empty: any value.
+        low: the least allowed value.
+        above: a number that the value must be greater than.
+        below: a number that the value must be less than.
+        path: whether the value names a file or folder.
+        free: whether the value may differ when a stopped run resumes. Such an option says where
+            and for how long the run trains, and does not change its numbers.
     """
 
     help: str
@@ -45,7 +45,13 @@ class Rule:
 
 
 def flag(default: Any, help: str, **rule: Any) -> Any:
-    """Returns a dataclass field for an option, whose metadata are those of a `Rule`."""
+    """Returns a dataclass field for an option, with the values of a `Rule` as its metadata.
+
+    Args:
+        default: the default of the option.
+        help: the text of `--help` and of the docs.
+        rule: further values of the `Rule`.
+    """
     return field(default=default, metadata=vars(Rule(help=help, **rule)))
 
 
@@ -99,7 +105,8 @@ class TrainingOptions:
     True
     """
 
-    _dashes: ClassVar[str] = ""  # before a field's name in a message
+    # What stands before the name of a field in a message.
+    _dashes: ClassVar[str] = ""
 
     seed: int | None = flag(None, "Seed of the data order.", low=0, below=2**32)
     microbatches: int = flag(
@@ -162,12 +169,22 @@ class TrainingOptions:
 
 
 def base_type(item: dataclasses.Field[Any]) -> type:
-    """Returns the type of a field's values, without `None`."""
+    """Returns the type of the values of a field, without `None`."""
     name = str(item.type).removesuffix(" | None")
     return {"str": str, "int": int, "float": float, "bool": bool}[name]
 
 
 def check_value(item: dataclasses.Field[Any], value: Any, dashes: str) -> None:
+    """Checks a value against the type and the rule of its field.
+
+    Args:
+        item: the field of an option.
+        value: the value of the option.
+        dashes: what stands before the name of the field in a message.
+
+    Raises:
+        ConfigError: the value has another type, or breaks the rule.
+    """
     if value is None and "None" in str(item.type):
         return
     kind = base_type(item)
@@ -194,10 +211,14 @@ def check_value(item: dataclasses.Field[Any], value: Any, dashes: str) -> None:
 
 
 def changed(options: TrainingOptions, changes: Mapping[str, Any]) -> TrainingOptions:
-    """Returns options of which some fields are replaced.
+    """Returns the options with some fields replaced.
+
+    Args:
+        options: the options.
+        changes: the new values by field.
 
     Raises:
-        ConfigError: there is no field of that name, or a value breaks its rule.
+        ConfigError: a name is no field, or a value breaks its rule.
     """
     known = [item.name for item in dataclasses.fields(TrainingOptions)]
     for name in changes:
