@@ -1,4 +1,14 @@
-"""Trains Keras models on many devices and machines with the same numbers as on one."""
+"""Trains Keras models on many devices and machines with the same numbers as on one.
+
+A script calls `prepare(model, options)`. The prepared model trains on the devices of the strategy
+that `make_strategy` returns, and `Checkpoint` lets the training resume after a stop. `verify`
+compares its first steps with those of one device. `train(FitConfig(...))` does a whole run, like
+the command `python -m tfmulti.fit`. It loads the data, trains the model and writes the files of the
+run, and returns a `FitReport`.
+
+The package imports a public name when it is first used, so `import tfmulti` does not import
+TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +46,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> the module that holds it. `tfmulti.launch` is a package of its own: a program
-# starts a job by `tfmulti.launch.run(LaunchConfig(...))`.
+# The module of each public name. There is no name `launch`, because `tfmulti.launch` is a package.
+# A program starts a job by `tfmulti.launch.run(LaunchConfig(...))`.
 _PLACES = {
     "ArraySource": "tfmulti.data.arrays",
     "Backup": "tfmulti.training.checkpoint.callback",
@@ -100,7 +110,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that `import tfmulti` costs nothing."""
+    """Imports a public name when it is first used, so that `import tfmulti` is fast."""
     if name not in _PLACES:
         raise AttributeError(f"module 'tfmulti' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PLACES[name]), name)
@@ -109,4 +119,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Returns all names of the package, with the public ones that are not imported yet."""
     return sorted([*globals(), *_PLACES])

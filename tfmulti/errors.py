@@ -1,17 +1,17 @@
-"""The errors that tfmulti raises, and the exit code of each.
+"""Defines the errors that tfmulti raises, and their exit codes.
 
     TfmultiError                 exit code 1: the program failed
-    ├── VerificationError        replicas give other numbers than one device
-    └── UserError                exit code 2: a mistake in what was asked for
-        ├── ConfigError          a flag, an argument or a configuration file
-        ├── ClusterError         TF_CONFIG, or the cluster that it describes
+    ├── VerificationError        replicas compute other numbers than one device
+    └── UserError                exit code 2: a mistake of the user
+        ├── ConfigError          a wrong flag, argument or configuration file
+        ├── ClusterError         a wrong TF_CONFIG, or a wrong cluster
         ├── DeviceError          devices that this machine does not have
-        ├── DataError            a data set: missing, damaged or of the wrong form
+        ├── DataError            data that is missing, damaged or in a wrong form
         ├── ModelError           a model that cannot be built or trained as asked
-        ├── RunDirError          the run directory
-        └── ResumeError          a run that cannot go on from its checkpoints
+        ├── RunDirError          a run directory that cannot be used
+        └── ResumeError          a run that cannot resume from its checkpoints
 
-Each message is one line: the value, the rule, the place and the next step.
+Each message is one line with the value, the rule, the place and the next step.
 """
 
 from __future__ import annotations
@@ -23,31 +23,34 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
-EXIT_TERMINATED = 143  # 128 + SIGTERM: everything is saved, start me again
+# 128 + SIGTERM: everything is saved, and the run can be started again.
+EXIT_TERMINATED = 143
 
 
 class TfmultiError(Exception):
-    """The base of every error that tfmulti raises by itself."""
+    """The base class of every error that tfmulti raises."""
 
     exit_code: int = EXIT_FAILED
-    __init__ = Exception.__init__  # by this TensorFlow knows that it can raise the type anew
+    # From this line TensorFlow knows that it can raise an error of the same type again, with the
+    # traceback of a traced function in its message.
+    __init__ = Exception.__init__
 
     def __str__(self) -> str:
         """Returns the message in one line.
 
-        An error in a function that TensorFlow traces is raised anew, with the traceback as
-        text before the message.
+        TensorFlow raises an error of a traced function again, and writes the traceback before the
+        message. That traceback is left out.
         """
         message = super().__str__().rpartition(f"{type(self).__name__}: ")[2]
         return " ".join(message.split())
 
 
 class VerificationError(TfmultiError):
-    """A step on replicas gives other numbers than on one device; nothing was trained."""
+    """A step on replicas gives other numbers than on one device, so nothing was trained."""
 
 
 class UserError(TfmultiError, ValueError):
-    """What was asked for cannot be done; the message says what to change."""
+    """The user has asked for something that cannot be done. The message says what to change."""
 
     exit_code = EXIT_USER
 
@@ -65,11 +68,11 @@ class DeviceError(UserError):
 
 
 class DataError(UserError):
-    """The data is missing, damaged or not of the form that training needs."""
+    """The data is missing, damaged or not in the form that training needs."""
 
 
 class ModelError(UserError):
-    """The model cannot be built, or not trained as asked."""
+    """The model cannot be built or trained as asked."""
 
 
 class RunDirError(UserError):
@@ -77,11 +80,15 @@ class RunDirError(UserError):
 
 
 class ResumeError(UserError):
-    """The run cannot go on from where its checkpoints say."""
+    """The run cannot resume from its checkpoints."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns the end of an error message: the nearest known name, then all of them.
+    """Returns the end of an error message: the nearest known name if one is near, then all names.
+
+    Args:
+        name: the unknown name.
+        known: all known names.
 
     >>> did_you_mean("resnet5", ["mlp", "resnet50"])
     "did you mean 'resnet50'? Known: mlp, resnet50."

@@ -1,4 +1,7 @@
-"""Writes what a run leaves behind: the model, the curves, the report. Runs on the chief."""
+"""Writes the results of a run: the exported model, the curves and the report.
+
+Runs on the chief.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tfmulti.training.state.model_checks import as_made
 
 
 def weights_sha256(model: keras.Model) -> str:
-    """Returns the SHA-256 of all weights: of each one's type, shape and bytes, in order."""
+    """Returns the SHA-256 of all weights, over the type, shape and bytes of each one in order."""
     digest = hashlib.sha256()
     for weight in model.get_weights():
         digest.update(f"{weight.dtype} {weight.shape};".encode())
@@ -23,14 +26,19 @@ def weights_sha256(model: keras.Model) -> str:
 
 
 def export_model(model: keras.Model, saved: Path, folder: Path) -> None:
-    """Writes a SavedModel for serving from a model's saved .keras file.
+    """Writes a SavedModel for serving.
 
-    Keras cannot export a model whose variables are mirrored, so the file is loaded again
-    outside the strategy, with the classes of the model and its layers.
+    Keras cannot export a model with mirrored variables. So the saved file is loaded again outside
+    the strategy, with the classes of the model and its layers.
+
+    Args:
+        model: the trained model.
+        saved: the .keras file of this model.
+        folder: the folder for the SavedModel, new or empty.
 
     Raises:
-        RunDirError: the folder was taken meanwhile.
-        ModelError: the file needs more than these classes to be loaded.
+        RunDirError: the folder is not empty.
+        ModelError: the saved file cannot be loaded with these classes.
     """
     if folder.exists() and any(folder.iterdir()):
         raise RunDirError(f"--export_dir {folder} is not empty. Give a new folder.")
@@ -50,12 +58,20 @@ def export_model(model: keras.Model, saved: Path, folder: Path) -> None:
 
 
 def write_report(run_dir: RunDir, report: FitReport) -> None:
+    """Writes report.json."""
     write_text(run_dir.report, report.to_json())
 
 
 def draw_curves(path: Path, history: dict[str, list[float]], title: str) -> None:
-    """Draws each metric over the epochs, training and validation together, as a picture."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second: only if drawn
+    """Draws each metric over the epochs into a file, with training and validation in one plot.
+
+    Args:
+        path: the file. Its ending gives the format.
+        history: one list for each metric, with an entry for each epoch.
+        title: the title of the picture.
+    """
+    # The import takes half a second.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

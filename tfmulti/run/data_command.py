@@ -1,13 +1,14 @@
-"""Shows what a data set is, how it is shared out, and whether it keeps the devices busy.
+"""Shows a data set, its split over replicas, and whether it is read fast enough for the devices.
 
     python -m tfmulti.data digits
     python -m tfmulti.data images:photos --global_batch_size 30 --replicas 8
     python -m tfmulti.data csv:table.csv,target=price --nomeasure
 
-SOURCE is what --dataset takes. Printed are the examples of each part, their form, the classes
-and how many each has, the first batch (images: as a picture, in --picture), the plan (how many
-rows each replica gets), and how fast batches come, against the model's step. The flags of
-python -m tfmulti.fit are taken as well; nothing is trained that is kept.
+SOURCE is a value of --dataset. The command prints the number and the form of the examples in each
+part, the classes with their numbers of examples, and the first batch. It draws images into the file
+of --picture. Then it prints the plan, which says how many rows each replica gets, and the speed of
+the data beside that of the model's steps. The command also takes the flags of
+python -m tfmulti.fit. It keeps nothing of what it trains.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from tfmulti.run import validation
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be shown: of which run, on how many workers, with which picture."""
+    """What a command line asks for.
+
+    Attributes:
+        config: the run whose data is shown.
+        workers: the number of workers whose plan is shown.
+        picture: the file for the images of the first batch.
+        measure: whether the speed is measured.
+    """
 
     config: FitConfig
     workers: int
@@ -38,10 +46,10 @@ class Asked:
 
 
 def parse(argv: Sequence[str]) -> Asked | None:
-    """Returns what a command line asks for, or None where that is help.
+    """Returns what a command line asks for, or None if it has `--help`.
 
     Raises:
-        ConfigError: there is no SOURCE, or a flag is wrong.
+        ConfigError: there is not exactly one SOURCE, or a flag is wrong.
     """
     values = _flags()
     rest = parse_into(values, argv)
@@ -59,6 +67,7 @@ def parse(argv: Sequence[str]) -> Asked | None:
 
 
 def _flags() -> flags.FlagValues:
+    """Returns the flags of a run and those of this command."""
     values = make_flags()
     flags.DEFINE_string(
         "workers", "1", "Workers whose plan is shown, of --replicas each.", flag_values=values
@@ -89,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = validation.check(asked.config, env={})
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with quiet_stderr(), garbage_collection.importing():
-            from tfmulti.run import inspection  # TensorFlow: only when all that can be is checked
+            # The import of TensorFlow is slow, so mistakes of the user are reported before it.
+            from tfmulti.run import inspection
         inspection.show(job, asked.workers, asked.picture, measure=asked.measure)
 
     return exit_code(command)

@@ -83,6 +83,7 @@ def _with_cache(data: DataSet, kind: str) -> DataSet:
     free_bytes = free_memory() // workers_here()
 
     def made(source: Source) -> Source:
+        """Returns a cached source, and subtracts the memory that it may take."""
         nonlocal free_bytes
         found = cached(source, kind, free_bytes=free_bytes)
         if isinstance(found, InMemory):

@@ -1,4 +1,4 @@
-"""What `python -m tfmulti.data` shows: a data set's form, its plan, and how fast it comes."""
+"""Prints what `python -m tfmulti.data` shows: the form of a data set, its plan and its speed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from tfmulti.run.data_speed import MEASURED_S, show_speed
 from tfmulti.run.setup import Setup, first_batch, plan_of, set_up
 
 _ROWS_SHOWN, _VALUES_SHOWN, _IMAGES_SHOWN, _CLASSES_SHOWN, _REPLICAS_SHOWN = 5, 8, 25, 20, 16
-_PARTS = ("x", "y", "weight")  # of an example
+# The names of the parts of an example.
+_PARTS = ("x", "y", "weight")
 
 
 def show(job: validation.Job, workers: int, picture: str, *, measure: bool) -> None:
-    """Prints what the data of a job is, how it is shared out, and how fast it comes."""
+    """Prints the form of a job's data, its split over replicas and its speed.
+
+    Args:
+        job: the checked configuration and its data.
+        workers: the number of workers whose plan is shown.
+        picture: the file for the images of the first batch.
+        measure: whether the speed is measured.
+    """
     say = speaker(True)
     setup = set_up(job)
     if not isinstance(setup.data.train, Source):
@@ -39,6 +47,7 @@ def show(job: validation.Job, workers: int, picture: str, *, measure: bool) -> N
 
 
 def _show_parts(setup: Setup, say: Say) -> None:
+    """Prints the size of each part, the form of an example and the classes."""
     data = setup.data
     for part in ("train", "validation", "test"):
         source = getattr(data, part)
@@ -56,6 +65,7 @@ def _show_parts(setup: Setup, say: Say) -> None:
 
 
 def _form(spec: Any) -> str:
+    """Returns the types and shapes of a nest of specs as text."""
     if isinstance(spec, dict):
         return ", ".join(f"{name} {_form(value)}" for name, value in spec.items())
     if isinstance(spec, tuple) and not isinstance(spec, Leaf):
@@ -64,7 +74,13 @@ def _form(spec: Any) -> str:
 
 
 def class_words(labels: Labels | None, spec: DataSpec, rows: int) -> str:
-    """Returns how many examples each class has, of those that were read."""
+    """Returns the words for how many of the read examples each class has.
+
+    Args:
+        labels: the labels that were read, or None if all of the data would have to be read.
+        spec: the form of the data.
+        rows: the number of training examples.
+    """
     if labels is None:
         return "; how many each has takes reading all of it"
     counts = np.bincount(labels.found, minlength=spec.outputs)
@@ -84,6 +100,7 @@ def class_words(labels: Labels | None, spec: DataSpec, rows: int) -> str:
 
 
 def _show_first_batch(setup: Setup, picture: Path, say: Say) -> None:
+    """Draws the images of the first batch, or prints its first rows if they are no images."""
     data = first_batch(setup)
     first = data[0] if isinstance(data, tuple) else data
     y = data[1] if isinstance(data, tuple) and len(data) > 1 else None
@@ -100,11 +117,12 @@ def _show_first_batch(setup: Setup, picture: Path, say: Say) -> None:
 
 
 def _names(features: tuple[str, ...]) -> str:
-    """Returns the names of the values that a row shows."""
+    """Returns the names of the values that a row shows, as text."""
     return ", ".join([*features[:_VALUES_SHOWN], *(["…"] if features[_VALUES_SHOWN:] else [])])
 
 
 def _short(value: Any) -> str:
+    """Returns the first values of an array, or the begin of a text."""
     if isinstance(value, (bytes, str)):
         text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
         return repr(text[:60] + "…" if len(text) > 60 else text)
@@ -117,8 +135,15 @@ def _short(value: Any) -> str:
 
 
 def draw_images(path: Path, images: np.ndarray, labels: np.ndarray | None) -> None:
-    """Draws images [n, height, width, 1 or 3] in a square, each with its label."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second: only if drawn
+    """Draws images in a square into a file, each with its label.
+
+    Args:
+        path: the file. Its ending gives the format.
+        images: [n, height, width, 1 or 3].
+        labels: [n, …], or None. Labels that are not single values are not drawn.
+    """
+    # The import takes half a second.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     side = int(np.ceil(len(images) ** 0.5))
@@ -139,6 +164,7 @@ def draw_images(path: Path, images: np.ndarray, labels: np.ndarray | None) -> No
 
 
 def _show_plan(setup: Setup, workers: int, say: Say) -> None:
+    """Prints the rows of each replica in the first and last step, and the examples of workers."""
     plan = plan_of(setup)
     replicas = workers * setup.place.local_replicas
     steps = plan.steps_per_epoch
@@ -172,12 +198,12 @@ def _show_plan(setup: Setup, workers: int, say: Say) -> None:
 
 
 def _grouped(own: list[int]) -> str:
-    """Returns shares in few words: `6×4 + 2×3`."""
+    """Returns the rows of replica slices in few words, such as `6×4 + 2×3`."""
     return " + ".join(f"{len(list(group))}×{rows}" for rows, group in itertools.groupby(own))
 
 
 def _show_batches(setup: Setup, say: Say, kind: str) -> None:
-    """Prints the form of data that comes in batches of its own."""
+    """Prints the form of data without random access, which gives whole batches."""
     spec = getattr(setup.data.train, "element_spec", None)
     say("train", f"{kind}: batches of its own, which every worker reads")
     if spec is not None:
@@ -187,6 +213,7 @@ def _show_batches(setup: Setup, say: Say, kind: str) -> None:
 
 
 def _kind(data: DataSet) -> str:
+    """Returns the kind of data without random access, in words."""
     if isinstance(data.train, tf.data.Dataset):
         return "a tf.data.Dataset"
     return f"a PyDataset ({type(data.train).__name__})"

@@ -1,4 +1,4 @@
-"""What a run did, as a value: returned by `fit` and written as report.json."""
+"""`FitReport`: the result of a run, which `train` returns and report.json holds."""
 
 from __future__ import annotations
 
@@ -11,21 +11,41 @@ from tfmulti.training.verification.result import Verification
 
 @dataclass(frozen=True, kw_only=True)
 class FitReport:
-    """The result of `fit`.
+    """The result of a run.
 
-    `history` holds one list per metric, an entry an epoch. `metrics` are the final ones:
-    the last epoch's, and `test_…` where the data has a test part. `examples` counts each
-    training example that an optimizer step saw, and `steps` those steps; `examples_before` and
-    `steps_before` of them are from before the run was resumed. `seconds` is the time of the
-    training loop since then, tracing and validation included, without start-up;
-    `examples_per_second` counts the steps alone, without those that were traced, so it is more than
-    the examples by these seconds, and 0 where nothing was left to train. `waiting_share` of the
-    steps' time went by without data, and `examples_lost` examples could not be read, counted in
-    each pass; rows of tables, which are
-    read once, count once. `inexact` are the flags by which the numbers are not those of one device.
-    `epochs_asked` is what the run was to train, of which a callback may have spared some.
-    `throughput` has what `--log_throughput` measured, by the names of `callbacks.throughput`. On
-    workers other than the chief `run_dir` is None.
+    Attributes:
+        strategy: the strategy.
+        why: the reason for the strategy, in words.
+        devices: the names of the devices.
+        workers: the number of workers.
+        replicas: the number of replicas of all workers.
+        global_batch_size: the rows of the global batch.
+        per_replica_batch_size: the rows of the largest replica slice.
+        epochs: the number of epochs in `history`.
+        steps: the optimizer steps, with those from before the run was resumed.
+        examples: the training examples of these steps, with repetitions.
+        parameters: the number of the model's parameters.
+        metrics: the final metrics: those of the last epoch, and `test_…` if there is a test part.
+        history: one list for each metric, with an entry for each epoch.
+        seconds: the time of the training loop since the start or the last resume, with tracing and
+            validation, but without start-up.
+        examples_per_second: the training examples per second of the steps since then that were not
+            traced. It does not include validation, so it is larger than `examples` divided by
+            `seconds`. If all steps were traced, it is that quotient. 0: nothing was left to train.
+        waiting_share: the share of the time of the steps in which they waited for data.
+        weights_sha256: the SHA-256 of all weights.
+        examples_lost: the examples that could not be read, counted in each pass over the data.
+            Rows of tables count once, because tables are read once.
+        inexact: the flags by which the numbers differ from those of one device.
+        steps_before: the part of `steps` from before the run was resumed.
+        examples_before: the part of `examples` from before the run was resumed.
+        epochs_asked: the epochs that the run was to train. A callback may end it earlier.
+        stopped_by: the name of the signal that stopped the run, or None.
+        throughput: the figures of `--log_throughput` by the names of `callbacks.throughput`, or
+            None.
+        verification: the comparison with one device, or None.
+        run_dir: the run directory. None on workers other than the chief.
+        versions: the versions of TensorFlow and Keras.
     """
 
     strategy: str
@@ -57,14 +77,16 @@ class FitReport:
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """Returns the report as the text of report.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> FitReport:
-        """Returns the report that a report.json holds.
+        """Returns the report from the text of report.json.
 
         Raises:
-            ValueError, TypeError: it is none of this version's.
+            ValueError: the text is not JSON.
+            TypeError: the fields are not those of this version.
         """
         values = json.loads(text)
         for name in ("devices", "inexact"):

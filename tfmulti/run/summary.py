@@ -1,4 +1,4 @@
-"""What a run says of itself: before it starts, when it is done, and as a report."""
+"""Describes a run in words before and after it, and makes its report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from tfmulti.training.state.trainer_state import state_of
 
 
 def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
-    """Prints what will run, where, and why."""
+    """Prints what will run, where, and why.
+
+    Args:
+        setup: the parts of the run.
+        model: the model.
+        compiled_here: whether the run has compiled the model. Otherwise the user's function has.
+    """
     say, config, batch, place = say_for(setup), setup.config, setup.batch, setup.place
     say("strategy", f"{setup.selection.strategy} ({setup.selection.why})")
     workers = f"{place.workers} workers × " if place.workers > 1 else ""
@@ -60,7 +66,7 @@ def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
 
 
 def between_workers(config: FitConfig) -> list[str]:
-    """Returns the flags of how workers tell each other less than everything, each step."""
+    """Returns the flags by which workers send each other less than the exact values."""
     found = []
     if config.gradient_compression != "none":
         found.append(f"--gradient_compression {config.gradient_compression}")
@@ -68,7 +74,7 @@ def between_workers(config: FitConfig) -> list[str]:
 
 
 def inexact_flags(config: FitConfig, place: Placement) -> tuple[str, ...]:
-    """Returns the flags that make a run's numbers others than those of one device, here."""
+    """Returns the flags by which the numbers of this run differ from those of one device."""
     found = between_workers(config) if place.workers > 1 else []
     if place.replicas > 1 and not config.sync_batch_norm:
         found.append("--nosync_batch_norm")
@@ -76,7 +82,13 @@ def inexact_flags(config: FitConfig, place: Placement) -> tuple[str, ...]:
 
 
 def optimizer_words(setup: Setup, model: keras.Model, compiled_here: bool) -> str:
-    """Returns the optimizer in words, such as `adam at 0.003`."""
+    """Returns the optimizer in words, such as `adam at 0.003`.
+
+    Args:
+        setup: the parts of the run.
+        model: the model.
+        compiled_here: whether the run has compiled the model. Otherwise the user's function has.
+    """
     config = setup.config
     if not compiled_here:
         return (
@@ -90,11 +102,11 @@ def optimizer_words(setup: Setup, model: keras.Model, compiled_here: bool) -> st
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run's training gave: its metrics by epoch and at the end, and its times.
+    """The results of the training of a run.
 
     Args:
         history: one list for each metric, with an entry for each epoch.
-        metrics: the final metrics, those of the test part included.
+        metrics: the final metrics, with those of the test part.
         seconds: the time of the training loop.
         throughput: the callback that measured the steps.
         waiting: the callback that measured how long the steps waited for data.
@@ -113,14 +125,14 @@ def make_report(
     """Returns the report of a run.
 
     Args:
-        setup: what the run was made of.
+        setup: the parts of the run.
         model: the trained model.
-        run_dir: the run's files; None on workers other than the chief.
-        trained: what the training gave.
+        run_dir: the run directory. None on workers other than the chief, and in a dry run.
+        trained: the results of the training.
     """
     state = state_of(model)
     history, throughput = trained.history, trained.throughput
-    # One execution alone leaves nothing to measure but itself, tracing included.
+    # If there was only one execution, its time with tracing is all that was measured.
     speed = (
         throughput.examples_per_second
         or (state.run.examples - state.run.examples_before) / trained.seconds
@@ -157,7 +169,7 @@ def make_report(
 
 
 def summarize(setup: Setup, report: FitReport) -> None:
-    """Prints the final metrics, the throughput and where everything is."""
+    """Prints the final metrics, the throughput and the written files."""
     say = say_for(setup)
     if report.stopped_by:
         say("stopped", f"by {report.stopped_by} after step {report.steps}; saved what was reached")
@@ -179,7 +191,7 @@ def summarize(setup: Setup, report: FitReport) -> None:
 
 
 def speed_words(report: FitReport) -> str:
-    """Returns what this process has trained, and in which time."""
+    """Returns what this process has trained, and the time that it took, in words."""
     steps, examples = report.steps - report.steps_before, report.examples - report.examples_before
     if not steps:
         return f"nothing was left to train after step {report.steps}"
@@ -191,7 +203,12 @@ def speed_words(report: FitReport) -> str:
 
 
 def throughput_words(found: dict[str, float], devices: tuple[str, ...]) -> str:
-    """Returns what `--log_throughput` measured, in a line."""
+    """Returns the figures of `--log_throughput` in words.
+
+    Args:
+        found: the figures by name.
+        devices: the names of the devices.
+    """
     p50, p90, p99 = (number(found[f"step_ms_p{percent}"]) for percent in (50, 90, 99))
     words = (
         f"{number(found['device_examples_per_sec'])} examples/s on each device; a step takes "
@@ -206,5 +223,5 @@ def throughput_words(found: dict[str, float], devices: tuple[str, ...]) -> str:
 
 
 def say_for(setup: Setup) -> Say:
-    """Returns what prints on the chief and is silent elsewhere."""
+    """Returns a function that prints a labelled line, on the chief only."""
     return speaker(setup.place.is_chief)

@@ -1,4 +1,8 @@
-"""How many floating-point operations a model's training takes, and what its devices could do."""
+"""Counts the floating-point operations of training a model, and finds the peak of its devices.
+
+TensorFlow's profiler counts the operations of the forward pass in its graph. The backward pass is
+taken as twice the forward pass.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,16 @@ import tensorflow as tf
 
 from tfmulti.run.callbacks.peaks import peak_tflops
 
-# The backward pass takes two products of matrices, for the gradients of inputs and of weights,
-# where the forward pass takes one: Kaplan et al. 2020, "Scaling Laws for Neural Language Models",
-# section 2.1; Chowdhery et al. 2022, "PaLM", appendix B.
+# For each matrix product of the forward pass, the backward pass has two: one for the gradient of
+# the inputs and one for the gradient of the weights. Sources: Kaplan et al. 2020, "Scaling Laws for
+# Neural Language Models", section 2.1; Chowdhery et al. 2022, "PaLM", appendix B.
 BACKWARD_PER_FORWARD = 2
 
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})  # of a `tf.function`
+# The operations that call a `tf.function`.
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
-# What holds products of matrices that the profiler does not see: a count would be too small.
+# Operations whose matrix products the profiler does not count. With one of them the count would be
+# too small.
 _UNSEEN = frozenset(
     {
         *("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"),
@@ -34,40 +40,48 @@ _UNSEEN = frozenset(
 def training_flops(model: keras.Model, inputs: Any) -> int | None:
     """Returns the floating-point operations of training on one example, or None if unknown.
 
-    Those of the model's own forward pass, counted in its graph by TensorFlow's profiler, and
-    twice as many for the backward pass (see `BACKWARD_PER_FORWARD`); the loss, the optimizer and
-    what `microbatches` computes again are not counted. Unknown is what the profiler cannot count
-    (loops such as a recurrent layer's, a SavedModel's functions, shapes that the data does not
-    fix), a model that is not built, and one that cannot be called, with nothing but a
-    `train_step`. Runs and changes nothing.
+    The number is that of the model's forward pass, and twice as many for the backward pass (see
+    `BACKWARD_PER_FORWARD`). The loss, the optimizer and what `microbatches` computes again are not
+    counted. The function traces the model, but runs and changes nothing.
+
+    The number is unknown if the model is not built, or cannot be called because it has only a
+    `train_step`. It is also unknown if the profiler cannot count an operation, as in a loop of a
+    recurrent layer or a function of a SavedModel, or if the data does not fix all shapes.
 
     Args:
+        model: the model.
         inputs: the form of the model's inputs, a nest of leaves with `shape` and `dtype`.
     """
-    if not model.built:  # its variables would be made in the graph
+    # Tracing a model that is not built would make its variables in the graph.
+    if not model.built:
         return None
     drawn = random.getstate(), np.random.get_state()
     try:
         specs = tf.nest.map_structure(_of_one_example, inputs)
         forward = _count(_forward(model, specs))
-    except Exception:  # whatever a user's call does: the figure is left out
+    # The user's `call` may raise anything. Then the figure is left out.
+    except Exception:
         return None
-    finally:  # what a call draws by Python while it is traced, the first step draws again
+    # A `call` may draw random numbers in Python while it is traced. The first step must draw the
+    # same ones.
+    finally:
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
     return None if forward is None else forward * (1 + BACKWARD_PER_FORWARD)
 
 
 def _forward(model: keras.Model, specs: Any) -> tf.Graph:
-    """Returns the graph of a forward pass, with what its `tf.function`s do in place of their calls.
+    """Returns the graph of a forward pass, in which the calls of `tf.function`s are expanded.
 
-    Keras 3.15 has one around a convolution in groups, for XLA; the profiler counts no call.
+    The profiler does not count the operations of a called function. Keras 3.15 has such a function
+    around a grouped convolution, for XLA.
     """
     graph = _traced(model, specs)
     if not any(operation.type in _CALLS for operation in graph.get_operations()):
         return graph
     before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)  # for all threads: no longer than this trace
+    # This holds for all threads, so it is set for this trace only.
+    tf.config.run_functions_eagerly(True)
     try:
         return _traced(model, specs)
     finally:
@@ -75,12 +89,15 @@ def _forward(model: keras.Model, specs: Any) -> tf.Graph:
 
 
 def _traced(model: keras.Model, specs: Any) -> tf.Graph:
+    """Returns the graph of a forward pass."""
     call = tf.function(lambda x: model(x, training=False), autograph=False)
-    with keras.StatelessScope():  # else losses and counters of layers would hold its tensors
+    # Without the scope, losses and counters of layers would keep tensors of this graph.
+    with keras.StatelessScope():
         return call.get_concrete_function(specs).graph
 
 
 def _of_one_example(leaf: Any) -> tf.TensorSpec:
+    """Returns the form of an input for one example, or raises ValueError if it is not fixed."""
     shape = tf.TensorShape([1, *leaf.shape[1:]])
     if not shape.is_fully_defined():
         raise ValueError("the number of operations depends on the data")
@@ -88,13 +105,15 @@ def _of_one_example(leaf: Any) -> tf.TensorSpec:
 
 
 def _count(graph: tf.Graph) -> int | None:
+    """Returns the floating-point operations of a graph, or None if it has uncounted ones."""
     operations = graph.get_operations()
     if any(operation.type in _UNSEEN for operation in operations):
         return None
     builder = tf.compat.v1.profiler.ProfileOptionBuilder
     options = builder(builder.float_operation()).with_empty_output().build()
     log = tf.get_logger()
-    level, _ = log.level, log.setLevel(logging.ERROR)  # it warns of a function of its own
+    # The profiler logs a warning about a deprecated function that it calls itself.
+    level, _ = log.level, log.setLevel(logging.ERROR)
     try:
         counted = tf.compat.v1.profiler.profile(graph, options=options).total_float_ops
     finally:
@@ -105,7 +124,8 @@ def _count(graph: tf.Graph) -> int | None:
 def _einsum(operation: Any) -> int:
     """Returns the operations of an einsum, which the profiler leaves out (TensorFlow 2.21)."""
     inputs = operation.get_attr("equation").decode().partition("->")[0].split(",")
-    if len(inputs) == 1:  # a transposition, a diagonal or a sum: no product
+    # With one input an einsum is a transposition, a diagonal or a sum, and has no product.
+    if len(inputs) == 1:
         return 0
     sizes: dict[str, int] = {}
     for labels, tensor in zip(inputs, operation.inputs, strict=True):
@@ -122,10 +142,13 @@ def _einsum(operation: Any) -> int:
 
 
 def peak_of_devices(model: keras.Model, gpus: tuple[str, ...]) -> float | None:
-    """Returns the peak TFLOP/s of one of a model's devices, or None where it is not known.
+    """Returns the peak TFLOP/s of one device of a model, or None if it is not known.
+
+    It is not known for CPUs, for GPUs that are not in `peaks`, and for GPUs of several kinds.
 
     Args:
-        gpus: the local devices that are GPUs; CPUs have no figure.
+        model: the model, whose precision decides.
+        gpus: the local devices of the model that are GPUs.
     """
     if not gpus:
         return None

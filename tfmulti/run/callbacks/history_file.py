@@ -1,4 +1,4 @@
-"""history.csv: one row an epoch, each write whole. Runs on the chief."""
+"""Writes history.csv, which has one row for each epoch. Runs on the chief."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from tfmulti.config.run_directory import remove, write_text
 
 
 class HistoryFile(keras.callbacks.Callback):
-    """Writes epoch, metrics and learning rate to a CSV file at the end of each epoch."""
+    """Writes the epoch, the metrics and the learning rate to a CSV file after each epoch.
+
+    Args:
+        path: the file. Each write replaces it as a whole.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -21,17 +25,18 @@ class HistoryFile(keras.callbacks.Callback):
         self._rows: list[dict[str, Any]] = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds the row of the epoch, and writes the file."""
         rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
         row = {"epoch": epoch + 1, **(logs or {}), "learning_rate": rate}
         self._rows.append(row)
         self._write()
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the rows so far, for a checkpoint."""
+        """Returns the rows of the finished epochs, for a checkpoint."""
         return {"rows": list(self._rows)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Writes the file as it was at the checkpoint: later epochs are trained again."""
+        """Writes the file as it was at the checkpoint, because later epochs are trained again."""
         self._rows = list(state["rows"])
         if self._rows:
             self._write()
@@ -39,6 +44,7 @@ class HistoryFile(keras.callbacks.Callback):
             remove(self._path)
 
     def _write(self) -> None:
+        """Writes all rows."""
         names = list(dict.fromkeys(name for r in self._rows for name in r))
         text = io.StringIO()
         writer = csv.DictWriter(text, names, lineterminator="\n")

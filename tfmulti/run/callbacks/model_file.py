@@ -1,4 +1,4 @@
-"""model.keras while the run goes on, so that an end by force leaves one. Runs on the chief."""
+"""Saves model.keras during a run, so that a killed run leaves a model. Runs on the chief."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ import keras
 
 from tfmulti.config.run_directory import replacing
 
-EVERY_S = 5.0  # as long as a Ctrl-C may take
-MOST_OF_TIME = 1 / 20  # of the run spent saving
+# As long as a Ctrl-C may take.
+EVERY_S = 5.0
+# The largest part of the run that is spent on saving.
+MOST_OF_TIME = 1 / 20
 
 
 def save_model(model: keras.Model, path: Path) -> None:
-    """Writes a .keras file that plain Keras loads on one device."""
+    """Writes a .keras file, which Keras loads on one device without tfmulti."""
     with replacing(path) as partial:
         model.save(partial)
 
 
 class ModelFile(keras.callbacks.Callback):
-    """Saves the model at the end of an epoch, where the last time was long enough ago.
+    """Saves the model at the end of an epoch, if the last save was long enough ago.
 
-    That is `EVERY_S` seconds, or longer for a model that takes long to save. A run that ends
-    in its own time saves the model once more, so what this leaves is there only in between.
+    The interval is `EVERY_S` seconds, or longer if the model takes long to save. A run that ends
+    normally saves the model again, so this file matters only until then.
+
+    Args:
+        path: the file.
+        clock: returns seconds.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,13 +41,14 @@ class ModelFile(keras.callbacks.Callback):
         self._wait_s = EVERY_S
 
     def get_state(self) -> dict[str, Any]:
-        """Returns nothing: what it counts is this process' time."""
+        """Returns nothing, because the callback only counts the time of this process."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing; see `get_state`."""
+        """Does nothing, because `get_state` returns nothing."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves the model if the last save was long enough ago."""
         started = self._clock()
         if started - self._last < self._wait_s:
             return

@@ -1,4 +1,4 @@
-"""How long steps take: the seconds of each, and their percentiles."""
+"""Keeps the seconds of each step, and computes percentiles of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class StepTimes:
-    """The seconds of steps, in order of size: eight bytes a step.
+    """The seconds of steps, sorted, with eight bytes for each step.
 
     >>> times = StepTimes()
     >>> times.add(0.3, steps=1)
@@ -23,22 +23,27 @@ class StepTimes:
         self._sorted = array("d")
 
     def __len__(self) -> int:
+        """Returns the number of steps."""
         return len(self._sorted)
 
     def add(self, seconds: float, steps: int) -> None:
-        """Adds an execution of some steps; each of them took its part of the time."""
+        """Adds the steps of an execution, and divides its seconds evenly among them."""
         each = seconds / steps
         place = bisect.bisect_right(self._sorted, each)
         self._sorted[place:place] = array("d", [each]) * steps
 
     def merge(self, other: StepTimes) -> None:
-        """Adds all steps of another one."""
+        """Adds all steps of another object."""
         self._sorted = array("d", sorted([*self._sorted, *other._sorted]))
 
     def percentile(self, percent: float) -> float:
-        """Returns the seconds that so many percent of the steps do not exceed: one step's own.
+        """Returns the seconds that at least so many percent of the steps do not exceed.
 
-        The nearest rank, without interpolation; 0 where there is no step.
+        The result is the time of one step, by the nearest-rank method without interpolation. It is
+        0 without steps.
+
+        Args:
+            percent: from 0 to 100.
         """
         if not self._sorted:
             return 0.0
@@ -46,5 +51,5 @@ class StepTimes:
         return self._sorted[max(rank, 1) - 1]
 
     def percentiles_ms(self) -> dict[str, float]:
-        """Returns p50, p90 and p99 in milliseconds, by these names."""
+        """Returns the percentiles in milliseconds by the names `p50`, `p90` and `p99`."""
         return {f"p{percent}": 1000 * self.percentile(percent) for percent in PERCENTILES}

@@ -1,4 +1,7 @@
-"""Keras' TensorBoard callback, for metrics of any shape and runs that resume. On the chief."""
+"""Extends Keras' TensorBoard callback to vector metrics and to runs that resume.
+
+Runs on the chief.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,17 @@ from tfmulti.keras_patches.model_structure import flush_tensorboard
 
 
 class TensorBoard(keras.callbacks.TensorBoard):
-    """Writes scalar metrics; vectors (an F1 score a class), at which Keras' fails, are left out.
+    """Writes the scalar metrics for TensorBoard.
 
-    A run that resumes trains the epoch of its checkpoint again: what the stopped process wrote of
-    that epoch and later ones is taken out of its files, so that each scalar is there once.
+    Metrics that are vectors, such as an F1 score for each class, are left out, because Keras'
+    callback fails with them.
+
+    A run that resumes trains the epoch of its checkpoint again. The callback removes the events of
+    that epoch and of later ones from the files of the stopped process, so that each scalar is there
+    once.
+
+    Args:
+        folder: the folder for the event files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,37 +35,45 @@ class TensorBoard(keras.callbacks.TensorBoard):
         found = sorted(folder.rglob("*tfevents*")) if folder.is_dir() else []
         for path in found:
             if path.name.startswith(".partial-"):
-                remove(path)  # a process was killed while it rewrote one
+                # A process was killed while it rewrote an event file.
+                remove(path)
         self._earlier = [path for path in found if not path.name.startswith(".partial-")]
         self._begun_epoch = 0
 
     def get_state(self) -> dict[str, Any]:
-        """Returns nothing; writes what it has to the disk, since a checkpoint is made."""
+        """Returns nothing, and writes all events to the disk before the checkpoint is made."""
         flush_tensorboard(self)
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing; see `get_state`."""
+        """Does nothing, because `get_state` returns nothing."""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch, and calls Keras' callback."""
         self._begun_epoch = epoch
         super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Removes events that will be written again, and calls Keras' callback."""
         self._take_out_what_comes_again()
         super().on_train_batch_begin(batch, logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._take_out_what_comes_again(-1)  # also what this evaluation has written before
+        """Removes events that will be written again, and calls Keras' callback."""
+        # The events of this step are those of this evaluation, which will be written again.
+        self._take_out_what_comes_again(-1)
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes the scalar metrics of the epoch."""
         super().on_epoch_end(epoch, _scalars(logs))
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Writes the scalar metrics of the evaluation."""
         super().on_test_end(_scalars(logs))
 
     def _take_out_what_comes_again(self, more: int = 0) -> None:
+        """Removes, once, the earlier events after the optimizer's step plus `more`."""
         if self._earlier:
             step = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)) + more
             for path in self._earlier:
@@ -64,10 +82,15 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
 
 def keep_before(path: Path, epoch: int, step: int) -> None:
-    """Rewrites an event file without the scalars of an epoch and after, or of steps after `step`.
+    """Rewrites an event file with only the scalars from before an epoch, or up to a step.
 
-    Keras writes evaluations by the optimizer's step, all else by epoch. A last record that is
-    cut off, as a killed process leaves it, goes too.
+    Keras writes the scalars of evaluations by the step of the optimizer, and all others by epoch. A
+    killed process may leave a last record that is cut off. It is removed too.
+
+    Args:
+        path: the event file.
+        epoch: the first epoch whose scalars are removed.
+        step: the last step of the optimizer whose evaluation is kept.
     """
     with replacing(path) as partial, tf.io.TFRecordWriter(str(partial)) as writer:
         try:
@@ -78,8 +101,10 @@ def keep_before(path: Path, epoch: int, step: int) -> None:
                 if not tags or (event.step <= step if by_step else event.step < epoch):
                     writer.write(record.numpy())
         except tf.errors.DataLossError:
-            pass  # the end of what was whole
+            # The records up to this one are whole.
+            pass
 
 
 def _scalars(logs: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the metrics that are not vectors."""
     return {name: value for name, value in (logs or {}).items() if not isinstance(value, list)}

@@ -1,4 +1,4 @@
-"""Measures how fast the training goes: validation, the first call and traces left out.
+"""Measures how fast training is, without validation and without executions that are traced.
 
 throughput = tfmulti.Throughput("runs/a/tensorboard/train")
 model.fit(x, y, callbacks=[throughput])
@@ -22,41 +22,45 @@ from tfmulti.run.callbacks.step_times import PERCENTILES, StepTimes
 from tfmulti.training.state.trainer_state import is_prepared, state_of
 
 _MS = tuple(f"step_ms_p{percent}" for percent in PERCENTILES)
+# The names of the figures that are added to the logs.
 LOGS = (
     "examples_per_sec",
     "device_examples_per_sec",
     *_MS,
     "device_tflops_per_sec",
     "mfu",
-)  # the names of what is added to the logs
+)
 
 
 class Throughput(keras.callbacks.Callback):
-    """Examples a second, the steps' times, and what part of the devices' peak the model uses.
+    """Measures examples per second, the time of steps, and the used part of the devices' peak.
 
-    For models that went through `prepare`; every worker gives it to `fit`. An execution's time
-    is from the end of the one before it (in an epoch: from its begin) to its own end, so what
-    callbacks do and waiting for data count. The first execution, and each one in which a step is
-    traced anew, counts in nothing. An execution of several steps gives each of them its part.
+    The callback works with prepared models. Every worker gives it to `fit`. The time of an
+    execution is the time since the end of the one before it, or since the begin of the epoch. It
+    includes callbacks and waiting for data, and is divided evenly among the steps of the
+    execution. The first execution, and each execution in which a step is traced, are not counted.
 
-    With `in_logs` the figures of the epoch so far are in its logs, under the names of `LOGS`, from
-    the second execution on: so the progress bar, the history and callbacks that come after this
-    one have them. Model FLOPs utilisation, `mfu` (Chowdhery et al. 2022, "PaLM", appendix B), is
-    there where the model's operations (`flops.training_flops`, a trace of its forward pass) and
-    the devices' peak are known; `device_tflops_per_sec`, those of the model alone on a device,
-    where the former are.
+    With `in_logs` the figures of the epoch are added to its logs from the second execution on, by
+    the names of `LOGS`. The progress bar, the history and later callbacks then have them.
+    `device_tflops_per_sec` is present if the operations of the model are known
+    (`flops.training_flops`, which traces the forward pass). `mfu`, the model FLOPs utilisation, is
+    present if the peak of the devices is known as well.
+
+    Source for `mfu`: Chowdhery et al. 2022, "PaLM", appendix B.
 
     Args:
-        folder: where the chief writes each epoch's figures for TensorBoard, or None.
-        in_logs: whether they are also added to the logs, operations counted and times kept.
-        keep_times: whether the steps' times are kept without that.
-        peak_tflops: of one device in the model's precision; None: looked up for GPUs whose name
-            is known (`peaks`).
+        folder: the folder in which the chief writes the figures of each epoch for TensorBoard, or
+            None.
+        in_logs: whether the figures are added to the logs. This counts the operations of the model
+            and keeps the times of the steps.
+        keep_times: whether the times of the steps are kept without `in_logs`.
+        peak_tflops: the peak TFLOP/s of one device in the precision of the model. None looks it up
+            in `peaks`, by the name of the GPU.
         clock: returns seconds.
 
     Raises:
         ConfigError: `peak_tflops` is not above 0.
-        ModelError: at `fit`: the model is not prepared.
+        ModelError: in `fit`, if the model is not prepared.
     """
 
     def __init__(
@@ -89,6 +93,11 @@ class Throughput(keras.callbacks.Callback):
         self._writer: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Counts the operations of the model, and opens the file for TensorBoard.
+
+        Raises:
+            ModelError: the model is not prepared.
+        """
         if not is_prepared(self.model):
             raise ModelError(
                 "Throughput counts the examples of models that went through tfmulti.prepare. Give "
@@ -104,25 +113,28 @@ class Throughput(keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(str(self._folder))
 
     def get_state(self) -> dict[str, Any]:
-        """Returns nothing, for what it measures is this process; writes what it has to the disk."""
+        """Returns nothing, because the figures are of this process. Writes them to the disk."""
         if self._writer is not None:
             self._writer.flush()
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing; see `get_state`."""
+        """Does nothing, because `get_state` returns nothing."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Starts the figures of an epoch."""
         self._epoch = (self.seconds, self.examples, self.steps)
         self._epoch_times = StepTimes()
         self._since = self._clock()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes the time and the counts before an execution."""
         self._started = self._clock()
         state = state_of(self.model)
         self._before = (state.run.examples, state.run.steps, state.traced.count)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Adds an execution to the figures, unless it was traced."""
         now, state = self._clock(), state_of(self.model)
         since, self._since = self._since, now
         if not self.first_s or state.traced.count != self._before[2]:
@@ -138,6 +150,7 @@ class Throughput(keras.callbacks.Callback):
         self._add_to(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the figures of the epoch to the logs, and writes them for TensorBoard."""
         self.times.merge(self._epoch_times)
         self._add_to(logs)
         seconds, examples, steps = self._of_epoch()
@@ -150,14 +163,15 @@ class Throughput(keras.callbacks.Callback):
             tf.summary.scalar("throughput/steps_per_sec", steps / seconds)
 
     def on_train_end(self, logs: Any = None) -> None:
+        """Closes the file for TensorBoard."""
         if self._writer is not None:
             self._writer.close()
 
     def figures(self) -> dict[str, float]:
-        """Returns what was measured in all epochs so far, by the names of `LOGS`; and of what.
+        """Returns the figures of all epochs by the names of `LOGS`, and what they were computed of.
 
-        That is `examples`, `steps` and `seconds`, and, where they are known, the model's
-        `flops_per_example` and the `peak_tflops` of a device.
+        The latter are `examples`, `steps` and `seconds`. If they are known, there are also the
+        `flops_per_example` of the model and the `peak_tflops` of a device.
         """
         of_what = {"examples": self.examples, "steps": self.steps, "seconds": self.seconds}
         for name in ("flops_per_example", "peak_tflops"):
@@ -167,24 +181,27 @@ class Throughput(keras.callbacks.Callback):
 
     @property
     def examples_per_second(self) -> float:
-        """Training examples a second after the first execution; 0 where there was only one."""
+        """The training examples per second in the counted executions, or 0 if there is none."""
         return self.examples / self.seconds if self.seconds else 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of one step after the first execution."""
+        """The seconds of a step in the counted executions, or of the first execution otherwise."""
         return self.seconds / self.steps if self.steps else self.first_s
 
     def _of_epoch(self) -> tuple[float, int, int]:
+        """Returns the seconds, the examples and the steps of the current epoch."""
         seconds, examples, steps = self._epoch
         return self.seconds - seconds, self.examples - examples, self.steps - steps
 
     def _add_to(self, logs: Any) -> None:
+        """Adds the figures of the current epoch to the logs, with `in_logs`."""
         seconds, examples, _ = self._of_epoch()
         if self._in_logs and logs is not None and seconds:
             logs.update(self._figures(seconds, examples, self._epoch_times))
 
     def _figures(self, seconds: float, examples: int, times: StepTimes) -> dict[str, float]:
+        """Returns the figures of some examples by the names of `LOGS`."""
         if not seconds:
             return {}
         per_device = examples / seconds / self._devices
@@ -200,5 +217,5 @@ class Throughput(keras.callbacks.Callback):
 
 
 def _tag(name: str) -> str:
-    """Returns a figure's name in TensorBoard: `throughput/device/examples_per_sec`."""
+    """Returns the name of a figure in TensorBoard, such as `throughput/device/examples_per_sec`."""
     return "throughput/" + name.replace("device_", "device/")

@@ -1,4 +1,4 @@
-"""Says how much of the steps' time went by without data, and what to do about it."""
+"""Measures how long the steps wait for data, and says what to do about it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from tfmulti.training.state.trainer_state import state_of
 
 
 class Waiting(keras.callbacks.Callback):
-    """Measures the share of the steps' time in which they waited for data; on every worker.
+    """Measures the share of the time of the steps in which they waited for data.
 
-    The mean over all replicas; the first execution, which is traced, is left out. With a
-    folder, each epoch's share goes to TensorBoard there, as `data/waiting_share`.
+    The share is the mean over all replicas. It does not include the first execution, which is
+    traced. The callback runs on every worker.
 
     Args:
-        folder: where TensorBoard's events go, or None.
-        say: prints a line; is called at the end of an epoch with much waiting.
-        cached: whether the examples are kept after they were read once.
+        folder: the folder in which the share of each epoch is written for TensorBoard, as
+            `data/waiting_share`, or None.
+        say: prints a line. It is called at the end of an epoch with much waiting.
+        cached: whether the examples are kept in a cache.
     """
 
     def __init__(
@@ -41,23 +42,25 @@ class Waiting(keras.callbacks.Callback):
 
     @property
     def share(self) -> float:
-        """The part of all steps' time that was waiting, 0 to 1."""
+        """The share of the time of all steps that was waiting, from 0 to 1."""
         return min(1.0, self.waited_s / self.seconds) if self.seconds else 0.0
 
     def get_state(self) -> dict[str, Any]:
-        """Returns nothing, for what it measures is this process; writes what it has to the disk."""
+        """Returns nothing, because the times are of this process. Writes events to the disk."""
         if self._writer is not None:
             self._writer.flush()
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing; see `get_state`."""
+        """Does nothing, because `get_state` returns nothing."""
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Opens the file for TensorBoard."""
         if self._folder is not None:
             self._writer = tf.summary.create_file_writer(str(self._folder))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Writes the share of the epoch, and prints advice if it is large."""
         state = state_of(self.model)
         self.seconds += state.epoch.seconds
         self.waited_s += state.epoch.waited_s
@@ -74,5 +77,6 @@ class Waiting(keras.callbacks.Callback):
             )
 
     def on_train_end(self, logs: Any = None) -> None:
+        """Closes the file for TensorBoard."""
         if self._writer is not None:
             self._writer.close()

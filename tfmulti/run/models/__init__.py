@@ -1,1 +1,6 @@
-"""Built-in models, one family a file; `config.registry.MODELS` lists them."""
+"""The built-in models, with one module for each family.
+
+`config.registry.MODELS` lists them by the names of `--model`. Each function takes the form of the
+data, a `DataSpec`, and returns a Keras model that is not compiled. `building` has the first layers
+and the output layer that all of them share. `user` builds a model by the user's own function.
+"""

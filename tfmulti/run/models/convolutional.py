@@ -1,4 +1,4 @@
-"""`lenet` and `cnn`: small convolutional networks."""
+"""Builds `lenet` and `cnn`, two small convolutional networks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from tfmulti.run.models.building import model_input, model_output
 
 
 def lenet(spec: DataSpec) -> keras.Model:
-    """Returns LeNet-5's layers with `tanh` and average pooling.
+    """Returns a network with the layers of LeNet-5, with `tanh` and average pooling.
 
-    LeCun et al., Gradient-based learning applied to document recognition, 1998.
-    Images of any size from 4×4: the convolutions pad.
+    The images may have any size from 4×4, because the convolutions pad.
+
+    Source: LeCun et al., Gradient-based learning applied to document recognition, 1998.
     """
     inputs, x = model_input(spec)
     for filters in (6, 16):
@@ -26,7 +27,7 @@ def lenet(spec: DataSpec) -> keras.Model:
 
 
 def cnn(spec: DataSpec) -> keras.Model:
-    """Returns two 3×3 convolutions (32 and 64 filters), each with pooling, and Dense(128)."""
+    """Returns a network of two 3×3 convolutions (32 and 64 filters) with pooling and Dense(128)."""
     inputs, x = model_input(spec)
     for filters in (32, 64):
         x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)

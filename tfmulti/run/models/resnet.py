@@ -1,6 +1,6 @@
-"""`resnet20` and `resnet50`: residual networks.
+"""Builds the residual networks `resnet20` and `resnet50`.
 
-He et al., Deep residual learning for image recognition, 2015 (arXiv:1512.03385).
+Source: He et al., Deep residual learning for image recognition, 2015 (arXiv:1512.03385).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tfmulti.run.models.building import model_input, model_output
 
 
 def resnet20(spec: DataSpec) -> keras.Model:
-    """Returns the 20-layer network for small images: 3 × 3 blocks of 16, 32, 64 filters."""
+    """Returns the 20-layer network for small images: three stages of 3 blocks, 16 to 64 filters."""
     inputs, x = model_input(spec)
     x = _conv_norm(x, 16, 3)
     for stage, filters in enumerate((16, 32, 64)):
@@ -26,7 +26,7 @@ def resnet20(spec: DataSpec) -> keras.Model:
 
 
 def resnet50(spec: DataSpec) -> keras.Model:
-    """Returns the 50-layer network: 3, 4, 6, 3 bottleneck blocks of 64 to 512 filters."""
+    """Returns the 50-layer network: 3, 4, 6 and 3 bottleneck blocks of 64 to 512 filters."""
     inputs, x = model_input(spec)
     x = _conv_norm(x, 64, 7, stride=2)
     x = layers.MaxPooling2D(3, strides=2, padding="same")(x)
@@ -38,6 +38,7 @@ def resnet50(spec: DataSpec) -> keras.Model:
 
 
 def _conv_norm(x: Any, filters: int, kernel: int, stride: int = 1, *, relu: bool = True) -> Any:
+    """Returns a convolution, followed by batch normalization and ReLU."""
     x = layers.Conv2D(
         filters,
         kernel,
@@ -52,17 +53,20 @@ def _conv_norm(x: Any, filters: int, kernel: int, stride: int = 1, *, relu: bool
 
 
 def _join(x: Any, shortcut: Any, stride: int) -> Any:
+    """Returns the sum with the shortcut, which is projected if its shape differs."""
     if stride != 1 or shortcut.shape[-1] != x.shape[-1]:
         shortcut = _conv_norm(shortcut, x.shape[-1], 1, stride, relu=False)
     return layers.ReLU()(layers.Add()([x, shortcut]))
 
 
 def _basic_block(x: Any, filters: int, stride: int) -> Any:
+    """Returns a residual block of two 3×3 convolutions."""
     y = _conv_norm(x, filters, 3, stride)
     return _join(_conv_norm(y, filters, 3, relu=False), x, stride)
 
 
 def _bottleneck(x: Any, filters: int, stride: int) -> Any:
+    """Returns a residual block of a 1×1, a 3×3 and a 1×1 convolution."""
     y = _conv_norm(x, filters, 1)
     y = _conv_norm(y, filters, 3, stride)
     return _join(_conv_norm(y, 4 * filters, 1, relu=False), x, stride)

@@ -1,8 +1,9 @@
-"""`vit` and `transformer`: encoders of pre-normalized attention blocks.
+"""Builds `vit` and `transformer`, encoders of pre-normalized attention blocks.
 
-Dosovitskiy et al., An image is worth 16×16 words, 2020 (arXiv:2010.11929);
-Xiong et al., On layer normalization in the transformer architecture, 2020 (arXiv:2002.04745).
-Built from Keras' own layers alone, so that the saved model loads without tfmulti.
+The models have only layers of Keras itself, so a saved model loads without tfmulti.
+
+Sources: Dosovitskiy et al., An image is worth 16×16 words, 2020 (arXiv:2010.11929); Xiong et al.,
+On layer normalization in the transformer architecture, 2020 (arXiv:2002.04745).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _WIDTH, _HEADS, _DEPTH, _DROPOUT = 128, 4, 4, 0.1
 
 
 def vit(spec: DataSpec) -> keras.Model:
-    """Returns a small vision transformer: width 128, 4 blocks, patches as the image allows."""
+    """Returns a small vision transformer with width 128, 4 blocks and patches of `patch_size`."""
     inputs, x = model_input(spec)
     height, width, _ = spec.input_shape
     size = patch_size(height, width)
@@ -30,7 +31,7 @@ def vit(spec: DataSpec) -> keras.Model:
 
 
 def text_classifier(spec: DataSpec) -> keras.Model:
-    """Returns a transformer over token sequences: width 128, 4 blocks, mean of positions."""
+    """Returns a transformer over tokens with width 128, 4 blocks and the mean over positions."""
     inputs, x = model_input(spec)
     x = layers.Embedding(spec.vocabulary_size, _WIDTH, name="tokens")(x)
     return keras.Model(
@@ -39,7 +40,7 @@ def text_classifier(spec: DataSpec) -> keras.Model:
 
 
 def patch_size(height: int, width: int) -> int:
-    """Returns the largest patch that divides the image into 36 patches or more, else 1."""
+    """Returns the largest of some patch sizes that gives at least 36 whole patches, or 1."""
     for size in (16, 8, 7, 4, 2):
         if height % size == 0 and width % size == 0 and height * width // size**2 >= 36:
             return size
@@ -47,7 +48,9 @@ def patch_size(height: int, width: int) -> int:
 
 
 def _encode(x: Any, length: int) -> Any:
-    # A dense layer whose bias differs by position: the position embedding, from Keras' layers.
+    """Returns the mean over the positions after all attention blocks."""
+    # A dense layer with another bias for each position adds the position embedding. A layer of
+    # Keras itself can be loaded without tfmulti.
     x = layers.EinsumDense("bti,io->bto", (length, _WIDTH), bias_axes="to", name="positions")(x)
     for _ in range(_DEPTH):
         y = layers.LayerNormalization()(x)

@@ -1,4 +1,4 @@
-"""A model that a user's own function returns."""
+"""Builds a model by the user's own function."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from tfmulti.keras_patches.model_structure import last_operations
 
 
 def build(place: str, function: Callable[..., Any], spec: DataSpec | None) -> keras.Model:
-    """Returns the model of `package.module:function`, compiled or not.
+    """Returns the model that a user's function makes, compiled or not.
 
-    The function takes nothing, or one argument: the `DataSpec` of the data.
+    The function may need one argument, which is the form of the data.
+
+    Args:
+        place: the text `package.module:function`, for messages.
+        function: the function.
+        spec: the form of the data, or None if it is not known.
 
     Raises:
-        ModelError: it returned no Keras model, or needs more arguments.
+        ModelError: the function needs several arguments, or returns no Keras model.
     """
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
@@ -37,10 +42,14 @@ def build(place: str, function: Callable[..., Any], spec: DataSpec | None) -> ke
 
 
 def ends_in_logits(place: str, model: keras.Model) -> bool:
-    """Returns whether the outputs of a model that is not compiled are logits of classes.
+    """Returns whether a classification model outputs logits, by its last layer.
+
+    Args:
+        place: the text `package.module:function`, for the message.
+        model: a model that is not compiled.
 
     Raises:
-        ModelError: its last layer does not tell.
+        ModelError: the last layer does not show whether the outputs are probabilities or logits.
     """
     last = last_operations(model) if model.built else None
     layer = last[0] if last is not None and len(last) == 1 else None
