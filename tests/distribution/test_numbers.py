@@ -215,9 +215,7 @@ def test_gradients_in_half_the_bytes(behaviours: Behaviours, kind: str) -> None:
 
 
 def test_what_gradients_travel_as(behaviours: Behaviours) -> None:
-    """In packs of the asked type: 2.4 and 1.6 MB, or half; each pack is one collective. The rows
-    of an embedding stay what they are, and travel with their numbers.
-    """
+    """Packs of 2.4 and 1.6 MB, or half, are a collective each; the rows of an embedding stay."""
     for worker in behaviours("multi_worker_mirrored", 2):
         for name, types in worker["what_gradients_travel_as"].items():
             dense = "float32" if name == "none" else name

@@ -59,8 +59,11 @@ def serve(
     """Obeys a launcher until the job is done; returns its exit code, or None if it is gone.
 
     Args:
-        config: of the command that was started by hand here; None: the launcher sends it.
-        first: its first message, if that was received already.
+        link: the connection to the launcher.
+        config: the configuration of the command that was started by hand here. None: the launcher
+            sends it.
+        env: the environment of this machine's workers.
+        first: the launcher's first message, if it was received already.
 
     Raises:
         ConfigError: the launcher does not want this machine.

@@ -24,9 +24,7 @@ def workers_of(behaviours: Behaviours, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_step_has_one_collective_beside_its_gradients(behaviours: Behaviours) -> None:
-    """That of metrics, votes and digest. Gradients travel in packs of 0.5 MB or one large one;
-    a BatchNormalization has one collective forward and one backward.
-    """
+    """It has metrics, votes and digest. A BatchNormalization has one forward and one backward."""
     for worker in behaviours("multi_worker_mirrored", 2):
         found = worker["collectives_of_a_step"]
         assert found["dense"] == [SEND] * 2

@@ -80,8 +80,8 @@ def from_bytes(data: bytes) -> Record:
         data: the content of the file.
 
     Raises:
-        DamagedCheckpointError: the file is cut off, a bit has changed, a part is missing, or the file
-            has another format.
+        DamagedCheckpointError: the file is cut off, a bit has changed, a part is missing, or the
+            file has another format.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
