@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.data.sources.test_tfrecord_values import compressed
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.errors import DataError
 from tfmulti.run import inspection, validation
+from tfmulti.run.data_speed import StopsAfter
 
 pytestmark = pytest.mark.mirrored
 
@@ -95,3 +97,15 @@ def test_batches_of_a_users_own(
     said = said_of(config, capsys)
     assert said[0] == f"train      {kind}: batches of its own, which every worker reads"
     assert said[-1] == "plan       2 steps an epoch"
+
+
+def test_speed_is_measured_after_the_first_execution() -> None:
+    """The callback is called with the last step of an execution, which is not 0 for several."""
+    times = iter([100.0, 101.0, 103.0])
+    stops = StopsAfter(2.0, clock=lambda: next(times))
+    stops.set_model(SimpleNamespace(stop_training=False))
+    found = []
+    for last in (3, 7, 11):
+        stops.on_train_batch_end(last)
+        found.append(stops.model.stop_training)
+    assert found == [False, False, True]

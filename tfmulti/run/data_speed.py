@@ -1,9 +1,10 @@
-"""How fast data comes: alone, beside the model's step, and together with it."""
+"""Measures the speed of the data alone, of the steps alone, and of both together."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -24,7 +25,14 @@ _MEASURED_STEPS, MEASURED_S = 200, 3.0
 
 
 def show_speed(setup: Setup, say: Say) -> None:
-    """Measures the data alone, the model's step alone, and both together."""
+    """Measures and prints the speed of the data alone, of the steps alone, and of both together.
+
+    The first two are measured only for data with random access.
+
+    Args:
+        setup: the run whose data and model are measured.
+        say: prints a labelled line.
+    """
     with setup.strategy.scope():
         model = make_model(setup)
     compile_model(setup, model)
@@ -63,12 +71,13 @@ def show_speed(setup: Setup, say: Say) -> None:
 
 
 def _data_alone(setup: Setup) -> tuple[float, int, int]:
-    """Returns the seconds of a batch, how many threads read, and the bytes of a batch."""
+    """Returns the seconds of a batch, the number of reader threads, and the bytes of a batch."""
     with contextlib.closing(
         prefetcher_of(setup.data.train, plan_of(setup), setup.place, 0, reading_of(setup))
     ) as stream:
         size = sum(bytes_of_tensors(data) for data in stream.take().data)
-        for _ in range(3):  # what was read ahead meanwhile
+        # These batches were read ahead before the measurement.
+        for _ in range(3):
             stream.take()
         began, count = time.perf_counter(), 0
         while count < 10 or time.perf_counter() - began < MEASURED_S:
@@ -78,28 +87,36 @@ def _data_alone(setup: Setup) -> tuple[float, int, int]:
 
 
 class StopsAfter(keras.callbacks.Callback):
-    """Ends training some seconds after its first step, which is traced; after two at least."""
+    """Ends training some seconds after the first execution, which is traced.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: the seconds.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
-        self._seconds, self._began = seconds, 0.0
+        self._seconds, self._clock = seconds, clock
+        self._began: float | None = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not batch:
-            self._began = time.perf_counter()
-        elif time.perf_counter() - self._began > self._seconds:
+        """Starts the time after the first execution, and ends training when it is over."""
+        if self._began is None:
+            self._began = self._clock()
+        elif self._clock() - self._began > self._seconds:
             self.model.stop_training = True
 
 
 def bytes_of_tensors(data: Any) -> int:
-    """Returns the bytes of a nest of tensors; text counts as its characters."""
+    """Returns the bytes of a nest of tensors, in which texts count with their characters."""
     return bytes_of(map_nest(lambda tensor: tensor.numpy(), data))
 
 
 def _step_alone(setup: Setup, model: Any) -> float:
-    """Returns the seconds of a step whose data is in memory."""
+    """Returns the seconds of a step with data that is in memory."""
     batch, data = setup.batch.global_batch_size, first_batch(setup)
-    whole = np.arange(batch) % len(leaves_of(data)[0])  # some may have been lost
+    # Examples that could not be read are missing in the first batch, so some rows are repeated.
+    whole = np.arange(batch) % len(leaves_of(data)[0])
     rows = map_nest(lambda leaf: np.asarray(leaf)[whole], data)
     throughput = Throughput(in_logs=False)
     model.fit(
