@@ -1,11 +1,13 @@
-"""The command `tfmulti`: `tfmulti fit|launch|data|bench`, each the same as `python -m tfmulti.…`.
+"""The command `tfmulti`, whose first argument names what it does.
 
     tfmulti fit       train a model on one device, many devices or many machines
-    tfmulti launch    start a job's workers, here or on several machines
-    tfmulti data      show a data set, how it is shared out, and how fast it comes
+    tfmulti launch    start the workers of a job, here or on several machines
+    tfmulti data      show a data set, its split over replicas, and how fast it is read
     tfmulti bench     measure how a model's training scales, and what limits it
+    tfmulti env       show which launcher or scheduler started this process, and its cluster
 
-`tfmulti COMMAND --help` lists the flags of a command.
+`tfmulti COMMAND --help` lists the flags of a command. `fit`, `launch`, `data` and `bench` are also
+`python -m tfmulti.fit` and so on.
 """
 
 from __future__ import annotations
@@ -16,11 +18,18 @@ from collections.abc import Sequence
 
 from tfmulti.errors import EXIT_DONE, EXIT_USER, did_you_mean
 
-COMMANDS = ("fit", "launch", "data", "bench")
+# The commands, and their modules.
+COMMANDS = {
+    "fit": "tfmulti.fit",
+    "launch": "tfmulti.launch",
+    "data": "tfmulti.data",
+    "bench": "tfmulti.bench",
+    "env": "tfmulti.cluster",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command, whose arguments follow its name, and returns its exit code."""
+    """Runs the command that the first argument names, and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     name, *arguments = words or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -30,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tfmulti: no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return EXIT_USER
     sys.argv = [f"tfmulti {name}", *arguments]
-    runpy.run_module(f"tfmulti.{name}", run_name="__main__", alter_sys=True)
+    runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     return EXIT_DONE
 
 

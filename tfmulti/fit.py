@@ -5,9 +5,10 @@
     python -m tfmulti.fit --dataset mnist --model lenet --global_batch_size 128
     python -m tfmulti.fit --config runs/NAME/config.json      the same run again
 
-On several machines, run the same command on each with TF_CONFIG in the environment.
-Exit codes: 0 done, 1 the program failed, 2 a mistake in what was asked (one line on
-standard error), 130 stopped by Ctrl-C and 143 by SIGTERM, with what was reached saved.
+On several machines, run the same command on each machine with TF_CONFIG in the environment.
+
+Exit codes: 0 done; 1 the program failed; 2 a mistake of the user, with one line on standard error;
+130 stopped by Ctrl-C and 143 stopped by SIGTERM, both with the progress saved.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config is None:
             print(help_text(__doc__ or "", make_flags()))
             return errors.EXIT_DONE
-        cluster, _ = find_cluster(os.environ)
+        cluster, _ = find_cluster(os.environ, config.environment)
         if cluster is not None and cluster.is_evaluator:
             print("tfmulti: the workers evaluate; this evaluator task has nothing to do.")
             return errors.EXIT_DONE
-        # Before any import of TensorFlow: data at gs://… is looked for with it in `check`.
+        # TensorFlow reads this variable when it is imported, which `check` does to look for data at
+        # gs://….
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         job = validation.check(config, cluster)
         if job.done is not None:
@@ -46,9 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return errors.EXIT_DONE
         with quiet_stderr(), garbage_collection.importing():
-            from tfmulti.run import (
-                train,
-            )  # 4 s for TensorFlow: only when all that can be is checked
+            # The import of TensorFlow takes 4 s, so mistakes of the user are reported before it.
+            from tfmulti.run import train
         stopped_by = train.run(job).stopped_by
     except TfmultiError as error:
         print(f"tfmulti: {error}", file=sys.stderr)

@@ -111,7 +111,7 @@ def test_the_environment_is_read_and_not_written() -> None:
     before = dict(env)
     cluster, name = find_cluster(env)
     assert cluster is not None
-    assert (cluster.size, name, env) == (2, "TF_CONFIG", before)
+    assert (cluster.size, name, env) == (2, "tf_config", before)
 
 
 @pytest.mark.parametrize("text", [None, " ", "{}", '{"cluster": {}}'])

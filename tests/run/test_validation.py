@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tfmulti.cluster import gpus
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig
@@ -36,7 +37,7 @@ def test_gpus_are_named_as_the_list_names_them(tmp_path: Path) -> None:
 
 
 def test_more_replicas_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "visible_gpus", lambda env: ("0", "1"))
+    monkeypatch.setattr(gpus, "visible_gpus", lambda env: ("0", "1"))
     with pytest.raises(DeviceError, match="replicas is 3, but this machine has 2 visible GPUs"):
         validation.check(FitConfig(replicas=3), env={})
 

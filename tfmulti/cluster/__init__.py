@@ -1,7 +1,9 @@
 """The cluster that this process belongs to, and the devices of this machine.
 
 `cluster.Cluster` holds the addresses of all workers, and says which of them this process is.
-`environments` reads it from the environment variable TF_CONFIG. `selection` then chooses the
+`environments` reads it from TF_CONFIG or from the variables of a scheduler. Where a scheduler tells
+ranks and no ports, it reads a `layout.Layout`, and the processes agree by `port_agreement`.
+`selection` then chooses the
 strategy and the batch sizes for a cluster and the devices of a machine, which `gpus` counts without
 CUDA.
 

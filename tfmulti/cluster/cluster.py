@@ -59,6 +59,8 @@ class Cluster:
         task: the task of this process.
         chief: the `host:port` of the `chief` task. None makes worker 0 the chief.
         evaluators: the addresses of evaluator tasks, which are not workers of the cluster.
+        local_rank: the rank of this process among those that a scheduler has started on its host.
+        local_size: the number of these. A host with one process has 1, and so has TF_CONFIG.
 
     Raises:
         ClusterError: an address, an index or a task type breaks a rule of the format.
@@ -72,6 +74,8 @@ class Cluster:
     task: Task
     chief: str | None = None
     evaluators: tuple[str, ...] = field(default=())
+    local_rank: int = field(default=0, compare=False)
+    local_size: int = field(default=1, compare=False)
 
     def __post_init__(self) -> None:
         _check_addresses(self._jobs())
@@ -221,6 +225,9 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     jobs: dict[str, tuple[str, ...]] = {}
     for given, addresses in cluster.items():
         name = _ALIASES.get(given, given)
+        # Kubeflow lists jobs without tasks, too.
+        if given == "ps" and addresses == []:
+            continue
         if name not in TASK_TYPES:
             raise ClusterError(
                 f"no task type {given!r} in TF_CONFIG['cluster']; "

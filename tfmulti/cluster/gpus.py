@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+from tfmulti.errors import DeviceError
+
+Gpu = TypeVar("Gpu")
 
 
 def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
@@ -24,3 +29,45 @@ def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[
         return tuple(map(str, present))
     chosen = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
     return tuple(chosen[: len(present)])
+
+
+def gpus_of_task(env: Mapping[str, str], local_rank: int, local_size: int) -> tuple[str, ...]:
+    """Returns the names of the GPUs of one of several processes of this machine.
+
+    Args:
+        env: the environment of the process.
+        local_rank: the rank of the process among those of this machine.
+        local_size: the number of processes on this machine.
+
+    Raises:
+        DeviceError: the GPUs cannot be divided evenly.
+    """
+    return tuple(own_part(visible_gpus(env), local_rank, local_size))
+
+
+def own_part(seen: Sequence[Gpu], local_rank: int, local_size: int) -> Sequence[Gpu]:
+    """Returns the GPUs of one of several processes that a scheduler has started on this machine.
+
+    A scheduler shows each process its own GPU, or shows all processes the GPUs of all of them. So
+    one visible GPU is this process' own, and several are divided by the local rank.
+
+    Args:
+        seen: the GPUs that the process sees.
+        local_rank: the rank of the process among those of this machine.
+        local_size: the number of processes on this machine.
+
+    Raises:
+        DeviceError: the GPUs cannot be divided evenly.
+
+    >>> own_part("abcd", 1, 2)
+    'cd'
+    """
+    if local_size == 1 or len(seen) <= 1:
+        return seen
+    each, rest = divmod(len(seen), local_size)
+    if rest:
+        raise DeviceError(
+            f"{local_size} processes of this machine see {len(seen)} GPUs, which cannot be divided "
+            "evenly. Start as many processes on each machine as it has GPUs."
+        )
+    return seen[local_rank * each : (local_rank + 1) * each]

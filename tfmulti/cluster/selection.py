@@ -30,7 +30,7 @@ def check_cluster_use(strategy: str, cluster: Cluster | None, ignore_cluster: bo
 
     Args:
         strategy: the value of `--strategy`.
-        cluster: the cluster that TF_CONFIG describes, or None.
+        cluster: the cluster of this process, or None.
         ignore_cluster: whether the run trains on this machine alone.
 
     Raises:
@@ -39,7 +39,8 @@ def check_cluster_use(strategy: str, cluster: Cluster | None, ignore_cluster: bo
     """
     if cluster is not None and not ignore_cluster and strategy in ("one_device", "mirrored"):
         raise ConfigError(
-            f"TF_CONFIG describes a cluster of {cluster.size} workers, but --strategy {strategy} "
+            f"this process belongs to a cluster of {cluster.size} workers, but --strategy "
+            f"{strategy} "
             "trains on this machine alone. Use --strategy multi_worker_mirrored, or "
             "--ignore_cluster to train alone on purpose."
         )
@@ -78,7 +79,7 @@ def select(
     Args:
         strategy: the value of `--strategy`.
         replicas: the value of `--replicas`, or None for all GPUs or one CPU device.
-        cluster: the cluster that TF_CONFIG describes, or None.
+        cluster: the cluster of this process, or None.
         gpus: the number of visible GPUs.
         ignore_cluster: whether the run trains on this machine alone.
 
@@ -121,7 +122,7 @@ def _automatic(replicas: int | None, cluster: Cluster | None, gpus: int) -> tupl
     """Returns the strategy for `--strategy auto`, and the reason in words."""
     if cluster is not None:
         return "multi_worker_mirrored", (
-            f"TF_CONFIG describes a cluster of {cluster.size} "
+            f"this process belongs to a cluster of {cluster.size} "
             f"worker{'s' if cluster.size > 1 else ''}"
         )
     if replicas is not None and replicas > 1:

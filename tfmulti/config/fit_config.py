@@ -20,6 +20,11 @@ from tfmulti.errors import ConfigError, ResumeError, RunDirError, did_you_mean
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 DECAYS = ("constant", "cosine")
+# The names of the modules in `tfmulti.cluster.environments`, with a test that holds it.
+ENVIRONMENTS = (
+    *("auto", "none", "tf_config", "mpi", "slurm", "lsf", "volcano", "kubernetes", "sagemaker"),
+    *("vertex", "azureml"),
+)
 VERBOSITIES = ("auto", "0", "1", "2")
 # Fields of older configurations that were removed, each with the reason and where to read more.
 REMOVED = {
@@ -64,8 +69,17 @@ class FitConfig(TrainingOptions):
         low=1,
         free=True,
     )
+    environment: str = flag(
+        "auto",
+        "The launcher or scheduler whose variables describe the job: auto takes the one that is "
+        "recognised (see tfmulti env), none ignores all.",
+        choices=ENVIRONMENTS,
+        free=True,
+    )
     ignore_cluster: bool = flag(
-        False, "Train on this machine alone although TF_CONFIG describes a cluster.", free=True
+        False,
+        "Train on this machine alone although the environment describes a cluster.",
+        free=True,
     )
     dataset: str = flag(
         "digits",

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import check_trains, find_cluster
+from tfmulti.cluster.gpus import own_part
 from tfmulti.cluster.proxies import go_past_proxies
 from tfmulti.cluster.selection import Selection, select
 from tfmulti.errors import ClusterError, DeviceError
@@ -25,6 +26,7 @@ def make_strategy(
     replicas: int | None = None,
     cluster: Cluster | None = None,
     ignore_cluster: bool = False,
+    environment: str = "auto",
     env: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
     """Returns a strategy over the devices of this machine or the workers of the cluster.
@@ -41,24 +43,47 @@ def make_strategy(
     Args:
         name: `auto`, `one_device`, `mirrored` or `multi_worker_mirrored`.
         replicas: the number of local devices. Without GPUs, that many logical CPU devices are made.
-        cluster: the workers; None reads them from the environment (TF_CONFIG).
+        cluster: the workers; None reads them from the environment: TF_CONFIG, or the variables of
+            a scheduler (`tfmulti env` shows which).
         ignore_cluster: whether to train on this machine alone although there is a cluster.
+        environment: the launcher or scheduler to ask, such as `slurm`. `auto` takes the one that
+            is recognised, and `none` ignores all.
         env: the environment to read; None means `os.environ`.
 
     Raises:
-        ClusterError: TF_CONFIG is wrong, or this worker cannot listen at its address.
+        ClusterError: the description of the cluster is wrong, the workers do not find each other,
+            or this worker cannot listen at its address.
         ConfigError: the strategy does not fit the cluster.
         DeviceError: the machine lacks the devices, TensorFlow has started already, or this process
             has made another strategy of several devices.
     """
     if cluster is None:
-        cluster, _ = find_cluster(os.environ if env is None else env)
+        cluster, _ = find_cluster(os.environ if env is None else env, environment)
     check_trains(cluster)
-    gpus = len(tf.config.list_physical_devices("GPU"))
+    gpus = own_gpus(cluster)
     selection = select(
         name, replicas=replicas, cluster=cluster, gpus=gpus, ignore_cluster=ignore_cluster
     )
     return build_strategy(selection, cluster)
+
+
+def own_gpus(cluster: Cluster | None) -> int:
+    """Returns the number of this process' GPUs, and hides those of other processes.
+
+    A scheduler may show each of several processes on a machine the GPUs of all of them. Then each
+    takes its part, by its local rank (`tfmulti.cluster.gpus.own_part`).
+
+    Args:
+        cluster: the cluster that this process belongs to, or None.
+
+    Raises:
+        DeviceError: the GPUs cannot be divided evenly among the processes.
+    """
+    physical = tf.config.list_physical_devices("GPU")
+    if cluster is not None and cluster.local_size > 1 and len(physical) > 1:
+        own = own_part(physical, cluster.local_rank, cluster.local_size)
+        tf.config.set_visible_devices(own, "GPU")
+    return len(tf.config.get_visible_devices("GPU"))
 
 
 def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribute.Strategy:
@@ -253,11 +278,9 @@ def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strate
     jobs: dict[str, list[str]] = {"worker": list(cluster.workers)}
     if cluster.chief:
         jobs["chief"] = [cluster.chief]
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    if gpus > local_replicas:
-        tf.config.set_visible_devices(
-            tf.config.list_physical_devices("GPU")[:local_replicas], "GPU"
-        )
+    gpus = tf.config.get_visible_devices("GPU")
+    if len(gpus) > local_replicas:
+        tf.config.set_visible_devices(gpus[:local_replicas], "GPU")
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({name: hosts for name, hosts in jobs.items() if hosts}),
         task_type=cluster.task.type,

@@ -1,4 +1,7 @@
-"""Puts a run together: devices, data, batch and model, on every worker alike."""
+"""Builds the parts of a run from a checked job: devices, data, batch sizes and model.
+
+Every worker runs this code in the same way.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from tfmulti.data.lost import lost_examples
 from tfmulti.data.sharding import steps_per_epoch
 from tfmulti.data.sources import user as user_data
 from tfmulti.distribution.agreement import from_chief
-from tfmulti.distribution.strategies import Placement, build_strategy, placement_of
+from tfmulti.distribution.strategies import Placement, build_strategy, own_gpus, placement_of
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.launch.signals import default_signals
 from tfmulti.run import validation
@@ -38,7 +41,17 @@ from tfmulti.training.state.trainer_state import state_of
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run has once its devices are there."""
+    """The parts of a run once its devices are set up.
+
+    Attributes:
+        config: the configuration, with every default filled in.
+        selection: the chosen strategy and the reason.
+        strategy: the strategy.
+        place: the place of this worker and its replicas.
+        data: the data.
+        batch: the batch sizes.
+        steps_per_epoch: the steps of an epoch. None: only reading the data tells.
+    """
 
     config: FitConfig
     selection: Selection
@@ -50,15 +63,22 @@ class Setup:
 
     @property
     def epochs(self) -> int:
+        """The number of epochs to train."""
         assert self.config.epochs is not None
         return self.config.epochs
 
 
 def set_up(job: validation.Job) -> Setup:
-    """Returns the devices, the data and the batch of a job. Waits for the other workers."""
+    """Sets up the devices, the data and the batch sizes of a job.
+
+    Every worker must call this function, which waits for the other workers.
+
+    Raises:
+        UserError: the devices, the data or the batch sizes do not fit the configuration.
+    """
     config = job.config
     with quiet_stderr():
-        gpus = len(tf.config.list_physical_devices("GPU"))
+        gpus = own_gpus(job.cluster)
     devices, batch = job.devices, job.batch
     if gpus != devices.gpus:
         # TensorFlow may see fewer GPUs than the machine has, such as a build without CUDA.
@@ -89,7 +109,8 @@ def set_up(job: validation.Job) -> Setup:
         data = data.finish(batch.global_batch_size)
     if data.warning is not None:
         say("warning", data.warning)
-    for lost in data.lost if chief else ():  # all workers have loaded the same
+    # All workers have loaded the same data, so one of them names what is lost.
+    for lost in data.lost if chief else ():
         left_out(lost.words)
     data = shared(data, strategy)
     rows = user_data.rows_of_batches(data.train)
@@ -100,23 +121,38 @@ def set_up(job: validation.Job) -> Setup:
 
 
 def shared(data: DataSet, strategy: tf.distribute.Strategy) -> DataSet:
-    """Returns the data with what the chief makes for all workers. Every worker calls it."""
+    """Returns the data with what the chief computes for all workers, such as a vocabulary.
+
+    Every worker must call this function.
+    """
     if data.share is None:
         return data
     return replace(data.share(data, functools.partial(from_chief, strategy)), share=None)
 
 
 def load_user_data(config: FitConfig, batch: BatchSizes) -> DataSet:
+    """Returns the data of the user's own function, with the transforms that were asked for.
+
+    Raises:
+        UserError: the function cannot be loaded, or its data does not fit the configuration.
+    """
     function = registry.load_place("dataset", config.dataset)
     data = user_data.load(config.dataset, function, batch.global_batch_size)
     validation.check_model_takes(config, data)
-    if registry.model_entry(str(config.model)).takes:  # a built-in one, with a loss for classes
+    # A built-in model has a loss that needs labels of a certain form.
+    if registry.model_entry(str(config.model)).takes:
         user_data.check_labels(config.dataset, data)
     return prepared(data, config)
 
 
 def count_steps(config: FitConfig, data: DataSet, batch: BatchSizes) -> int | None:
-    """Returns the steps of an epoch, or None where only reading the data tells."""
+    """Returns the steps of an epoch, or None if only reading the data tells.
+
+    Args:
+        config: the configuration. Its number of steps wins.
+        data: the data.
+        batch: the batch sizes.
+    """
     if config.steps_per_epoch is not None:
         return config.steps_per_epoch
     rows = size_of(data.train)
@@ -131,10 +167,13 @@ def count_steps(config: FitConfig, data: DataSet, batch: BatchSizes) -> int | No
 
 
 def make_model(setup: Setup) -> keras.Model:
-    """Returns the prepared model. Runs on every worker, inside the scope.
+    """Returns the prepared model.
+
+    Every worker must call this function, inside the scope of the strategy.
 
     Raises:
-        ModelError: it cannot be built for this data.
+        ConfigError: the user's function for the model cannot be loaded.
+        ModelError: the model cannot be built for this data.
     """
     config, data = setup.config, setup.data
     assert config.model is not None
@@ -147,13 +186,15 @@ def make_model(setup: Setup) -> keras.Model:
         else:
             model = user_model.build(config.model, build, data.spec)
     finally:
-        keras.config.set_dtype_policy(before)  # a script goes on with its own
+        # A script that calls `train` keeps its own policy.
+        keras.config.set_dtype_policy(before)
     prepare(model, config.training_options)
     state_of(model).reading = reading_of(setup)
     return model
 
 
 def _build_for(name: str, build: Callable[..., keras.Model], data: DataSet) -> keras.Model:
+    """Returns a built-in model for the form of the data, or raises ModelError."""
     assert data.spec is not None
     try:
         return build(data.spec)
@@ -166,7 +207,15 @@ def _build_for(name: str, build: Callable[..., keras.Model], data: DataSet) -> k
 
 
 def compile_model(setup: Setup, model: keras.Model) -> bool:
-    """Compiles a model that is not; returns whether it did. Runs on every worker."""
+    """Compiles a model unless it is compiled already, and returns whether it did.
+
+    Every worker must call this function.
+
+    Raises:
+        ModelError: the loss cannot be known, because the last layer of the user's model does not
+            show whether its outputs are logits.
+        ConfigError: the schedule of the learning rate needs the number of steps, but it is unknown.
+    """
     if model.compiled:
         return False
     config, spec = setup.config, setup.data.spec
@@ -187,10 +236,13 @@ def compile_model(setup: Setup, model: keras.Model) -> bool:
 
 
 def total_steps(setup: Setup) -> int:
-    """Returns the optimizer steps of the whole run, which a schedule must know.
+    """Returns the optimizer steps of the whole run, for the schedule of the learning rate.
+
+    If the number is unknown, the result is one step more than the warm-up. That is enough for a
+    learning rate that is constant after the warm-up.
 
     Raises:
-        ConfigError: they are not known and the schedule needs them.
+        ConfigError: the number is unknown, and the schedule needs it.
     """
     if setup.steps_per_epoch is not None:
         return setup.steps_per_epoch * setup.epochs
@@ -204,12 +256,12 @@ def total_steps(setup: Setup) -> int:
 
 
 def plan_of(setup: Setup) -> BatchPlan:
-    """Returns which example is in which step of training."""
+    """Returns the batch plan, which says which examples each training step has."""
     return BatchPlan(len(setup.data.train), setup.batch.global_batch_size, setup.config.seed)
 
 
 def reading_of(setup: Setup) -> ReadOptions:
-    """Returns how the examples are read."""
+    """Returns how the examples of the run are read."""
     config = setup.config
     return ReadOptions(
         config.reader_threads, config.skip_bad_records, lost_examples(setup.data.lost)
@@ -217,7 +269,7 @@ def reading_of(setup: Setup) -> ReadOptions:
 
 
 def first_batch(setup: Setup) -> Any:
-    """Returns the first batch of training as one device reads it; without what cannot be read."""
+    """Returns the first training batch of one device, without examples that cannot be read."""
     reader = Loader(setup.data.train, plan_of(setup), Placement(0, 1, 1), reading_of(setup))
     with contextlib.closing(reader.batches()) as batches:
         return next(batches).data[0]

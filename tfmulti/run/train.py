@@ -1,8 +1,8 @@
-"""A whole run: `train(config) -> FitReport`, from the devices to the files.
+"""Does a whole run, from the devices to the files: `train(config) -> FitReport`.
 
-Every worker runs all of it; what one of them must not do alone (building, training,
-evaluating, voting) stands outside every `if chief`, and what only the chief does (printing,
-writing files) is no collective.
+Every worker runs this code. Steps that have collectives (building, training, evaluating, voting)
+never depend on whether the worker is the chief. What only the chief does (printing, writing files)
+has no collectives.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def train(
 ) -> FitReport:
     """Returns the report of the run that a configuration describes, when it is done.
 
-    It does the same as `python -m tfmulti.fit`. Every worker calls it. The chief prints, and writes
-    the run directory.
+    It does the same as `python -m tfmulti.fit`. Every worker must call this function. The chief
+    prints, and writes the run directory.
 
     Args:
         config: the configuration.
@@ -60,7 +60,8 @@ def train(
 
     Raises:
         UserError: a mistake in the configuration, the cluster, the data or the model.
-        KeyboardInterrupt: Ctrl-C ended it; what was reached is saved.
+        VerificationError: replicas compute other numbers than one device.
+        KeyboardInterrupt: Ctrl-C has stopped the run, and the progress is saved.
     """
     job = validation.check(config, cluster, env)
     report = job.done or run(job)
@@ -70,7 +71,10 @@ def train(
 
 
 def run(job: validation.Job) -> FitReport:
-    """Returns the report of a checked job. A signal ends it early: see `stopped_by`."""
+    """Does the run of a checked job, and returns its report.
+
+    A signal stops the run early. `FitReport.stopped_by` then names the signal.
+    """
     setup = set_up(job)
     with SignalWatch() as watch, contextlib.ExitStack() as at_end:
         with setup.strategy.scope():
@@ -93,8 +97,8 @@ def run(job: validation.Job) -> FitReport:
         )
         started = time.perf_counter()
         files = file_callbacks(run_dir)
-        # Last: history.csv and TensorBoard's metrics, which come before, stay a function of the
-        # run's numbers alone; the progress bar comes after it.
+        # The throughput comes last, so history.csv and TensorBoard's metrics hold only numbers that
+        # do not depend on time. The progress bar comes after it and shows its figures.
         try:
             history = train_model(
                 setup, model, [waiting, *files, checkpoint(setup, run_dir), throughput]
@@ -102,7 +106,8 @@ def run(job: validation.Job) -> FitReport:
         except VerificationError:
             if run_dir is not None:
                 at_end.close()
-                remove_start(run_dir)  # nothing was trained
+                # Nothing was trained, so the folder is left as it was before the run.
+                remove_start(run_dir)
             raise
         seconds = time.perf_counter() - started
         metrics = {name: values[-1] for name, values in history.items()}
@@ -117,12 +122,18 @@ def run(job: validation.Job) -> FitReport:
 
 
 def make_run_dir(setup: Setup, at_end: contextlib.ExitStack) -> RunDir | None:
-    """Makes the run directory and writes what the run begins with, on the chief; else None.
+    """Makes the run directory and writes its first files, on the chief.
 
-    It is this process' until `at_end` is closed.
+    Args:
+        setup: the parts of the run.
+        at_end: this process owns the folder until this stack is closed.
+
+    Returns:
+        The run directory, or None on workers other than the chief.
 
     Raises:
-        ResumeError: it is another's, that goes on.
+        ResumeError: another process that is still running owns the folder.
+        RunDirError: the folder cannot be made.
     """
     if not setup.place.is_chief:
         return None
@@ -146,16 +157,18 @@ def make_run_dir(setup: Setup, at_end: contextlib.ExitStack) -> RunDir | None:
 
 
 def remove_start(run_dir: RunDir) -> None:
-    """Removes what `make_run_dir` wrote, and the folder if nothing else is in it."""
+    """Removes the files that `make_run_dir` has written, and the folder if it is then empty."""
     for path in (run_dir.features, run_dir.vocabulary, run_dir.config):
         path.unlink(missing_ok=True)
     (run_dir.checkpoints / owner.FILE).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # the user's files are in it
+    # A folder that holds the user's files stays.
+    with contextlib.suppress(OSError):
         run_dir.checkpoints.rmdir()
         run_dir.path.rmdir()
 
 
 def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks that write files, which only the chief has."""
     if run_dir is None:
         return []
     return [
@@ -166,7 +179,12 @@ def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
 
 
 def checkpoint(setup: Setup, run_dir: RunDir | None) -> Checkpoint:
-    """Returns the callback that keeps the run's position. Every worker has it."""
+    """Returns the callback that writes checkpoints. Every worker must have it.
+
+    Args:
+        setup: the parts of the run.
+        run_dir: the run directory. None on workers other than the chief.
+    """
     config = setup.config
     return Checkpoint(
         run_dir.checkpoints if run_dir else "the chief's",
@@ -180,7 +198,15 @@ def checkpoint(setup: Setup, run_dir: RunDir | None) -> Checkpoint:
 def train_model(
     setup: Setup, model: keras.Model, callbacks: list[keras.callbacks.Callback]
 ) -> dict[str, list[float]]:
-    """Trains all epochs, or until a signal, and returns the history."""
+    """Trains all epochs, or until a signal, and returns the metrics of each epoch by name.
+
+    Every worker must call this function.
+
+    Args:
+        setup: the parts of the run.
+        model: the compiled model.
+        callbacks: the callbacks of this worker.
+    """
     verbose = setup.config.verbose
     history = model.fit(
         setup.data.train,
@@ -196,7 +222,10 @@ def train_model(
 
 
 def test(setup: Setup, model: keras.Model) -> dict[str, float]:
-    """Returns the metrics of the test part by name, if there is one and no signal came."""
+    """Returns the metrics of the test part by name, or none if a signal has stopped the run.
+
+    Every worker must call this function. Without a test part the result is empty too.
+    """
     if setup.data.test is None or state_of(model).run.stopped_by:
         return {}
     found = model.evaluate(
@@ -206,14 +235,19 @@ def test(setup: Setup, model: keras.Model) -> dict[str, float]:
         return_dict=True,
     )
     if state_of(model).run.stopped_by:
-        return {}  # part of the rows is no test
+        # The metrics of only some of the rows are no result.
+        return {}
     return {f"test_{name}": value for name, value in found.items()}
 
 
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:
-    """Runs two executions and a step of validation; writes nothing, says what a full run takes."""
+    """Runs two executions and a step of validation, and prints how long a full run would take.
+
+    Every worker must call this function. It writes no files.
+    """
     throughput, waiting = Throughput(in_logs=False), Waiting()
-    steps = 2 * int(model.steps_per_execution)  # the first execution traces, and tells no time
+    # The first execution is traced, so only the second one shows how long a step takes.
+    steps = 2 * int(model.steps_per_execution)
     is_short = setup.steps_per_epoch is not None and setup.steps_per_epoch < steps
     started = time.perf_counter()
     history = model.fit(
@@ -249,11 +283,21 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
 
 
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:
-    """Writes model, report and curves. Runs on the chief, so nothing here is a collective."""
+    """Writes the model, the report and the curves.
+
+    Only the chief calls this function, so it must have no collectives.
+
+    Args:
+        setup: the parts of the run.
+        model: the trained model.
+        run_dir: the run directory.
+        report: the report of the run.
+    """
     save_model(model, run_dir.model)
     if setup.config.export_dir is not None and report.stopped_by is None:
         artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
-    artifacts.write_report(run_dir, report)  # says that the run is done: after the export
+    # The report marks the run as finished, so it is written after the export.
+    artifacts.write_report(run_dir, report)
     replicas = f"{report.replicas} replica{'s' if report.replicas > 1 else ''}"
     title = f"{setup.config.dataset}, {setup.config.model}, {replicas}"
     if report.epochs:
@@ -261,11 +305,12 @@ def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: F
 
 
 def _verbosity(asked: str) -> int:
-    """Returns Keras' number: a progress bar on a terminal, a line an epoch in a log."""
+    """Returns Keras' number for `--verbose`. `auto` is a progress bar on a terminal only."""
     if asked == "auto":
         return 1 if sys.stdout.isatty() else 2
     return int(asked)
 
 
 def _batch_for(setup: Setup, part: Any) -> int | None:
+    """Returns the batch size for a part, or None if the part gives whole batches itself."""
     return setup.batch.global_batch_size if size_of(part) is not None else None

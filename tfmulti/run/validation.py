@@ -1,4 +1,8 @@
-"""Finds users' mistakes before TensorFlow is imported, and what a run needs to start."""
+"""Finds the user's mistakes before TensorFlow starts, and decides what a run needs to start.
+
+`check` turns a configuration into a `Job`: it decides the devices and the batch sizes, loads the
+data of a built-in data set, and checks that all of them fit together.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import check_trains, find_cluster
-from tfmulti.cluster.gpus import visible_gpus
+from tfmulti.cluster.gpus import gpus_of_task
 from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig, check_same_run, read_config_file
@@ -24,16 +28,16 @@ from tfmulti.run.report import FitReport
 
 @dataclass(frozen=True)
 class Job:
-    """A checked configuration with what it names and decides: cluster, devices, batch and data.
+    """A checked configuration, with its cluster, devices, batch sizes and data.
 
     Attributes:
         config: the configuration, with every default filled in.
         cluster: the cluster of this process, or None.
         devices: the strategy and the devices.
         batch: the batch sizes.
-        data: the data; None for a user's own function, which may only run when the devices are set
-            up.
-        done: the report of the run in --run_dir, if that run has come to its end.
+        data: the data. None for a user's own function, which may run only after the devices are
+            set up.
+        done: the report of the run in --run_dir if that run is finished, or None.
     """
 
     config: FitConfig
@@ -50,7 +54,7 @@ class Devices:
 
     Attributes:
         selection: the strategy, this worker's replicas, and the reason.
-        gpus: the GPUs of this machine on which the decision rests.
+        gpus: the number of GPUs that this process may use, from which the strategy was chosen.
         workers: the number of workers.
     """
 
@@ -67,8 +71,14 @@ class Devices:
 def decide_devices(config: FitConfig, cluster: Cluster | None, gpus: int) -> Devices:
     """Returns the strategy and the devices of a run.
 
+    Args:
+        config: the configuration.
+        cluster: the cluster of this process, or None.
+        gpus: the number of GPUs that this process may use.
+
     Raises:
-        ConfigError, DeviceError: what was asked for does not fit the cluster or the devices.
+        ConfigError: the strategy does not fit the cluster.
+        DeviceError: the number of replicas does not fit the strategy or the devices.
     """
     selection = select(
         config.strategy,
@@ -84,17 +94,25 @@ def decide_devices(config: FitConfig, cluster: Cluster | None, gpus: int) -> Dev
 def check(
     config: FitConfig, cluster: Cluster | None = None, env: Mapping[str, str] | None = None
 ) -> Job:
-    """Returns the job that a configuration describes. Writes nothing; every worker calls it.
+    """Checks a configuration, and returns the job that it describes.
+
+    Every worker calls this function. It writes nothing to the run directory.
+
+    Args:
+        config: the configuration.
+        cluster: the cluster of this process. None reads it from the environment.
+        env: the environment. None: `os.environ`.
 
     Raises:
-        UserError: whatever can be known to be wrong before the devices are set up.
+        UserError: a mistake that can be found before the devices are set up.
     """
     env = os.environ if env is None else env
     if cluster is None:
-        cluster, _ = find_cluster(env)
+        cluster, _ = find_cluster(env, config.environment)
     check_trains(cluster)
     goes_on = False
-    devices = decide_devices(config, cluster, len(visible_gpus(env)))
+    local = (0, 1) if cluster is None else (cluster.local_rank, cluster.local_size)
+    devices = decide_devices(config, cluster, len(gpus_of_task(env, *local)))
     if config.run_dir is not None:
         goes_on = _goes_on(config, RunDir(config.run_dir))
     elif config.resume == "must":
@@ -122,10 +140,10 @@ def check(
 
 
 def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
-    """Returns whether the folder holds a run to go on with; without writing.
+    """Returns whether the folder holds a run to resume, without writing.
 
     Raises:
-        ResumeError: there is none, and there must be.
+        ResumeError: there is no run, but `--resume must` asks for one.
         RunDirError: the folder cannot be used.
     """
     if config.resume != "never" and run_dir.holds_run():
@@ -141,7 +159,7 @@ def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
 
 
 def _report_of(run_dir: RunDir, config: FitConfig) -> FitReport | None:
-    """Returns the report of a run that has nothing left to do, or None."""
+    """Returns the report of a run if all its epochs are trained, or None."""
     try:
         report = FitReport.from_json(run_dir.report.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -151,7 +169,11 @@ def _report_of(run_dir: RunDir, config: FitConfig) -> FitReport | None:
 
 
 def load_data(config: FitConfig) -> DataSet | None:
-    """Returns the data of a built-in `--dataset`, or None for a user's own function."""
+    """Returns the data of a built-in `--dataset`, or None for a user's own function.
+
+    Raises:
+        UserError: the data cannot be loaded, or not transformed as asked.
+    """
     place, options = registry.dataset_place(config.dataset)
     if options is None:
         return None
@@ -168,7 +190,7 @@ def check_model_takes(config: FitConfig, data: DataSet) -> None:
     """Checks that a built-in model takes data of this form.
 
     Raises:
-        ModelError: it does not.
+        ModelError: the model takes other data.
     """
     assert config.model is not None
     takes = registry.model_entry(config.model).takes
@@ -189,10 +211,17 @@ def check_model_takes(config: FitConfig, data: DataSet) -> None:
 
 
 def check_batch(config: FitConfig, data: DataSet, sizes: BatchSizes, replicas: int) -> None:
-    """Checks the batch against the training data.
+    """Checks the batch sizes against the training data and the microbatches.
+
+    Args:
+        config: the configuration, with every default filled in.
+        data: the data.
+        sizes: the batch sizes.
+        replicas: the number of all replicas.
 
     Raises:
-        ConfigError: the batch is larger than the data, or has fewer rows than passes.
+        ConfigError: the global batch is larger than the training data, or the largest replica slice
+            has fewer rows than there are microbatches.
     """
     most = -(-sizes.global_batch_size // replicas)
     if config.microbatches > most:
@@ -215,6 +244,7 @@ def check_batch(config: FitConfig, data: DataSet, sizes: BatchSizes, replicas: i
 
 
 def _check_places(config: FitConfig) -> None:
+    """Raises ConfigError if the module of a user's own model or data set cannot be found."""
     if config.model is not None and config.model not in registry.MODELS:
         registry.check_place("model", config.model)
     place, options = registry.dataset_place(config.dataset)
@@ -223,6 +253,7 @@ def _check_places(config: FitConfig) -> None:
 
 
 def _check_export_dir(path: Path) -> None:
+    """Raises RunDirError if a SavedModel cannot be written to a folder."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunDirError(
             f"--export_dir {path} exists and is not an empty folder. Give a new folder."

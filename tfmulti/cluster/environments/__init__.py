@@ -1,68 +1,144 @@
-"""Finds the cluster that the environment variables describe, by pure functions of a mapping.
+"""Finds out which launcher or scheduler has started this process, and which cluster it describes.
 
-To support another launcher or scheduler, write a function `env -> Cluster | None` and add it to
-`ENVIRONMENTS`. `find_cluster` uses the first function that returns a cluster.
+Each module here reads the variables of one environment, by pure functions of a mapping. It has a
+`NAME`, the `VARIABLES` that it reads, `is_here(env)`, and `read(env)`. `read` returns a `Cluster`
+if the environment tells the address of each worker, and a `Layout` if the processes must agree on
+ports first. To support another environment, write such a module and add it to `ENVIRONMENTS`.
+
+`described(env)` finds the environment without talking to anybody. `find_cluster(env)` also lets the
+processes agree on ports (`tfmulti.cluster.port_agreement`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
 
+from tfmulti.cluster import port_agreement
 from tfmulti.cluster.cluster import Cluster
-from tfmulti.config import json_values
-from tfmulti.errors import ClusterError
+from tfmulti.cluster.environments import (
+    azureml,
+    kubernetes,
+    lsf,
+    mpi,
+    sagemaker,
+    slurm,
+    tf_config,
+    vertex,
+    volcano,
+)
+from tfmulti.cluster.gpus import gpus_of_task
+from tfmulti.cluster.layout import Env, Layout
+from tfmulti.errors import ClusterError, ConfigError, did_you_mean
 
-Env = Mapping[str, str]
+# What the user wrote comes first. A program that starts processes inside an allocation, as mpirun
+# does in one of Slurm, stands before the schedulers.
+ENVIRONMENTS: dict[str, ModuleType] = {
+    module.NAME: module
+    for module in (
+        tf_config,
+        mpi,
+        slurm,
+        lsf,
+        volcano,
+        kubernetes,
+        sagemaker,
+        vertex,
+        azureml,
+    )
+}
+AUTO, NONE = "auto", "none"
+CHOICES = (AUTO, NONE, *ENVIRONMENTS)
+# mpirun starts its own processes inside the allocation or the pods of these.
+_ALLOCATIONS = {mpi.NAME: (slurm.NAME, lsf.NAME, kubernetes.NAME, azureml.NAME, sagemaker.NAME)}
 
 
-def tf_config(env: Env) -> Cluster | None:
-    """Returns the cluster of TF_CONFIG, or None if TF_CONFIG is not set or describes nothing.
+@dataclass(frozen=True)
+class Described:
+    """The environment that describes the job of this process.
+
+    Attributes:
+        name: its name, one of `ENVIRONMENTS`.
+        variables: those of its variables that are set.
+        job: the cluster, or the layout whose processes must agree on ports.
+    """
+
+    name: str
+    variables: tuple[str, ...]
+    job: Cluster | Layout
+
+
+def described(env: Env, name: str = AUTO) -> Described | None:
+    """Returns the environment that describes this process' job, or None if it is alone.
+
+    Args:
+        env: the environment variables.
+        name: the environment to read. `auto` takes the one that is recognised, and `none` ignores
+            all.
 
     Raises:
-        ClusterError: TF_CONFIG breaks a rule of its format.
+        ClusterError: the description is wrong, two environments contradict each other, or the
+            environment that was asked for is not there.
+        ConfigError: there is no environment of that name.
     """
-    text = env.get("TF_CONFIG", "").strip()
-    return None if is_empty(text) else Cluster.from_tf_config(text)
+    if name not in CHOICES:
+        raise ConfigError(f"no environment {name!r}; {did_you_mean(name, CHOICES)}")
+    if name == NONE:
+        return None
+    if name != AUTO:
+        module = ENVIRONMENTS[name]
+        if not module.is_here(env):
+            raise ClusterError(
+                f"--environment {name} was asked for, but this process is none of several that it "
+                f"has started. It would set {', '.join(module.VARIABLES)}."
+            )
+        return _read(module, env)
+    here = [module for module in ENVIRONMENTS.values() if module.is_here(env)]
+    if not here:
+        return None
+    first = _read(here[0], env)
+    if here[0] is not tf_config:
+        for other in here[1:]:
+            if other.NAME not in _ALLOCATIONS.get(first.name, ()):
+                _check_same(first, _read(other, env))
+    return first
 
 
-def is_empty(text: str) -> bool:
-    """Returns whether the text of TF_CONFIG describes neither a cluster nor a task.
+def find_cluster(env: Env, name: str = AUTO) -> tuple[Cluster | None, str]:
+    """Returns the cluster of the environment, and the environment's name.
 
-    TensorFlow ignores such a text too.
+    Under a scheduler that tells no ports, every process of the job calls it, and it waits for all
+    of them. A process asks once; later calls return the same cluster.
 
-    >>> is_empty('{}'), is_empty('{"cluster": {}}'), is_empty('{"task": {"type": "worker"}}')
-    (True, True, False)
-    """
-    try:
-        config = json_values.parse(text) if text else {}
-    except json.JSONDecodeError:
-        # `Cluster.from_tf_config` will say what is wrong with the text.
-        return False
-    return isinstance(config, dict) and not config.get("cluster") and not config.get("task")
-
-
-ENVIRONMENTS: dict[str, Callable[[Env], Cluster | None]] = {"TF_CONFIG": tf_config}
-
-
-def find_cluster(env: Env) -> tuple[Cluster | None, str]:
-    """Returns the cluster of the environment, and the name of its place in `ENVIRONMENTS`.
+    Args:
+        env: the environment variables.
+        name: the environment to read; see `described`.
 
     Returns:
-        The cluster and the name, or None and an empty name if the environment has no cluster.
+        The cluster and the name, or None and an empty name if this process is alone.
 
     Raises:
-        ClusterError: the description of the cluster breaks a rule of its format.
+        ClusterError: the description is wrong, or the processes do not find each other.
+        ConfigError: there is no environment of that name.
     """
-    for name, read in ENVIRONMENTS.items():
-        cluster = read(env)
-        if cluster is not None:
-            return cluster, name
-    return None, ""
+    found = described(env, name)
+    if found is None:
+        return None, ""
+    if isinstance(found.job, Cluster):
+        return found.job, found.name
+    if found.job not in _agreed:
+        gpus = len(gpus_of_task(env, found.job.local_rank, found.job.local_size))
+        _agreed[found.job] = port_agreement.agree(found.job, env, gpus=gpus)
+    return _agreed[found.job], found.name
+
+
+# TensorFlow joins a cluster once in a process, and so do the processes agree once.
+_agreed: dict[Layout, Cluster] = {}
 
 
 def check_trains(cluster: Cluster | None) -> None:
-    """Checks that this process may train.
+    """Checks that this process is a worker, and not an evaluator task.
 
     Raises:
         ClusterError: this process is an evaluator task, which does not train.
@@ -71,4 +147,24 @@ def check_trains(cluster: Cluster | None) -> None:
         raise ClusterError(
             "this process is an evaluator task of TF_CONFIG, which does not train: the workers "
             "evaluate. Do not start it, or make it a worker."
+        )
+
+
+def _read(module: ModuleType, env: Mapping[str, str]) -> Described:
+    """Returns what an environment describes."""
+    variables = tuple(name for name in module.VARIABLES if name in env)
+    return Described(module.NAME, variables, module.read(env))
+
+
+def _check_same(one: Described, other: Described) -> None:
+    """Checks that two environments describe a job of the same size, and the same rank in it.
+
+    Raises:
+        ClusterError: they do not.
+    """
+    if (one.job.size, one.job.rank) != (other.job.size, other.job.rank):
+        raise ClusterError(
+            f"{one.name} says that this is process {one.job.rank} of {one.job.size}, and "
+            f"{other.name} that it is process {other.job.rank} of {other.job.size}. Say which one "
+            f"counts: --environment {one.name} or --environment {other.name}."
         )

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.cluster.environments import find_cluster
+from tfmulti.cluster.environments import described
 from tfmulti.distribution import strategies
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ClusterError, ModelError
@@ -402,10 +402,12 @@ def enter(model: keras.Model) -> None:
     if strategy is not None:
         adopt(model, strategy)
     elif not strategies.is_alone():
-        cluster, name = find_cluster(os.environ)
-        if cluster is not None and cluster.size > 1 and not cluster.is_evaluator:
+        found = described(os.environ)
+        is_evaluator = found is not None and getattr(found.job, "is_evaluator", False)
+        if found is not None and found.job.size > 1 and not is_evaluator:
+            name = "TF_CONFIG" if found.name == "tf_config" else found.name
             raise ClusterError(
-                f"{name} names {cluster.size} workers, but this process has made no strategy, so "
+                f"{name} names {found.job.size} workers, but this process has made no strategy, so "
                 "each worker would train alone. Call 'strategy = tfmulti.make_strategy()' first, "
                 "before any other TensorFlow operation."
             )

@@ -1,0 +1,65 @@
+"""Reads the hosts that a scheduler has given to a job, for those who start processes on them.
+
+Slurm   SLURM_JOB_NODELIST, in `salloc` and in batch scripts
+PBS     PBS_NODEFILE, a file with a line for each slot of a host
+LSF     LSB_DJOB_HOSTFILE, such a file, or LSB_MCPU_HOSTS, `host slots host slots …`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tfmulti.cluster.host_lists import HostListError, expand_hosts
+from tfmulti.errors import ClusterError
+
+# A host file has a line a slot. A larger file is none.
+_MOST_BYTES = 1 << 22
+
+
+def allocated_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns each host of the allocation once, in the scheduler's order; empty without one.
+
+    TFMULTI_CHIEF_HOST, if it is set, comes first.
+
+    Raises:
+        ClusterError: a host list does not parse, or a host file cannot be read.
+    """
+    given = env.get("TFMULTI_CHIEF_HOST")
+    found: list[str] = [given] if given else []
+    if "SLURM_JOB_NODELIST" in env:
+        try:
+            found += expand_hosts(env["SLURM_JOB_NODELIST"])
+        except HostListError as error:
+            raise ClusterError(f"SLURM_JOB_NODELIST: {error} Leave the allocation.") from None
+    elif "PBS_NODEFILE" in env:
+        found += hosts_of_file("PBS_NODEFILE", env["PBS_NODEFILE"])
+    elif "LSB_DJOB_HOSTFILE" in env:
+        found += hosts_of_file("LSB_DJOB_HOSTFILE", env["LSB_DJOB_HOSTFILE"])
+    elif "LSB_MCPU_HOSTS" in env:
+        found += env["LSB_MCPU_HOSTS"].split()[::2]
+    return tuple(dict.fromkeys(found))
+
+
+def hosts_of_file(variable: str, path: str) -> Sequence[str]:
+    """Returns the host of each line of a scheduler's file, in its order.
+
+    Args:
+        variable: the variable that names the file.
+        path: the file.
+
+    Raises:
+        ClusterError: the file cannot be read, or is no list of hosts.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_MOST_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ClusterError(
+            f"{variable} is {path!r}: {reason}. Start this command inside of the job."
+        ) from None
+    hosts = [line.split()[0] for line in text.splitlines() if line.strip()]
+    if not hosts or len(text) > _MOST_BYTES:
+        raise ClusterError(f"{variable} is {path!r}, which is no list of hosts.")
+    return hosts

@@ -1,0 +1,68 @@
+"""Reads what mpirun gives each process: its rank, and how many there are.
+
+- Open MPI: OMPI_COMM_WORLD_*. Version 5 starts processes by PRRTE and sets the same variables.
+  https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
+- MPICH, Intel MPI and others by Hydra: PMI_RANK and PMI_SIZE, with MPI_LOCALRANKID and
+  MPI_LOCALNRANKS. https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
+
+MPI tells no hosts. On one host none are needed. On several hosts, rank 0 is looked for on the hosts
+of the allocation in which mpirun ran, which `allocation` reads, or mpi4py tells all hosts.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from tfmulti.cluster.allocation import allocated_hosts
+from tfmulti.cluster.layout import Env, Layout, number_of
+from tfmulti.cluster.listening import LOOPBACK
+from tfmulti.errors import ClusterError
+
+NAME = "mpi"
+VARIABLES = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+# The rank, the number of processes, and both of the host's processes.
+_OPEN_MPI, _HYDRA = VARIABLES[:4], VARIABLES[4:]
+
+
+def is_here(env: Env) -> bool:
+    """Returns whether this process is one of several that mpirun has started."""
+    return any(rank in env and env.get(size) not in (None, "1") for rank, size, *_ in _kinds(env))
+
+
+def read(env: Env) -> Layout:
+    """Returns the layout of the processes of one mpirun.
+
+    Raises:
+        ClusterError: a variable is wrong, or the hosts of a job on several hosts are not known.
+    """
+    names = next(names for names in _kinds(env) if names[0] in env)
+    rank, size = (number_of(env, name, NAME) for name in names[:2])
+    local_rank, local_size = (
+        number_of(env, name, NAME) if name in env else default
+        for name, default in zip(names[2:], (rank, size), strict=True)
+    )
+    # Open MPI's number of the job, or the address of Hydra: the same in all processes of the job.
+    job = f"mpi {env.get('PMIX_NAMESPACE', env.get('PMI_PORT', ''))}"
+    if local_size >= size:
+        hosts = (LOOPBACK,) * size
+        return Layout(NAME, rank, size, local_rank, local_size, LOOPBACK, (LOOPBACK,), job, hosts)
+    candidates = allocated_hosts(env)
+    if not candidates:
+        raise ClusterError(
+            f"mpi: {size} processes run on several hosts, whose names mpirun does not tell. "
+            "Install mpi4py (pip install 'tfmulti[mpi]'), start mpirun in an allocation of Slurm, "
+            "PBS or LSF, or set TFMULTI_CHIEF_HOST to the host of rank 0 (mpirun -x)."
+        )
+    own = socket.gethostname()
+    return Layout(NAME, rank, size, local_rank, local_size, own, candidates, job)
+
+
+def _kinds(env: Env) -> tuple[tuple[str, ...], ...]:
+    """Returns the names of the variables of each kind of mpirun, the likeliest kind first.
+
+    `srun --mpi=pmi2` sets PMI_RANK, too; there Slurm's own variables tell more.
+    """
+    return (_OPEN_MPI,) if "SLURM_PROCID" in env else (_OPEN_MPI, _HYDRA)

@@ -1,0 +1,58 @@
+"""Reads what SageMaker's training toolkit gives each machine.
+
+SM_HOSTS is a JSON list of all hosts, and SM_CURRENT_HOST is this one. The order of the list is not
+promised, so the hosts are sorted: `algo-1` is the chief. See
+https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.cluster.environments.kubernetes import PORT
+from tfmulti.cluster.layout import Env, address_of
+from tfmulti.config import json_values
+from tfmulti.errors import ClusterError
+
+NAME = "sagemaker"
+VARIABLES = ("SM_HOSTS", "SM_CURRENT_HOST")
+
+
+def is_here(env: Env) -> bool:
+    """Returns whether this process runs in a SageMaker job of several machines."""
+    return "SM_CURRENT_HOST" in env and "," in env.get("SM_HOSTS", "")
+
+
+def read(env: Env) -> Cluster:
+    """Returns the cluster of one worker for each machine.
+
+    Raises:
+        ClusterError: SM_HOSTS is no list of names, or lacks this host.
+    """
+    try:
+        hosts = json_values.parse(env["SM_HOSTS"])
+    except json.JSONDecodeError:
+        hosts = None
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise ClusterError(
+            f"sagemaker: SM_HOSTS is {env['SM_HOSTS'][:80]!r}, but it must be a JSON list of host "
+            "names. SageMaker sets it; do not change it."
+        )
+    hosts.sort(key=_by_number)
+    own = env["SM_CURRENT_HOST"]
+    if own not in hosts:
+        raise ClusterError(
+            f"sagemaker: SM_CURRENT_HOST is {own!r}, but SM_HOSTS has {', '.join(hosts)}. "
+            "SageMaker sets both; do not change them."
+        )
+    return Cluster(
+        tuple(address_of(host, PORT) for host in hosts), Task("worker", hosts.index(own))
+    )
+
+
+def _by_number(host: str) -> list[tuple[int, str]]:
+    """Returns a key that sorts `algo-2` before `algo-10`."""
+    parts = re.split(r"(\d+)", host)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

@@ -1,0 +1,124 @@
+"""Expands Slurm's lists of hosts, such as `n[1-3,07],login`, and of counts, such as `2(x3),1`.
+
+The rules are those of https://slurm.schedmd.com/scontrol.html (`show hostnames`): a host has any
+number of brackets, the last one counts fastest, and a number keeps the zeros before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+
+# A crafted list may stand for more hosts than memory holds.
+MOST_HOSTS = 1 << 16
+_HOST = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
+
+
+class HostListError(ValueError):
+    """Raised for a list that does not follow the rules; the message is one sentence."""
+
+
+def expand_hosts(text: str, run: Callable[[str], list[str] | None] | None = None) -> list[str]:
+    """Returns the hosts of a list, in its order.
+
+    `scontrol show hostnames` is asked first, if it is installed. In a container it often is not.
+
+    Args:
+        text: the list.
+        run: asks scontrol; returns None if it cannot. None: the program on the PATH.
+
+    Raises:
+        HostListError: the list does not follow the rules, or has more than `MOST_HOSTS` hosts.
+
+    >>> expand_hosts("n[1-2,07]-ib,login", run=lambda text: None)
+    ['n1-ib', 'n2-ib', 'n07-ib', 'login']
+    """
+    parsed = parse_hosts(text)
+    return (_by_scontrol if run is None else run)(text) or parsed
+
+
+def parse_hosts(text: str) -> list[str]:
+    """Returns the hosts of a list, as `expand_hosts`, without asking scontrol.
+
+    Raises:
+        HostListError: the list does not follow the rules, or has more than `MOST_HOSTS` hosts.
+    """
+    found: list[str] = []
+    at = 0
+    while True:
+        match = _HOST.match(text, at)
+        if match is None:
+            raise HostListError(f"the host list {text[:80]!r} does not parse at character {at}.")
+        found += _hosts_of(match[0], text)
+        if len(found) > MOST_HOSTS:
+            raise HostListError(f"the host list {text[:80]!r} has more than {MOST_HOSTS} hosts.")
+        at = match.end()
+        if at == len(text):
+            return found
+        if text[at] != ",":
+            raise HostListError(f"the host list {text[:80]!r} does not parse at character {at}.")
+        at += 1
+
+
+def _hosts_of(pattern: str, text: str) -> list[str]:
+    """Returns the hosts of one entry of a list."""
+    parts: list[list[str]] = []
+    count = 1
+    for piece in re.split(r"(\[[^\[\]]*\])", pattern):
+        parts.append(_numbers(piece[1:-1], text) if piece.startswith("[") else [piece])
+        count *= len(parts[-1])
+        if count > MOST_HOSTS:
+            raise HostListError(f"the host list {text[:80]!r} has more than {MOST_HOSTS} hosts.")
+    return ["".join(words) for words in itertools.product(*parts)]
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    """Returns the numbers of one bracket, each with its zeros."""
+    found: list[str] = []
+    for each in ranges.split(","):
+        match = _RANGE.fullmatch(each)
+        if match is None or len(each) > 40:
+            raise HostListError(f"the host list {text[:80]!r} has a bracket that is no range.")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first) or int(last) - int(first) >= MOST_HOSTS:
+            raise HostListError(f"the host list {text[:80]!r} has the wrong range {each[:40]!r}.")
+        width = len(first)
+        found += [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def expand_counts(text: str) -> list[int]:
+    """Returns the numbers of tasks of all nodes.
+
+    Raises:
+        HostListError: the list does not follow the rules.
+
+    >>> expand_counts("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    found: list[int] = []
+    for each in text.split(","):
+        match = _COUNT.fullmatch(each)
+        if match is None or int(match[2] or 1) > MOST_HOSTS:
+            raise HostListError(f"the list of tasks {text[:80]!r} does not parse.")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _by_scontrol(text: str) -> list[str] | None:
+    """Returns what scontrol makes of a list, or None if it is not there or fails."""
+    program = shutil.which("scontrol")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "show", "hostnames", text], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split() if done.returncode == 0 else None

@@ -1,0 +1,111 @@
+"""Describes the processes of a job as a scheduler's environment variables do: ranks and hosts.
+
+A scheduler tells each process its rank, the number of processes, and hosts. It does not tell ports.
+So a `Layout` is not yet a `Cluster`: the processes agree on free ports first (`port_agreement`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.errors import ClusterError
+
+Env = Mapping[str, str]
+# The ports of jobs. Linux gives ports from 32,768 on to any program that asks for a free one.
+FIRST_PORT, PORTS = 10_000, 20_000
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of this process among the processes of a job.
+
+    Attributes:
+        environment: the name of the environment that describes the job.
+        rank: the rank of this process; 0 is the chief.
+        size: the number of processes.
+        local_rank: the rank of this process among those of its host.
+        local_size: the number of processes of its host.
+        host: the name under which the others reach this host.
+        chief_hosts: the hosts on which rank 0 may be, the likeliest first.
+        job: a name of the job, the same in all of its processes and different in other jobs.
+        hosts: the host of each rank, if the environment tells it; else empty.
+
+    Raises:
+        ClusterError: a number is out of its range.
+    """
+
+    environment: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    chief_hosts: tuple[str, ...]
+    job: str
+    hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, number, end in (
+            ("rank", self.rank, self.size),
+            ("local rank", self.local_rank, self.local_size),
+        ):
+            if not 0 <= number < end:
+                raise ClusterError(
+                    f"{self.environment}: the {what} is {number}, but there are {end} processes "
+                    f"(0..{end - 1}). Start all processes of the job by one command, or give "
+                    "--environment none to train without the others."
+                )
+
+    def port(self, number: int) -> int:
+        """Returns the planned port of a number: a process's local rank, or a further one."""
+        return FIRST_PORT + (zlib.crc32(self.job.encode()) + number) % PORTS
+
+    @property
+    def planned(self) -> Cluster | None:
+        """The cluster if all planned ports are free; None if the hosts are not known."""
+        if not self.hosts:
+            return None
+        seen: dict[str, int] = {}
+        addresses = []
+        for host in self.hosts:
+            seen[host] = seen.get(host, -1) + 1
+            addresses.append(address_of(host, self.port(seen[host])))
+        return self.cluster(tuple(addresses))
+
+    def cluster(self, addresses: tuple[str, ...]) -> Cluster:
+        """Returns the cluster of this layout with the address of each rank."""
+        return Cluster(
+            addresses,
+            Task("worker", self.rank),
+            local_rank=self.local_rank,
+            local_size=self.local_size,
+        )
+
+
+def address_of(host: str, port: int) -> str:
+    """Returns `host:port`, with brackets around an IPv6 address.
+
+    >>> address_of("fe80::1", 2222)
+    '[fe80::1]:2222'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def number_of(env: Env, name: str, environment: str, least: int = 0) -> int:
+    """Returns the whole number of a variable.
+
+    Raises:
+        ClusterError: the variable is not set, or is no whole number from `least` on.
+    """
+    text = env.get(name, "").strip()
+    # A scheduler's number is at most a count of processes; a longer text is none.
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
+        what = f"{text!r}" if name in env else "not set"
+        raise ClusterError(
+            f"{environment}: {name} is {what}, but it must be a whole number from {least}. Start "
+            "the processes by the scheduler's own command, or give --environment none."
+        )
+    return int(text)
