@@ -4,6 +4,7 @@
     tfmulti launch    start the workers of a job, here or on several machines
     tfmulti data      show a data set, its split over replicas, and how fast it is read
     tfmulti bench     measure how a model's training scales, and what limits it
+    tfmulti sbatch    write a batch script for Slurm that saves in time and goes on
     tfmulti env       show which launcher or scheduler started this process, and its cluster
 
 `tfmulti COMMAND --help` lists the flags of a command. `fit`, `launch`, `data` and `bench` are also
@@ -24,6 +25,7 @@ COMMANDS = {
     "launch": "tfmulti.launch",
     "data": "tfmulti.data",
     "bench": "tfmulti.bench",
+    "sbatch": "tfmulti.launch.sbatch",
     "env": "tfmulti.cluster",
 }
 

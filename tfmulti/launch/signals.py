@@ -32,6 +32,30 @@ _MARGIN_S = 1.0
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
 
+# The name of a further signal that means the same as SIGTERM, such as USR1. Some schedulers send it
+# some time before they end the job.
+PREEMPTION_SIGNAL = "TFMULTI_PREEMPTION_SIGNAL"
+PREEMPTION_SIGNALS = ("TERM", "USR1", "USR2")
+
+
+def watched(env: Mapping[str, str]) -> dict[int, signal.Signals]:
+    """Returns the signals that end a run, with SIGINT or SIGTERM as what each of them means.
+
+    >>> {number: meaning.name for number, meaning in watched({}).items()}
+    {2: 'SIGINT', 15: 'SIGTERM'}
+
+    Raises:
+        ConfigError: TFMULTI_PREEMPTION_SIGNAL is no signal that can be used so.
+    """
+    found = {int(number): number for number in WATCHED}
+    name = env.get(PREEMPTION_SIGNAL, "TERM")
+    if name not in PREEMPTION_SIGNALS:
+        raise ConfigError(
+            f"{PREEMPTION_SIGNAL} is {name!r}, but it must be one of "
+            f"{', '.join(PREEMPTION_SIGNALS)}."
+        )
+    return found | {int(signal.Signals[f"SIG{name}"]): signal.SIGTERM}
+
 
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
@@ -102,7 +126,8 @@ class SignalWatch:
         exit: ends the process with an exit code.
 
     Raises:
-        ConfigError: TFMULTI_GRACE_S is not a number of seconds above 0.
+        ConfigError: TFMULTI_GRACE_S is not a number of seconds above 0, or
+            TFMULTI_PREEMPTION_SIGNAL is no signal that can be used so.
     """
 
     def __init__(
@@ -115,6 +140,7 @@ class SignalWatch:
             signal.SIGINT: GRACE_S if grace_s is None else grace_s,
             signal.SIGTERM: sigterm_grace_s(os.environ) if grace_s is None else grace_s,
         }
+        self._meanings = watched(os.environ)
         self._exit = exit
         self._done = threading.Event()
         self._seen = 0
@@ -129,8 +155,8 @@ class SignalWatch:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.getsignal(number) for number in WATCHED}
-        for number in WATCHED:
+        self._old_handlers = {number: signal.getsignal(number) for number in self._meanings}
+        for number in self._meanings:
             signal.signal(number, _ignore)
         self._thread = threading.Thread(target=self._listen, name="tfmulti-signals", daemon=True)
         self._thread.start()
@@ -163,8 +189,8 @@ class SignalWatch:
         """Handles each signal that Python writes to the socket, in a thread of its own."""
         while data := self._reader.recv(16):
             for number in data:
-                if number in WATCHED:
-                    self._on_signal(signal.Signals(number))
+                if number in self._meanings:
+                    self._on_signal(self._meanings[number])
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Asks the training to stop, or ends the process."""

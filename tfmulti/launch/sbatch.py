@@ -1,0 +1,281 @@
+"""Writes a batch script for Slurm that trains, saves at the time limit, and goes on.
+
+    tfmulti sbatch --nodes 2 --gpus-per-node 4 --time 04:00:00 -- -m tfmulti.fit --epochs 90
+    tfmulti sbatch --nodes 2 --tasks-per-node 1 --submit -- train.py
+    tfmulti sbatch --array 0-3 -- -m tfmulti.fit --run_dir runs/seed-%a --seed 7
+
+It prints the script, with a comment for each decision, or submits it with --submit. One task is
+started for each GPU. Some time before the time limit Slurm sends a signal to all tasks. The run
+then writes a checkpoint after the step and ends with exit code 143. The script puts the job back
+into the queue. The requeued job has the same number and the same run directory, so it resumes.
+
+In the arguments of the program, %j is the number of the job, %A that of the array and %a that of
+the array's task, as in sbatch's own file names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tfmulti.errors import EXIT_DONE, ConfigError, TfmultiError
+from tfmulti.launch.signals import PREEMPTION_SIGNALS
+
+# Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and with days before.
+_TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})")
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+# The program's own time before Slurm's signal is followed by SIGKILL.
+_MARGIN_S = 5
+_RANDOM = 'od -An -N32 -tx1 /dev/urandom | tr -d "[:space:]"'
+_SECRET = f'export TFMULTI_SECRET="${{TFMULTI_SECRET:-$({_RANDOM})}}"'
+_PATTERNS = {"%j": "SLURM_JOB_ID", "%A": "SLURM_ARRAY_JOB_ID", "%a": "SLURM_ARRAY_TASK_ID"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchScript:
+    """A batch script of Slurm.
+
+    Attributes:
+        program: what each task runs: `-m` and a module, or a script, with its arguments.
+        nodes: the number of nodes.
+        tasks_per_node: the tasks of each node. None: one for each GPU, or one.
+        gpus_per_node: the GPUs of each node.
+        cpus_per_task: the cores of each task. None leaves it to Slurm.
+        time: the time limit, such as 04:00:00. None is the partition's.
+        signal: the signal before the time limit: TERM, USR1 or USR2.
+        signal_s: how many seconds before the time limit it is sent.
+        requeue: whether the job is put back into the queue when it has saved.
+        array: the numbers of a job array, such as 0-3.
+        name: the name of the job.
+        options: further options of sbatch, such as partition=gpu.
+        python: the interpreter of each task.
+
+    Raises:
+        ConfigError: a value breaks a rule of Slurm or of this command.
+    """
+
+    program: tuple[str, ...]
+    nodes: int = 1
+    tasks_per_node: int | None = None
+    gpus_per_node: int = 0
+    cpus_per_task: int | None = None
+    time: str | None = None
+    signal: str = "TERM"
+    signal_s: int = 90
+    requeue: bool = True
+    array: str | None = None
+    name: str = "tfmulti"
+    options: tuple[str, ...] = ()
+    python: str = field(default_factory=lambda: sys.executable)
+
+    def __post_init__(self) -> None:
+        if not self.program or self.program == ("-m",):
+            raise ConfigError(
+                "no program was given. Write it after --: tfmulti sbatch --nodes 2 -- -m "
+                "tfmulti.fit …, or a script of your own."
+            )
+        for flag, value, low in (
+            ("nodes", self.nodes, 1),
+            ("tasks-per-node", self.tasks, 1),
+            ("gpus-per-node", self.gpus_per_node, 0),
+            ("cpus-per-task", 1 if self.cpus_per_task is None else self.cpus_per_task, 1),
+            ("signal-s", self.signal_s, 2 * _MARGIN_S),
+        ):
+            if value < low:
+                raise ConfigError(f"--{flag} is {value}, but it must be at least {low}.")
+        if self.gpus_per_node and self.gpus_per_node % self.tasks:
+            raise ConfigError(
+                f"--tasks-per-node {self.tasks} does not divide --gpus-per-node "
+                f"{self.gpus_per_node}. Each task takes as many GPUs; leave --tasks-per-node out "
+                "for one task a GPU."
+            )
+        if self.signal not in PREEMPTION_SIGNALS:
+            raise ConfigError(
+                f"--signal is {self.signal!r}, but it must be one of "
+                f"{', '.join(PREEMPTION_SIGNALS)}."
+            )
+        for flag, text, form, example in (
+            ("time", self.time, _TIME, "04:00:00"),
+            ("array", self.array, _ARRAY, "0-3"),
+            ("name", self.name, re.compile(r"[\w.-]+"), "digits"),
+        ):
+            if text is not None and not form.fullmatch(text):
+                raise ConfigError(f"--{flag} is {text!r}, but it must look like {example}.")
+        for option in self.options:
+            if not re.fullmatch(r"[a-z][a-z-]*(=[^\s]+)?", option):
+                raise ConfigError(
+                    f"--option is {option!r}, but it must look like partition=gpu, an option of "
+                    "sbatch without its dashes."
+                )
+
+    @property
+    def tasks(self) -> int:
+        """The tasks of each node."""
+        return (self.gpus_per_node or 1) if self.tasks_per_node is None else self.tasks_per_node
+
+    @property
+    def text(self) -> str:
+        """The script."""
+        return "\n".join((*self._head(), "", *self._environment(), "", *self._body())) + "\n"
+
+    def _head(self) -> list[str]:
+        """Returns the options that sbatch reads."""
+        output = "%x-%A_%a.out" if self.array else "%x-%j.out"
+        found = [
+            "#!/bin/bash",
+            f"#SBATCH --job-name={self.name}",
+            f"#SBATCH --nodes={self.nodes}",
+            "# One task is one worker.",
+            f"#SBATCH --ntasks-per-node={self.tasks}",
+        ]
+        if self.gpus_per_node:
+            found += [
+                "# Each task sees all GPUs of its node, as NCCL needs, and takes its part of them.",
+                f"#SBATCH --gpus-per-node={self.gpus_per_node}",
+            ]
+        if self.cpus_per_task is not None:
+            found.append(f"#SBATCH --cpus-per-task={self.cpus_per_task}")
+        if self.time is not None:
+            found.append(f"#SBATCH --time={self.time}")
+        if self.array is not None:
+            found.append(f"#SBATCH --array={self.array}")
+        found += [
+            f"#SBATCH --output={output}",
+            "# A requeued job adds to its output, and does not begin the file anew.",
+            "#SBATCH --open-mode=append",
+            f"# {self.signal_s} s before the time limit each task gets this signal, and saves.",
+            f"#SBATCH --signal={self.signal}@{self.signal_s}",
+            "# The job may be put back into the queue, also by Slurm when a node is lost."
+            if self.requeue
+            else "# The job ends when it has saved: submit it again to go on.",
+            "#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue",
+        ]
+        return found + [f"#SBATCH --{option}" for option in self.options]
+
+    def _environment(self) -> list[str]:
+        """Returns the lines that set the environment of the tasks."""
+        found = [
+            "# How long a task has after the signal until it must have saved.",
+            f"export TFMULTI_GRACE_S={self.signal_s - _MARGIN_S}",
+            "# The tasks prove to each other that they belong to this job.",
+            _SECRET,
+        ]
+        if self.signal != "TERM":
+            found += [
+                f"# SIG{self.signal} means the same as SIGTERM.",
+                f"export TFMULTI_PREEMPTION_SIGNAL={self.signal}",
+            ]
+        return found
+
+    def _body(self) -> list[str]:
+        """Returns the commands."""
+        found = [
+            "# The tasks end together. --wait ends what is left two minutes after the first one.",
+            f"srun --label --wait=120 {self._command()}",
+            "code=$?",
+        ]
+        if self.requeue:
+            found += [
+                "",
+                "# 143: everything is saved, start me again. 138 and 140: SIGUSR1 or SIGUSR2 came",
+                "# before training began. Any other code is an error, which is not tried again.",
+                'case "$code" in',
+                "    143 | 138 | 140)",
+                '        job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"',
+                "        if command -v scontrol > /dev/null; then",
+                '            scontrol requeue "${job:-$SLURM_JOB_ID}" && exit 0',
+                "        fi",
+                '        echo "tfmulti: this job has saved, but cannot be requeued from here. Run: '
+                'scontrol requeue ${job:-$SLURM_JOB_ID}" >&2',
+                "        ;;",
+                "esac",
+            ]
+        return [*found, 'exit "$code"']
+
+    def _command(self) -> str:
+        """Returns the command of a task, with a run directory that stays the same."""
+        words = list(self.program)
+        fits = words[:2] == ["-m", "tfmulti.fit"]
+        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in words):
+            words += ["--run_dir", f"runs/{self.name}-{'%A_%a' if self.array else '%j'}"]
+        return " ".join(_quoted(word) for word in [self.python, *words])
+
+
+def _quoted(word: str) -> str:
+    """Returns a word as the shell reads it, with sbatch's patterns as variables.
+
+    >>> _quoted("runs/%A_%a")
+    'runs/"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID"'
+    """
+    parts = re.split("(%[jAa])", word)
+    found = [
+        f'"${_PATTERNS[part]}"' if part in _PATTERNS else shlex.quote(part) if part else ""
+        for part in parts
+    ]
+    return "".join(found) or "''"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    given = _parser().parse_args(words[:end])
+    values = vars(given)
+    submits = values.pop("submit")
+    options = tuple(values.pop("option"))
+    try:
+        script = BatchScript(program=tuple(words[end + 1 :]), options=options, **values)
+        print(_submitted(script.text) if submits else script.text, end="")
+    except TfmultiError as error:
+        print(f"tfmulti: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    return EXIT_DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags before `--`."""
+    parser = argparse.ArgumentParser(
+        "tfmulti sbatch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, help="nodes of the job (default 1)")
+    add("--tasks-per-node", type=int, help="workers of each node (default: one for each GPU)")
+    add("--gpus-per-node", type=int, default=0, help="GPUs of each node (default 0)")
+    add("--cpus-per-task", type=int, help="cores of each worker (default: Slurm's)")
+    add("--time", help="time limit, such as 04:00:00 (default: the partition's)")
+    add("--signal", default="TERM", help="signal before the limit: TERM, USR1, USR2")
+    add("--signal-s", type=int, default=90, help="seconds before the limit (default 90)")
+    add("--no-requeue", dest="requeue", action="store_false", help="end when it has saved")
+    add("--array", help="numbers of a job array, such as 0-3")
+    add("--name", default="tfmulti", help="name of the job")
+    add("--option", action="append", default=[], help="option of sbatch, such as partition=gpu")
+    add("--submit", action="store_true", help="submit the script, and print what sbatch says")
+    return parser
+
+
+def _submitted(text: str) -> str:
+    """Returns what sbatch says of a script that it has taken.
+
+    Raises:
+        ConfigError: sbatch is not there, or refuses the script.
+    """
+    program = shutil.which("sbatch")
+    if program is None:
+        raise ConfigError(
+            "--submit: there is no sbatch on this machine. Leave --submit out, and submit the "
+            "script where Slurm is."
+        )
+    done = subprocess.run([program], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"--submit: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
