@@ -33,7 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-TIERS = ("unit", "mirrored", "multiworker", "processes", "hosts", "exactness", "programs")
+CLUSTERS = ("slurm", "mpi", "ray", "exactness", "programs")
+TIERS = ("unit", "mirrored", "multiworker", "processes", "hosts", *CLUSTERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,214 @@
+"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, ended by their ids.
+
+Debian's packages slurmctld, slurmd, slurm-client and munge are needed, and root. The traps: the
+names of the nodes must resolve, so they are put into /etc/hosts for a while; munge refuses folders
+that others may write to; without a TaskPlugin and cgroups `linuxproc` tracks the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.processes import ROOT, is_alive
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue")
+NODES = ("tfm1", "tfm2")
+HOSTS = Path("/etc/hosts")
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+
+
+def why_not() -> str | None:
+    """Returns why no Slurm can be started here, or None."""
+    if os.getuid() != 0:
+        return "only root can start Slurm's daemons"
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+@dataclass
+class Slurm:
+    """A Slurm that runs.
+
+    Attributes:
+        folder: its files, and the folder in which jobs run.
+        config: its configuration.
+    """
+
+    folder: Path
+    config: Path
+
+    def run(
+        self, *argv: str, limit_s: float = 60, text: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs one of Slurm's programs in the folder, and returns what it printed."""
+        return subprocess.run(
+            argv,
+            cwd=self.folder,
+            env=self.env(),
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+
+    def env(self) -> dict[str, str]:
+        """Returns the environment of Slurm's programs and of the jobs."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TF_CONFIG"))}
+        paths = f"{kept.get('PATH', '')}:/usr/sbin:/sbin"
+        return kept | {
+            "SLURM_CONF": str(self.config),
+            "PATH": paths,
+            "PYTHONPATH": str(ROOT),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+
+    def submit(self, script: str, *options: str) -> str:
+        """Returns the number of a job that runs a batch script."""
+        done = self.run("sbatch", "--parsable", *options, text=script)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip().partition(";")[0]
+
+    def about(self, job: str) -> Mapping[str, str]:
+        """Returns what Slurm knows of a job."""
+        done = self.run("scontrol", "show", "job", job)
+        return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
+
+    def wait(self, job: str, limit_s: float, *states: str) -> Mapping[str, str]:
+        """Waits until a job has one of the states, by default one in which it has ended."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            about = self.about(job)
+            # A job that has ended is put back into the queue a moment later.
+            if about.get("JobState") in (states or _ENDED):
+                return about
+            assert time.monotonic() < deadline, f"{dict(about)}\n{self.logs()}"
+            time.sleep(0.3)
+
+    def logs(self) -> str:
+        """Returns what the jobs have printed, and what Slurm says of itself."""
+        files = [*self.folder.glob("*.out"), *(self.folder / "log").glob("*")]
+        return "\n".join(f"== {file.name}\n{file.read_text()[-3000:]}" for file in files)
+
+
+@contextlib.contextmanager
+def started(folder: Path, cores: int = 4) -> Iterator[Slurm]:
+    """Gives a Slurm of two nodes, which ends with the context."""
+    with contextlib.ExitStack() as at_end:
+        _resolve(at_end)
+        munge = folder / "munge"
+        _start_munge(munge, at_end)
+        slurm = Slurm(folder, _configured(folder, munge, cores))
+        at_end.callback(_end, folder)
+        for argv in (["slurmctld"], *(["slurmd", "-N", node] for node in NODES)):
+            done = slurm.run(*argv, "-f", str(slurm.config))
+            assert done.returncode == 0, done.stderr
+        deadline = time.monotonic() + 30
+        while slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() != "2":
+            assert time.monotonic() < deadline, slurm.logs()
+            time.sleep(0.3)
+        yield slurm
+
+
+def _resolve(at_end: contextlib.ExitStack) -> None:
+    """Lets the names of the nodes resolve to this machine, until the end."""
+    before = HOSTS.read_text()
+    HOSTS.write_text(f"{before.rstrip()}\n127.0.0.1 {' '.join(NODES)}\n")
+    at_end.callback(HOSTS.write_text, before)
+
+
+def _start_munge(folder: Path, at_end: contextlib.ExitStack) -> None:
+    """Starts munged, by which Slurm's programs trust each other, on a socket of its own."""
+    for part in (folder, folder / "run"):
+        part.mkdir(mode=0o755, parents=True)
+    key = folder / "key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    # munged runs as root here; it insists on folders that nobody else may write to.
+    argv = ["munged", "--force", "--foreground", f"--key-file={key}"]
+    argv += [f"--{name}-file={folder / 'run' / name}" for name in ("pid", "log", "seed")]
+    munged = subprocess.Popen(
+        [*argv, f"--socket={folder / 'run' / 'socket'}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin"},
+    )
+    at_end.callback(munged.wait)
+    at_end.callback(munged.terminate)
+    deadline = time.monotonic() + 10
+    while not (folder / "run" / "socket").exists():
+        assert munged.poll() is None, (folder / "run" / "log").read_text()
+        assert time.monotonic() < deadline, "munged does not start"
+        time.sleep(0.05)
+
+
+def _configured(folder: Path, munge: Path, cores: int) -> Path:
+    """Returns the written configuration, with ports that are free now."""
+    for name in ("state", "log", "run"):
+        (folder / name).mkdir()
+    ports = []
+    with contextlib.ExitStack() as held:
+        for _ in range(3):
+            port = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports.append(port.getsockname()[1])
+    here = socket.gethostname()
+    lines = [
+        "ClusterName=tests",
+        f"SlurmctldHost={here}(127.0.0.1)",
+        f"SlurmctldPort={ports[0]}",
+        "SlurmUser=root",
+        "SlurmdUser=root",
+        "AuthType=auth/munge",
+        f"AuthInfo=socket={munge / 'run' / 'socket'},cred_expire=5",
+        "CredType=cred/munge",
+        f"StateSaveLocation={folder / 'state'}",
+        f"SlurmdSpoolDir={folder}/spool-%n",
+        f"SlurmctldPidFile={folder}/run/slurmctld.pid",
+        f"SlurmdPidFile={folder}/run/slurmd-%n.pid",
+        f"SlurmctldLogFile={folder}/log/slurmctld.log",
+        f"SlurmdLogFile={folder}/log/slurmd-%n.log",
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core",
+        # The nodes have more cores than the machine.
+        "SlurmdParameters=config_overrides",
+        "ReturnToService=2",
+        "MpiDefault=none",
+        "KillWait=5",
+        "SchedulerParameters=batch_sched_delay=1,sched_interval=2",
+    ]
+    for node, port in zip(NODES, ports[1:], strict=True):
+        lines.append(
+            f"NodeName={node} NodeHostname={here} NodeAddr=127.0.0.1 Port={port} CPUs={cores} "
+            "RealMemory=4000"
+        )
+    lines.append(f"PartitionName=p Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP")
+    path = folder / "slurm.conf"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _end(folder: Path) -> None:
+    """Ends Slurm's daemons and all that they have started."""
+    pids = [int(file.read_text()) for file in (folder / "run").glob("*.pid")]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 15
+    while any(is_alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            break
+        time.sleep(0.1)
