@@ -226,7 +226,11 @@ def _asked_of_chief(
             try:
                 with socket.create_connection((host, port), _STRANGER_S) as link:
                     found = _ask(link, layout, key, own, deadline_s)
-            except (OSError, ValueError) as error:
+            except OSError as error:
+                reason = reason or f"{host}: {error}"
+                continue
+            except ValueError as error:
+                # This tells more than that nobody listens at another port.
                 reason = f"{host}: {error}"
                 continue
             if "error" in found:

@@ -1,0 +1,154 @@
+"""Processes that agree on their addresses, here as threads with real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tfmulti.cluster import port_agreement
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.layout import Layout
+from tfmulti.errors import ClusterError, ConfigError
+
+_jobs = itertools.count()
+
+
+def layouts(size: int, **changed: Any) -> list[Layout]:
+    """Returns the layouts of a job on this machine, which has its own ports."""
+    job = f"test {os.getpid()} {next(_jobs)}"
+    local = ("127.0.0.1",)
+    return [
+        dataclasses.replace(
+            Layout("slurm", rank, size, rank, size, local[0], local, job, local * size), **changed
+        )
+        for rank in range(size)
+    ]
+
+
+def agree(
+    jobs: list[Layout], envs: list[dict[str, str]] | None = None, **options: Any
+) -> list[Future[Cluster]]:
+    """Returns what each process gets, or raises."""
+    given = envs or [{}] * len(jobs)
+    gpus = options.pop("gpus", [0] * len(jobs))
+    options = {"timeout_s": 20.0, **options}
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [
+            pool.submit(port_agreement.agree, job, env, gpus=count, **options)
+            for job, env, count in zip(jobs, given, gpus, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def taken(*ports: int) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        for port in ports:
+            held.enter_context(socket.create_server(("127.0.0.1", port)))
+        yield
+
+
+def test_all_get_the_same_addresses_and_their_own_rank() -> None:
+    jobs = layouts(3)
+    found = [future.result() for future in agree(jobs)]
+    assert [cluster.rank for cluster in found] == [0, 1, 2]
+    assert len({cluster.addresses for cluster in found}) == 1
+    planned = jobs[0].planned
+    assert planned is not None
+    assert found[0].addresses == planned.addresses
+    assert [(cluster.local_rank, cluster.local_size) for cluster in found] == [
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
+
+
+def test_ports_that_are_taken_are_replaced() -> None:
+    jobs = layouts(3)
+    first_of_chief = jobs[0].port(1000)
+    with taken(jobs[0].port(1), first_of_chief):
+        found = [future.result() for future in agree(jobs)]
+    addresses = found[0].addresses
+    assert all(cluster.addresses == addresses for cluster in found)
+    assert str(jobs[0].port(1)) not in addresses[1]
+    assert len(set(addresses)) == 3
+
+
+def test_a_secret_keeps_out_who_does_not_have_it() -> None:
+    jobs = layouts(2)
+    secret = {"TFMULTI_SECRET": "x" * 32}
+    assert [f.result().rank for f in agree(jobs, [secret, secret])] == [0, 1]
+    chief, other = agree(layouts(2), [secret, {}], timeout_s=2.0)
+    with pytest.raises(ClusterError, match=r"of 2 processes 1 have not come within 2 s \(ranks 1"):
+        chief.result()
+    with pytest.raises(ClusterError, match="another program or job answers"):
+        other.result()
+
+
+def test_a_secret_that_cannot_be_one_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="a secret has 16 to"):
+        port_agreement.agree(layouts(2)[0], {"TFMULTI_SECRET": "short"})
+
+
+def test_a_process_that_does_not_come_is_named() -> None:
+    chief, second, _ = layouts(3)
+    words = r"of 3 processes 1 have not come within 1 s \(ranks 2\)\. Did they start"
+    futures = agree([chief, second], timeout_s=1.0)
+    with pytest.raises(ClusterError, match=words):
+        futures[0].result()
+
+
+def test_a_chief_that_is_not_there_is_named() -> None:
+    _, second = layouts(2)
+    words = "process 1 has not reached process 0 on 127.0.0.1 within 1 s"
+    with pytest.raises(ClusterError, match=words):
+        port_agreement.agree(second, {}, timeout_s=1.0)
+    nowhere = dataclasses.replace(second, chief_hosts=("no-such-host.invalid",))
+    with pytest.raises(ClusterError, match=r"on no-such-host\.invalid within 1 s"):
+        port_agreement.agree(nowhere, {}, timeout_s=1.0)
+
+
+def test_another_job_at_the_same_port_is_passed_by() -> None:
+    jobs, others = layouts(2), layouts(2)
+    with taken(jobs[0].port(1000)):
+        found = [future.result() for future in agree(jobs + others)]
+    assert found[0].addresses == found[1].addresses != found[2].addresses
+
+
+def test_strangers_do_not_hold_up_the_chief() -> None:
+    jobs = layouts(2)
+    port, done = jobs[0].port(1000), threading.Event()
+    said = [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"rank": 1}\n', b"[" * 9000 + b"\n"]
+
+    def strangers() -> None:
+        while not done.is_set():
+            for words in said:
+                with contextlib.suppress(OSError):
+                    link = socket.create_connection(("127.0.0.1", port), 0.1)
+                    link.sendall(words)
+                    link.close()
+            time.sleep(0.01)
+
+    crowd = threading.Thread(target=strangers)
+    crowd.start()
+    try:
+        assert [future.result().rank for future in agree(jobs)] == [0, 1]
+    finally:
+        done.set()
+        crowd.join()
+
+
+def test_different_numbers_of_gpus_are_told_to_all() -> None:
+    words = "process 0 has 2 GPUs for itself, but process 1 has 1"
+    for future in agree(layouts(2), gpus=[2, 1]):
+        with pytest.raises(ClusterError, match=words):
+            future.result()
