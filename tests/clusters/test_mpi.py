@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,26 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     assert "rank 1 is killed" in done.stdout
     assert "all is trained" not in done.stdout
     assert "signal 9 (Killed)" in done.stdout + done.stderr
+
+
+# As on two hosts, of which mpirun does not tell the names: mpi4py does.
+SEVERAL_HOSTS = """
+import json, os
+from tfmulti.cluster.environments import find_cluster
+alone = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+cluster, name = find_cluster({**os.environ, **alone})
+print(json.dumps([name, cluster.rank, *cluster.addresses]), flush=True)
+"""
+
+
+def test_mpi4py_tells_the_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="the extra mpi is not installed")
+    done = mpirun(tmp_path, 2, "-c", SEVERAL_HOSTS)
+    assert done.returncode == 0, done.stderr
+    first, second = sorted(map(json.loads, done.stdout.splitlines()))
+    assert [first[:2], second[:2]] == [["mpi", 0], ["mpi", 1]]
+    assert first[2:] == second[2:]
+    assert all(address.startswith(f"{socket.gethostname()}:") for address in first[2:])
 
 
 def test_the_environment_is_shown(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import pytest
 from PIL import Image
 
 from tests.support.processes import ROOT, run
+from tfmulti import __main__ as tfmulti_command
 from tfmulti.bench import flags as bench_flags
 from tfmulti.config import flags as fit_flags
 from tfmulti.launch import flags as launch_flags
+from tfmulti.launch import sbatch
 from tfmulti.run import data_command
 
 pytestmark = pytest.mark.processes
@@ -49,7 +51,8 @@ def commands() -> Iterator[tuple[str, str]]:
     """Yields (page:line, command) of each command of tfmulti, in blocks of the shell."""
     for place, text in blocks("bash"):
         for number, line in enumerate(text.replace("\\\n", " ").splitlines(), 1):
-            command = line.partition("  #")[0].strip()
+            command = line.partition("  #")[0].partition(" > ")[0].strip()
+            command = re.sub(r"^(srun|mpirun) .*?(?=python )", "", command)
             if command.startswith("python -m tfmulti"):
                 yield f"{place}:{number}", command
 
@@ -76,12 +79,18 @@ def test_a_command_of_a_page_has_flags_that_exist(
     things(tmp_path)
     monkeypatch.chdir(tmp_path)
     _, _, module, *argv = shlex.split(COMMANDS[place])
+    if module == "tfmulti":
+        module = tfmulti_command.COMMANDS[argv.pop(0)]
     if module == "tfmulti.launch":
         config = launch_flags.parse(argv, "", {"TFMULTI_SECRET": "known to all machines"})
         if config.module and config.program[0] == "tfmulti.fit":
             fit_flags.parse(["fit", *config.program[1:]])
     elif module == "tfmulti.bench":
         assert bench_flags.parse(["bench", *argv], "", datetime(2030, 1, 1)) is not None
+    elif module == "tfmulti.cluster":
+        assert not argv
+    elif module == "tfmulti.launch.sbatch":
+        assert sbatch.parsed(argv).program[:2] == ("-m", "tfmulti.fit")
     elif module == "tfmulti.data":
         assert data_command.parse(["data", *argv]) is not None
     else:

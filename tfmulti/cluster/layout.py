@@ -29,7 +29,7 @@ class Layout:
         local_rank: the rank of this process among those of its host.
         local_size: the number of processes of its host.
         host: the name under which the others reach this host.
-        chief_hosts: the hosts on which rank 0 may be, the likeliest first.
+        chief_hosts: the hosts on which rank 0 may be, the likeliest first. Empty: MPI must tell.
         job: a name of the job, the same in all of its processes and different in other jobs.
         hosts: the host of each rank, if the environment tells it; else empty.
 

@@ -224,18 +224,27 @@ def _quoted(word: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    given = _parser().parse_args(words[:end])
-    values = vars(given)
-    submits = values.pop("submit")
-    options = tuple(values.pop("option"))
     try:
-        script = BatchScript(program=tuple(words[end + 1 :]), options=options, **values)
+        script = parsed(words)
+        submits = "--submit" in words[: words.index("--")]
         print(_submitted(script.text) if submits else script.text, end="")
     except TfmultiError as error:
         print(f"tfmulti: {error}", file=sys.stderr)
         return int(error.exit_code)
     return EXIT_DONE
+
+
+def parsed(words: Sequence[str]) -> BatchScript:
+    """Returns the script that a command line describes.
+
+    Raises:
+        ConfigError: a value breaks a rule, or no program is given.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    values = vars(_parser().parse_args(words[:end]))
+    del values["submit"]
+    options = tuple(values.pop("option"))
+    return BatchScript(program=tuple(words[end + 1 :]), options=options, **values)
 
 
 def _parser() -> argparse.ArgumentParser:

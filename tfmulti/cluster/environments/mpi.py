@@ -5,13 +5,15 @@
 - MPICH, Intel MPI and others by Hydra: PMI_RANK and PMI_SIZE, with MPI_LOCALRANKID and
   MPI_LOCALNRANKS. https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
 
-MPI tells no hosts. On one host none are needed. On several hosts, rank 0 is looked for on the hosts
-of the allocation in which mpirun ran, which `allocation` reads, or mpi4py tells all hosts.
+The variables tell no hosts. On one host none are needed. On several hosts, rank 0 is looked for on
+the hosts of the allocation in which mpirun ran, which `allocation` reads. Without one, mpi4py tells
+all hosts.
 """
 
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 from tfmulti.cluster.allocation import allocated_hosts
 from tfmulti.cluster.layout import Env, Layout, number_of
@@ -36,7 +38,7 @@ def read(env: Env) -> Layout:
     """Returns the layout of the processes of one mpirun.
 
     Raises:
-        ClusterError: a variable is wrong, or the hosts of a job on several hosts are not known.
+        ClusterError: a variable is wrong.
     """
     names = next(names for names in _kinds(env) if names[0] in env)
     rank, size = (number_of(env, name, NAME) for name in names[:2])
@@ -49,15 +51,27 @@ def read(env: Env) -> Layout:
     if local_size >= size:
         hosts = (LOOPBACK,) * size
         return Layout(NAME, rank, size, local_rank, local_size, LOOPBACK, (LOOPBACK,), job, hosts)
-    candidates = allocated_hosts(env)
-    if not candidates:
+    own = socket.gethostname()
+    return Layout(NAME, rank, size, local_rank, local_size, own, allocated_hosts(env), job)
+
+
+def with_hosts(layout: Layout) -> Layout:
+    """Returns a layout with the host of each rank, which MPI itself tells. Every process calls it.
+
+    Raises:
+        ClusterError: mpi4py is not installed.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        # Its wheel raises RuntimeError if it finds no MPI library.
         raise ClusterError(
-            f"mpi: {size} processes run on several hosts, whose names mpirun does not tell. "
+            f"mpi: {layout.size} processes run on several hosts, whose names mpirun does not tell. "
             "Install mpi4py (pip install 'tfmulti[mpi]'), start mpirun in an allocation of Slurm, "
             "PBS or LSF, or set TFMULTI_CHIEF_HOST to the host of rank 0 (mpirun -x)."
-        )
-    own = socket.gethostname()
-    return Layout(NAME, rank, size, local_rank, local_size, own, candidates, job)
+        ) from None
+    hosts = tuple(MPI.COMM_WORLD.allgather(layout.host))
+    return replace(layout, hosts=hosts, chief_hosts=hosts[:1])
 
 
 def _kinds(env: Env) -> tuple[tuple[str, ...], ...]:
