@@ -1,4 +1,4 @@
-"""Models that workers train apart (`sync_every`), and the same by hand with plain Keras."""
+"""Models that workers train with local steps, and the same training in plain Keras and NumPy."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ WEIGHTS = _rng.uniform(0.2, 2.0, 96).astype(np.float32)
 CROSSENTROPY = "sparse_categorical_crossentropy"
 
 
-class Clips(keras.Model):
-    """A step of the user's own, which clips by itself."""
-
+class ClipsInItsStep(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.dense = keras.layers.Dense(3)
@@ -50,7 +48,7 @@ def root_of_mean_squares(y_true: Any, y_pred: Any) -> Any:
 
 
 def dense(*middle: Callable[[], keras.layers.Layer], loss: Any = CROSSENTROPY) -> keras.Model:
-    made = keras.Sequential(
+    model = keras.Sequential(
         [
             keras.Input((6,)),
             keras.layers.Dense(8, "relu", kernel_regularizer=keras.regularizers.L2(0.01)),
@@ -58,84 +56,90 @@ def dense(*middle: Callable[[], keras.layers.Layer], loss: Any = CROSSENTROPY) -
             keras.layers.Dense(3, "softmax"),
         ]
     )
-    made.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
-    return made
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    return model
 
 
 def _adam() -> keras.Model:
-    made = dense()
-    made.compile(keras.optimizers.Adam(0.02, clipnorm=0.3), CROSSENTROPY)
-    return made
+    model = dense()
+    model.compile(keras.optimizers.Adam(0.02, clipnorm=0.3), CROSSENTROPY)
+    return model
 
 
-def _clips() -> keras.Model:
-    made = Clips()
-    made.build((None, 6))
-    made.compile(
+def _custom_step() -> keras.Model:
+    model = ClipsInItsStep()
+    model.build((None, 6))
+    model.compile(
         keras.optimizers.SGD(0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     )
-    return made
+    return model
 
 
-def _few() -> keras.Model:
-    made = dense()
-    made.compile(keras.optimizers.SGD(0.2), CROSSENTROPY)
-    return made
+def _plain_sgd() -> keras.Model:
+    model = dense()
+    model.compile(keras.optimizers.SGD(0.2), CROSSENTROPY)
+    return model
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is made, what `prepare` is told, and on how many rows it is trained."""
+    """How a model is built and prepared, and the rows that it is trained on."""
 
     build: Callable[[], keras.Model]
-    every: int = 2
-    rows: int = 61  # 24, 24, 13
-    weighed: bool = False
-    prepared: dict[str, Any] = field(default_factory=dict)
+    sync_every: int = 2
+    # Batches of 24, 24 and 13 rows.
+    rows: int = 61
+    has_sample_weights: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
     rate: float = 0.7
     momentum: float = 0.9
-    evaluated: bool = False  # before it is trained, which gathers what all rows decide
+    # An evaluation gathers the rows that the loss depends on. The training must not, even after it.
+    evaluated_first: bool = False
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What `prepare` is told of the outer optimizer."""
-        return {"outer_learning_rate": self.rate, "outer_momentum": self.momentum}
+    def prepared(self) -> dict[str, Any]:
+        """The options of `prepare`."""
+        outer = {"outer_learning_rate": self.rate, "outer_momentum": self.momentum}
+        return {"sync_every": self.sync_every, **outer, **self.options}
 
     @property
     def data(self) -> tuple[np.ndarray, ...]:
-        arrays = (X, Y, WEIGHTS) if self.weighed else (X, Y)
+        arrays = (X, Y, WEIGHTS) if self.has_sample_weights else (X, Y)
         return tuple(array[: self.rows] for array in arrays)
 
 
-def by_weight() -> keras.losses.Loss:
+def mean_by_weight() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
 
 
 VARIANTS = {
     "momentum and a regularizer": Variant(dense),
     "adam with clipping": Variant(_adam, rate=0.5),
-    "three steps, no outer momentum": Variant(dense, every=3, momentum=0.0),
-    "a loss of one number": Variant(lambda: dense(loss=root_of_mean_squares), evaluated=True),
-    "a sum": Variant(
+    "three steps, no outer momentum": Variant(dense, sync_every=3, momentum=0.0),
+    "a scalar loss": Variant(lambda: dense(loss=root_of_mean_squares), evaluated_first=True),
+    "a summed loss": Variant(
         lambda: dense(loss=keras.losses.SparseCategoricalCrossentropy(reduction="sum"))
     ),
-    "means by weight": Variant(lambda: dense(loss=by_weight()), weighed=True),
-    "means by weight in two passes": Variant(
-        lambda: dense(loss=by_weight()), weighed=True, prepared={"microbatches": 2}
+    "a mean by sample weight": Variant(
+        lambda: dense(loss=mean_by_weight()), has_sample_weights=True
     ),
-    "batch statistics": Variant(
+    "a mean by sample weight in microbatches": Variant(
+        lambda: dense(loss=mean_by_weight()), has_sample_weights=True, options={"microbatches": 2}
+    ),
+    "batch normalization": Variant(
         lambda: dense(lambda: keras.layers.BatchNormalization(momentum=0.8))
     ),
-    "synchronized batch statistics": Variant(
+    "synchronized batch normalization": Variant(
         lambda: dense(lambda: keras.layers.BatchNormalization(momentum=0.8, synchronized=True))
     ),
-    "a step that clips by itself": Variant(_clips),
-    "no rows for some": Variant(_few, rows=49),  # 24, 24, 1
+    "a custom step that clips": Variant(_custom_step),
+    # The last batch has one row.
+    "a worker without rows": Variant(_plain_sgd, rows=49),
 }
 
 
-def by_hand(variant: Variant, workers: int) -> list[np.ndarray]:
-    """Returns a variant's weights after workers have trained apart, in plain Keras and NumPy."""
+def expected_weights(variant: Variant, workers: int) -> list[np.ndarray]:
+    """Returns the weights of a variant after local steps: each worker is a model of plain Keras."""
     models = []
     for _ in range(workers):
         keras.utils.set_random_seed(3)
@@ -145,9 +149,9 @@ def by_hand(variant: Variant, workers: int) -> list[np.ndarray]:
     velocities = [np.zeros_like(value) for value in common]
     steps = -(-variant.rows // BATCH)
     for _ in range(EPOCHS):
-        for start in range(0, steps, variant.every):
+        for start in range(0, steps, variant.sync_every):
             rows = np.zeros(workers)
-            for step in range(start, min(start + variant.every, steps)):
+            for step in range(start, min(start + variant.sync_every, steps)):
                 first, last = batch_bounds(step, variant.rows, BATCH)
                 for worker, model in enumerate(models):
                     a, b = share_bounds(last - first, workers, worker)
@@ -155,13 +159,13 @@ def by_hand(variant: Variant, workers: int) -> list[np.ndarray]:
                         model.train_on_batch(*(d[first + a : first + b] for d in variant.data))
                         rows[worker] += b - a
             found = [model.get_weights() for model in models]
-            common = _met(variant, common, velocities, found, rows / rows.sum(), trained)
+            common = _synchronized(variant, common, velocities, found, rows / rows.sum(), trained)
             for model in models:
                 model.set_weights([value.astype(np.float32) for value in common])
     return common
 
 
-def _met(
+def _synchronized(
     variant: Variant,
     common: list[np.ndarray],
     velocities: list[np.ndarray],
@@ -169,12 +173,12 @@ def _met(
     parts: np.ndarray,
     trained: Sequence[bool],
 ) -> list[np.ndarray]:
-    """Returns the weights after a meeting; changes the velocities."""
-    met = []
+    """Returns the weights of all workers after one synchronization. Updates `velocities`."""
+    synchronized = []
     for i, value in enumerate(common):
         moved = sum(part * (value - own[i]) for part, own in zip(parts, found, strict=True))
         if trained[i]:
             velocities[i] = variant.momentum * velocities[i] + moved
             moved = variant.rate * (moved + variant.momentum * velocities[i])
-        met.append(value - moved)
-    return met
+        synchronized.append(value - moved)
+    return synchronized
