@@ -1,13 +1,11 @@
-"""Runs that several tests read: each made once, when the first test asks for it."""
+"""Fixtures of several folders, and the markers of tests."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import json
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,13 @@ import numpy as np
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.behaviours import BehaviourPlaces, name_of
 from tests.support.launching import launched, left_in
-from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
+from tests.support.places import ONE_DEVICE
 
-hypothesis.settings.register_profile("without a clock", deadline=None)  # others use these cores
+# Other processes use these cores, so that an example may take longer than Hypothesis allows.
+hypothesis.settings.register_profile("without a clock", deadline=None)
 hypothesis.settings.load_profile("without a clock")
-
-LIMIT_S = 1200  # of one process that runs all behaviours
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,10 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def _runs_of(path: str) -> str | None:
-    """Returns a name of the runs that the tests of a file read, or None if they share none."""
-    folder = path.split("/")[1]
+    """Returns a name of the processes that the tests of a file share, or None."""
+    folder, name = path.split("/")[1], Path(path).stem
     if folder in ("exactness", "programs"):
         return folder
+    if name == "test_slurm":
+        return name
     marked = re.search(r"^pytestmark = pytest.mark.(mirrored|multiworker)$", _text(path), re.M)
     return "replicas" if marked else None
 
@@ -75,86 +75,73 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByRu
 
 
 def pytest_collection_finish() -> None:
-    # The collector need not look through TensorFlow and two thousand tests each time.
+    # The garbage collector need not look through TensorFlow and two thousand tests each time.
     gc.freeze()
-
-
-Behaved = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def behaviours(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Behaved]]:
-    """Gives `behaviours(kind, count)`: what each worker's behaviours returned, by name.
-
-    Those that the selected tests name as a parameter start together.
-    """
-    pool = ThreadPoolExecutor(at_a_time())
-
-    def behaved(kind: str, count: int) -> Behaved:
-        folder = tmp_path_factory.mktemp(f"behaviours-{kind}-{count}")
-        _start("tests.support.behaviours", folder / "out_RANK.json", kind, count)
-        return [json.loads(file.read_text()) for file in sorted(folder.glob("out_*.json"))]
-
-    @functools.cache
-    def started(kind: str, count: int) -> Future[Behaved]:
-        return pool.submit(behaved, kind, count)
-
-    def results(kind: str, count: int = 1) -> Behaved:
-        return started(kind, count).result()
-
+) -> Iterator[BehaviourPlaces]:
+    """Gives what the behaviours of the selected tests returned or raised at their places."""
+    wanted = []
     for item in request.session.items:
-        if "behaviours" in getattr(item, "fixturenames", ()):
-            kind = item.callspec.params.get("kind") if hasattr(item, "callspec") else None
-            if kind is not None:
-                started(kind, 1 if kind == "one_device" else 2)
-    yield results
-    pool.shutdown(cancel_futures=True)
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if "behaviour" in params:
+            name = name_of(params["behaviour"], params.get("case"))
+            places = [params["place"]] + [ONE_DEVICE] * ("one_device" in item.fixturenames)
+            wanted += [(place, name) for place in places]
+    places = BehaviourPlaces(tmp_path_factory.mktemp("behaviours"), wanted)
+    yield places
+    places.close()
 
 
-def _start(module: str, out: Path, kind: str, count: int) -> None:
-    argv = ["-m", module, str(out), kind]
-    logs = out.parent / "logs"
-    if kind == "multi_worker_mirrored":
-        run_workers(argv, count, logs, limit_s=LIMIT_S, env=ONE_THREAD)
-    else:
-        replicas = [str(count)] if kind == "mirrored" else []
-        done = run([*argv, *replicas], logs, limit_s=LIMIT_S, env=ONE_THREAD)
-        assert done.returncode == 0, done.stderr[-6000:]
+@pytest.fixture
+def case() -> None:
+    """Stands for the argument of a behaviour that takes none."""
+
+
+Outcomes = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def outcomes(
+    behaviours: BehaviourPlaces, behaviour: Callable[..., Any], case: str | None
+) -> Outcomes:
+    """Gives `outcomes(place)`: what the test's behaviour returned or raised on each worker."""
+    return lambda place: [worker[name_of(behaviour, case)] for worker in behaviours[place]]
+
+
+def _result(outcome: dict[str, Any]) -> Any:
+    if "error" in outcome:
+        pytest.fail(outcome["traceback"], pytrace=False)
+    return outcome["result"]
+
+
+@pytest.fixture
+def results(outcomes: Outcomes, place: str) -> list[Any]:
+    """Returns what the test's behaviour returned on each worker of the test's place."""
+    return [_result(outcome) for outcome in outcomes(place)]
+
+
+@pytest.fixture
+def one_device(outcomes: Outcomes) -> Any:
+    """Returns what the test's behaviour returned on one device."""
+    return _result(outcomes(ONE_DEVICE)[0])
+
+
+@pytest.fixture
+def errors(outcomes: Outcomes, place: str) -> list[list[str]]:
+    """Returns the type and the message of what the test's behaviour raised on each worker."""
+    found = outcomes(place)
+    assert all("error" in outcome for outcome in found), found
+    return [outcome["error"] for outcome in found]
 
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """Returns what a run of two workers without any fault leaves."""
+    """Returns the arrays that a run of two workers without a fault writes."""
     folder = tmp_path_factory.mktemp("whole")
     done = launched(folder)
     assert done.returncode == 0, done.stderr
     return left_in(folder)
-
-
-LIMIT_OF_THREE_S = 300
-OF_THREE = [
-    "sums_in_half_the_bytes",
-    "gradients_in_half_the_bytes",
-]
-
-
-@pytest.fixture(scope="session")
-def workers(
-    behaviours: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], list[dict[str, Any]]]:
-    """Gives `workers(count)`: what the behaviours returned on each of two or three workers."""
-
-    @functools.cache
-    def behaved(count: int) -> list[dict[str, Any]]:
-        if count == 2:
-            found: list[dict[str, Any]] = behaviours("multi_worker_mirrored", 2)
-            return found
-        folder = tmp_path_factory.mktemp("three")
-        argv = ["-m", "tests.support.behaviours", str(folder / "out_RANK.json")]
-        argv += ["multi_worker_mirrored", "", *OF_THREE]
-        run_workers(argv, count, folder / "logs", limit_s=LIMIT_OF_THREE_S, env=ONE_THREAD)
-        return [json.loads(file.read_text()) for file in sorted(folder.glob("out_*.json"))]
-
-    return behaved

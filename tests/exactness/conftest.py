@@ -5,23 +5,23 @@ from collections.abc import Iterator
 import pytest
 
 from tests.exactness import table
-from tests.exactness.running import Places
+from tests.exactness.running import CasePlaces
 from tests.support.cases import CASES
 
 
 @pytest.fixture(scope="session")
 def places(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Places]:
+) -> Iterator[CasePlaces]:
     """Gives what the cases that were selected left at their places, and at what they equal."""
-    wanted = dict.fromkeys(
+    wanted = (
         (place, str(params["case"]))
         for item in request.session.items
         if isinstance(item, pytest.Function) and "places" in item.fixturenames
         for params in [item.callspec.params]
         for place in (params["place"], CASES[params["case"]].compare)
     )
-    found = Places(tmp_path_factory.mktemp("exactness"), wanted)
+    found = CasePlaces(tmp_path_factory.mktemp("exactness"), wanted)
     yield found
     found.close()
 

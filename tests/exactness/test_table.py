@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.exactness import table
-from tests.exactness.running import Places
+from tests.exactness.running import CasePlaces
 from tests.support.cases import CASES, CORE, CORE_PLACES
 from tests.support.comparing import largest_difference
 
@@ -25,7 +25,7 @@ AT_PLACES = [
 
 @pytest.mark.parametrize(("case", "place"), AT_PLACES)
 def test_the_numbers_of_one_device(
-    places: Places, measured: table.Found, case: str, place: str
+    places: CasePlaces, measured: table.Found, case: str, place: str
 ) -> None:
     first, *others = [found[case] for found in places[place]]
     for other in others:  # all workers have the same, to the bit

@@ -1,6 +1,6 @@
-"""Each private touch of Keras: a test that fails when Keras no longer needs it.
+"""For each patch of Keras, a test that fails when Keras no longer needs the patch.
 
-When one fails after an upgrade, look whether its file in `keras_patches` can lose that function.
+When one fails after an upgrade of Keras, try to remove the function that the test names.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.behaviours import behaviour, upstream
+from tests.support.places import SEVERAL, TWO_REPLICAS, TWO_WORKERS
 from tfmulti.keras_patches import datasets, installation, random_numbers
 from tfmulti.keras_patches.datasets import kind_of, parts_of
 from tfmulti.keras_patches.model_structure import (
@@ -44,41 +45,41 @@ from tfmulti.training.state import relocation
 
 pytestmark = pytest.mark.mirrored
 
-Behaviours = Callable[..., list[dict[str, Any]]]
+
+@behaviour(upstream.fit_by_keras, at=[TWO_WORKERS])
+def test_upstream_fit_still_fails_on_several_workers(errors: list[list[str]]) -> None:
+    """keras#20585 is the reason for `build_from_specs`, and for the `fit` of tfmulti."""
+    assert [error for error, _ in errors] == ["ValueError"] * 2
 
 
-def test_upstream_fit_still_fails_on_several_workers(behaviours: Behaviours) -> None:
-    """keras#20585: the reason for `build_from_specs`, and for a fit of our own."""
-    for worker in behaviours("multi_worker_mirrored", 2):
-        assert worker["upstream_fit"]["error"][0] == "ValueError"
+@behaviour(upstream.fit_by_keras_with_an_uneven_first_batch, at=[TWO_REPLICAS])
+def test_upstream_fit_still_fails_on_an_uneven_first_batch(errors: list[list[str]]) -> None:
+    assert "AddN" in errors[0][1]
 
 
-def test_upstream_fit_still_fails_on_an_uneven_first_batch(behaviours: Behaviours) -> None:
-    assert "AddN" in behaviours("mirrored", 2)[0]["upstream_uneven_first_batch"]["error"][1]
+@behaviour(upstream.mean_squared_error_on_a_replica, at=SEVERAL)
+def test_upstream_still_divides_losses_by_the_replicas(results: list[Any]) -> None:
+    """The reason for the scaling of losses."""
+    assert all(worker == [0.5, 1.0] for worker in results)
 
 
-def test_upstream_still_divides_losses_by_the_replicas(behaviours: Behaviours) -> None:
-    """The reason for the scaling of losses: divided outside a share, whole inside it."""
-    for kind in ("mirrored", "multi_worker_mirrored"):
-        assert behaviours(kind, 2)[0]["upstream_loss_is_divided_by_replicas"] == [0.5, 1.0]
-
-
-def test_upstream_still_counts_a_loss_of_one_number_for_each_replica(
-    behaviours: Behaviours,
-) -> None:
+@behaviour(upstream.weights_after_a_scalar_loss, at=[TWO_REPLICAS])
+def test_upstream_still_counts_a_scalar_loss_for_each_replica(results: list[Any]) -> None:
     """The reason for `Loss.__call__`: two replicas move the weights twice as far."""
-    alone, mended = behaviours("mirrored", 2)[0]["upstream_scalar_losses_count_for_each_replica"]
-    assert np.asarray(alone) - 1 == pytest.approx(2 * (np.asarray(mended) - 1), rel=1e-4)
+    keras_alone, patched = map(np.asarray, results[0])
+    assert keras_alone - 1 == pytest.approx(2 * (patched - 1), rel=1e-4)
 
 
-def test_upstream_still_divides_the_losses_that_rows_add(behaviours: Behaviours) -> None:
+@behaviour(upstream.weights_after_added_losses_of_rows, at=[TWO_REPLICAS])
+def test_upstream_still_divides_the_losses_that_rows_add(
+    results: list[Any], one_device: Any
+) -> None:
     """The reason for `_aggregate_additional_loss`: a sum over rows is halved on two replicas."""
-    name = "upstream_added_losses_of_rows_are_divided"
-    alone, mended = behaviours("mirrored", 2)[0][name]
-    one_alone, one_mended = behaviours("one_device")[0][name]
-    assert one_alone == one_mended
-    assert np.asarray(mended) == pytest.approx(np.asarray(one_mended), abs=1e-6)
-    assert np.abs(np.asarray(alone) - one_alone).max() > 1e-2
+    keras_alone, patched = map(np.asarray, results[0])
+    keras_on_one_device, patched_on_one_device = one_device
+    assert keras_on_one_device == patched_on_one_device
+    assert patched == pytest.approx(np.asarray(patched_on_one_device), abs=1e-6)
+    assert np.abs(keras_alone - keras_on_one_device).max() > 1e-2
 
 
 def test_upstream_orders_no_operations_that_are_there() -> None:
@@ -132,25 +133,27 @@ def test_a_cell_need_not_be_a_layer() -> None:
     np.testing.assert_array_equal(keras.layers.RNN(CellThatIsNoLayer())(x), np.full((4, 2), 3.0))
 
 
-def test_upstream_metric_functions_still_see_one_replica(behaviours: Behaviours) -> None:
+@behaviour(upstream.metric_function_of_a_batch, at=[TWO_REPLICAS])
+def test_upstream_metric_functions_still_see_one_replica(results: list[Any]) -> None:
     """The reason for `MeanMetricWrapper.update_state`."""
-    alone, mended, right = behaviours("mirrored", 2)[0]["upstream_metric_functions_see_a_replica"]
-    assert mended == pytest.approx(right, abs=1e-6)
-    assert abs(alone - right) > 0.1
+    [(keras_alone, patched, expected)] = results
+    assert patched == pytest.approx(expected, abs=1e-6)
+    assert abs(keras_alone - expected) > 0.1
 
 
-def test_upstream_masks_are_still_the_same_on_all_replicas(behaviours: Behaviours) -> None:
+@behaviour(upstream.dropout_masks_of_replicas, at=[TWO_REPLICAS])
+def test_upstream_masks_are_still_the_same_on_all_replicas(results: list[Any]) -> None:
     """The reason for the functions of `backend.random`."""
-    name = "upstream_masks_are_the_same_on_all_replicas"
-    (alone, mended), (other_alone, other_mended) = behaviours("mirrored", 2)[0][name]
-    assert alone == other_alone
-    assert mended != other_mended
+    (keras_alone, patched), (keras_on_second, patched_on_second) = results[0]
+    assert keras_alone == keras_on_second
+    assert patched != patched_on_second
 
 
-def test_upstream_statistics_still_drift_apart(behaviours: Behaviours) -> None:
+@behaviour(upstream.moving_means_of_replicas, at=[TWO_REPLICAS])
+def test_upstream_statistics_of_replicas_still_differ(results: list[Any]) -> None:
     """The reason for `moving_statistics`."""
-    first, second = behaviours("mirrored", 2)[0]["upstream_statistics_of_replicas_drift_apart"]
-    assert np.abs(np.asarray(first) - second).max() > 1e-3
+    first, second = map(np.asarray, results[0])
+    assert np.abs(first - second).max() > 1e-3
 
 
 def test_statistics_are_those_that_move() -> None:
@@ -167,51 +170,56 @@ def test_statistics_are_those_that_move() -> None:
     assert moving_statistics(made, sync_batch_norm=True) == []
 
 
-def test_upstream_synchronized_statistics_still_lose_digits(behaviours: Behaviours) -> None:
+@behaviour(upstream.synchronized_variance, at=[TWO_REPLICAS])
+def test_upstream_synchronized_statistics_still_lose_digits(results: list[Any]) -> None:
     """A reason for `BatchNormalization._moments`: 0, 1, 2, 3 have the variance 1.25 anywhere."""
-    alone, mended = behaviours("mirrored", 2)[0]["upstream_synchronized_statistics_lose_digits"]
-    assert mended == [1.25]
-    assert abs(alone[0] - 1.25) > 0.1
+    [(keras_alone, patched)] = results
+    assert patched == [1.25]
+    assert abs(keras_alone[0] - 1.25) > 0.1
 
 
-@pytest.mark.parametrize(
-    "name", ["upstream_averages_cannot_overwrite", "upstream_gradients_cannot_accumulate"]
+@behaviour(
+    upstream.fit_by_keras_with_averages_that_overwrite,
+    upstream.fit_by_keras_with_gradient_accumulation,
+    upstream.update_by_keras_in_a_condition,
+    upstream.weight_decay_by_keras_in_a_condition,
+    at=[TWO_REPLICAS],
 )
-def test_upstream_still_needs_merge_call(behaviours: Behaviours, name: str) -> None:
-    """The reason for `_UpdatesReplica`."""
-    assert "merge_call" in behaviours("mirrored", 2)[0][name]["error"][1]
+def test_upstream_still_needs_merge_call(errors: list[list[str]]) -> None:
+    """The reason for `_UpdatesReplica`, `_backend_update_step` and `_apply_weight_decay`.
+
+    Gradient accumulation calls the last two inside a condition.
+    """
+    assert "merge_call" in errors[0][1]
 
 
-@pytest.mark.parametrize(
-    "name", ["upstream_an_update_needs_merge_call", "upstream_a_decay_needs_merge_call"]
-)
-def test_upstream_methods_still_need_merge_call(behaviours: Behaviours, name: str) -> None:
-    """The reason for `_backend_update_step` and `_apply_weight_decay`: accumulation calls both."""
-    assert "merge_call" in behaviours("mirrored", 2)[0][name]["error"][1]
-    updated, decayed = behaviours("mirrored", 2)[0]["updates_and_decays_within_a_condition"]
+@behaviour(upstream.update_and_weight_decay_in_a_condition, at=[TWO_REPLICAS])
+def test_patched_optimizers_need_no_merge_call(results: list[Any]) -> None:
+    [(updated, decayed)] = results
     assert updated == [[0.5], [0.5]]
     assert decayed == [[0.75], [0.75]]
 
 
-def test_upstream_functions_of_loops_still_divide_for_a_sum(behaviours: Behaviours) -> None:
+@behaviour(upstream.loss_functions_of_custom_loops, at=[TWO_REPLICAS])
+def test_upstream_functions_of_loops_still_divide_for_a_sum(results: list[Any]) -> None:
     """The reason for `distribution.custom_steps`: two of four rows, 1 and 3, of two replicas.
 
-    Replicas' gradients meet as a mean, so theirs must be 2 (the mean of the rows), 1 (the sum
-    over 8, doubled) and 4 (not halved).
+    tfmulti averages the gradients of the replicas, so their losses must be 2 (the mean of the
+    rows), 1 (the sum over 8, doubled) and 4 (not halved).
     """
-    found = behaviours("mirrored", 2)[0]["upstream_functions_of_loops"]
-    assert found == [[1.0, 2.0], [0.5, 1.0], [2.0, 4.0]]
+    assert results == [[[1.0, 2.0], [0.5, 1.0], [2.0, 4.0]]]
 
 
-def test_upstream_still_clips_before_reducing(behaviours: Behaviours) -> None:
+@behaviour(upstream.step_with_clipped_gradients, at=[TWO_REPLICAS])
+def test_upstream_still_clips_before_reducing(results: list[Any]) -> None:
     """The reason for `take_reduced_gradients`.
 
-    The replicas' gradients are 3 and 0, their mean is 1.5, and a value is clipped at 2. The
-    global gradient is not clipped; Keras clips replica 0's part to 2 before it sums.
+    The gradients of the replicas are 3 and 0, their mean is 1.5, and values are clipped at 2. The
+    global gradient is not clipped. Keras clips the part of replica 0 to 2 before it sums.
     """
-    alone, mended = behaviours("mirrored", 2)[0]["upstream_clips_before_reducing"]
-    assert mended == pytest.approx(-1.5)
-    assert alone == pytest.approx(-2.0)
+    [(keras_alone, patched)] = results
+    assert patched == pytest.approx(-1.5)
+    assert keras_alone == pytest.approx(-2.0)
 
 
 def test_data_adapters_are_still_not_exported() -> None:

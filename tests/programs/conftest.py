@@ -12,7 +12,7 @@ def left(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProgramPlaces]:
     """Gives what the selected programs left at their places, and on one device."""
-    wanted = dict.fromkeys(
+    wanted = (
         (place, str(params["name"]))
         for item in request.session.items
         if isinstance(item, pytest.Function) and "left" in item.fixturenames

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 
-from tests.exactness.running import Arrays, Places
-from tests.support.processes import ONE_THREAD, run, run_workers
+from tests.exactness.running import Arrays
+from tests.support.places import Places, run_at, workers_at
 
 LIMIT_S = 900  # of one place; the longest takes 200 s on two cores
 
@@ -23,11 +22,9 @@ class ProgramPlaces(Places):
     ends its process has the error `Died`, and the others go on in a new process.
     """
 
-    _futures: dict[str, Future[list[Arrays]]]
-
     def _run(self, place: str) -> list[Arrays]:
         folder = self._folder / place
-        wanted = list(self._cases[place])
+        wanted = list(self._names[place])
         while wanted:
             log = self._attempt(place, folder, wanted)
             done = [name for name in wanted if (folder / "rank_0" / f"{name}.npz").exists()]
@@ -40,28 +37,22 @@ class ProgramPlaces(Places):
                 np.savez(target / f"{dead}.npz", error=np.array(["Died", log]))
             wanted = [name for name in wanted if name not in (*done, dead)]
         return [
-            {name: _read(folder / f"rank_{rank}" / f"{name}.npz") for name in self._cases[place]}
+            {name: _read(folder / f"rank_{rank}" / f"{name}.npz") for name in self._names[place]}
             for rank in _ranks(place)
         ]
 
     def _attempt(self, place: str, folder: Path, names: list[str]) -> str | None:
         """Runs programs; returns the end of the log where they did not end well."""
         argv = ["-m", "tests.programs", str(folder), place, "|".join(names)]
-        kind, _, count = place.partition("-")
-        logs = folder / f"logs_{len(names)}"
-        if kind == "workers":
-            try:
-                run_workers(argv, int(count), logs, limit_s=LIMIT_S, env=ONE_THREAD)
-            except AssertionError as error:
-                return str(error)[-6000:]
-            return None
-        done = run(argv, logs, limit_s=LIMIT_S, env=ONE_THREAD)
-        return done.stderr[-6000:] if done.returncode else None
+        try:
+            run_at(place, argv, folder / f"logs_{len(names)}", limit_s=LIMIT_S)
+        except AssertionError as error:
+            return str(error)[-6000:]
+        return None
 
 
 def _ranks(place: str) -> range:
-    kind, _, count = place.partition("-")
-    return range(2 if kind == "plain" else int(count) if kind == "workers" else 1)
+    return range(2 if place == "plain" else workers_at(place))
 
 
 def _read(file: Path) -> Left:

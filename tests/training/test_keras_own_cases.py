@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.behaviours import behaviour, keras_own_cases
+from tests.support.places import EVERYWHERE, ONE_DEVICE
+
 pytestmark = pytest.mark.multiworker
-
-KINDS = pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
-Behaviours = Callable[..., list[dict[str, Any]]]
-
-
-def found(behaviours: Behaviours, kind: str, name: str) -> list[Any]:
-    """Returns what a behaviour left, an entry a worker."""
-    workers = behaviours(kind) if kind == "one_device" else behaviours(kind, 2)
-    return [worker[f"keras_{name}"] for worker in workers]
 
 
 def on_all(expected: Any, values: Any) -> bool:
@@ -25,111 +18,120 @@ def on_all(expected: Any, values: Any) -> bool:
     return all(value == pytest.approx(expected, abs=1e-6) for value in values)
 
 
-@KINDS
-def test_single_step(behaviours: Behaviours, kind: str) -> None:
-    for ((weights,),) in found(behaviours, kind, "single_step"):
-        assert on_all([0.5, -1.0, -0.5, 3.0], weights)  # less 0.5 × (1, 6, 7, 2)
+@behaviour(keras_own_cases.single_step, at=EVERYWHERE)
+def test_single_step(results: list[Any]) -> None:
+    """The weights lose 0.5 × (1, 6, 7, 2)."""
+    for ((weights,),) in results:
+        assert on_all([0.5, -1.0, -0.5, 3.0], weights)
 
 
-@KINDS
-def test_config(behaviours: Behaviours, kind: str) -> None:
-    assert all(worker == [True, True] for worker in found(behaviours, kind, "config"))
+@behaviour(keras_own_cases.config, at=EVERYWHERE)
+def test_config(results: list[Any]) -> None:
+    assert all(worker == [True, True] for worker in results)
 
 
-@KINDS
-def test_weight_decay(behaviours: Behaviours, kind: str) -> None:
-    for ((first, second),), ((third, fourth),) in found(behaviours, kind, "weight_decay"):
+@behaviour(keras_own_cases.weight_decay, at=EVERYWHERE)
+def test_weight_decay(results: list[Any]) -> None:
+    """The last weight is excluded by its name."""
+    for ((first, second),), ((third, fourth),) in results:
         assert on_all([2 * 0.996], first)
         assert on_all([3 * 0.996], second)
         assert on_all([2 * 0.996], third)
-        assert on_all([3.0], fourth)  # left out by its name
+        assert on_all([3.0], fourth)
 
 
-@KINDS
-def test_nesterov(behaviours: Behaviours, kind: str) -> None:
+@behaviour(keras_own_cases.nesterov, at=EVERYWHERE)
+def test_nesterov(results: list[Any]) -> None:
     """SGD(0.01) without momentum is plain: 1 - 0.01 × gradient, then 0.0001 a step."""
-    for worker in found(behaviours, kind, "nesterov"):
+    for worker in results:
         assert len(worker) == 5
         for step, replicas in enumerate(worker):
             assert on_all(1 - 0.001 * np.arange(1, 11) - 0.0001 * step, replicas)
 
 
-@KINDS
-def test_clipping(behaviours: Behaviours, kind: str) -> None:
-    """The gradient of the global batch is (100, 100); no replica's own is."""
-    for ((weights,),) in found(behaviours, kind, "clip_norm"):
-        assert on_all([-(2**0.5) / 2] * 2, weights)
-    for ((weights,),) in found(behaviours, kind, "clip_value"):
-        assert on_all([-1.0, -1.0], weights)
+@pytest.mark.parametrize("place", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("behaviour", "expected"),
+    [
+        (keras_own_cases.clip_norm, [-(2**0.5) / 2] * 2),
+        (keras_own_cases.clip_value, [-1.0, -1.0]),
+    ],
+)
+def test_clipping(results: list[Any], expected: list[float]) -> None:
+    """The gradient of the global batch is (100, 100), unlike that of any replica."""
+    for ((weights,),) in results:
+        assert on_all(expected, weights)
 
 
-@KINDS
-def test_stateless_apply_is_refused(behaviours: Behaviours, kind: str) -> None:
-    for worker in found(behaviours, kind, "stateless_apply"):
-        assert worker["error"][0] == "ValueError"
-        assert "not supported" in worker["error"][1]
+@behaviour(keras_own_cases.stateless_apply, at=EVERYWHERE)
+def test_stateless_apply_is_refused(errors: list[list[str]]) -> None:
+    for error, message in errors:
+        assert error == "ValueError"
+        assert "not supported" in message
 
 
-@KINDS
-def test_moving_average(behaviours: Behaviours, kind: str) -> None:
-    """The average is 2, then 0.9 × 2 + 0.1 × 1 = 1.9, then 0.9 × 1.9 + 0.1 × 0 = 1.71."""
-    for (first,), (second,), (third,) in found(behaviours, kind, "moving_average"):
+@behaviour(keras_own_cases.moving_average, at=EVERYWHERE)
+def test_moving_average(results: list[Any]) -> None:
+    """The average is 2, then 0.9 × 2 + 0.1 × 1 = 1.9, then 0.9 × 1.9 + 0.1 × 0 = 1.71.
+
+    After the third step it overwrites the weights.
+    """
+    for (first,), (second,), (third,) in results:
         assert on_all([2.0, 3.0], first)
         assert on_all([1.0, 2.0], second)
-        assert on_all([1.71, 2.71], third)  # overwritten
+        assert on_all([1.71, 2.71], third)
 
 
-@KINDS
-def test_gradient_accumulation(behaviours: Behaviours, kind: str) -> None:
-    for ((first,), (second,), (third,)), iterations in found(
-        behaviours, kind, "gradient_accumulation"
-    ):
+@behaviour(keras_own_cases.gradient_accumulation, at=EVERYWHERE)
+def test_gradient_accumulation(results: list[Any]) -> None:
+    """The third step subtracts the mean of three gradients (1, 2)."""
+    for ((first,), (second,), (third,)), iterations in results:
         assert on_all([1.0, 2.0], first)
         assert on_all([1.0, 2.0], second)
-        assert on_all([0.0, 0.0], third)  # less the mean of three gradients (1, 2)
+        assert on_all([0.0, 0.0], third)
         assert iterations == 1
 
 
-@KINDS
-def test_variables_are_mirrored(behaviours: Behaviours, kind: str) -> None:
-    for worker in found(behaviours, kind, "variables_are_mirrored"):
-        assert worker == [["Variable", kind != "one_device", "none"]] * 2
+@behaviour(keras_own_cases.variables_are_mirrored, at=EVERYWHERE)
+def test_variables_are_mirrored(results: list[Any], place: str) -> None:
+    for worker in results:
+        assert worker == [["Variable", place != ONE_DEVICE, "none"]] * 2
 
 
-@KINDS
-def test_aggregation_and_synchronization(behaviours: Behaviours, kind: str) -> None:
-    for kernel, total, keras_words in found(behaviours, kind, "aggregation_and_synchronization"):
+@behaviour(keras_own_cases.aggregation_and_synchronization, at=EVERYWHERE)
+def test_aggregation_and_synchronization(results: list[Any], place: str) -> None:
+    for kernel, total, aggregation_in_keras in results:
         assert kernel[0] == "VariableAggregationV2.NONE"
         assert total == ["VariableAggregationV2.SUM", "VariableSynchronization.ON_READ"]
-        assert keras_words == ["none", "sum"]
-        if kind != "one_device":
+        assert aggregation_in_keras == ["none", "sum"]
+        if place != ONE_DEVICE:
             assert kernel[1] == "VariableSynchronization.ON_WRITE"
 
 
-@KINDS
-def test_run_of_a_model(behaviours: Behaviours, kind: str) -> None:
-    workers = found(behaviours, kind, "run_of_a_model")
-    replicas = [replica for worker in workers for replica in worker]
+@behaviour(keras_own_cases.run_of_a_model, at=EVERYWHERE)
+def test_run_of_a_model(results: list[Any], place: str) -> None:
+    replicas = [replica for worker in results for replica in worker]
     assert replicas[0] == [[0.0, 0.0]] * 8
-    assert replicas[1:] == ([] if kind == "one_device" else [[[4.0, 4.0]] * 8])
+    assert replicas[1:] == ([] if place == ONE_DEVICE else [[[4.0, 4.0]] * 8])
 
 
-@KINDS
-def test_epochs_of_batches(behaviours: Behaviours, kind: str) -> None:
-    for steps, rows in found(behaviours, kind, "epochs_of_batches"):
+@behaviour(keras_own_cases.epochs_of_batches, at=EVERYWHERE)
+def test_epochs_of_batches(results: list[Any]) -> None:
+    for steps, rows in results:
         assert steps == [0, 1, 2, 3, 4, 5, 6]
         assert rows == [16, 32, 48, 64, 80, 96, 100]
 
 
-@KINDS
-def test_seed_generator(behaviours: Behaviours, kind: str) -> None:
-    for worker in found(behaviours, kind, "seed_generator"):
-        assert all(state == [42, 4] for state in worker)  # one draw a step, the same for all
+@behaviour(keras_own_cases.seed_generator, at=EVERYWHERE)
+def test_seed_generator(results: list[Any]) -> None:
+    """The generator of seed 42 has one draw a step, the same on all replicas."""
+    for worker in results:
+        assert all(state == [42, 4] for state in worker)
 
 
-@KINDS
-def test_regularized_fit(behaviours: Behaviours, kind: str) -> None:
-    """Loss 1 + 0.01 + 0.01; weight 1 - 0.01 × (2 + 0.01 + 0.02)."""
-    for (loss,), weights in found(behaviours, kind, "regularized_fit"):
+@behaviour(keras_own_cases.regularized_fit, at=EVERYWHERE)
+def test_regularized_fit(results: list[Any]) -> None:
+    """The loss is 1 + 0.01 + 0.01, and the weight 1 - 0.01 × (2 + 0.01 + 0.02)."""
+    for (loss,), weights in results:
         assert loss == pytest.approx(1.02, abs=1e-6)
         assert on_all([1 - 0.01 * 2.03], [row for replica in weights for row in replica])

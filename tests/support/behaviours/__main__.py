@@ -1,67 +1,48 @@
-"""Runs all behaviours under any strategy.
+"""Runs behaviours at a place.
 
-    python -m tests.support.behaviours OUT STRATEGY [REPLICAS]
+    python -m tests.support.behaviours OUT PLACE MODULE:FUNCTION[:CASE] …
 
-writes OUT (RANK in it becomes the worker's rank): a JSON object, behaviour -> what it
-returned, or `{"error": [type, message]}`.
+writes OUT, in which RANK becomes the worker's rank: a JSON object with `{"result": value}` or
+`{"error": [type, message], "traceback": text}` for each behaviour.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import keras
 
-from tests.support.behaviours import (
-    batches,
-    compiled,
-    costs,
-    numbers,
-    rewritten,
-    stops,
-    upstream,
-    usage,
-    verifying,
-)
-from tests.support.behaviours.common import BEHAVIOURS, KINDS, here
-from tfmulti import make_strategy
+from tests.support.behaviours.common import here
+from tests.support.cases import strategy_at
 from tfmulti.distribution.strategies import placement_of
 
-MODULES = (
-    usage,
-    batches,
-    numbers,
-    compiled,
-    rewritten,
-    stops,
-    upstream,
-    costs,
-    verifying,
-)  # importing them registers what they hold
 
-
-def main(out: str, kind: str, replicas: str | None = None, *only: str) -> None:
-    gc.freeze()  # Keras collects garbage before each: in vain among what was imported
-    here.strategy = make_strategy(kind, replicas=int(replicas) if replicas else None)
-    here.place = placement_of(here.strategy)
-    here.shared = Path(out).parent / "shared"
-    here.shared.mkdir(exist_ok=True)
-    results = {}
-    for name, function in BEHAVIOURS.items():
-        if kind not in KINDS.get(name, (kind,)) or (only and name not in only):
-            continue
+def main(out: str, place: str, *names: str) -> None:
+    # Keras collects garbage before each behaviour, and need not look through its imports.
+    gc.freeze()
+    here.strategy = strategy_at(place)
+    here.placement = placement_of(here.strategy)
+    outcomes = {}
+    for number, name in enumerate(names):
         started = time.perf_counter()
+        here.shared = Path(out).parent / f"shared_{number}"
+        here.shared.mkdir(exist_ok=True)
+        module, function, *case = name.split(":", 2)
         keras.utils.clear_session()
         try:
-            results[name] = function()
+            result = getattr(importlib.import_module(module), function)(*case)
+            outcomes[name] = {"result": result}
         except Exception as error:
-            results[name] = {"error": [type(error).__name__, str(error)]}
+            described = [type(error).__name__, str(error)]
+            outcomes[name] = {"error": described, "traceback": traceback.format_exc()}
         print(f"{time.perf_counter() - started:6.2f} s  {name}", flush=True)
-    Path(out.replace("RANK", str(here.place.rank))).write_text(json.dumps(results))
+    Path(out.replace("RANK", str(here.placement.rank))).write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all behaviours share: the strategy, a small model, and data."""
+"""What behaviours share: the strategy, a small model, and data."""
 
 from __future__ import annotations
 
@@ -18,43 +18,28 @@ X = _rng.standard_normal((96, 6)).astype(np.float32)
 Y = _rng.integers(3, size=96).astype(np.int32)
 
 
-class LocalMachine:
-    """Where the behaviours run; set before the first."""
+class Here:
+    """The worker that runs the behaviours. `__main__` sets it before the first behaviour."""
 
     strategy: tf.distribute.Strategy
-    place: Placement
-    shared: Path  # one folder for all workers
+    placement: Placement
+    # A folder that all workers share, and that no other behaviour writes to.
+    shared: Path
 
 
-here = LocalMachine()
-
-BEHAVIOURS: dict[str, Callable[[], Any]] = {}
+here = Here()
 
 
-KINDS: dict[str, tuple[str, ...]] = {}  # of strategies, where a behaviour does not need each
+def classifier(
+    *extra: keras.layers.Layer, prepared: Any = None, **compile_options: Any
+) -> keras.Model:
+    """Returns a small model with `extra` layers in its middle.
 
-
-def behaviour(function: Callable[[], Any]) -> Callable[[], Any]:
-    assert function.__name__ not in BEHAVIOURS
-    BEHAVIOURS[function.__name__] = function
-    return function
-
-
-def behaviour_at(*kinds: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Registers a behaviour that is run under these strategies alone."""
-
-    def register(function: Callable[[], Any]) -> Callable[[], Any]:
-        KINDS[function.__name__] = kinds
-        return behaviour(function)
-
-    return register
-
-
-def model(*extra: keras.layers.Layer, prepared: Any = None, **compile_options: Any) -> keras.Model:
-    """Returns a small classifier with `extra` layers in the middle; `prepared` for prepare."""
+    `prepared` are options of `prepare`, `compile_options` those of `compile`.
+    """
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(
+        model = prepare(
             keras.Sequential(
                 [
                     keras.Input((6,)),
@@ -65,7 +50,7 @@ def model(*extra: keras.layers.Layer, prepared: Any = None, **compile_options: A
             ),
             **(prepared or {}),
         )
-        made.compile(
+        model.compile(
             **{
                 "optimizer": keras.optimizers.SGD(0.1),
                 "loss": "sparse_categorical_crossentropy",
@@ -73,17 +58,22 @@ def model(*extra: keras.layers.Layer, prepared: Any = None, **compile_options: A
                 **compile_options,
             }
         )
-    return made
+    return model
 
 
-def fit(made: keras.Model, **options: Any) -> dict[str, Any]:
+def fit(model: keras.Model, **options: Any) -> dict[str, Any]:
+    """Trains a model, and returns its history."""
     given = {"x": X, "y": Y, "batch_size": 24, "epochs": 2, "verbose": 0, **options}
-    history = made.fit(**given).history
+    history = model.fit(**given).history
     return {name: [float(v) for v in values] for name, values in history.items()}
 
 
+def weights_of(model: keras.Model) -> list[Any]:
+    return [weight.tolist() for weight in model.get_weights()]
+
+
 def on_all_replicas(function: Callable[[], Any]) -> list[Any]:
-    """Returns what a function of replica context returns on each local replica."""
+    """Runs a function on each local replica, and returns what it returned on each."""
     found = tf.function(lambda: here.strategy.run(function))()
     return [
         keras.ops.convert_to_numpy(value).tolist()

@@ -1,4 +1,4 @@
-"""What a step costs, in counts: collectives, calls into TensorFlow, traces, threads."""
+"""The costs of a step in counts: collectives, calls of TensorFlow, traces, threads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
-from tests.support.behaviours.graphs import collectives_in, graph_of
+from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
+from tests.support.behaviours.graphs import collectives_in, graph_of, nodes_of
 from tests.support.threads import left_since
 from tfmulti import prepare
 from tfmulti.distribution import collectives, connections, replica_threads
 from tfmulti.distribution.transport import channel, rendezvous
 from tfmulti.training.input.prefetcher import Prefetcher
-from tfmulti.training.step import steps_per_execution
+from tfmulti.training.step.steps_per_execution import StepsPerExecution
 
 ROUND_TRIPS = {
-    "TFE_Py_Execute": "calls",  # of functions
-    "TFE_Py_FastPathExecute": "calls",  # of operations by themselves
-    "_numpy_internal": "reads",  # float(), int(), np.asarray() and numpy() of a tensor
+    # A call of a function, and one of a single operation.
+    "TFE_Py_Execute": "calls",
+    "TFE_Py_FastPathExecute": "calls",
+    # float(), int(), np.asarray() and numpy() of a tensor.
+    "_numpy_internal": "reads",
 }
 
 LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
@@ -35,25 +37,23 @@ LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
 }
 
 
-@behaviour
 def collectives_of_a_step() -> Any:
-    """Returns the kinds of the collectives of a step, of each network."""
+    """Returns the kinds of the collectives in a step of each network."""
     found = {}
     for name, layers in LAYERS.items():
-        made = model(*layers())
-        fit(made, epochs=1)
-        found[name] = collectives_in(graph_of(made, 1))
+        model = classifier(*layers())
+        fit(model, epochs=1)
+        found[name] = collectives_in(graph_of(model, 1))
     return found
 
 
-@behaviour_at("multi_worker_mirrored")
-def computed_before_waits() -> Any:
-    """Returns the types of what waits for others come after, of which others' part is no input."""
+def operations_before_each_wait() -> Any:
+    """Returns the types of the operations that each wait for other workers is ordered after."""
     layers: list[keras.layers.Layer] = [keras.layers.BatchNormalization()]
     layers += [keras.layers.Dense(5, kernel_regularizer="l2"), keras.layers.BatchNormalization()]
-    made = model(*layers)
-    fit(made, epochs=1)
-    graph = graph_of(made, 1)
+    model = classifier(*layers)
+    fit(model, epochs=1)
+    graph = graph_of(model, 1)
     found = []
     for nodes in [graph.node, *(each.node_def for each in graph.library.function)]:
         types = {node.name: node.op for node in nodes}
@@ -64,85 +64,81 @@ def computed_before_waits() -> Any:
     return found
 
 
-@behaviour_at("mirrored")
-def by_tensorflows_collectives() -> Any:
-    """Returns weights by plain sums and by collectives, as on GPUs, and of these the kinds."""
+def replicas_with_and_without_collectives() -> Any:
+    """Returns the collectives and the weights of each network, with plain sums on CPUs.
+
+    Then the same with TensorFlow's collectives, which replicas on GPUs take.
+    """
 
     def trained(name: str) -> Any:
-        made = model(*LAYERS[name]())
-        fit(made)
-        return collectives_in(graph_of(made, 1)), [weight.tolist() for weight in made.get_weights()]
+        model = classifier(*LAYERS[name]())
+        fit(model)
+        return collectives_in(graph_of(model, 1)), [
+            weight.tolist() for weight in model.get_weights()
+        ]
 
     plain = {name: trained(name) for name in LAYERS}
-    ours = replica_threads._are_siblings
-    replica_threads._are_siblings = lambda *_: False  # type: ignore[assignment]
-    try:
+    with mock.patch.object(replica_threads, "_are_siblings", return_value=False):
         return plain, {name: trained(name) for name in LAYERS}
-    finally:
-        replica_threads._are_siblings = ours  # type: ignore[assignment]
 
 
-@behaviour
-def kernels_that_update() -> Any:
-    """Returns how many variables a step of SGD updates by a kernel of its own."""
-    made = model()
-    fit(made, epochs=1)
-    graph = graph_of(made, 1)
-    nodes = [*graph.node, *(n for each in graph.library.function for n in each.node_def)]
+def update_kernels_of_a_step() -> Any:
+    """Returns the number of variables that a step of SGD updates by TensorFlow's own kernel."""
+    model = classifier()
+    fit(model, epochs=1)
+    nodes = nodes_of(graph_of(model, 1))
     return sum(node.op == "ResourceApplyGradientDescent" for node in nodes)
 
 
-@behaviour
-def calls_of_a_step() -> Any:
-    """Returns the calls into TensorFlow of 20 more steps, what is read, and the step's traces."""
-    made = model()
+def tensorflow_calls_of_a_step() -> Any:
+    """Returns the calls and the reads that 20 more steps take, and the number of traces."""
+    model = classifier()
     x, y = np.tile(X, (10, 1)), np.tile(Y, 10)
 
     def executed(steps: int) -> Counter[str]:
-        """Returns how often functions and single operations ran, and tensors were read."""
+        """Counts the calls and the reads of a fit."""
         count: Counter[str] = Counter()
 
         def note(frame: Any, event: str, argument: Any) -> None:
             if event == "c_call" and argument.__name__ in ROUND_TRIPS:
                 count[ROUND_TRIPS[argument.__name__]] += 1
 
-        def closed(stream: Prefetcher) -> None:
-            sys.setprofile(None)  # it empties the queue, which has more in it or less
-            close(stream)
+        def close_uncounted(prefetcher: Prefetcher) -> None:
+            # The number of batches that are left in the queue differs from run to run.
+            sys.setprofile(None)
+            close(prefetcher)
             sys.setprofile(note)
 
         close = Prefetcher.close
         sys.setprofile(note)
         try:
-            with mock.patch.object(Prefetcher, "close", closed):
-                fit(made, x=x, y=y, epochs=1, steps_per_epoch=steps)
+            with mock.patch.object(Prefetcher, "close", close_uncounted):
+                fit(model, x=x, y=y, epochs=1, steps_per_epoch=steps)
         finally:
             sys.setprofile(None)
         return count
 
     executed(10)
     few, many = executed(10), executed(30)
-    uneven = model()
-    fit(uneven, x=x[:61], y=y[:61], epochs=3)  # the last batch has fewer rows
+    # The last batch has fewer rows.
+    uneven = classifier()
+    fit(uneven, x=x[:61], y=y[:61], epochs=3)
     calls, reads = (many[kind] - few[kind] for kind in ("calls", "reads"))
     return [calls, reads, uneven.train_function.one.experimental_get_tracing_count()]
 
 
-class OwnStep(keras.Sequential):
-    """A step of the user's own."""
-
+class CustomStep(keras.Sequential):
     def train_step(self, data: Any) -> Any:
         return super().train_step(data)
 
 
-@behaviour
-def read_by_autograph() -> Any:
-    """Returns the functions that AutoGraph wrote anew: of Keras' step, and of a user's own."""
+def functions_converted_by_autograph() -> Any:
+    """Returns the functions that AutoGraph converts for Keras' step, and for a custom one."""
     with here.strategy.scope():
-        own = prepare(OwnStep([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
-        own.compile("sgd", "sparse_categorical_crossentropy")
+        custom = prepare(CustomStep([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
+        custom.compile("sgd", "sparse_categorical_crossentropy")
     found = []
-    for made in (model(), own):
+    for model in (classifier(), custom):
         seen: set[str] = set()
 
         def note(frame: Any, event: str, argument: Any, seen: set[str] = seen) -> None:
@@ -150,11 +146,12 @@ def read_by_autograph() -> Any:
             if "__autograph_generated_file" in code.co_filename and code.co_name[:4] == "tf__":
                 seen.add(code.co_name)
 
+        # Each replica is traced in a thread.
+        threading.setprofile(note)
         sys.setprofile(note)
-        threading.setprofile(note)  # each replica is traced in a thread
         try:
-            fit(made, validation_split=0.25)
-            made.predict(X, verbose=0)
+            fit(model, validation_split=0.25)
+            model.predict(X, verbose=0)
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
@@ -162,8 +159,8 @@ def read_by_autograph() -> Any:
     return found
 
 
-class TwoOptimizers(keras.Model):
-    """A step that counts its traces and never uses the optimizer that `compile` makes."""
+class CountsTraces(keras.Model):
+    """Has a custom step that counts its traces, and leaves the optimizer of `compile` unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,48 +177,41 @@ class TwoOptimizers(keras.Model):
         return {"loss": loss}
 
 
-@behaviour
-def traces_of_an_own_step() -> Any:
-    """Returns how often the step was traced in a first and in a second `fit`."""
+def traces_of_a_custom_step() -> Any:
+    """Returns the numbers of traces in a first and in a second `fit`."""
     with here.strategy.scope():
-        made = prepare(TwoOptimizers(), verify=False)
-        made.compile()
-    fit(made, epochs=1)
-    first, made.traces = made.traces, 0
-    fit(made, epochs=1)
-    return [first, made.traces]
+        model = prepare(CountsTraces(), verify=False)
+        model.compile()
+    fit(model, epochs=1)
+    first, model.traces = model.traces, 0
+    fit(model, epochs=1)
+    return [first, model.traces]
 
 
-@behaviour
-def threads_that_compute() -> Any:
-    """Returns how many threads TensorFlow was given for operations; for each, tests say it."""
+def inter_op_threads() -> Any:
+    """Returns the number of threads that run operations beside each other; 0 is the default."""
     return tf.config.threading.get_inter_op_parallelism_threads()
 
 
-@behaviour
-def threads_after_fit() -> Any:
-    """Returns the names of the threads that `fit` has left."""
-    made = model()
+def threads_left_by_fit() -> Any:
+    """Returns the names of the threads that a `fit` leaves."""
+    model = classifier()
     before = set(threading.enumerate())
-    fit(made, validation_split=0.25)
+    fit(model, validation_split=0.25)
     return left_since(before)
 
 
 def _of_all_rows(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-    """A value for each row, which depends on all others."""
+    """A loss whose value for a row depends on all rows."""
     return tf.reduce_mean(tf.matmul(y_pred, y_pred, transpose_b=True), -1)
 
 
-@behaviour
-def the_chiefs_pace() -> Any:
-    """Returns the steps at which callbacks were called, where each worker wants its own pace.
+def automatic_steps_per_execution() -> Any:
+    """Returns the steps after which callbacks were called, and the weights, of three runs.
 
-    Each time with the weights: one step a call, as many as were chosen, and where steps gather.
+    The runs have one step per execution, an automatic number, and an automatic number with a
+    loss that gathers rows. As the best number, each worker measures another one.
     """
-    best, steps_per_execution.StepsPerExecution._best = (
-        steps_per_execution.StepsPerExecution._best,
-        lambda self, left: 7 - here.place.rank,
-    )  # type: ignore[method-assign]
     seen: list[int] = []
 
     class Sees(keras.callbacks.Callback):
@@ -230,44 +220,36 @@ def the_chiefs_pace() -> Any:
 
     x, y = np.tile(X, (10, 1)), np.tile(Y, 10)
     found = []
-    try:
+    with mock.patch.object(StepsPerExecution, "_best", return_value=7 - here.placement.rank):
         for chosen, options in ((None, {}), ("auto", {}), ("auto", {"loss": _of_all_rows})):
-            made = model(prepared={"seed": 1, "steps_per_execution": chosen}, **options)
+            model = classifier(prepared={"seed": 1, "steps_per_execution": chosen}, **options)
             seen.clear()
-            fit(made, x=x, y=y, epochs=1, callbacks=[Sees()])
-            found.append([list(seen), [weight.tolist() for weight in made.get_weights()]])
-    finally:
-        steps_per_execution.StepsPerExecution._best = best  # type: ignore[method-assign]
+            fit(model, x=x, y=y, epochs=1, callbacks=[Sees()])
+            found.append([list(seen), weights_of(model)])
     return found
 
 
-@behaviour_at("multi_worker_mirrored")
-def without_connections() -> Any:
-    """Returns weights with connections between workers, and where the last cannot be reached.
+def training_without_connections() -> Any:
+    """Returns the kinds of the collectives and the weights, with connections between workers.
 
-    With the collectives that each takes.
+    Then the same where nobody can connect to the last worker.
     """
     layers = LAYERS["normalized"]
 
     def trained() -> Any:
-        made = model(*layers())
-        fit(made)
-        kinds = sorted(set(collectives_in(graph_of(made, 1))))
-        return kinds, [weight.tolist() for weight in made.get_weights()]
+        model = classifier(*layers())
+        fit(model)
+        return sorted(set(collectives_in(graph_of(model, 1)))), weights_of(model)
 
     def fails(*args: Any) -> Any:
-        if here.place.rank == here.place.workers - 1:
+        if here.placement.rank == here.placement.workers - 1:
             args[0].close()
             raise channel.ChannelError("no route to host")
         return rendezvous.connect_workers(*args, timeout_s=1.0)
 
-    found = [trained()]
-    known = dict(connections._connected)
-    connections._connected.clear()
-    connections.connect_workers = fails
-    try:
-        found.append(trained())
-    finally:
-        connections.connect_workers = rendezvous.connect_workers
-        connections._connected.update(known)
-    return found
+    with_connections = trained()
+    with (
+        mock.patch.dict(connections._connected, clear=True),
+        mock.patch.object(connections, "connect_workers", fails),
+    ):
+        return [with_connections, trained()]

@@ -1,4 +1,4 @@
-"""The compiled graph of an execution, and what is in it."""
+"""The compiled graph of an execution, and its collectives."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from tfmulti.training.input.feed import GivenData, make_feed
 from tfmulti.training.loop.stop_votes import VOTES
 
 
-def graph_of(made: keras.Model, steps: int) -> Any:
-    """Returns the graph of an execution of so many steps, with the functions that it calls."""
-    with contextlib.closing(make_feed(GivenData(X, Y, batch_size=24), here.place)) as feed:
+def graph_of(model: keras.Model, steps: int) -> Any:
+    """Returns the graph of an execution of `steps` steps, with the functions that it calls."""
+    with contextlib.closing(make_feed(GivenData(X, Y, batch_size=24), here.placement)) as feed:
         source = feed.iterate(0)
-        whole = tf.function(
-            lambda: made.train_function(source, steps, [0.0] * len(VOTES)).rows, autograph=False
+        execution = tf.function(
+            lambda: model.train_function(source, steps, [0.0] * len(VOTES)).rows, autograph=False
         )
-        return whole.get_concrete_function().graph.as_graph_def()
+        return execution.get_concrete_function().graph.as_graph_def()
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    """Returns the nodes of a graph and of its functions."""
+    return [*graph.node, *(node for each in graph.library.function for node in each.node_def)]
 
 
 def is_collective(node: Any) -> bool:
-    """Whether a node is TensorFlow's collective, or begins one of our own."""
+    """Whether a node is a collective of TensorFlow, or starts one of tfmulti."""
     name = node.name.rpartition("/")[2]
     return node.op.startswith("Collective") or name.startswith(collectives.SEND)
 
 
 def collectives_in(graph: Any, *, within_loop: bool = False) -> list[str]:
-    """Returns the kinds of a graph's collectives, sorted: of those in loops, or of all."""
+    """Returns the sorted kinds of all collectives of a graph, or of those in its loops."""
     functions = {each.signature.name: each.node_def for each in graph.library.function}
 
     def kinds(nodes: Any, outside: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Numbers that are looked at from inside a step, or at one moment of a run."""
+"""Numbers of a run that depend on the replicas: statistics, random numbers, losses, and logs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
-from tests.support.behaviours.graphs import is_collective
+from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
+from tests.support.behaviours.graphs import is_collective, nodes_of
 from tests.support.models import of_two_outputs
 from tfmulti import prepare
 from tfmulti.distribution import collectives, replica_context
 
-ONE_LEFT = {"x": X[:25], "y": Y[:25]}  # of a batch of 24: the last has one row
-OWN_STATISTICS = {"sync_batch_norm": False}
+# Of two batches of 24, the last has one row.
+ONE_LEFT = {"x": X[:25], "y": Y[:25]}
 
 
 def _normalized(**options: Any) -> keras.Model:
-    """Returns a model whose first layer normalizes: its statistics are those of the data."""
+    """Returns a model whose first layer normalizes the data, on each replica by itself."""
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(
+        model = prepare(
             keras.Sequential(
                 [
                     keras.Input((6,)),
@@ -32,76 +32,73 @@ def _normalized(**options: Any) -> keras.Model:
                     keras.layers.Dense(3, "softmax"),
                 ]
             ),
-            **OWN_STATISTICS,
+            sync_batch_norm=False,
         )
-        made.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
-    return made
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", **options)
+    return model
 
 
-def _own_folder() -> Path:
-    return Path(tempfile.mkdtemp(dir=here.shared.parent))
+def _worker_folder() -> Path:
+    return Path(tempfile.mkdtemp(dir=here.shared))
 
 
-def _statistics(made: keras.Model) -> list[list[list[float]]]:
-    """Returns moving mean and variance as each local replica has them."""
-    layer = made.layers[0]
+def _statistics(model: keras.Model) -> list[list[list[float]]]:
+    """Returns the moving means, then the moving variances, of the local replicas."""
+    layer = model.layers[0]
     return [
         [value.numpy().tolist() for value in here.strategy.experimental_local_results(v.value)]
         for v in (layer.moving_mean, layer.moving_variance)
     ]
 
 
-@behaviour
-def own_statistics_are_averaged_by_rows() -> Any:
-    """Returns them after an epoch, in the model and in a file saved in the epoch's middle."""
-    made = _normalized()
-    path = _own_folder() / "model.keras"
+def moving_statistics_of_an_epoch() -> Any:
+    """Returns the statistics after an epoch, and those that were saved after its second step."""
+    model = _normalized()
+    path = _worker_folder() / "model.keras"
 
     class Save(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 1:
                 self.model.save(path)
 
-    fit(made, x=X[:61], y=Y[:61], shuffle=False, epochs=1, callbacks=[Save()])
+    fit(model, x=X[:61], y=Y[:61], shuffle=False, epochs=1, callbacks=[Save()])
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
         saved = keras.models.load_model(path, compile=False).layers[0]
-    early = [
+    saved_statistics = [
         keras.ops.convert_to_numpy(v).tolist() for v in (saved.moving_mean, saved.moving_variance)
     ]
-    return [_statistics(made), early]
+    return [_statistics(model), saved_statistics]
 
 
-@behaviour
-def own_statistics_of_several_steps_an_execution() -> Any:
-    made = _normalized(steps_per_execution=3)
-    fit(made, **ONE_LEFT, shuffle=False, epochs=1)
-    return _statistics(made)
+def moving_statistics_of_several_steps_per_execution() -> Any:
+    model = _normalized(steps_per_execution=3)
+    fit(model, **ONE_LEFT, shuffle=False, epochs=1)
+    return _statistics(model)
 
 
-@behaviour
-def own_statistics_without_rows() -> Any:
-    made = _normalized()
-    history = fit(made, **ONE_LEFT, shuffle=False, epochs=1, validation_data=(X, Y))
-    evaluated = made.evaluate(X, Y, verbose=0)
-    path = _own_folder() / "model.keras"
-    made.save(path)
+def moving_statistics_with_an_empty_replica() -> Any:
+    """Returns losses of validation, of evaluation, and of the saved model; then the statistics."""
+    model = _normalized()
+    history = fit(model, **ONE_LEFT, shuffle=False, epochs=1, validation_data=(X, Y))
+    evaluated = model.evaluate(X, Y, verbose=0)
+    path = _worker_folder() / "model.keras"
+    model.save(path)
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
         alone = keras.models.load_model(path).evaluate(X, Y, verbose=0)
-    return [history["val_loss"][0], evaluated, alone, _statistics(made)]
+    return [history["val_loss"][0], evaluated, alone, _statistics(model)]
 
 
-@behaviour
-def frozen_layers_stay_as_they_are() -> Any:
-    """Layers that do not learn are no moving statistics, even where rounding would move them."""
-    made = _normalized()
-    made.layers[0].trainable = False
-    made.layers[0].moving_mean.assign(np.linspace(0.1, 0.7, 6))
-    fit(made, epochs=1)
-    return _statistics(made)[0]
+def moving_statistics_of_a_frozen_layer() -> Any:
+    """Returns the moving means, which an average over the replicas would round."""
+    model = _normalized()
+    model.layers[0].trainable = False
+    model.layers[0].moving_mean.assign(np.linspace(0.1, 0.7, 6))
+    fit(model, epochs=1)
+    return _statistics(model)[0]
 
 
 def _drawn(layer: keras.layers.Layer, x: np.ndarray) -> list[np.ndarray]:
-    """Returns what a random layer makes of the rows, in two calls."""
+    """Returns the outputs of a random layer in two calls."""
 
     class Always(keras.Model):
         def __init__(self) -> None:
@@ -112,25 +109,22 @@ def _drawn(layer: keras.layers.Layer, x: np.ndarray) -> list[np.ndarray]:
             return self.layer(x, training=True)
 
     with here.strategy.scope():
-        made = prepare(Always())
-    return [made.predict(x, batch_size=len(x), verbose=0) for _ in range(2)]
+        model = prepare(Always())
+    return [model.predict(x, batch_size=len(x), verbose=0) for _ in range(2)]
 
 
-@behaviour
-def masks_of_dropout() -> Any:
+def dropout_masks() -> Any:
     with here.strategy.scope():
         layer = keras.layers.Dropout(0.5, seed=4)
     return [found.tolist() for found in _drawn(layer, np.ones((13, 40), np.float32))]
 
 
-@behaviour
-def one_mask_for_all_rows() -> Any:
+def dropout_mask_shared_by_all_rows() -> Any:
     with here.strategy.scope():
         layer = keras.layers.Dropout(0.5, noise_shape=(1, 40), seed=4)
     return _drawn(layer, np.ones((13, 40), np.float32))[0].tolist()
 
 
-@behaviour
 def augmented_images() -> Any:
     with here.strategy.scope():
         layer = keras.layers.RandomTranslation(0.3, 0.3, seed=4)
@@ -139,7 +133,7 @@ def augmented_images() -> Any:
 
 
 class Chooses(keras.layers.Layer):
-    """Draws what cannot be drawn row by row."""
+    """Draws categories, for which Keras has no draw row by row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,30 +144,30 @@ class Chooses(keras.layers.Layer):
         return keras.ops.cast(chosen, "float32")
 
 
-@behaviour
-def choices_differ_between_replicas() -> Any:
+def categorical_draws() -> Any:
     with here.strategy.scope():
         layer = Chooses()
     return _drawn(layer, np.zeros((8, 10), np.float32))[0].tolist()
 
 
-@behaviour
-def weights_start_equal() -> Any:
-    """Returns the weights of a model that each worker would draw differently."""
-    keras.utils.set_random_seed(100 + here.place.rank)
+def initial_weights_of_differently_seeded_workers() -> Any:
+    """Returns the kernel of each local replica."""
+    keras.utils.set_random_seed(100 + here.placement.rank)
     with here.strategy.scope():
-        made = prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]))
+        model = prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]))
     return [
         value.numpy().tolist()
-        for value in here.strategy.experimental_local_results(made.weights[0].value)
+        for value in here.strategy.experimental_local_results(model.weights[0].value)
     ]
 
 
-@behaviour
-def overflow_on_one_replica_skips_the_step() -> Any:
-    """Returns steps taken and the scale after a batch whose last row overflows float16."""
+def overflow_on_one_replica() -> Any:
+    """Returns the steps taken, the loss scale, whether all is finite, and the weights.
+
+    A row of the last replica in the second batch overflows float16, which ends at 65504.
+    """
     x = X.copy()
-    x[47] = 6e4  # in the second batch of 24; times the weights it is beyond 65504
+    x[47] = 6e4
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -181,41 +175,39 @@ def overflow_on_one_replica_skips_the_step() -> Any:
             optimizer = keras.optimizers.LossScaleOptimizer(
                 keras.optimizers.SGD(0.01), initial_scale=64.0
             )
-        made = model(keras.layers.Dense(8, dtype="float32"), optimizer=optimizer)
+        model = classifier(keras.layers.Dense(8, dtype="float32"), optimizer=optimizer)
     finally:
         keras.config.set_dtype_policy("float32")
-    made.layers[0].kernel.assign(np.full((6, 8), 0.5, np.float32))
-    fit(made, x=x, epochs=1, shuffle=False)
-    weights = [weight.tolist() for weight in made.get_weights()]
+    model.layers[0].kernel.assign(np.full((6, 8), 0.5, np.float32))
+    fit(model, x=x, epochs=1, shuffle=False)
+    weights = weights_of(model)
     finite = all(np.isfinite(np.asarray(weight)).all() for weight in weights)
     steps = int(keras.ops.convert_to_numpy(optimizer.iterations))
     return [steps, float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)), finite, weights]
 
 
-@behaviour
-def running_logs() -> Any:
-    """Returns the logs of every step, as a progress bar shows them."""
+def logs_of_every_step() -> Any:
+    """Returns the loss and the accuracy that callbacks get after every step."""
     seen: list[list[float]] = []
 
     class Record(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             seen.append([float(logs["loss"]), float(logs["accuracy"])])
 
-    fit(model(), x=X[:61], y=Y[:61], epochs=2, callbacks=[Record()])
+    fit(classifier(), x=X[:61], y=Y[:61], epochs=2, callbacks=[Record()])
     return seen
 
 
-@behaviour
-def losses_of_outputs() -> Any:
-    """Returns each output's loss as evaluated, and as Keras has it: the mean over the batches."""
+def losses_of_two_outputs() -> Any:
+    """Returns the losses of `evaluate`, then the means over the batches that Keras defines."""
     x = np.concatenate([X, X[:, :2]], 1)[:61]
     y = {"kind": Y[:61], "size": x[:, :1] ** 2}
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(of_two_outputs())
-        made.compile("sgd", {"kind": "sparse_categorical_crossentropy", "size": "mse"})
-    found = made.evaluate(x, y, batch_size=24, verbose=0, return_dict=True)
-    predicted = made.predict(x, verbose=0)
+        model = prepare(of_two_outputs())
+        model.compile("sgd", {"kind": "sparse_categorical_crossentropy", "size": "mse"})
+    found = model.evaluate(x, y, batch_size=24, verbose=0, return_dict=True)
+    predicted = model.predict(x, verbose=0)
     kind = -np.log(predicted["kind"][np.arange(61), y["kind"]])
     size = np.square(predicted["size"] - y["size"]).mean(-1)
     batches = [slice(at, at + 24) for at in range(0, 61, 24)]
@@ -225,8 +217,8 @@ def losses_of_outputs() -> Any:
     return [found["kind_loss"], found["size_loss"], *expected]
 
 
-class Adds(keras.Model):
-    """A step of its own that sums the losses of its rows."""
+class SumsLosses(keras.Model):
+    """Has a custom step that sums the losses of the rows, or one that updates twice."""
 
     def __init__(self, twice: bool = False) -> None:
         super().__init__()
@@ -249,32 +241,29 @@ class Adds(keras.Model):
         return {"mean_loss": loss}
 
 
-def _with_own_step(*, twice: bool, **prepared: Any) -> keras.Model:
+def _with_custom_step(*, twice: bool, **prepared: Any) -> keras.Model:
     with here.strategy.scope():
-        made = prepare(Adds(twice), **prepared)
-        made.compile(keras.optimizers.SGD(0.1))
-    return made
+        model = prepare(SumsLosses(twice), **prepared)
+        model.compile(keras.optimizers.SGD(0.1))
+    return model
 
 
-@behaviour
-def sum_in_a_step_of_its_own() -> Any:
-    return fit(_with_own_step(twice=False))
+def custom_step_with_a_summed_loss() -> Any:
+    return fit(_with_custom_step(twice=False))
 
 
-@behaviour
-def microbatches_and_two_updates() -> Any:
-    return fit(_with_own_step(twice=True, microbatches=2))
+def microbatches_with_two_updates() -> Any:
+    return fit(_with_custom_step(twice=True, microbatches=2))
 
 
-@behaviour
-def microbatches_and_a_loss_of_one_number() -> Any:
+def microbatches_with_a_scalar_loss() -> Any:
     def loss(y_true: Any, y_pred: Any) -> Any:
         return tf.reduce_mean(tf.square(y_true - y_pred[:, :1]))
 
-    return fit(model(loss=loss, metrics=None, prepared={"microbatches": 2}))
+    return fit(classifier(loss=loss, metrics=None, prepared={"microbatches": 2}))
 
 
-class ClipsByItself(keras.Model):
+class ClipsInItsStep(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.layer = keras.layers.Dense(3)
@@ -291,50 +280,46 @@ class ClipsByItself(keras.Model):
         return {"mean_loss": loss}
 
 
-@behaviour
-def microbatches_and_a_clip_of_its_own() -> Any:
+def microbatches_with_custom_clipping() -> Any:
     with here.strategy.scope():
-        made = prepare(ClipsByItself(), microbatches=2)
-        made.compile("sgd")
-    return fit(made)
+        model = prepare(ClipsInItsStep(), microbatches=2)
+        model.compile("sgd")
+    return fit(model)
 
 
-@behaviour
-def no_microbatches() -> Any:
-    return model(prepared={"microbatches": 0})
+def zero_microbatches() -> Any:
+    return classifier(prepared={"microbatches": 0})
 
 
-@behaviour
-def one_update_a_step_with_microbatches() -> Any:
-    """Returns the steps that the optimizer and the callbacks count."""
+def steps_counted_with_microbatches() -> Any:
+    """Returns the numbers of steps that the optimizer and the callbacks count."""
     steps: list[int] = []
 
     class Count(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             steps.append(batch)
 
-    made = model(prepared={"microbatches": 5})
-    fit(made, callbacks=[Count()])
-    return [int(keras.ops.convert_to_numpy(made.optimizer.iterations)), len(steps)]
+    model = classifier(prepared={"microbatches": 5})
+    fit(model, callbacks=[Count()])
+    return [int(keras.ops.convert_to_numpy(model.optimizer.iterations)), len(steps)]
 
 
-@behaviour
-def prepared_again() -> Any:
-    """Returns the losses of one step of a model that was prepared, used, and prepared anew."""
+def prepared_three_times() -> Any:
+    """Returns the losses of a step with synchronized statistics, without, and with them again."""
     with here.strategy.scope():
         norm = keras.layers.BatchNormalization()
-    made = model(norm)
-    start = made.get_weights()
+    model = classifier(norm)
+    start = model.get_weights()
     found = []
-    for own in (True, False, True):
-        prepare(made, sync_batch_norm=own)
-        made.set_weights(start)
-        found.append(made.train_on_batch(X[:24], Y[:24])[0])
+    for synchronized in (True, False, True):
+        prepare(model, sync_batch_norm=synchronized)
+        model.set_weights(start)
+        found.append(model.train_on_batch(X[:24], Y[:24])[0])
     return found
 
 
 class TwoAdams(keras.Model):
-    """A step that updates its layers by optimizers of its own, which have slots."""
+    """Has a custom step that updates each layer by another optimizer with slots."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,58 +341,54 @@ class TwoAdams(keras.Model):
         return {"mean_loss": loss}
 
 
-@behaviour
-def two_adams_of_its_own() -> Any:
+def custom_step_with_two_adams() -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(TwoAdams())
-        made.compile()
-    history = fit(made, x=X[:61], y=Y[:61], shuffle=False)
-    return [history, [weight.tolist() for weight in made.get_weights()]]
+        model = prepare(TwoAdams())
+        model.compile()
+    history = fit(model, x=X[:61], y=Y[:61], shuffle=False)
+    return [history, weights_of(model)]
 
 
-@behaviour
-def an_optimizer_for_each_layer() -> Any:
-    """MultiOptimizer: Adam for the first layer, SGD for the rest."""
+def optimizer_for_each_layer() -> Any:
+    """Adam for the first layer, SGD for the rest."""
     with here.strategy.scope():
         adam, sgd = keras.optimizers.Adam(0.1), keras.optimizers.SGD(0.1)
         optimizer = keras.optimizers.MultiOptimizer(
             lambda variable: adam if tuple(variable.shape) == (6, 8) else sgd
         )
-    made = model(optimizer=optimizer)
-    history = fit(made, x=X[:61], y=Y[:61], shuffle=False)
-    return [history, [weight.tolist() for weight in made.get_weights()]]
+    model = classifier(optimizer=optimizer)
+    history = fit(model, x=X[:61], y=Y[:61], shuffle=False)
+    return [history, weights_of(model)]
 
 
-@behaviour
-def data_of_unknown_length() -> Any:
-    """Returns steps that the optimizer counts, and the history; and those of known length."""
+def dataset_of_unknown_length() -> Any:
+    """Returns the optimizer's steps and the history with a known length, then without it."""
     found = []
     for known in (True, False):
         with here.strategy.scope():
             mask, adam = keras.layers.Dropout(0.5, seed=1), keras.optimizers.Adam(0.1)
-        made = model(mask, optimizer=adam)
+        model = classifier(mask, optimizer=adam)
         data = tf.data.Dataset.from_tensor_slices((X[:61], Y[:61])).batch(24)
         data = data if known else data.filter(lambda *_: True)
-        history = fit(made, x=data, y=None, batch_size=None, validation_data=data)
+        history = fit(model, x=data, y=None, batch_size=None, validation_data=data)
         found.append([int(keras.ops.convert_to_numpy(adam.iterations)), history])
     return found
 
 
-class Unseeded(keras.layers.Layer):
+class UnseededNoise(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         return x + 0.01 * keras.random.normal(keras.ops.shape(x))
 
 
-@behaviour
 def noise_without_a_seed() -> Any:
     with here.strategy.scope():
-        layer = Unseeded()
-    return fit(model(layer), epochs=1)
+        layer = UnseededNoise()
+    return fit(classifier(layer), epochs=1)
 
 
 class StepInAFunction(keras.Model):
-    """A train_step that is compiled already."""
+    """Has a `train_step` that is a `tf.function` already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +412,7 @@ class StepInAFunction(keras.Model):
 
 
 class UpdatesSometimes(StepInAFunction):
-    """A train_step that updates within a condition."""
+    """Has a `train_step` that updates inside a condition."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         loss, gradients = self.computed(data)
@@ -440,27 +421,24 @@ class UpdatesSometimes(StepInAFunction):
         return {"mean_loss": loss}
 
 
-def _fit_own(made: keras.Model) -> Any:
+def _fit_custom(model: keras.Model) -> Any:
     keras.utils.set_random_seed(1)
-    prepare(made).compile("sgd")
-    history = fit(made, x=X[:61], y=Y[:61], shuffle=False)
-    return [history, [weight.tolist() for weight in made.get_weights()]]
+    prepare(model).compile("sgd")
+    history = fit(model, x=X[:61], y=Y[:61], shuffle=False)
+    return [history, weights_of(model)]
 
 
-@behaviour
-def a_step_in_a_function() -> Any:
+def custom_step_in_a_tf_function() -> Any:
     with here.strategy.scope():
-        return _fit_own(StepInAFunction())
+        return _fit_custom(StepInAFunction())
 
 
-@behaviour
-def an_update_in_a_condition() -> Any:
+def update_in_a_condition() -> Any:
     with here.strategy.scope():
-        return _fit_own(UpdatesSometimes())
+        return _fit_custom(UpdatesSometimes())
 
 
-@behaviour
-def a_stateful_layer() -> Any:
+def stateful_lstm() -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         layers = [
@@ -469,37 +447,33 @@ def a_stateful_layer() -> Any:
             keras.layers.LSTM(4, stateful=True),
             keras.layers.Dense(3, "softmax"),
         ]
-        made = prepare(keras.Sequential(layers))
-        made.compile("sgd", "sparse_categorical_crossentropy")
-    return fit(made, x=X[:24], y=Y[:24], batch_size=12)
+        model = prepare(keras.Sequential(layers))
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    return fit(model, x=X[:24], y=Y[:24], batch_size=12)
 
 
-@behaviour
-def parts_of_different_rows() -> Any:
+def fewer_targets_than_inputs() -> Any:
     data = tf.data.Dataset.from_tensors((X[:24], Y[:12])).repeat(2)
-    return fit(model(), x=data, y=None, batch_size=None)
+    return fit(classifier(), x=data, y=None, batch_size=None)
 
 
-@behaviour
-def parts_of_different_rows_found_later() -> Any:
+def fewer_targets_in_the_second_batch() -> Any:
     forms = (tf.TensorSpec((None, 6)), tf.TensorSpec((None,), tf.int64))
     data = tf.data.Dataset.from_generator(
         lambda: iter([(X[:24], Y[:24]), (X[:24], Y[:12])]), output_signature=forms
     )
-    return fit(model(), x=data, y=None, batch_size=None)
+    return fit(classifier(), x=data, y=None, batch_size=None)
 
 
-@behaviour
-def a_part_of_one_number() -> Any:
+def batches_with_a_scalar() -> Any:
     data = tf.data.Dataset.from_tensors((X[:24], Y[:24], 1.0))
-    return fit(model(), x=data, y=None, batch_size=None)
+    return fit(classifier(), x=data, y=None, batch_size=None)
 
 
-@behaviour
-def learning_rates_and_best_models() -> Any:
-    """Returns what callbacks that decide by the metrics did, epoch by epoch."""
+def callbacks_that_monitor_the_loss() -> Any:
+    """Returns learning rates, losses and best losses of the epochs, and the first weight."""
     c = keras.callbacks
-    path = _own_folder() / "best.keras"
+    path = _worker_folder() / "best.keras"
     saved: list[float] = []
 
     class Best(c.ModelCheckpoint):
@@ -509,9 +483,9 @@ def learning_rates_and_best_models() -> Any:
 
     with here.strategy.scope():
         optimizer = keras.optimizers.SGD(2.0)
-    made = model(optimizer=optimizer)
+    model = classifier(optimizer=optimizer)
     history = fit(
-        made,
+        model,
         epochs=12,
         validation_split=0.25,
         callbacks=[
@@ -520,53 +494,49 @@ def learning_rates_and_best_models() -> Any:
             c.EarlyStopping(patience=4, restore_best_weights=True),
         ],
     )
-    return [history["learning_rate"], history["val_loss"], saved, made.get_weights()[0].tolist()]
+    return [history["learning_rate"], history["val_loss"], saved, model.get_weights()[0].tolist()]
 
 
-@behaviour
-def gradients_in_half_the_bytes() -> Any:
-    """Returns the weights after training with each compression, two steps an execution."""
+def training_with_compressed_gradients() -> Any:
+    """Returns the weights after training with each compression, in executions of two steps."""
     found = {}
     for name in ("none", "float16", "bfloat16"):
-        made = model(prepared={"gradient_compression": name}, steps_per_execution=2)
-        fit(made)
-        found[name] = [weight.tolist() for weight in made.get_weights()]
+        model = classifier(prepared={"gradient_compression": name}, steps_per_execution=2)
+        fit(model)
+        found[name] = weights_of(model)
     return found
 
 
-@behaviour
-def what_gradients_travel_as() -> Any:
-    """Returns the types of the collectives of two gradients, and of an embedding's rows."""
+def types_of_compressed_gradients() -> Any:
+    """Returns the types that two dense gradients and the rows of an embedding are sent as."""
     found = {}
     for name in ("none", "float16", "bfloat16"):
-        made = model(prepared={"gradient_compression": name})
+        model = classifier(prepared={"gradient_compression": name})
         rows = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([0, 3]), tf.constant([9, 4]))
         gradients = [tf.ones([1000, 600]), tf.ones([1000, 400]), rows]
 
-        def reduce(made: Any = made, gradients: Any = gradients) -> Any:
-            with collectives.serving("test", here.place):
-                return replica_context.reduce_gradients(gradients, **made._wire)
+        def reduce(model: Any = model, gradients: Any = gradients) -> Any:
+            with collectives.serving("test", here.placement):
+                return replica_context.reduce_gradients(gradients, **model._wire)
 
         step = tf.function(lambda reduce=reduce: here.strategy.run(reduce))
         graph = step.get_concrete_function().graph.as_graph_def()
-        nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-        types = [n.attr["Tin"].list.type[0] for n in nodes if is_collective(n)]
+        types = [n.attr["Tin"].list.type[0] for n in nodes_of(graph) if is_collective(n)]
         found[name] = [tf.as_dtype(type).name for type in types]
     return found
 
 
-@behaviour_at("multi_worker_mirrored")
-def sums_in_half_the_bytes() -> Any:
+def sums_of_compressed_gradients() -> Any:
     """Returns the sums of three gradients over the workers, with each compression.
 
-    One of 2048 and of ones, which float16 would lose one by one; one of a shape that the
-    workers do not divide, packed with another of many digits.
+    The first is 2048 on the chief and 1 on the others: sums in float16 would lose the ones. The
+    second has many digits. Both are in one bucket, whose size the workers do not divide.
     """
-    first = here.place.is_chief
-    digits = np.random.default_rng(here.place.rank).standard_normal([40, 50]).astype(np.float32)
+    first = here.placement.is_chief
+    digits = np.random.default_rng(here.placement.rank).standard_normal([40, 50]).astype(np.float32)
     found = {}
     for name in ("none", "float16", "bfloat16"):
-        made = model(prepared={"gradient_compression": name})
+        model = classifier(prepared={"gradient_compression": name})
         gradients = [
             tf.fill([2, 2], 2048.0 if first else 1.0),
             None,
@@ -574,9 +544,9 @@ def sums_in_half_the_bytes() -> Any:
             tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2])),
         ]
 
-        def reduce(made: Any = made, gradients: Any = gradients) -> Any:
-            with collectives.serving("test", here.place):
-                large, _, many, rows = replica_context.reduce_gradients(gradients, **made._wire)
+        def reduce(model: Any = model, gradients: Any = gradients) -> Any:
+            with collectives.serving("test", here.placement):
+                large, _, many, rows = replica_context.reduce_gradients(gradients, **model._wire)
             return [large, many, tf.convert_to_tensor(rows)]
 
         sums = tf.function(lambda reduce=reduce: here.strategy.run(reduce), autograph=False)()

@@ -1,4 +1,4 @@
-"""Runs that are stopped at a step and go on from their checkpoint, against one that was not."""
+"""Runs that stop and resume from their checkpoint, compared with a run that does not stop."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, here, model
+from tests.support.behaviours.common import X, Y, classifier, here
 from tfmulti import Checkpoint
 from tfmulti.distribution.replica_slice import current
 from tfmulti.errors import ResumeError
 from tfmulti.launch.heartbeat import SAVED
 from tfmulti.training.state.trainer_state import interrupt
 
-EPOCHS, BATCH, ROWS = 3, 24, 61  # 24, 24, 13
+# The batches of an epoch have 24, 24 and 13 rows.
+EPOCHS, BATCH, ROWS = 3, 24, 61
 
 
 class Stopped(Exception):
-    """In place of SIGKILL: everything of the fit is thrown away."""
+    """Ends a fit as SIGKILL would: nothing of it is used again."""
 
 
 class StopsAt(keras.callbacks.Callback):
-    """Stops after so many steps of this start, or in the evaluation after them."""
+    """Stops a fit after `steps` steps, or in the evaluation after them."""
 
     def __init__(self, steps: int, in_evaluation: bool = False) -> None:
         super().__init__()
@@ -52,8 +54,8 @@ class StopsAt(keras.callbacks.Callback):
             raise Stopped
 
 
-class Signalled(StopsAt):
-    """Gets SIGTERM in the evaluation after so many steps of this start."""
+class SigtermAt(StopsAt):
+    """Acts as if SIGTERM came in the evaluation after `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, in_evaluation=True)
@@ -63,8 +65,8 @@ class Signalled(StopsAt):
             interrupt(self.model, "SIGTERM")
 
 
-class Counts(keras.callbacks.Callback):
-    """A callback of the user's own, whose state is an attribute."""
+class RecordsLosses(keras.callbacks.Callback):
+    """A user's callback, whose state is an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,8 +91,8 @@ class Batches(keras.utils.PyDataset):
         return X[:ROWS][rows], Y[:ROWS][rows]
 
 
-class Reordered(keras.utils.PyDataset):
-    """Five batches, in an order of the user's own that changes after each pass."""
+class ReorderedBatches(keras.utils.PyDataset):
+    """Has five batches in an order that changes after each pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,16 +124,16 @@ FEEDS: dict[str, Callable[[], dict[str, Any]]] = {
     "Dataset of unknown length": lambda: {"x": _slices().batch(BATCH).filter(lambda *_: True)},
     "repeated Dataset": lambda: {"x": _slices().repeat().batch(BATCH), "steps_per_epoch": 3},
     "PyDataset": lambda: {"x": Batches()},
-    "PyDataset across epochs": lambda: {"x": Reordered(), "steps_per_epoch": 3},
+    "PyDataset across epochs": lambda: {"x": ReorderedBatches(), "steps_per_epoch": 3},
     "PyDataset by its steps": lambda: {"x": Batches(), "steps_per_epoch": 3},
     "generator": lambda: {"x": _generated(), "steps_per_epoch": 3},
 }
 
 
-def _run(
-    feed: Callable[[], dict[str, Any]],
+def run(
     folder: Path | None,
     stop: StopsAt | None,
+    feed: str = "arrays",
     steps_per_execution: int = 1,
     extra: Callable[[], list[keras.layers.Layer]] = lambda: [
         keras.layers.Dropout(0.3),
@@ -142,9 +144,9 @@ def _run(
     validation: Callable[[], Any] = lambda: (X[60:], Y[60:]),
     prepared: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Returns what a fit leaves, or None where it was stopped.
+    """Returns the history, losses, weights and callbacks' states of a fit, or None if it stopped.
 
-    With `same_process` Keras goes on counting layers, as where a notebook's cell is run again.
+    With `same_process` Keras keeps counting layers, as when a cell of a notebook runs again.
     """
     if not same_process:
         keras.utils.clear_session()
@@ -152,27 +154,27 @@ def _run(
     with here.strategy.scope():
         adam = optimizer()
         layers = extra()
-    made = model(
+    model = classifier(
         *layers,
         prepared={"seed": 4, "sync_batch_norm": False, **(prepared or {})},
         optimizer=adam,
         steps_per_execution=steps_per_execution,
     )
-    c, counts = keras.callbacks, Counts()
+    c, losses = keras.callbacks, RecordsLosses()
     best = c.EarlyStopping("loss", patience=1, restore_best_weights=True)
     callbacks = [
         c.LearningRateScheduler(lambda _, rate: 0.9 * rate),
         c.ReduceLROnPlateau("loss", patience=0, factor=0.5, min_delta=1.0),
         best,
-        counts,
+        losses,
     ]
     if folder is not None:
         callbacks.append(Checkpoint(folder, every_steps=2, every_s=None))
     if stop is not None:
         callbacks.append(stop)
     try:
-        history = made.fit(
-            **feed(),
+        history = model.fit(
+            **FEEDS[feed](),
             epochs=EPOCHS,
             verbose=0,
             callbacks=callbacks,
@@ -181,94 +183,72 @@ def _run(
         ).history
     except (Stopped, SystemExit):
         return None
-    values = [keras.ops.convert_to_numpy(v) for v in (*made.weights, *adam.variables)]
+    values = [keras.ops.convert_to_numpy(v) for v in (*model.weights, *adam.variables)]
     digest = hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
-    return [history, counts.losses, digest, float(best.best), int(best.wait)]
+    return [history, losses.losses, digest, float(best.best), int(best.wait)]
 
 
-def _stopped(feed: Callable[[], dict[str, Any]], stops: list[StopsAt], **options: Any) -> bool:
-    whole = _run(feed, None, None, **options)
+def resumes(*stops: StopsAt, **options: Any) -> bool:
+    """Whether a run that stops and resumes ends like one that does not stop, bit for bit."""
+    uninterrupted = run(None, None, **options)
     with tempfile.TemporaryDirectory() as name:
         for stop in stops:
-            assert _run(feed, Path(name), stop, **options) is None
-        return bool(_run(feed, Path(name), None, **options) == whole)
+            assert run(Path(name), stop, **options) is None
+        return bool(run(Path(name), None, **options) == uninterrupted)
 
 
-# For the time that they take, most are run where they differ from others.
-alone = behaviour_at("one_device")
-at_workers = behaviour_at("one_device", "multi_worker_mirrored")
-WHERE = {"arrays": behaviour, "Dataset of unknown length": at_workers}
+def stopped_within_epochs(case: str) -> bool:
+    """The run stops after three steps, then after four more."""
+    return resumes(StopsAt(3), StopsAt(4), feed=case)
 
 
-def _behaviour(name: str, feed: Callable[[], dict[str, Any]]) -> None:
-    def stopped_within_epochs() -> bool:
-        """Once after three steps, then after four more."""
-        return _stopped(feed, [StopsAt(3), StopsAt(4)])
-
-    stopped_within_epochs.__name__ = f"stopped: {name}"
-    WHERE.get(name, alone)(stopped_within_epochs)
+def stopped_in_evaluation() -> bool:
+    return resumes(StopsAt(3, in_evaluation=True))
 
 
-for _name, _feed in FEEDS.items():
-    _behaviour(_name, _feed)
-
-
-@at_workers
-def stopped_in_the_evaluation() -> bool:
-    return _stopped(FEEDS["arrays"], [StopsAt(3, in_evaluation=True)])
-
-
-def _validation() -> tf.data.Dataset:
-    """Has another order each time."""
+def _reshuffled_validation() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X[60:], Y[60:])).shuffle(36, seed=9).batch(12)
 
 
-@at_workers
-def signalled_in_the_evaluation() -> bool:
-    """In the first epoch, and after the third step from there: in the second."""
-    return _stopped(FEEDS["arrays"], [Signalled(3), Signalled(3)], validation=_validation)
+def sigterm_in_evaluation() -> bool:
+    """SIGTERM comes in the evaluations of the first and of the second epoch."""
+    return resumes(SigtermAt(3), SigtermAt(3), validation=_reshuffled_validation)
 
 
-@alone
-def signalled_in_the_evaluation_of_a_pydataset() -> bool:
-    feed = FEEDS["PyDataset"]
-    return _stopped(feed, [Signalled(3), Signalled(3)], validation=Reordered)
+def sigterm_in_evaluation_on_a_pydataset() -> bool:
+    return resumes(SigtermAt(3), SigtermAt(3), feed="PyDataset", validation=ReorderedBatches)
 
 
-@behaviour
-def stopped_between_executions() -> bool:
-    return _stopped(FEEDS["arrays"], [StopsAt(3)], steps_per_execution=2)
+def stopped_with_two_steps_per_execution() -> bool:
+    return resumes(StopsAt(3), steps_per_execution=2)
 
 
-@alone
 def stopped_and_built_again_in_the_same_process() -> bool:
-    return _stopped(FEEDS["arrays"], [StopsAt(4)], same_process=True)
+    return resumes(StopsAt(4), same_process=True)
 
 
-@alone
 def stopped_with_bfloat16_variables() -> bool:
-    """On one device: TensorFlow does not reduce gradients of two types together."""
+    """Runs on one device: TensorFlow does not reduce gradients of two types together."""
 
     def low() -> list[keras.layers.Layer]:
         return [keras.layers.Dense(8, dtype="bfloat16")]
 
-    return _stopped(FEEDS["arrays"], [StopsAt(4)], extra=low)
+    return resumes(StopsAt(4), extra=low)
 
 
-class Shakes(keras.layers.Layer):
+class UnseededNoise(keras.layers.Layer):
     """Draws without a seed, in training and in evaluation."""
 
     def call(self, inputs: Any) -> Any:
         return inputs + 0.1 * keras.random.normal(keras.ops.shape(inputs))
 
 
-@at_workers
-def stopped_after_an_evaluation_drew() -> bool:
-    """The stop comes in the second epoch; the first one's evaluation has drawn already."""
-    return _stopped(FEEDS["arrays"], [StopsAt(5)], extra=lambda: [Shakes()])
+def stopped_after_evaluation_drew_random_numbers() -> bool:
+    """The run stops in the second epoch, after the evaluation of the first."""
+    return resumes(StopsAt(5), extra=lambda: [UnseededNoise()])
 
 
-class Noise(keras.layers.Layer):
+class SeededNoise(keras.layers.Layer):
     def build(self, shape: Any) -> None:
         self.generator = keras.random.SeedGenerator(7)
 
@@ -276,42 +256,43 @@ class Noise(keras.layers.Layer):
         return inputs + 0.1 * keras.random.normal(keras.ops.shape(inputs), seed=self.generator)
 
 
-class Sometimes(keras.layers.Layer):
-    """Calls its layer in training only, or in evaluation only: it is not built before."""
+class NoiseInOneMode(keras.layers.Layer):
+    """Calls its layer only in training, or only in evaluation: the first such call builds it."""
 
     def __init__(self, training: bool) -> None:
         super().__init__()
-        self.noise, self.when = Noise(), training
+        self.noise, self.in_training = SeededNoise(), training
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        # Keras builds a model by a call outside training; only a step's has a share.
-        used = training if self.when else not training and current() is not None
+        # Keras builds a model by a call outside training, which has no replica slice.
+        used = training if self.in_training else not training and current() is not None
         return self.noise(inputs) if used else inputs
 
 
-@alone
-def stopped_with_layers_that_are_built_late() -> bool:
-    """On one device: a layer cannot be built in a replica."""
-    both = lambda: [Sometimes(True), Sometimes(False)]  # noqa: E731
-    return _stopped(FEEDS["arrays"], [StopsAt(5), StopsAt(1)], extra=both)
+def stopped_with_layers_built_late() -> bool:
+    """Runs on one device: a layer cannot be built in a replica."""
+
+    def both() -> list[keras.layers.Layer]:
+        return [NoiseInOneMode(training=True), NoiseInOneMode(training=False)]
+
+    return resumes(StopsAt(5), StopsAt(1), extra=both)
 
 
-class Other(keras.layers.Dense):
+class OtherDense(keras.layers.Dense):
     pass
 
 
-@alone
 def resumed_with_another_model() -> Any:
-    """Returns what is said when the model or its optimizer is another one."""
-    said = []
+    """Returns the errors where the model or its optimizer differs from the saved one."""
+    messages = []
     dense, sgd = keras.layers.Dense, keras.optimizers.SGD
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        begun = {"extra": lambda: [dense(8)], "optimizer": lambda: sgd(0.1, momentum=0.9)}
-        _run(FEEDS["arrays"], folder, StopsAt(4), **begun)
+        saved = {"extra": lambda: [dense(8)], "optimizer": lambda: sgd(0.1, momentum=0.9)}
+        run(folder, StopsAt(4), **saved)
         for changed in (
             {"extra": lambda: [dense(7)]},
-            {"extra": lambda: [Other(8)]},
+            {"extra": lambda: [OtherDense(8)]},
             {"extra": lambda: [dense(8), dense(8)]},
             {"extra": list},
             {"extra": lambda: [dense(8), keras.layers.Dropout(0.5)]},
@@ -320,31 +301,30 @@ def resumed_with_another_model() -> Any:
             {"optimizer": lambda: sgd(0.1)},
         ):
             try:
-                _run(FEEDS["arrays"], folder, None, **{**begun, **changed})
+                run(folder, None, **{**saved, **changed})
             except ResumeError as error:
-                said.append(str(error).partition(" Build the same")[0])
-    return said
+                messages.append(str(error).partition(" Build the same")[0])
+    return messages
 
 
-@at_workers
-def resumed_otherwise() -> Any:
-    """Returns what is said when the run that should go on is another one."""
-    said: list[str] = []
+def resumed_with_other_settings() -> Any:
+    """Returns the errors where the settings of the run differ from the saved ones."""
+    messages: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "b"
-        _run(FEEDS["arrays"], folder, StopsAt(4))
+        run(folder, StopsAt(4))
 
         def try_again(**changed: Any) -> None:
             options = {"units": 8, "seed": 4, "rows": ROWS, "resume": "auto", **changed}
             with here.strategy.scope():
                 extra = keras.layers.Dense(options["units"])
-            made = model(extra, prepared={"seed": options["seed"]})
+            model = classifier(extra, prepared={"seed": options["seed"]})
             rows = options["rows"]
             checkpoint = Checkpoint(options.get("folder", folder), resume=options["resume"])
             try:
-                made.fit(X[:rows], Y[:rows], batch_size=BATCH, verbose=0, callbacks=[checkpoint])
+                model.fit(X[:rows], Y[:rows], batch_size=BATCH, verbose=0, callbacks=[checkpoint])
             except Exception as error:
-                said.append(f"{type(error).__name__}: {error}")
+                messages.append(f"{type(error).__name__}: {error}")
 
         try_again()
         try_again(seed=5)
@@ -352,7 +332,7 @@ def resumed_otherwise() -> Any:
         try_again(resume="never")
         try_again(resume="must", folder=Path(name) / "nothing")
         elsewhere = Path(name) / "of another machine"
-        os.environ[SAVED] = json.dumps({str(elsewhere): 4})  # as the launcher tells
-        try_again(folder=elsewhere)
-        del os.environ[SAVED]
-    return said
+        # The launcher tells the workers of checkpoints on all machines by this variable.
+        with mock.patch.dict(os.environ, {SAVED: json.dumps({str(elsewhere): 4})}):
+            try_again(folder=elsewhere)
+    return messages

@@ -1,4 +1,4 @@
-"""What Keras alone still gets wrong: the reasons for `keras_patches`."""
+"""Results of Keras alone, beside those of tfmulti: the reasons for `keras_patches`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, behaviour, fit, here, on_all_replicas
+from tests.support.behaviours.common import X, fit, here, on_all_replicas
 from tfmulti import prepare
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.keras_patches import installation
@@ -18,58 +18,55 @@ from tfmulti.keras_patches.optimizers import take_reduced_gradients
 def plain_model(**options: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
-        made.compile(keras.optimizers.SGD(0.5, **options), "sparse_categorical_crossentropy")
-    return made
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
+        model.compile(keras.optimizers.SGD(0.5, **options), "sparse_categorical_crossentropy")
+    return model
 
 
-@behaviour
-def upstream_fit() -> Any:
+def fit_by_keras() -> Any:
     return fit(plain_model())
 
 
-@behaviour
-def upstream_uneven_first_batch() -> Any:
+def fit_by_keras_with_an_uneven_first_batch() -> Any:
     return fit(plain_model(), batch_size=25)
 
 
-def _share(weight: float, rows: int) -> ReplicaSlice:
+def _slice(weight: float, rows: int) -> ReplicaSlice:
     count = tf.constant(rows, tf.int64)
     return ReplicaSlice(
         tf.constant(weight), count, tf.constant(0, tf.int64), 2 * count, rows, False, True
     )
 
 
-@behaviour
-def upstream_loss_is_divided_by_replicas() -> Any:
+def mean_squared_error_on_a_replica() -> Any:
+    """Returns an error of 1 as Keras has it on one of two replicas, and as tfmulti has it."""
     installation.install()
 
     def losses() -> Any:
         loss = keras.losses.MeanSquaredError()
-        with computing(_share(0.5, 4)):
-            mended = loss(tf.ones((4, 1)), tf.zeros((4, 1)))
-        return loss(tf.ones((4, 1)), tf.zeros((4, 1))), mended
+        with computing(_slice(0.5, 4)):
+            patched = loss(tf.ones((4, 1)), tf.zeros((4, 1)))
+        return loss(tf.ones((4, 1)), tf.zeros((4, 1))), patched
 
     pair = tf.function(lambda: here.strategy.run(losses))()
     return [float(here.strategy.experimental_local_results(value)[0]) for value in pair]
 
 
 def _weights_after_a_step(prepared: bool, *layers: keras.layers.Layer, loss: Any = "mse") -> Any:
-    """Returns the first weight after one step of SGD on 8 rows, by Keras or by tfmulti."""
+    """Returns the first weight after a step of SGD on 8 rows, by Keras alone or by tfmulti."""
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = keras.Sequential(
+        model = keras.Sequential(
             [keras.Input((6,)), keras.layers.Dense(2, kernel_initializer="ones"), *layers]
         )
         if prepared:
-            prepare(made)
-        made.compile(keras.optimizers.SGD(0.1), loss)
-    fit(made, x=X[:8], y=X[:8, :2], batch_size=8, epochs=1, shuffle=False)
-    return made.get_weights()[0].tolist()
+            prepare(model)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+    fit(model, x=X[:8], y=X[:8, :2], batch_size=8, epochs=1, shuffle=False)
+    return model.get_weights()[0].tolist()
 
 
-@behaviour
-def upstream_scalar_losses_count_for_each_replica() -> Any:
+def weights_after_a_scalar_loss() -> Any:
     def loss(y_true: Any, y_pred: Any) -> Any:
         return tf.reduce_mean(tf.square(y_true - y_pred))
 
@@ -82,14 +79,12 @@ class AddsRows(keras.layers.Layer):
         return x
 
 
-@behaviour
-def upstream_added_losses_of_rows_are_divided() -> Any:
+def weights_after_added_losses_of_rows() -> Any:
     return [_weights_after_a_step(prepared, AddsRows()) for prepared in (False, True)]
 
 
-@behaviour
-def upstream_metric_functions_see_a_replica() -> Any:
-    """Returns a metric that is one number for a batch, by Keras, by tfmulti and by NumPy."""
+def metric_function_of_a_batch() -> Any:
+    """Returns a metric that is one number for a batch: by Keras alone, by tfmulti, by NumPy."""
 
     def spread(y_true: Any, y_pred: Any) -> Any:
         return tf.math.reduce_std(y_pred)
@@ -98,17 +93,16 @@ def upstream_metric_functions_see_a_replica() -> Any:
     x = np.sort(X[:8], axis=0)
     for prepared in (False, True):
         with here.strategy.scope():
-            made = keras.Sequential([keras.Input((6,)), keras.layers.Identity()])
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Identity()])
             if prepared:
-                prepare(made)
-            made.compile("sgd", "mse", metrics=[spread])
-        found.append(made.evaluate(x, x, batch_size=8, verbose=0)[1])
+                prepare(model)
+            model.compile("sgd", "mse", metrics=[spread])
+        found.append(model.evaluate(x, x, batch_size=8, verbose=0)[1])
     return [*found, float(x.std())]
 
 
-@behaviour
-def upstream_masks_are_the_same_on_all_replicas() -> Any:
-    """Returns, by Keras and by tfmulti, the masks that two replicas draw."""
+def dropout_masks_of_replicas() -> Any:
+    """Returns the masks that each replica draws, by Keras alone and by tfmulti."""
     with here.strategy.scope():
         layer = keras.layers.Dropout(0.5, seed=4)
     installation.install()
@@ -116,27 +110,25 @@ def upstream_masks_are_the_same_on_all_replicas() -> Any:
     def masks() -> Any:
         alone = layer(tf.ones((4, 20)), training=True)
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        share = _share(0.5, 4)._replace(first_row=4 * tf.cast(number, tf.int64))
-        with computing(share):
+        replica_slice = _slice(0.5, 4)._replace(first_row=4 * tf.cast(number, tf.int64))
+        with computing(replica_slice):
             return tf.stack([alone, layer(tf.ones((4, 20)), training=True)])
 
     return on_all_replicas(masks)
 
 
-@behaviour
-def upstream_statistics_of_replicas_drift_apart() -> Any:
-    """Returns the moving means of the replicas after a step of Keras alone."""
+def moving_means_of_replicas() -> Any:
+    """Returns the moving means of the replicas after an epoch of Keras alone."""
     with here.strategy.scope():
         layer = keras.layers.BatchNormalization()
-        made = keras.Sequential([keras.Input((6,)), layer])
-        made.compile("sgd", "mse")
-    fit(made, y=X, epochs=1)
+        model = keras.Sequential([keras.Input((6,)), layer])
+        model.compile("sgd", "mse")
+    fit(model, y=X, epochs=1)
     return on_all_replicas(lambda: tf.convert_to_tensor(layer.moving_mean.value))
 
 
-@behaviour
-def upstream_synchronized_statistics_lose_digits() -> Any:
-    """Returns the variance of values 1 apart from each other, around 3000, 2 a replica."""
+def synchronized_variance() -> Any:
+    """Returns the variance of 3000, 3001, 3002 and 3003 on two replicas: by Keras, by tfmulti."""
     with here.strategy.scope():
         layer = keras.layers.BatchNormalization(momentum=0.0, synchronized=True)
         layer.build((None, 1))
@@ -147,39 +139,37 @@ def upstream_synchronized_statistics_lose_digits() -> Any:
         x = 3000.0 + tf.cast(2 * number + [[0], [1]], tf.float32)
         layer(x, training=True)
         alone = tf.identity(layer.moving_variance.value)
-        with computing(_share(0.5, 2)):
+        with computing(_slice(0.5, 2)):
             layer(x, training=True)
         return tf.stack([alone, tf.identity(layer.moving_variance.value)])
 
     return on_all_replicas(variances)[0]
 
 
-@behaviour
-def upstream_averages_cannot_overwrite() -> Any:
+def fit_by_keras_with_averages_that_overwrite() -> Any:
     return fit(plain_model(use_ema=True, ema_overwrite_frequency=2), epochs=1)
 
 
-@behaviour
-def upstream_gradients_cannot_accumulate() -> Any:
+def fit_by_keras_with_gradient_accumulation() -> Any:
     return fit(plain_model(gradient_accumulation_steps=2), epochs=1)
 
 
-def _within_a_condition(name: str, *, mended: bool) -> list[Any]:
-    """Returns a variable after a method of SGD ran inside a condition, on each replica."""
+def _called_in_a_condition(method: str, *, patched: bool) -> list[Any]:
+    """Returns a variable on each replica, after a method of SGD ran inside a condition."""
     with here.strategy.scope():
         variable = keras.Variable(np.ones(1, np.float32))
         optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
         optimizer.build([variable])
-    if mended:
+    if patched:
         take_reduced_gradients(optimizer, list, lambda *_: False)
 
     def replica_step() -> Any:
         gradients = [tf.ones(1)]
-        first = [] if name == "_apply_weight_decay" else [gradients]
-        rest = [0.5] if name == "_backend_update_step" else []
+        first = [] if method == "_apply_weight_decay" else [gradients]
+        rest = [0.5] if method == "_backend_update_step" else []
 
         def run() -> tf.Tensor:
-            getattr(optimizer, name)(*first, [variable], *rest)
+            getattr(optimizer, method)(*first, [variable], *rest)
             return tf.constant(0)
 
         tf.cond(tf.constant(True), run, lambda: tf.constant(0))
@@ -188,26 +178,23 @@ def _within_a_condition(name: str, *, mended: bool) -> list[Any]:
     return on_all_replicas(replica_step)
 
 
-@behaviour
-def upstream_an_update_needs_merge_call() -> Any:
-    return _within_a_condition("_backend_update_step", mended=False)
+def update_by_keras_in_a_condition() -> Any:
+    return _called_in_a_condition("_backend_update_step", patched=False)
 
 
-@behaviour
-def upstream_a_decay_needs_merge_call() -> Any:
-    return _within_a_condition("_apply_weight_decay", mended=False)
+def weight_decay_by_keras_in_a_condition() -> Any:
+    return _called_in_a_condition("_apply_weight_decay", patched=False)
 
 
-@behaviour
-def updates_and_decays_within_a_condition() -> Any:
+def update_and_weight_decay_in_a_condition() -> Any:
     return [
-        _within_a_condition(name, mended=True)
-        for name in ("_backend_update_step", "_apply_weight_decay")
+        _called_in_a_condition(method, patched=True)
+        for method in ("_backend_update_step", "_apply_weight_decay")
     ]
 
 
-def _first_step_of_a_loop(name: str) -> list[Any]:
-    """Returns what TensorFlow's function makes of two rows of a share, alone and inside it."""
+def _loss_of_two_rows(name: str) -> list[Any]:
+    """Returns the result of a function of TensorFlow by itself, and in a step of tfmulti."""
 
     def step() -> Any:
         values = tf.constant([1.0, 3.0])
@@ -217,30 +204,28 @@ def _first_step_of_a_loop(name: str) -> list[Any]:
             "regularization": lambda: tf.nn.scale_regularization_loss(values),
         }
         alone = functions[name]()
-        with computing(_share(0.5, 2)):
+        with computing(_slice(0.5, 2)):
             return tf.stack([alone, functions[name]()])
 
     installation.install()
     return on_all_replicas(step)[0]
 
 
-@behaviour
-def upstream_functions_of_loops() -> Any:
-    return [_first_step_of_a_loop(n) for n in ("average", "average of 8", "regularization")]
+def loss_functions_of_custom_loops() -> Any:
+    return [_loss_of_two_rows(n) for n in ("average", "average of 8", "regularization")]
 
 
-@behaviour
-def upstream_clips_before_reducing() -> Any:
-    return [_clipped_step(mended=False), _clipped_step(mended=True)]
+def step_with_clipped_gradients() -> Any:
+    return [_clipped_step(patched=False), _clipped_step(patched=True)]
 
 
-def _clipped_step(*, mended: bool) -> float:
-    """Returns what one step of SGD leaves of 0, with gradients 3 and 0 clipped at 2."""
+def _clipped_step(*, patched: bool) -> float:
+    """Returns a variable of 0 after one step of SGD, with gradients 3 and 0 clipped at 2."""
     with here.strategy.scope():
         variable = keras.Variable(np.zeros(1, np.float32))
         optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
         optimizer.build([variable])
-    if mended:
+    if patched:
         take_reduced_gradients(
             optimizer,
             lambda gradients: [

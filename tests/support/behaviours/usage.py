@@ -1,12 +1,11 @@
-"""What users do beside plain training; each behaviour leaves a small result."""
+"""What users do besides plain training, and the mistakes that they make."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import random
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,17 +13,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here, model
+from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tfmulti import prepare
 from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.training.input import pipeline
 
 
-@behaviour
-def file_callbacks_share_a_folder() -> Any:
+def files_of_callbacks_in_a_shared_folder() -> Any:
+    """Returns the number of lines of the log, that of event files, and all names: on the chief."""
     c = keras.callbacks
     fit(
-        model(),
+        classifier(),
         epochs=3,
         validation_split=0.25,
         callbacks=[
@@ -34,8 +33,8 @@ def file_callbacks_share_a_folder() -> Any:
             c.TensorBoard(here.shared / "tb"),
         ],
     )
-    if not here.place.is_chief:
-        return "chief's"
+    if not here.placement.is_chief:
+        return None
     events = len(list(here.shared.glob("tb/train/events*")))
     return [
         (here.shared / "log.csv").read_text().count("\n"),
@@ -44,29 +43,27 @@ def file_callbacks_share_a_folder() -> Any:
     ]
 
 
-@behaviour
-def checkpoints_keep_their_paths() -> Any:
-    """Returns whether they have them after training, also after one that fails."""
+def path_of_a_model_checkpoint() -> Any:
+    """Returns whether the callback has its path again after a fit, and after one that fails."""
     path = here.shared / "kept.keras"
     checkpoint = keras.callbacks.ModelCheckpoint(path)
+    has_its_path = []
 
     class Fails(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             raise RuntimeError("in a callback")
 
-    fit(model(), epochs=1, callbacks=[checkpoint])
-    kept = [checkpoint.filepath == str(path)]
-    with contextlib.suppress(RuntimeError):
-        fit(model(), epochs=1, callbacks=[checkpoint, Fails()])
-    return [*kept, checkpoint.filepath == str(path)]
+    for callbacks in ([checkpoint], [checkpoint, Fails()]):
+        with contextlib.suppress(RuntimeError):
+            fit(classifier(), epochs=1, callbacks=callbacks)
+        has_its_path.append(checkpoint.filepath == str(path))
+    return has_its_path
 
 
-@behaviour
-def deciding_callbacks_decide_alike() -> Any:
+def early_stopping_and_learning_rate_callbacks() -> Any:
     c = keras.callbacks
-    made = model()
     return fit(
-        made,
+        classifier(),
         epochs=20,
         validation_split=0.25,
         callbacks=[
@@ -77,36 +74,37 @@ def deciding_callbacks_decide_alike() -> Any:
     )
 
 
-@behaviour
 def one_worker_stops_within_an_epoch() -> Any:
+    """Returns the steps and the epochs of a fit in which one worker sets `stop_training`."""
     seen = []
 
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             seen.append(batch)
-            if here.place.rank == here.place.workers - 1 and len(seen) == 6:
+            if here.placement.rank == here.placement.workers - 1 and len(seen) == 6:
                 self.model.stop_training = True
 
-    history = fit(model(), epochs=5, callbacks=[Stop()])
+    history = fit(classifier(), epochs=5, callbacks=[Stop()])
     return [len(seen), len(history["loss"])]
 
 
-@behaviour
 def one_worker_stops_at_the_end_of_an_epoch() -> Any:
+    """Returns the number of epochs."""
+
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if here.place.rank == here.place.workers - 1 and epoch == 1:
+            if here.placement.rank == here.placement.workers - 1 and epoch == 1:
                 self.model.stop_training = True
 
-    return len(fit(model(), epochs=5, callbacks=[Stop()])["loss"])
+    return len(fit(classifier(), epochs=5, callbacks=[Stop()])["loss"])
 
 
-@behaviour
 def nan_on_one_replica_stops_all() -> Any:
     y = np.zeros((96, 3), np.float32)
-    y[47] = np.nan  # in the second batch, the last replica's part
+    # In the second batch, a row of the last replica.
+    y[47] = np.nan
     history = fit(
-        model(loss="mse", metrics=None),
+        classifier(loss="mse", metrics=None),
         y=y,
         shuffle=False,
         epochs=3,
@@ -115,17 +113,16 @@ def nan_on_one_replica_stops_all() -> Any:
     return [len(history["loss"]), str(history["loss"][-1])]
 
 
-@behaviour
 def global_generators_after_each_call() -> Any:
-    """What Python's and NumPy's generators give next: no call draws, as with plain Keras."""
-    made = model()
+    """Returns the next numbers of Python's and NumPy's generators before and after each call."""
+    model = classifier()
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(96, seed=3).batch(24)
     found = [_next_numbers()]
     for call in (
-        lambda: fit(made),
-        lambda: fit(made, x=data, y=None, batch_size=None),
-        lambda: made.evaluate(X, Y, verbose=0),
-        lambda: made.predict(X, verbose=0),
+        lambda: fit(model),
+        lambda: fit(model, x=data, y=None, batch_size=None),
+        lambda: model.evaluate(X, Y, verbose=0),
+        lambda: model.predict(X, verbose=0),
     ):
         call()
         found.append(_next_numbers())
@@ -133,52 +130,51 @@ def global_generators_after_each_call() -> Any:
 
 
 class Noisy(keras.Model):
-    """Draws without a seed: Keras makes its generator by one draw from Python's."""
+    """Draws without a seed in training. Keras seeds its generator by one draw from Python's."""
 
     def train_step(self, data: Any) -> Any:
         x, y = data
         return super().train_step((x + keras.random.normal(tf.shape(x)), y))
 
 
-@behaviour
 def global_generators_after_a_draw_without_a_seed() -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         inputs = keras.Input((6,))
-        made = prepare(Noisy(inputs, keras.layers.Dense(3, "softmax")(inputs)))
-        made.compile("sgd", "sparse_categorical_crossentropy")
+        model = prepare(Noisy(inputs, keras.layers.Dense(3, "softmax")(inputs)))
+        model.compile("sgd", "sparse_categorical_crossentropy")
     before, python = _next_numbers(), random.getstate()
     random.randint(1, int(1e9))
     drawn = _next_numbers()
     random.setstate(python)
-    fit(made)
+    fit(model)
     return [before, drawn, _next_numbers()]
 
 
-class NoisyThroughout(Noisy):
+class NoisyInEvaluation(Noisy):
     def test_step(self, data: Any) -> Any:
         x, y = data
         return super().test_step((x + keras.random.normal(tf.shape(x)), y))
 
 
-@behaviour
-def saved_by_all_to_one_file() -> Any:
-    """Each worker loads what is there after its own save: a whole file, whoever wrote it last."""
-    made = model()
-    fit(made)
-    path, weights = here.shared / "of_all.keras", here.shared / "of_all.weights.h5"
+def every_worker_saves_to_one_file() -> Any:
+    """Each worker loads the file after its own save: it is whole, whoever wrote it last."""
+    model = classifier()
+    fit(model)
+    path, weights = here.shared / "model.keras", here.shared / "model.weights.h5"
     for _ in range(5):
-        made.save(path)
-        made.save_weights(weights)
+        model.save(path)
+        model.save_weights(weights)
         loaded = keras.models.load_model(path)
         loaded.load_weights(weights)
-    left = [file.name for file in here.shared.glob(".partial-*")] if here.place.workers == 1 else []
+    # Other workers may still be saving.
+    is_alone = here.placement.workers == 1
+    left = [file.name for file in here.shared.glob(".partial-*") if is_alone]
     return [loaded.predict(X[:3], verbose=0).tolist(), left]
 
 
-@behaviour
-def draws_without_a_seed_go_on() -> Any:
-    """Training, evaluation and a callback draw from one generator, as with plain Keras."""
+def random_draws_without_a_seed() -> Any:
+    """Training, evaluation and a callback draw from one generator."""
     keras.utils.set_random_seed(1)
     drawn: list[float] = []
 
@@ -188,15 +184,14 @@ def draws_without_a_seed_go_on() -> Any:
 
     with here.strategy.scope():
         inputs = keras.Input((6,))
-        made = prepare(NoisyThroughout(inputs, keras.layers.Dense(3, "softmax")(inputs)))
-        made.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
-    history = fit(made, shuffle=False, validation_data=(X, Y), callbacks=[Drawing()])
-    return [history, drawn, made.evaluate(X, Y, verbose=0)]
+        model = prepare(NoisyInEvaluation(inputs, keras.layers.Dense(3, "softmax")(inputs)))
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    history = fit(model, shuffle=False, validation_data=(X, Y), callbacks=[Drawing()])
+    return [history, drawn, model.evaluate(X, Y, verbose=0)]
 
 
-@behaviour
-def long_chain_after_a_mean_over_the_rows() -> Any:
-    """More operations than Python can call within each other."""
+def mean_over_rows_before_3000_operations() -> Any:
+    """Python cannot nest so many calls as this layer has operations after the mean."""
 
     class Chain(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -205,19 +200,18 @@ def long_chain_after_a_mean_over_the_rows() -> Any:
                 x = x * 1.001 + 0.001
             return x
 
-    return fit(model(Chain()), shuffle=False, epochs=1)
+    return fit(classifier(Chain()), shuffle=False, epochs=1)
 
 
-@behaviour
-def dropout_after_a_layer_of_its_own() -> Any:
-    """In evaluation Dropout gives out the tensor that it is given."""
+def dropout_after_a_custom_layer() -> Any:
+    """In evaluation Dropout returns the tensor of the custom layer itself."""
 
     class Rectifier(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
             return tf.concat([tf.nn.relu(inputs), tf.nn.relu(-inputs)], -1)
 
-    made = model(Rectifier(), keras.layers.Dropout(0.5, seed=1))
-    return fit(made, shuffle=False, validation_data=(X[:40], Y[:40]))
+    model = classifier(Rectifier(), keras.layers.Dropout(0.5, seed=1))
+    return fit(model, shuffle=False, validation_data=(X[:40], Y[:40]))
 
 
 def _next_numbers() -> list[float]:
@@ -228,12 +222,11 @@ def _next_numbers() -> list[float]:
     return numbers
 
 
-@behaviour
 def two_fits_shuffle_differently() -> Any:
-    """Though neither draws from NumPy's generator."""
+    """Returns the losses of the steps of each fit, with a learning rate of 0."""
     orders: list[list[float]] = []
-    made = model(optimizer="sgd")
-    made.optimizer.learning_rate = 0.0
+    model = classifier(optimizer="sgd")
+    model.optimizer.learning_rate = 0.0
 
     class Note(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -241,53 +234,49 @@ def two_fits_shuffle_differently() -> Any:
 
     for _ in range(2):
         orders.append([])
-        fit(made, epochs=1, callbacks=[Note()])
+        fit(model, epochs=1, callbacks=[Note()])
     return orders
 
 
-@behaviour
 def shuffled_arrays() -> Any:
-    return fit(model())
+    return fit(classifier())
 
 
-@behaviour
-def differently_seeded_workers_share_one_order() -> Any:
-    """The chief's weights and its order of the data hold for all."""
-    keras.utils.set_random_seed(10 + here.place.rank)
+def workers_with_different_seeds() -> Any:
+    """Returns history and weights, which are those of the chief's seed."""
+    keras.utils.set_random_seed(10 + here.placement.rank)
     with here.strategy.scope():
-        made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
-        made.compile("sgd", "sparse_categorical_crossentropy")
-    history = fit(made)
-    return [history, [weight.tolist() for weight in made.get_weights()]]
+        model = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    history = fit(model)
+    return [history, weights_of(model)]
 
 
-@behaviour
-def seeded_dataset() -> Any:
-    made = model()  # sets TensorFlow's seed, which a Dataset's own is combined with
+def dataset_shuffled_with_a_seed() -> Any:
+    # The model first, because it sets TensorFlow's seed, and a Dataset combines it with its own.
+    model = classifier()
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(96, seed=3).batch(24)
-    return fit(made, x=data, y=None, batch_size=None)
+    return fit(model, x=data, y=None, batch_size=None)
 
 
-@behaviour
 def different_data_on_each_worker() -> Any:
-    data = tf.data.Dataset.from_tensor_slices((X + here.place.rank, Y)).batch(24)
-    return fit(model(), x=data, y=None, batch_size=None)
+    data = tf.data.Dataset.from_tensor_slices((X + here.placement.rank, Y)).batch(24)
+    return fit(classifier(), x=data, y=None, batch_size=None)
 
 
-@behaviour_at("multi_worker_mirrored")
 def batches_whose_digests_differ_by_one() -> Any:
-    """A sum of so large numbers in float32 would not tell them apart."""
+    """Sums of digests in float32 would be too coarse to show the difference."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
-    digest = tf.constant(2**24 - 1 - here.place.rank, tf.int32)
+    digest = tf.constant(2**24 - 1 - here.placement.rank, tf.int32)
     with mock.patch.object(pipeline, "_digest", return_value=digest):
-        return fit(model(), x=data, y=None, batch_size=None)
+        return fit(classifier(), x=data, y=None, batch_size=None)
 
 
-@behaviour_at("multi_worker_mirrored")
 def numbers_gathered_from_each_worker() -> Any:
-    """Returns numbers that float32 and int32 would round, and bytes of several lengths."""
-    rank = here.place.rank
-    long = bytes(range(256)) * 20_000  # longer than one all-reduce
+    """Returns numbers that float32 and int32 would round, and whether bytes of any length came."""
+    rank = here.placement.rank
+    # Longer than one all-reduce.
+    long = bytes(range(256)) * 20_000
     lengthy = gather_bytes(here.strategy, long if rank else None) == [None, long]
     short = gather_bytes(here.strategy, b"\x00\x80" * rank) == [b"", b"\x00\x80"]
     return [gather(here.strategy, [-(2**62) - rank, 0, rank]), lengthy, short]
@@ -301,47 +290,41 @@ class Batches(keras.utils.PyDataset):
         return X[index * 24 : (index + 1) * 24], Y[index * 24 : (index + 1) * 24]
 
 
-@behaviour
-def shuffled_pydataset() -> Any:
-    return fit(model(), x=Batches(), y=None, batch_size=None)
+def pydataset_without_and_with_reader_threads() -> Any:
+    return [
+        fit(classifier(), x=data, y=None, batch_size=None)
+        for data in (Batches(), Batches(workers=2))
+    ]
 
 
-@behaviour
-def pydataset_with_readers() -> Any:
-    return fit(model(), x=Batches(workers=2), y=None, batch_size=None)
-
-
-@behaviour
-def generator() -> Any:
+def python_generator() -> Any:
     def batches() -> Any:
         while True:
             yield X[:24], Y[:24]
 
-    return fit(model(), x=batches(), y=None, batch_size=None, steps_per_epoch=3)
+    return fit(classifier(), x=batches(), y=None, batch_size=None, steps_per_epoch=3)
 
 
-@behaviour
-def one_row_in_the_last_batch_shuffled() -> Any:
-    return fit(model(), x=X[:25], y=Y[:25])
+def one_row_in_the_last_batch() -> Any:
+    return fit(classifier(), x=X[:25], y=Y[:25])
 
 
-@behaviour
-def validation_dataset_beside_arrays() -> Any:
+def validation_on_a_dataset() -> Any:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
-    made = model()
-    history = fit(made, validation_data=data)
-    made.evaluate(X, Y, verbose=0)
-    made.predict(X, verbose=0)
-    return [history, sorted(made.history.history) == sorted(history)]
+    model = classifier()
+    history = fit(model, validation_data=data)
+    model.evaluate(X, Y, verbose=0)
+    model.predict(X, verbose=0)
+    return [history, sorted(model.history.history) == sorted(history)]
 
 
-class OptimizerInDict(keras.Model):
-    """Keeps its optimizer where attributes alone do not show it."""
+class OptimizerInAContainer(keras.Model):
+    """Keeps its optimizer in a list of a dict, or in a container of the user's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, container: Callable[[], Any]) -> None:
         super().__init__()
         self.out = keras.layers.Dense(3)
-        self.kept = {"a": [keras.optimizers.SGD(0.5)]}
+        self.kept = container()
 
     def call(self, x: Any) -> Any:
         return self.out(x)
@@ -357,95 +340,80 @@ class OptimizerInDict(keras.Model):
         return {"mean_loss": loss}
 
 
-def _trained_with(optimizer: Any = None) -> Any:
+def _trained_with_optimizer_in(container: Callable[[], Any]) -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(OptimizerInDict())
-        made.compile()
-        if optimizer is not None:
-            made.kept = Hidden(optimizer())
-    history = fit(made, shuffle=False, batch_size=25)
-    return [history, [weight.tolist() for weight in made.get_weights()]]
+        model = prepare(OptimizerInAContainer(container))
+        model.compile()
+    history = fit(model, shuffle=False, batch_size=25)
+    return [history, weights_of(model)]
 
 
-@behaviour
-def optimizer_in_a_dict() -> Any:
-    return _trained_with()
+def optimizer_in_a_dict_of_lists() -> Any:
+    return _trained_with_optimizer_in(lambda: {"a": [keras.optimizers.SGD(0.5)]})
 
 
-class Hidden:
-    """Gives out an optimizer like a dict of lists, but is none."""
+class Container:
+    """Returns an optimizer like a dict of lists, but shows it in no attribute."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self) -> None:
+        optimizer = keras.optimizers.SGD(0.5)
         self._get = lambda: optimizer
 
     def __getitem__(self, key: str) -> Any:
         return [self._get()]
 
 
-@behaviour
-def optimizer_out_of_sight() -> Any:
-    return _trained_with(lambda: keras.optimizers.SGD(0.5))
+def optimizer_in_a_closure() -> Any:
+    return _trained_with_optimizer_in(Container)
 
 
-@behaviour
-def class_weight_of_several_outputs() -> Any:
-    fit(model(), y={"a": Y, "b": Y}, class_weight={0: 2.0})
+def class_weight_with_two_outputs() -> Any:
+    fit(classifier(), y={"a": Y, "b": Y}, class_weight={0: 2.0})
 
 
-@behaviour
-def ragged_array() -> Any:
-    fit(model(), x=tf.ragged.constant([[1.0], [2.0, 3.0]] * 48))
+def ragged_input() -> Any:
+    fit(classifier(), x=tf.ragged.constant([[1.0], [2.0, 3.0]] * 48))
 
 
-@behaviour
-def interrupted_and_restored() -> Any:
-    """Epochs seen by a second fit with the same BackupAndRestore, after a first that failed."""
+def backup_and_restore_after_an_error() -> Any:
+    """Returns the epochs of a second fit with BackupAndRestore, after a first that failed."""
 
     class Fail(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 2:
                 raise OSError("power cut")
 
-    folder = here.shared / f"restore-{here.place.rank}"
+    folder = here.shared / "backup"
     with contextlib.suppress(OSError):
-        fit(model(), epochs=4, callbacks=[keras.callbacks.BackupAndRestore(folder), Fail()])
-    made = model()
-    made.fit(
-        X,
-        Y,
-        batch_size=24,
-        epochs=4,
-        verbose=0,
-        callbacks=[keras.callbacks.BackupAndRestore(folder)],
-    )
-    return made.history.epoch
+        fit(classifier(), epochs=4, callbacks=[keras.callbacks.BackupAndRestore(folder), Fail()])
+    model = classifier()
+    fit(model, epochs=4, callbacks=[keras.callbacks.BackupAndRestore(folder)])
+    return model.history.epoch
 
 
-@behaviour
-def copies() -> Any:
-    made = model()
-    fit(made)
-    again = pickle.loads(pickle.dumps(made))
-    return bool(np.array_equal(again.get_weights()[0], made.get_weights()[0]))
+def pickled_model() -> Any:
+    """Returns whether a copy of a trained model has its weights."""
+    model = classifier()
+    fit(model)
+    again = pickle.loads(pickle.dumps(model))
+    return bool(np.array_equal(again.get_weights()[0], model.get_weights()[0]))
 
 
-@behaviour
-def evaluates_fully_after_a_stop() -> Any:
-    made = model()
-    fit(made)
-    first = made.evaluate(X, Y, verbose=0)
-    made.stop_training = True
-    return [first, made.evaluate(X, Y, verbose=0)]
+def evaluate_after_stop_training() -> Any:
+    model = classifier()
+    fit(model)
+    first = model.evaluate(X, Y, verbose=0)
+    model.stop_training = True
+    return [first, model.evaluate(X, Y, verbose=0)]
 
 
-@behaviour
 def several_inputs_and_outputs() -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
         joined = keras.layers.Concatenate()([a, b])
-        made = prepare(
+        model = prepare(
             keras.Model(
                 {"a": a, "b": b},
                 {
@@ -454,30 +422,28 @@ def several_inputs_and_outputs() -> Any:
                 },
             )
         )
-        made.compile(
+        model.compile(
             "adam",
             {"label": "sparse_categorical_crossentropy", "value": "mse"},
             loss_weights={"label": 1.0, "value": 0.5},
             metrics={"label": "accuracy"},
         )
-    history = fit(made, x={"a": X, "b": X}, y={"label": Y, "value": X[:, :1]})
-    found = made.predict({"a": X, "b": X}, verbose=0)
+    history = fit(model, x={"a": X, "b": X}, y={"label": Y, "value": X[:, :1]})
+    found = model.predict({"a": X, "b": X}, verbose=0)
     return [history, {name: list(value.shape) for name, value in found.items()}]
 
 
-@behaviour
-def batch_normalization_and_dropout_run() -> Any:
+def batch_normalization_and_dropout() -> Any:
     with here.strategy.scope():
         extra = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dropout(0.3)]
-    made = model(*extra)
-    return bool(np.isfinite(fit(made, validation_data=(X, Y))["val_loss"]).all())
+    model = classifier(*extra)
+    return bool(np.isfinite(fit(model, validation_data=(X, Y))["val_loss"]).all())
 
 
-@behaviour
 def embedding() -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(
+        model = prepare(
             keras.Sequential(
                 [
                     keras.Input((7,), dtype="int32"),
@@ -487,56 +453,57 @@ def embedding() -> Any:
                 ]
             )
         )
-        made.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy")
-    return fit(made, x=np.arange(96 * 7).reshape(96, 7) % 20)
+        model.compile(keras.optimizers.SGD(0.5), "sparse_categorical_crossentropy")
+    return fit(model, x=np.arange(96 * 7).reshape(96, 7) % 20)
 
 
 class Gan(keras.Model):
-    """Two optimizers, a train_step and a compile of its own, and no call()."""
+    """Has two optimizers, a custom `train_step` and `compile`, and no `call`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.generator = keras.Sequential([keras.Input((2,)), keras.layers.Dense(6)])
-        self.judge = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        self.discriminator = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
         self.generator_loss = keras.metrics.Mean("generator")
-        self.judge_loss = keras.metrics.Mean("judge")
+        self.discriminator_loss = keras.metrics.Mean("discriminator")
 
     def compile(self, optimizers: Any, loss: Any) -> None:
         super().compile()
-        self.generator_optimizer, self.judge_optimizer = optimizers
+        self.generator_optimizer, self.discriminator_optimizer = optimizers
         self.loss_function = loss
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
-        return [self.generator_loss, self.judge_loss]
+        return [self.generator_loss, self.discriminator_loss]
 
     def train_step(self, x: Any) -> dict[str, Any]:
         noise, rows = tf.ones((tf.shape(x)[0], 2)), tf.shape(x)[0]
         with tf.GradientTape() as tape:
-            loss = self.loss_function(tf.ones((rows, 1)), self.judge(x)) + self.loss_function(
-                tf.zeros((rows, 1)), self.judge(self.generator(noise))
-            )
-        weights = self.judge.trainable_weights
-        self.judge_optimizer.apply(tape.gradient(loss, weights), weights)
+            loss = self.loss_function(
+                tf.ones((rows, 1)), self.discriminator(x)
+            ) + self.loss_function(tf.zeros((rows, 1)), self.discriminator(self.generator(noise)))
+        weights = self.discriminator.trainable_weights
+        self.discriminator_optimizer.apply(tape.gradient(loss, weights), weights)
         with tf.GradientTape() as tape:
-            fooled = self.loss_function(tf.ones((rows, 1)), self.judge(self.generator(noise)))
+            generator_loss = self.loss_function(
+                tf.ones((rows, 1)), self.discriminator(self.generator(noise))
+            )
         weights = self.generator.trainable_weights
-        self.generator_optimizer.apply(tape.gradient(fooled, weights), weights)
-        self.generator_loss.update_state(fooled)
-        self.judge_loss.update_state(loss)
+        self.generator_optimizer.apply(tape.gradient(generator_loss, weights), weights)
+        self.generator_loss.update_state(generator_loss)
+        self.discriminator_loss.update_state(loss)
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@behaviour
-def two_optimizers() -> Any:
+def gan_with_two_optimizers() -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(Gan())
-        made.compile(
+        model = prepare(Gan())
+        model.compile(
             [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)],
             keras.losses.BinaryCrossentropy(from_logits=True),
         )
-    return fit(made, y=None, shuffle=False)
+    return fit(model, y=None, shuffle=False)
 
 
 class ExtraLogs(keras.Model):
@@ -551,126 +518,113 @@ class ExtraLogs(keras.Model):
         return {**super().train_step(data), "mean_input": tf.reduce_mean(data[0])}
 
 
-@behaviour
-def logs_that_are_no_metrics() -> Any:
+def logs_that_are_not_metrics() -> Any:
+    """Returns a log of the last step, the mean of its one row, and the losses."""
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(ExtraLogs())
-        made.compile("sgd", "sparse_categorical_crossentropy")
-    history = fit(made, shuffle=False, batch_size=25)
+        model = prepare(ExtraLogs())
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    history = fit(model, shuffle=False, batch_size=25)
     return [history["mean_input"][-1], float(X[75:].mean()), history["loss"]]
 
 
-@behaviour
-def one_batch_at_a_time() -> Any:
-    made = model()
+def calls_on_single_batches() -> Any:
+    model = classifier()
     return [
-        made.train_on_batch(X[:25], Y[:25]),
-        made.test_on_batch(X, Y, return_dict=True),
-        made.predict_on_batch(X[:5]).tolist(),
+        model.train_on_batch(X[:25], Y[:25]),
+        model.test_on_batch(X, Y, return_dict=True),
+        model.predict_on_batch(X[:5]).tolist(),
     ]
 
 
-@behaviour
 def mixed_float16() -> Any:
+    """Returns the losses and the last loss scale."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        made = model()
-        history = fit(made, epochs=4)["loss"]
-        return [history, float(keras.ops.convert_to_numpy(made.optimizer.dynamic_scale))]
+        model = classifier()
+        history = fit(model, epochs=4)["loss"]
+        return [history, float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale))]
     finally:
         keras.config.set_dtype_policy("float32")
 
 
-@behaviour
-def saved_as_plain_keras_and_loaded_again() -> Any:
-    made = model()
-    fit(made)
-    file = Path(tempfile.mkdtemp()) / "model.keras"
-    made.save(file)
+def saved_loaded_and_trained_again() -> Any:
+    """Returns the model's class, whether it is Keras' own, and whether the copies are equal."""
+    model = classifier()
+    fit(model)
+    file = here.shared / f"model_{here.placement.rank}.keras"
+    model.save(file)
     with here.strategy.scope():
         again = prepare(keras.saving.load_model(file))
-    same = np.array_equal(made.predict(X, verbose=0), again.predict(X, verbose=0))
+    same = np.array_equal(model.predict(X, verbose=0), again.predict(X, verbose=0))
     return [
-        type(made).__name__,
-        isinstance(made, keras.Sequential),
+        type(model).__name__,
+        isinstance(model, keras.Sequential),
         same,
-        fit(again, shuffle=False) == fit(made, shuffle=False),
+        fit(again, shuffle=False) == fit(model, shuffle=False),
     ]
 
 
-@behaviour
-def not_compiled() -> Any:
+def fit_without_compile() -> Any:
     with here.strategy.scope():
-        made = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
-    fit(made)
+        model = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
+    fit(model)
 
 
-@behaviour
-def no_keras_model() -> Any:
+def prepare_a_function() -> Any:
     prepare(lambda x: x)
 
 
-@behaviour
-def a_make_train_function_of_its_own() -> Any:
+def overridden_make_train_function() -> Any:
     class Own(keras.Sequential):
-        def make_train_function(self, force: bool = False) -> None:
-            """Nothing."""
+        def make_train_function(self, force: bool = False) -> None: ...
 
     with here.strategy.scope():
         prepare(Own([keras.Input((6,)), keras.layers.Dense(3)]))
 
 
-@behaviour
 def distributed_dataset() -> Any:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
-    fit(model(), x=here.strategy.experimental_distribute_dataset(data), y=None, batch_size=None)
-
-
-@behaviour
-def dataset_with_targets_beside_it() -> Any:
-    fit(model(), x=tf.data.Dataset.from_tensor_slices((X, Y)).batch(24))
-
-
-@behaviour
-def weights_of_two_kinds() -> Any:
-    fit(model(), class_weight={0: 2.0}, sample_weight=np.ones(96))
-
-
-@behaviour
-def validation_split_of_a_dataset() -> Any:
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
-    fit(model(), x=data, y=None, batch_size=None, validation_split=0.5)
-
-
-@behaviour
-def validation_split_of_nothing() -> Any:
-    fit(model(), validation_split=0.999)
-
-
-@behaviour
-def empty_dataset() -> Any:
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0)
-    fit(model(), x=data, y=None, batch_size=None)
-
-
-@behaviour
-def data_that_ends_early() -> Any:
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
-    return len(fit(model(), x=data, y=None, batch_size=None, steps_per_epoch=6)["loss"])
-
-
-@behaviour
-def backup_and_restore() -> Any:
-    return len(
-        fit(model(), callbacks=[keras.callbacks.BackupAndRestore(here.shared / "b")])["loss"]
+    fit(
+        classifier(), x=here.strategy.experimental_distribute_dataset(data), y=None, batch_size=None
     )
 
 
-@behaviour
-def evaluating_an_empty_dataset() -> Any:
-    made = model()
-    made.evaluate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0), verbose=0)
+def dataset_with_separate_targets() -> Any:
+    fit(classifier(), x=tf.data.Dataset.from_tensor_slices((X, Y)).batch(24))
+
+
+def class_weight_and_sample_weight() -> Any:
+    fit(classifier(), class_weight={0: 2.0}, sample_weight=np.ones(96))
+
+
+def validation_split_of_a_dataset() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
+    fit(classifier(), x=data, y=None, batch_size=None, validation_split=0.5)
+
+
+def validation_split_of_all_rows() -> Any:
+    fit(classifier(), validation_split=0.999)
+
+
+def empty_dataset() -> Any:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0)
+    fit(classifier(), x=data, y=None, batch_size=None)
+
+
+def dataset_shorter_than_an_epoch() -> Any:
+    """Returns the number of epochs with more steps than the data has."""
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
+    return len(fit(classifier(), x=data, y=None, batch_size=None, steps_per_epoch=6)["loss"])
+
+
+def backup_and_restore() -> Any:
+    fit(classifier(), callbacks=[keras.callbacks.BackupAndRestore(here.shared / "backup")])
+
+
+def evaluate_an_empty_dataset() -> Any:
+    model = classifier()
+    model.evaluate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0), verbose=0)
 
 
 def _of_known_classes(y_true: Any, y_pred: Any) -> Any:
@@ -678,21 +632,20 @@ def _of_known_classes(y_true: Any, y_pred: Any) -> Any:
     return keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
 
 
-@behaviour
-def used_after_an_error() -> Any:
-    """Returns what a call raised, and what the next ones give, with and without it."""
+def calls_after_a_failed_fit() -> Any:
+    """Returns what a fit raised, and the results of later calls with and without that fit."""
     found, raised = [], ""
     for fails in (True, False):
-        made = model(loss=_of_known_classes)
+        model = classifier(loss=_of_known_classes)
         if fails:
-            made.evaluate(X, Y, batch_size=24, verbose=0)
-            made.predict(X, batch_size=24, verbose=0)
+            model.evaluate(X, Y, batch_size=24, verbose=0)
+            model.predict(X, batch_size=24, verbose=0)
             try:
-                fit(made, y=Y + 1, shuffle=False)
+                fit(model, y=Y + 1, shuffle=False)
             except tf.errors.OpError as error:
                 raised = type(error).__name__
-        history = fit(made)
-        figures = made.evaluate(X, Y, batch_size=24, verbose=0)
-        outputs = made.predict(X, batch_size=24, verbose=0).tolist()
-        found.append([history, figures, outputs, [w.tolist() for w in made.get_weights()]])
+        history = fit(model)
+        figures = model.evaluate(X, Y, batch_size=24, verbose=0)
+        outputs = model.predict(X, batch_size=24, verbose=0).tolist()
+        found.append([history, figures, outputs, weights_of(model)])
     return raised, found

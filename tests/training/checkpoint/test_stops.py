@@ -1,52 +1,58 @@
-"""A fit that is stopped goes on as if nothing had happened, on every kind of data."""
+"""A stopped fit resumes from its checkpoint, and ends like a fit that was not stopped."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.support.behaviours import behaviour, stops
+from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_WORKERS
+
 pytestmark = pytest.mark.multiworker
 
-Behaviours = Callable[..., list[dict[str, Any]]]
-
-ALONE = [("one_device",)]
-AT_WORKERS = [*ALONE, ("multi_worker_mirrored", 2)]
-EVERYWHERE = [*AT_WORKERS, ("mirrored", 2)]
-STOPS = {
-    "stopped: arrays": EVERYWHERE,
-    "stopped: Dataset": ALONE,
-    "stopped: Dataset of unknown length": AT_WORKERS,
-    "stopped: repeated Dataset": ALONE,
-    "stopped: PyDataset": ALONE,
-    "stopped: PyDataset across epochs": ALONE,
-    "stopped: PyDataset by its steps": ALONE,
-    "stopped: generator": ALONE,
-    "stopped_in_the_evaluation": AT_WORKERS,
-    "signalled_in_the_evaluation": AT_WORKERS,
-    "signalled_in_the_evaluation_of_a_pydataset": ALONE,
-    "stopped_between_executions": EVERYWHERE,
-    "stopped_and_built_again_in_the_same_process": ALONE,
-    "stopped_after_an_evaluation_drew": AT_WORKERS,
-    "stopped_with_layers_that_are_built_late": ALONE,
-    "stopped_with_bfloat16_variables": ALONE,
-}
+AT_WORKERS = (ONE_DEVICE, TWO_WORKERS)
+# To save time, most kinds of data run on one device alone: the others differ on replicas.
+PLACES_OF_DATA = {"arrays": EVERYWHERE, "Dataset of unknown length": AT_WORKERS}
 
 
-@pytest.mark.parametrize("name", STOPS)
-def test_it_ends_as_the_run_that_was_not_stopped(behaviours: Behaviours, name: str) -> None:
-    """To the bit: history, logs of every step, weights, slots, what callbacks know."""
-    for place in STOPS[name]:
-        for worker in behaviours(*place):
-            assert worker[name] is True
+@pytest.mark.parametrize("behaviour", [stops.stopped_within_epochs])
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [(case, place) for case in stops.FEEDS for place in PLACES_OF_DATA.get(case, [ONE_DEVICE])],
+)
+def test_a_fit_resumes_on_each_kind_of_data(results: list[Any]) -> None:
+    """Bit for bit: history, losses of each step, weights, slots, and states of callbacks."""
+    assert all(worker is True for worker in results)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "place"),
+    [
+        (function, place)
+        for function, places in {
+            stops.stopped_with_two_steps_per_execution: EVERYWHERE,
+            stops.stopped_in_evaluation: AT_WORKERS,
+            stops.sigterm_in_evaluation: AT_WORKERS,
+            stops.stopped_after_evaluation_drew_random_numbers: AT_WORKERS,
+            stops.sigterm_in_evaluation_on_a_pydataset: [ONE_DEVICE],
+            stops.stopped_and_built_again_in_the_same_process: [ONE_DEVICE],
+            stops.stopped_with_layers_built_late: [ONE_DEVICE],
+            stops.stopped_with_bfloat16_variables: [ONE_DEVICE],
+        }.items()
+        for place in places
+    ],
+)
+def test_a_fit_resumes_after_a_stop(results: list[Any]) -> None:
+    assert all(worker is True for worker in results)
 
 
 MATRIX = "float32 of shape (8, 8)"
-DIFFERENCES = [  # variable, in the checkpoint, now
+# The variable, what it is in the checkpoint, and what it is now.
+DIFFERENCES = [
     ("Sequential/2 Dense/kernel", MATRIX, "float32 of shape (8, 7)"),
-    ("Sequential/2 Other/kernel", "not there", MATRIX),
+    ("Sequential/2 OtherDense/kernel", "not there", MATRIX),
     ("Sequential/3 Dense/kernel", "float32 of shape (8, 3)", MATRIX),
     ("Sequential/2 Dense/kernel", MATRIX, "float32 of shape (8, 3)"),
     ("Sequential/3 Dropout/seed_generator_state", "not there", "int64 of shape (2,)"),
@@ -60,23 +66,20 @@ DIFFERENCES = [  # variable, in the checkpoint, now
 ]
 
 
-def test_another_model_is_refused_by_what_differs(behaviours: Behaviours) -> None:
-    words = [
-        f"the model has changed: its variable {name!r} is {there} in the checkpoint and {here} now."
-        for name, there, here in DIFFERENCES
+@behaviour(stops.resumed_with_another_model, at=[ONE_DEVICE])
+def test_another_model_is_refused_with_the_variable_that_differs(results: list[Any]) -> None:
+    assert results[0] == [
+        f"the model has changed: its variable {name!r} is {saved} in the checkpoint and {now} now."
+        for name, saved, now in DIFFERENCES
     ]
-    assert behaviours("one_device")[0]["resumed_with_another_model"] == words
 
 
-def test_another_run_does_not_go_on(behaviours: Behaviours) -> None:
-    for place in AT_WORKERS:
-        for worker in behaviours(*place):
-            model, seed, rows, never, must, lost = worker["resumed_otherwise"]
-            assert "ResumeError: the model has changed: its variable" in model
-            assert "ResumeError: saved seed=4, this run seed=5" in seed
-            assert "saved examples=61 of the training data, this run examples=60" in rows
-            assert "holds checkpoints of a run, and resume is 'never'" in never
-            assert "there is no whole checkpoint in" in must
-            assert re.search(
-                "a checkpoint at step 4 in .*of another machine, which .* does not", lost
-            )
+@behaviour(stops.resumed_with_other_settings, at=AT_WORKERS)
+def test_a_run_with_other_settings_is_refused(results: list[Any]) -> None:
+    for model, seed, rows, never, must, lost in results:
+        assert "ResumeError: the model has changed: its variable" in model
+        assert "ResumeError: saved seed=4, this run seed=5" in seed
+        assert "saved examples=61 of the training data, this run examples=60" in rows
+        assert "holds checkpoints of a run, and resume is 'never'" in never
+        assert "there is no whole checkpoint in" in must
+        assert re.search("a checkpoint at step 4 in .*of another machine, which .* does not", lost)

@@ -1,138 +1,138 @@
-"""What a step costs, in counts: no test measures time."""
+"""The costs of a step in counts. No test here measures time."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.behaviours import behaviour, costs
+from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS
 from tfmulti.distribution.collectives import SEND
 from tfmulti.training.step.steps_per_execution import TRIALS
 
 pytestmark = pytest.mark.multiworker
 
-KINDS = pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
-Behaviours = Callable[..., list[dict[str, Any]]]
-STEPS = 40  # of the behaviour that chooses its pace
+STEPS_OF_AUTOMATIC_RUN = 40
 
 
-def workers_of(behaviours: Behaviours, kind: str) -> list[dict[str, Any]]:
-    return behaviours(kind) if kind == "one_device" else behaviours(kind, 2)
+@behaviour(costs.collectives_of_a_step, at=[TWO_WORKERS])
+def test_a_step_has_one_collective_besides_its_gradients(
+    results: list[Any], one_device: dict[str, Any]
+) -> None:
+    """That of metrics, votes and digest.
+
+    Gradients are sent in buckets of 0.5 MB, a larger gradient by itself: here 700 * 800 values.
+    A BatchNormalization has one collective forward and one backward.
+    """
+    for worker in results:
+        assert worker["dense"] == [SEND] * 2
+        assert worker["normalized"] == [SEND] * (2 + 2 * 2)
+        assert worker["large"] == [SEND] * 3
+    assert set(map(tuple, one_device.values())) == {()}
 
 
-def test_a_step_has_one_collective_beside_its_gradients(behaviours: Behaviours) -> None:
-    """It has metrics, votes and digest. A BatchNormalization has one forward and one backward."""
-    for worker in behaviours("multi_worker_mirrored", 2):
-        found = worker["collectives_of_a_step"]
-        assert found["dense"] == [SEND] * 2
-        assert found["normalized"] == [SEND] * (2 + 2 * 2)
-        # 700 * 800 values by themselves; the others are less than a pack
-        assert found["large"] == [SEND] * 3
-    alone = behaviours("one_device")[0]["collectives_of_a_step"]
-    assert set(map(tuple, alone.values())) == {()}
+@behaviour(costs.operations_before_each_wait, at=[TWO_WORKERS])
+def test_gradients_are_computed_before_a_wait_that_they_do_not_need(results: list[Any]) -> None:
+    """Of two BatchNormalizations, with a Dense between them and one behind.
+
+    Only the backward pass has other gradients to compute. The forward pass and the wait for the
+    gradients themselves have nothing left.
+    """
+    for worker in results:
+        waits = [types for types in worker if types]
+        assert len(waits) == 2
+        assert all({"MatMul", "BiasAddGrad"} <= set(types) for types in waits)
 
 
-def test_gradients_that_are_there_are_computed_before_a_wait(behaviours: Behaviours) -> None:
-    """Of two BatchNormalizations, with a Dense between them and one behind."""
-    for worker in behaviours("multi_worker_mirrored", 2):
-        found = [types for types in worker["computed_before_waits"] if types]
-        assert len(found) == 2  # backward; forward and for gradients nothing is left to compute
-        assert all({"MatMul", "BiasAddGrad"} <= set(types) for types in found)
+@behaviour(costs.replicas_with_and_without_collectives, at=[TWO_REPLICAS])
+def test_replicas_of_one_process_need_no_collective(results: list[Any]) -> None:
+    """On CPUs. With TensorFlow's collectives, as on GPUs, the numbers are the same.
 
-
-def test_replicas_of_one_process_need_no_collective(behaviours: Behaviours) -> None:
-    """On CPUs; where TensorFlow's serve, as on GPUs, they are as few, and the numbers the same."""
-    plain, by_collectives = behaviours("mirrored", 2)[0]["by_tensorflows_collectives"]
-    for name, packs in {"dense": 1, "normalized": 1 + 2 * 2, "large": 1}.items():
+    Within a process a large gradient needs no collective of its own.
+    """
+    [(plain, by_collectives)] = results
+    for name, buckets in {"dense": 1, "normalized": 1 + 2 * 2, "large": 1}.items():
         (none, weights), (kinds, same) = plain[name], by_collectives[name]
         assert none == []
-        assert kinds == ["CollectiveReduceV2"] * 2 * (packs + 1)  # within a process packs are whole
+        assert kinds == ["CollectiveReduceV2"] * 2 * (buckets + 1)
         for one, other in zip(weights, same, strict=True):
             np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
-@KINDS
-def test_a_step_of_the_users_own_is_traced_once_to_build_its_parts(
-    behaviours: Behaviours, kind: str
+@behaviour(costs.traces_of_a_custom_step, at=EVERYWHERE)
+def test_a_custom_step_is_traced_once_to_build_and_once_per_replica(
+    results: list[Any], place: str
 ) -> None:
-    """And on each replica of the process to train; never again, whatever optimizers are unused."""
-    replicas = 2 if kind == "mirrored" else 1
-    for worker in workers_of(behaviours, kind):
-        assert worker["traces_of_an_own_step"] == [1 + replicas, 0]
+    """A second fit traces nothing, although the optimizer of `compile` is unused."""
+    replicas = 2 if place == TWO_REPLICAS else 1
+    assert all(worker == [1 + replicas, 0] for worker in results)
 
 
-@KINDS
-def test_workers_of_one_machine_share_its_cores(behaviours: Behaviours, kind: str) -> None:
-    """TensorFlow's own number (0) is as many threads as cores, on each worker."""
-    shared = kind == "multi_worker_mirrored" and len(os.sched_getaffinity(0)) == os.cpu_count()
+@behaviour(costs.inter_op_threads, at=EVERYWHERE)
+def test_workers_of_one_machine_share_its_cores(results: list[Any], place: str) -> None:
+    """TensorFlow's default of 0 is as many threads as cores, on each worker."""
+    shared = place == TWO_WORKERS and len(os.sched_getaffinity(0)) == os.cpu_count()
     threads = max(1, (os.cpu_count() or 1) // 2) if shared else 0
-    for worker in workers_of(behaviours, kind):
-        assert worker["threads_that_compute"] == threads
+    assert all(worker == threads for worker in results)
 
 
-def test_workers_that_cannot_connect_train_by_tensorflows_collectives(
-    behaviours: Behaviours,
-) -> None:
-    """All of them, where one cannot reach another; to the same numbers."""
-    workers = behaviours("multi_worker_mirrored", 2)
-    for worker in workers:
-        (own, weights), (tensorflows, same) = worker["without_connections"]
+@behaviour(costs.training_without_connections, at=[TWO_WORKERS])
+def test_workers_that_cannot_connect_train_by_tensorflows_collectives(results: list[Any]) -> None:
+    """All of them do, where one cannot reach another. The numbers are the same."""
+    for (own, weights), (tensorflows, same) in results:
         assert own == [SEND]
         assert all(kind.startswith("Collective") for kind in tensorflows)
         assert tensorflows
         for one, other in zip(weights, same, strict=True):
             np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
-    assert workers[0]["without_connections"] == workers[1]["without_connections"]
+    assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("behaviour", [costs.update_kernels_of_a_step])
 @pytest.mark.parametrize(
-    ("kind", "kernels"), [("one_device", 0), ("mirrored", 2 * 4), ("multi_worker_mirrored", 4)]
+    ("place", "kernels"), [(ONE_DEVICE, 0), (TWO_REPLICAS, 2 * 4), (TWO_WORKERS, 4)]
 )
-def test_sgd_updates_by_a_kernel(behaviours: Behaviours, kind: str, kernels: int) -> None:
-    """Each of the four variables, on each local replica; one device has Keras' bits."""
-    for worker in workers_of(behaviours, kind):
-        assert worker["kernels_that_update"] == kernels
+def test_sgd_updates_by_a_kernel(results: list[Any], kernels: int) -> None:
+    """One for each of the four variables, on each local replica. One device updates as Keras."""
+    assert all(worker == kernels for worker in results)
 
 
-@KINDS
-def test_a_step_is_one_call_and_traced_once(behaviours: Behaviours, kind: str) -> None:
-    """Of a batch with fewer rows, too: any number of them is one trace."""
-    for worker in workers_of(behaviours, kind):
-        calls, reads, traces = worker["calls_of_a_step"]
+@behaviour(costs.tensorflow_calls_of_a_step, at=EVERYWHERE)
+def test_a_step_is_one_call_and_traced_once(results: list[Any], place: str) -> None:
+    """A batch with fewer rows needs no other trace.
+
+    A step reads votes and rows; with several workers also the digest of the data, and whether a
+    batch could not be read.
+    """
+    for calls, reads, traces in results:
         assert calls == 20
-        # Votes and rows; on several workers the data's digest, too, and what could not be read.
-        assert reads == 20 * (4 if kind == "multi_worker_mirrored" else 2)
+        assert reads == 20 * (4 if place == TWO_WORKERS else 2)
         assert traces == 1
 
 
-@KINDS
-def test_autograph_reads_no_function_of_ours(behaviours: Behaviours, kind: str) -> None:
-    """Which takes it a second at the start of each run: only a step of the user's own."""
-    for worker in workers_of(behaviours, kind):
-        of_keras, of_the_user = worker["read_by_autograph"]
-        assert of_keras == []
-        assert of_the_user == ["tf__train_step"]
+@behaviour(costs.functions_converted_by_autograph, at=EVERYWHERE)
+def test_autograph_converts_only_a_users_step(results: list[Any]) -> None:
+    """Converting the functions of tfmulti would take a second at the start of each run."""
+    assert all(worker == [[], ["tf__train_step"]] for worker in results)
 
 
-@KINDS
-def test_fit_leaves_no_thread(behaviours: Behaviours, kind: str) -> None:
-    for worker in workers_of(behaviours, kind):
-        assert worker["threads_after_fit"] == []
+@behaviour(costs.threads_left_by_fit, at=EVERYWHERE)
+def test_fit_leaves_no_thread(results: list[Any]) -> None:
+    assert all(worker == [] for worker in results)
 
 
-@KINDS
-def test_all_take_the_chiefs_pace(behaviours: Behaviours, kind: str) -> None:
-    """After the trials the chief's wish travels with one step, or is followed at once.
+@behaviour(costs.automatic_steps_per_execution, at=EVERYWHERE)
+def test_all_workers_take_the_chiefs_steps_per_execution(results: list[Any], place: str) -> None:
+    """After the trials the chief's number is sent with one step, or used at once.
 
-    Steps that gather rows are one call each on several replicas, and stay so.
+    Steps that gather rows stay one per execution on several replicas.
     """
-    for worker in workers_of(behaviours, kind):
-        (single, exact), (chosen, weights), (gathering, _) = worker["the_chiefs_pace"]
-        assert gathering == (chosen if kind == "one_device" else single)
-        assert single == list(range(STEPS))
-        alone = TRIALS + 3
-        assert chosen == [*range(alone), *range(alone + 6, STEPS - 1, 7), STEPS - 1]
+    for (single, exact), (chosen, weights), (gathering, _) in results:
+        assert gathering == (chosen if place == ONE_DEVICE else single)
+        assert single == list(range(STEPS_OF_AUTOMATIC_RUN))
+        alone, last = TRIALS + 3, STEPS_OF_AUTOMATIC_RUN - 1
+        assert chosen == [*range(alone), *range(alone + 6, last, 7), last]
         assert weights == exact

@@ -1,34 +1,34 @@
-"""XLA compiles what a replica computes by itself; what replicas tell each other stays outside."""
+"""XLA compiles what a replica computes by itself, and no communication between replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.training.step.test_costs import KINDS, workers_of
+from tests.support.behaviours import behaviour, xla
+from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS
 
 pytestmark = pytest.mark.multiworker
 
-Behaviours = Callable[..., list[dict[str, Any]]]
-
-HINDRANCES = {  # on several replicas; random numbers, on one device too
+# Why XLA cannot compile a network. The second reason holds for several replicas alone.
+HINDRANCES = {
     "dense": None,
     "normalized": "takes the statistics of all replicas",
     "dropped": "draws random numbers",
 }
 
 
-@KINDS
-@pytest.mark.parametrize("name", HINDRANCES)
-def test_passes_by_xla_leave_the_same_numbers(behaviours: Behaviours, kind: str, name: str) -> None:
-    for worker in workers_of(behaviours, kind):
-        plain, by_xla = worker["passes_by_xla"][name]
-        local = 2 if kind == "mirrored" else 1
-        alone = kind == "one_device" and name == "normalized"
-        hindrance = None if alone else HINDRANCES[name]
+@behaviour(xla.passes_compiled_by_xla, at=EVERYWHERE)
+@pytest.mark.parametrize("network", HINDRANCES)
+def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network: str) -> None:
+    for worker in results:
+        plain, by_xla = worker[network]
+        local_replicas = 2 if place == TWO_REPLICAS else 1
+        hindrance = HINDRANCES[network]
+        if place == ONE_DEVICE and network == "normalized":
+            hindrance = None
         assert plain["functions"] == 0
         assert plain["warned"] == []
         for one, other in zip(plain["weights"], by_xla["weights"], strict=True):
@@ -42,22 +42,24 @@ def test_passes_by_xla_leave_the_same_numbers(behaviours: Behaviours, kind: str,
             assert by_xla["warned"]
         else:
             assert by_xla["warned"] == []
-            assert by_xla["functions"] == local
-            # Forward, and backward of both layers but for the inputs.
-            assert by_xla["products"] == local * (2 + 3)
+            assert by_xla["functions"] == local_replicas
+            # The forward pass has two products. The backward pass has two for each layer, less
+            # the one for the inputs.
+            assert by_xla["products"] == local_replicas * (2 + 3)
             assert (by_xla["collectives inside"], by_xla["updates"]) == (0, 0)
 
 
-@KINDS
-def test_compile_may_ask_for_xla_and_prepare_decides(behaviours: Behaviours, kind: str) -> None:
-    for worker in workers_of(behaviours, kind):
-        assert worker["who_asks_for_xla"] == [2 if kind == "mirrored" else 1, 0, 0]
+@behaviour(xla.jit_compile_options, at=EVERYWHERE)
+def test_the_jit_compile_of_prepare_wins_over_that_of_compile(
+    results: list[Any], place: str
+) -> None:
+    assert all(worker == [2 if place == TWO_REPLICAS else 1, 0, 0] for worker in results)
 
 
-@KINDS
-def test_what_is_not_compiled_is_said(behaviours: Behaviours, kind: str) -> None:
+@behaviour(xla.warnings_of_steps_without_xla, at=EVERYWHERE)
+def test_a_warning_says_why_xla_does_not_compile(results: list[Any]) -> None:
     reasons = ["a train_step of your own", "--microbatches", "a layer does not support it"]
-    for worker in workers_of(behaviours, kind):
-        for warned, reason in zip(worker["steps_that_xla_leaves"], reasons, strict=True):
-            assert len(warned) == 1
-            assert reason in warned[0]
+    for worker in results:
+        for warnings, reason in zip(worker, reasons, strict=True):
+            assert len(warnings) == 1
+            assert reason in warnings[0]

@@ -2,82 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.behaviours import behaviour, verification
+from tests.support.places import EVERYWHERE, SEVERAL, TWO_REPLICAS
+
 pytestmark = pytest.mark.multiworker
-
-KINDS = pytest.mark.parametrize("kind", ["mirrored", "multi_worker_mirrored"])
-Behaviours = Callable[..., list[dict[str, Any]]]
-
-OUTSIDE = [
-    "all_of_it_outside_the_scope",
-    "prepared_and_then_compiled_outside_the_scope",
-    "trained_and_then_prepared_outside_the_scope",
-    "compiled_outside_the_scope",
-    "variables_of_its_own_outside_the_scope",
-    "trained_inside_the_scope",
-]
 
 
 def flat(value: Any) -> list[float]:
-    assert not isinstance(value, dict), value  # an error
     if isinstance(value, list):
         return [x for item in value for x in flat(item)]
     return [float(value)]
 
 
-@KINDS
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_wherever_it_is_made_it_is_one_device(behaviours: Behaviours, kind: str, name: str) -> None:
-    one = np.asarray(flat(behaviours("one_device")[0][name]))
-    for worker in behaviours(kind, 2):
-        assert np.asarray(flat(worker[name])) == pytest.approx(one, abs=2e-6, rel=1e-5)
+@behaviour(
+    verification.built_and_compiled_outside_the_scope,
+    verification.prepared_then_compiled_outside_the_scope,
+    verification.trained_then_prepared_outside_the_scope,
+    verification.compiled_outside_the_scope,
+    verification.custom_variables_outside_the_scope,
+    verification.trained_inside_the_scope,
+    at=SEVERAL,
+)
+def test_a_model_made_anywhere_trains_as_on_one_device(results: list[Any], one_device: Any) -> None:
+    expected = np.asarray(flat(one_device))
+    for worker in results:
+        assert np.asarray(flat(worker)) == pytest.approx(expected, abs=2e-6, rel=1e-5)
 
 
-@KINDS
-def test_another_strategys_model_is_refused(behaviours: Behaviours, kind: str) -> None:
-    for worker in behaviours(kind, 2):
-        error, message = worker["made_in_the_scope_of_another_strategy"]["error"]
+@behaviour(verification.built_in_the_scope_of_another_strategy, at=SEVERAL)
+def test_a_model_of_another_strategy_is_refused(errors: list[list[str]]) -> None:
+    for error, message in errors:
         assert error == "ModelError"
         assert "'strategy = tfmulti.make_strategy()' once, and 'with strategy.scope():'" in message
 
 
-@pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
-def test_what_is_right_passes_and_nothing_is_changed(behaviours: Behaviours, kind: str) -> None:
-    for worker in behaviours(kind) if kind == "one_device" else behaviours(kind, 2):
-        found = worker["verified_and_then_as_if_not"]
-        assert found == ["same", 2, True, "same", [True] * 4]
+@behaviour(verification.training_with_and_without_verification, at=EVERYWHERE)
+def test_a_correct_model_passes_and_nothing_is_changed(results: list[Any]) -> None:
+    assert all(worker == ["same", 2, True, "same", [True] * 4] for worker in results)
 
 
-WORDS = {
+MISTAKES = {
     "loss": ["gradient of 'own/dense/kernel'", "tape.gradient(loss, weights)", "1/2 of one"],
     "rows are mixed": ["the output of the layer 'mixing'", "tf.tensordot", "all_gather"],
     "metric": ["the metric's variable 'largest/found'", "must be a sum over rows"],
-    "chance": ["tf.random.normal", "Draw by keras.random"],
+    "random numbers": ["tf.random.normal", "Draw by keras.random"],
     "weights": ["the update of 'own/dense/kernel'", "the train_step itself changes"],
     "queue": ["the variable 'queue of Own'", "its own rows only"],
 }
 
 
-@KINDS
-@pytest.mark.parametrize("wrong", WORDS)
-def test_what_is_wrong_is_told_on_all_workers(
-    behaviours: Behaviours, kind: str, wrong: str
-) -> None:
-    found = [worker[f"verify finds: {wrong}"]["error"] for worker in behaviours(kind, 2)]
-    for error, message in found:
+@behaviour(verification.fit_with_a_mistake, at=SEVERAL)
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_described_on_all_workers(errors: list[list[str]], case: str) -> None:
+    for error, message in errors:
         assert error == "VerificationError"
         assert "\n" not in message
-        for words in [*WORDS[wrong], "prepare(model, verify=False)"]:
+        for words in [*MISTAKES[case], "prepare(model, verify=False)"]:
             assert words.replace("own/", "") in message.replace("_own/", "").replace("own/", "")
-    assert len({message for _, message in found}) == 1
+    assert len({message for _, message in errors}) == 1
 
 
-WITHOUT_MEND = {
+WITHOUT_PATCH = {
     "losses left by other replicas": "the gradient of",
     "rows of a table that all replicas look up": "the update of",
     "logits of gathered rows": "differs from one device",
@@ -86,56 +76,54 @@ WITHOUT_MEND = {
 }
 
 
-@KINDS
-@pytest.mark.parametrize("name", WITHOUT_MEND)
-def test_a_mend_that_is_taken_away_is_found(behaviours: Behaviours, kind: str, name: str) -> None:
-    if (kind, name) == ("multi_worker_mirrored", "losses left by other replicas"):
-        pytest.skip("a process with one replica has no others that trace its layers")
-    for worker in behaviours(kind, 2):
-        mended, without = worker[f"verify finds without the mend: {name}"]
-        assert mended == "same"
-        assert WITHOUT_MEND[name] in without
+@pytest.mark.parametrize("behaviour", [verification.verified_with_and_without_a_patch])
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [
+        (case, place)
+        for case in WITHOUT_PATCH
+        for place in SEVERAL
+        # In a process with one replica, no other replica leaves losses in its layers.
+        if case != "losses left by other replicas" or place == TWO_REPLICAS
+    ],
+)
+def test_verification_finds_what_a_missing_patch_changes(results: list[Any], case: str) -> None:
+    for with_patch, without_patch in results:
+        assert with_patch == "same"
+        assert WITHOUT_PATCH[case] in without_patch
 
 
-@KINDS
-def test_rounding_of_sums_that_cancel_out_is_no_difference(
-    behaviours: Behaviours, kind: str
-) -> None:
-    for worker in behaviours(kind, 2):
-        assert worker["verified_biases_before_normalizations"] == ["same", True]
+@behaviour(verification.verified_biases_before_batch_normalization, at=SEVERAL)
+def test_rounding_of_sums_that_cancel_out_is_no_difference(results: list[Any]) -> None:
+    assert all(worker == ["same", True] for worker in results)
 
 
-@KINDS
-def test_what_rounding_decides_once_is_no_difference(behaviours: Behaviours, kind: str) -> None:
-    for worker in behaviours(kind, 2):
-        assert worker["verified_again_from_other_weights"] == ["same", 2, True]
+@behaviour(verification.verified_again_from_other_weights, at=SEVERAL)
+def test_a_difference_that_other_weights_do_not_have_is_rounding(results: list[Any]) -> None:
+    assert all(worker == ["same", 2, True] for worker in results)
 
 
-@KINDS
-def test_nothing_is_trained_where_it_fails(behaviours: Behaviours, kind: str) -> None:
-    for worker in behaviours(kind, 2):
-        assert worker["verify_leaves_the_state_when_it_fails"] == ["VerificationError", True, 0]
+@behaviour(verification.state_after_a_failed_verification, at=SEVERAL)
+def test_a_failed_verification_leaves_the_model_untrained(results: list[Any]) -> None:
+    assert all(worker == ["VerificationError", True, 0] for worker in results)
 
 
-@KINDS
-def test_a_learning_rate_of_nothing_hides_nothing(behaviours: Behaviours, kind: str) -> None:
-    for worker in behaviours(kind, 2):
-        error, message = worker["verify_with_a_learning_rate_of_nothing"]["error"]
+@behaviour(verification.verified_with_a_learning_rate_of_zero, at=SEVERAL)
+def test_a_learning_rate_of_zero_does_not_hide_a_wrong_gradient(errors: list[list[str]]) -> None:
+    for error, message in errors:
         assert (error, "the gradient of" in message) == ("VerificationError", True)
 
 
-@KINDS
-def test_what_is_not_comparable_is_said(behaviours: Behaviours, kind: str) -> None:
-    for worker in behaviours(kind, 2):
-        own, passes, plain = worker["verify_of_what_is_not_comparable"]
-        assert "sync_batch_norm=False" in own
-        assert "microbatches" in passes
+@behaviour(verification.reasons_to_skip_verification, at=SEVERAL)
+def test_models_that_are_not_verified(results: list[Any]) -> None:
+    for unsynchronized, microbatches, plain in results:
+        assert "sync_batch_norm=False" in unsynchronized
+        assert "microbatches" in microbatches
         assert plain is None
 
 
-@pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker_mirrored"])
-def test_the_data_is_not_taken(behaviours: Behaviours, kind: str) -> None:
-    for worker in behaviours(kind) if kind == "one_device" else behaviours(kind, 2):
-        found = worker["verified_data_is_not_taken"]
-        assert len(found) == 4
-        assert all(each == ["same", True] for each in found.values()), found
+@behaviour(verification.batches_after_verification, at=EVERYWHERE)
+def test_verification_takes_no_batch_from_fit(results: list[Any]) -> None:
+    for worker in results:
+        assert len(worker) == 4
+        assert all(each == ["same", True] for each in worker.values()), worker

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, behaviour_at, fit, here
+from tests.support.behaviours.common import X, Y, fit, here
 from tfmulti import prepare, verify
 from tfmulti.distribution import global_values, replica_context
 from tfmulti.distribution.lookup_gradients import Lookup
@@ -24,7 +24,6 @@ from tfmulti.training.step.step_logs import StepLogs
 from tfmulti.training.verification import comparison
 from tfmulti.training.verification.comparison import Difference
 
-SEVERAL = ("mirrored", "multi_worker_mirrored")
 ONE_STEP = {"epochs": 1, "x": X[:18], "y": Y[:18], "batch_size": 15, "shuffle": False}
 
 
@@ -38,61 +37,56 @@ def _network(normalizes: bool = False) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3, "softmax")(hidden))
 
 
-def _compile(made: keras.Model) -> None:
+def _compile(model: keras.Model) -> None:
     optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
-    made.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
 
 
-def _numbers(made: keras.Model, **options: Any) -> list[Any]:
-    """Returns what a model learns: history, weights, slots and predictions."""
-    history = fit(made, x=X[:50], y=Y[:50], batch_size=15, shuffle=False, **options)
-    variables = [*made.weights, *made.optimizer.variables]
+def _numbers(model: keras.Model, **options: Any) -> list[Any]:
+    """Trains a model. Returns the history, weights, slots and predictions."""
+    history = fit(model, x=X[:50], y=Y[:50], batch_size=15, shuffle=False, **options)
+    variables = [*model.weights, *model.optimizer.variables]
     return [
         list(history.values()),
         [np.asarray(v).tolist() for v in variables],
-        made.predict(X[:7], verbose=0).tolist(),
+        model.predict(X[:7], verbose=0).tolist(),
     ]
 
 
-@behaviour
-def all_of_it_outside_the_scope() -> Any:
-    made = _network(normalizes=True)
-    _compile(made)
-    return _numbers(prepare(made))
+def built_and_compiled_outside_the_scope() -> Any:
+    model = _network(normalizes=True)
+    _compile(model)
+    return _numbers(prepare(model))
 
 
-@behaviour
-def prepared_and_then_compiled_outside_the_scope() -> Any:
-    made = prepare(_network())
-    _compile(made)
-    return _numbers(made)
+def prepared_then_compiled_outside_the_scope() -> Any:
+    model = prepare(_network())
+    _compile(model)
+    return _numbers(model)
 
 
-@behaviour
-def trained_and_then_prepared_outside_the_scope() -> Any:
-    """Weights, slots, averages and metrics of an epoch of plain Keras are taken over."""
-    made = _network()
-    _compile(made)
-    fit(made, x=X[:40], y=Y[:40], batch_size=20, shuffle=False, epochs=1)
-    before = [np.asarray(v) for v in [*made.variables, *made.optimizer.variables]]
-    prepare(made)
-    after = [np.asarray(v) for v in [*made.variables, *made.optimizer.variables]]
+def trained_then_prepared_outside_the_scope() -> Any:
+    """`prepare` keeps weights, slots, averages and metrics of an epoch of plain Keras."""
+    model = _network()
+    _compile(model)
+    fit(model, x=X[:40], y=Y[:40], batch_size=20, shuffle=False, epochs=1)
+    before = [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
+    prepare(model)
+    after = [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    return _numbers(made)
+    return _numbers(model)
 
 
-@behaviour
 def compiled_outside_the_scope() -> Any:
     with here.strategy.scope():
-        made = prepare(_network())
-    _compile(made)
-    return _numbers(made)
+        model = prepare(_network())
+    _compile(model)
+    return _numbers(model)
 
 
-@behaviour
-def variables_of_its_own_outside_the_scope() -> Any:
-    """A `train_step` with variables of TensorFlow's own, in attributes, lists and closures."""
+def custom_variables_outside_the_scope() -> Any:
+    """A custom step changes a `tf.Variable` of a closure, of a list, and of a dict of tuples."""
     count = tf.Variable(0.0)
 
     class Counts(keras.Model):
@@ -108,37 +102,35 @@ def variables_of_its_own_outside_the_scope() -> Any:
             return super().train_step(data)
 
     plain = _network()
-    made = Counts(inputs=plain.inputs, outputs=plain.outputs)
-    _compile(made)
-    numbers = _numbers(prepare(made), epochs=1)
+    model = Counts(inputs=plain.inputs, outputs=plain.outputs)
+    _compile(model)
+    numbers = _numbers(prepare(model), epochs=1)
     step = Counts.train_step
     assert step.__closure__ is not None
     cells = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))
-    own = [cells["count"].cell_contents, made.doubled[0], made.pair["both"][1]]
-    return [numbers, [float(np.asarray(v)) for v in own]]
+    variables = [cells["count"].cell_contents, model.doubled[0], model.pair["both"][1]]
+    return [numbers, [float(np.asarray(v)) for v in variables]]
 
 
-@behaviour
 def trained_inside_the_scope() -> Any:
-    """All of a program stands inside the scope, `fit` of two optimizers of its own too."""
+    """All of a program is inside the scope, `fit` with two optimizers too."""
     with here.strategy.scope():
-        made = _own()
-        history = fit(made, x=X[:50], y=Y[:50], batch_size=15, shuffle=False)
-        return [list(history.values()), [np.asarray(v).tolist() for v in made.weights]]
+        model = _own()
+        history = fit(model, x=X[:50], y=Y[:50], batch_size=15, shuffle=False)
+        return [list(history.values()), [np.asarray(v).tolist() for v in model.weights]]
 
 
-@behaviour_at(*SEVERAL)
-def made_in_the_scope_of_another_strategy() -> Any:
+def built_in_the_scope_of_another_strategy() -> Any:
     with tf.distribute.OneDeviceStrategy("CPU:0").scope():
-        made = _network()
+        model = _network()
     with here.strategy.scope():
-        _compile(made)
-    assert made.distribute_strategy is not here.strategy
-    prepare(made)
+        _compile(model)
+    assert model.distribute_strategy is not here.strategy
+    prepare(model)
 
 
 class Own(keras.Model):
-    """A correct model of the user's own: two optimizers, its own metric, and chance."""
+    """A user's model with two optimizers, a metric and dropout. `wrong` names a mistake in it."""
 
     def __init__(self, wrong: str | None = None) -> None:
         super().__init__()
@@ -164,7 +156,7 @@ class Own(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         x, y = data
-        if self.wrong == "chance":
+        if self.wrong == "random numbers":
             x = x + tf.random.normal(tf.shape(x))
         with tf.GradientTape() as tape:
             outputs = self(x, training=True)
@@ -195,7 +187,7 @@ class _Mixing(keras.layers.Layer):
 
 
 class _Largest(keras.metrics.Metric):
-    """Sums the rows' largest outputs; or wrongly keeps the largest of all."""
+    """Sums the largest outputs of the rows, or wrongly keeps the largest of all."""
 
     def __init__(self, sums: bool) -> None:
         super().__init__(name="largest")
@@ -216,72 +208,63 @@ class _Largest(keras.metrics.Metric):
 def _own(wrong: str | None = None, **options: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = Own(wrong)
-        made.compile(keras.optimizers.Adam(0.01))
-    return prepare(made, **options)
+        model = Own(wrong)
+        model.compile(keras.optimizers.Adam(0.01))
+    return prepare(model, **options)
 
 
-def _state(made: keras.Model) -> list[np.ndarray]:
-    variables = [*made.variables, *made.optimizer.variables, *made.second.variables]
-    values = [*(v.value for v in variables), made.queue]
+def _state(model: keras.Model) -> list[np.ndarray]:
+    variables = [*model.variables, *model.optimizer.variables, *model.second.variables]
+    values = [*(v.value for v in variables), model.queue]
     of_each = here.strategy.experimental_local_results
     return [np.asarray(part) for value in values for part in of_each(value)]
 
 
-@behaviour
-def verified_and_then_as_if_not() -> Any:
-    """Returns the verdict, and whether nothing is otherwise than without the comparison."""
+def training_with_and_without_verification() -> Any:
+    """Returns the verdicts of `fit` and `verify`, and whether they change nothing else."""
     runs = []
     for asked in (True, False):
-        made = _own(verify=asked, verify_steps=2)
-        history = fit(made, **ONE_STEP)
-        runs.append([history, _state(made), random.random(), np.random.rand()])
+        model = _own(verify=asked, verify_steps=2)
+        history = fit(model, **ONE_STEP)
+        runs.append([history, _state(model), random.random(), np.random.rand()])
         if asked:
-            found = state_of(made).verification
+            found = state_of(model).verification
     same = [
         runs[0][0] == runs[1][0],
         all(np.array_equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True)),
         runs[0][2:] == runs[1][2:],
     ]
-    before = _state(made)
-    again = verify(made, X[:30], Y[:30], batch_size=15)
-    same.append(all(np.array_equal(a, b) for a, b in zip(before, _state(made), strict=True)))
+    before = _state(model)
+    again = verify(model, X[:30], Y[:30], batch_size=15)
+    same.append(all(np.array_equal(a, b) for a, b in zip(before, _state(model), strict=True)))
     return [found.verdict, found.steps, found.quantities > 20, again.verdict, same]
 
 
-def _fails(wrong: str) -> Callable[[], Any]:
-    def failing() -> Any:
-        """Without what makes values of the global batch, most of these would be right."""
-        made = _own(wrong)
-        with mock.patch.object(global_values, "are_known", return_value=False):
-            fit(made, **ONE_STEP)
-
-    failing.__name__ = f"verify finds: {wrong}"
-    return failing
+def fit_with_a_mistake(case: str) -> None:
+    """Fits a wrong model, without the global values that would correct most of the mistakes."""
+    model = _own(case)
+    with mock.patch.object(global_values, "are_known", return_value=False):
+        fit(model, **ONE_STEP)
 
 
-for _wrong in ("loss", "rows are mixed", "metric", "chance", "weights", "queue"):
-    behaviour_at(*SEVERAL)(_fails(_wrong))
-
-
-def _compiled(made: keras.Model, **options: Any) -> keras.Model:
+def _compiled(model: keras.Model, **options: Any) -> keras.Model:
     with here.strategy.scope():
-        made.compile(keras.optimizers.Adam(0.01), **options)
-    return made
+        model.compile(keras.optimizers.Adam(0.01), **options)
+    return model
 
 
 def _network_compiled() -> keras.Model:
-    made = _network()
-    made.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
-    return made
+    model = _network()
+    model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+    return model
 
 
 def _loss_before_normalization() -> keras.Model:
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(8, activity_regularizer=keras.regularizers.L2(0.1))(inputs)
     hidden = keras.layers.BatchNormalization()(hidden)
-    made = keras.Model(inputs, keras.layers.Dense(3, "softmax")(hidden))
-    return _compiled(made, loss="sparse_categorical_crossentropy")
+    model = keras.Model(inputs, keras.layers.Dense(3, "softmax")(hidden))
+    return _compiled(model, loss="sparse_categorical_crossentropy")
 
 
 def _same_lookups_on_all() -> keras.Model:
@@ -307,9 +290,9 @@ def _loss_by_logits() -> keras.Model:
         return tf.sqrt(tf.reduce_mean(found))
 
     layers = [keras.Input((6,)), keras.layers.Dense(3), keras.layers.Activation("softmax")]
-    made = keras.Sequential(layers)
-    made.layers[0].set_weights([np.full((6, 3), 9.0) * [[1, 2, 3]], np.zeros(3)])
-    return _compiled(made, loss=loss)
+    model = keras.Sequential(layers)
+    model.layers[0].set_weights([np.full((6, 3), 9.0) * [[1, 2, 3]], np.zeros(3)])
+    return _compiled(model, loss=loss)
 
 
 def _result_under_another_name() -> keras.Model:
@@ -318,68 +301,57 @@ def _result_under_another_name() -> keras.Model:
             return {"score": super().train_step(data)["auc"]}
 
     inputs = keras.Input((6,))
-    made = Named(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
-    return _compiled(made, loss="mse", metrics=["auc"])
+    model = Named(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
+    return _compiled(model, loss="mse", metrics=["auc"])
 
 
-class Mend(NamedTuple):
-    """A model that goes wrong under `kinds` where each of `parts` is replaced."""
+class Patch(NamedTuple):
+    """A model that trains wrongly where each of `parts` of tfmulti is replaced."""
 
-    make: Callable[[], keras.Model]
+    build: Callable[[], keras.Model]
     parts: list[tuple[Any, str, Any]]
-    kinds: tuple[str, ...] = SEVERAL
 
 
 NOT_KNOWN = (global_values, "are_known", lambda share: False)
-MENDS = {
-    "losses left by other replicas": Mend(
+PATCHES = {
+    "losses left by other replicas": Patch(
         _loss_before_normalization,
         [(layers, "_left_by_trace", lambda layer: {})],
-        kinds=("mirrored",),
     ),
-    "rows of a table that all replicas look up": Mend(
+    "rows of a table that all replicas look up": Patch(
         _same_lookups_on_all,
         [(replica_context, "lookups_in", lambda g: [Lookup(g.values, g.indices, False)])],
     ),
-    "logits of gathered rows": Mend(_loss_by_logits, [NOT_KNOWN, (losses, "ATTACHED", ())]),
-    "a result under another name": Mend(
+    "logits of gathered rows": Patch(_loss_by_logits, [NOT_KNOWN, (losses, "ATTACHED", ())]),
+    "a result under another name": Patch(
         _result_under_another_name,
         [NOT_KNOWN, (StepLogs, "_result_of", lambda self, value: None)],
     ),
-    "no scope": Mend(_network_compiled, [(relocation, "adopt", lambda model, strategy: 0)]),
+    "no scope": Patch(_network_compiled, [(relocation, "adopt", lambda model, strategy: 0)]),
 }
 
 
-def _without(name: str) -> Callable[[], Any]:
-    def without() -> Any:
-        """Returns what verify says with what mends it, and then without."""
-        found = []
-        mend = MENDS[name]
-        for is_mended in (True, False):
-            keras.utils.set_random_seed(1)
-            with contextlib.nullcontext() if name == "no scope" else here.strategy.scope():
-                made = mend.make()
-            with contextlib.ExitStack() as replaced:
-                for part in mend.parts if not is_mended else ():
-                    replaced.enter_context(mock.patch.object(*part))
-                try:
-                    fit(prepare(made, verify=True), **{**ONE_STEP, "y": Y[:18] % 2})
-                    found.append("same")
-                except VerificationError as error:
-                    found.append(str(error))
-        return found
-
-    without.__name__ = f"verify finds without the mend: {name}"
-    return behaviour_at(*MENDS[name].kinds)(without)
+def verified_with_and_without_a_patch(case: str) -> Any:
+    """Returns the message of `verify` with the parts of tfmulti, and without them."""
+    found = []
+    patch = PATCHES[case]
+    for parts in ([], patch.parts):
+        keras.utils.set_random_seed(1)
+        with contextlib.nullcontext() if case == "no scope" else here.strategy.scope():
+            model = patch.build()
+        with contextlib.ExitStack() as replaced:
+            for part in parts:
+                replaced.enter_context(mock.patch.object(*part))
+            try:
+                fit(prepare(model, verify=True), **{**ONE_STEP, "y": Y[:18] % 2})
+                found.append("same")
+            except VerificationError as error:
+                found.append(str(error))
+    return found
 
 
-for _name in MENDS:
-    _without(_name)
-
-
-@behaviour_at(*SEVERAL)
-def verified_biases_before_normalizations() -> Any:
-    """Their gradients are nothing but rounding, of which Adam makes whole steps."""
+def verified_biases_before_batch_normalization() -> Any:
+    """The gradients of these biases are nothing but rounding, which Adam makes whole steps of."""
 
     class Steps(keras.Model):
         def train_step(self, data: Any) -> Any:
@@ -394,73 +366,72 @@ def verified_biases_before_normalizations() -> Any:
             x = keras.layers.Conv2D(filters, 3, padding="same", bias_initializer="uniform")(x)
             x = keras.layers.Activation("relu")(keras.layers.BatchNormalization()(x))
         outputs = keras.layers.Dense(3, "softmax")(keras.layers.Flatten()(x))
-        made = prepare(Steps(inputs, outputs), verify=True)
-        made.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
-    made.fit(images, Y[:48], batch_size=48, shuffle=False, verbose=0)
-    found = state_of(made).verification
+        model = prepare(Steps(inputs, outputs), verify=True)
+        model.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
+    model.fit(images, Y[:48], batch_size=48, shuffle=False, verbose=0)
+    found = state_of(model).verification
     return [found.verdict, found.quantities > 30]
 
 
-@behaviour_at(*SEVERAL)
 def verified_again_from_other_weights() -> Any:
-    """Returns how often it is compared where rounding decides once, and the state afterwards."""
+    """Returns the verdict, the number of comparisons, and whether the weights are as before.
+
+    The first comparison finds a difference, as where rounding decides about a ReLU.
+    """
     calls = []
 
     def first_of(found: Any) -> Any:
         calls.append(len(found))
-        kink = Difference("weight", "a kernel", 1.0, 0.1, 1.0, 2.0)
-        return kink if len(calls) == 1 else comparison_first_of(found)
+        difference = Difference("weight", "a kernel", 1.0, 0.1, 1.0, 2.0)
+        return difference if len(calls) == 1 else real_first_of(found)
 
-    comparison_first_of = comparison.first_of
-    made = _own()
+    real_first_of = comparison.first_of
+    model = _own()
     with here.strategy.scope():
-        made(X[:2])
-    before = [np.asarray(v) for v in made.variables]
+        model(X[:2])
+    before = [np.asarray(v) for v in model.variables]
     with mock.patch.object(comparison, "first_of", first_of):
-        found = verify(made, X[:18], Y[:18], batch_size=15)
-    after = [np.asarray(v) for v in made.variables]
+        found = verify(model, X[:18], Y[:18], batch_size=15)
+    after = [np.asarray(v) for v in model.variables]
     same = [np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
     return [found.verdict, len(calls), all(same)]
 
 
-@behaviour_at(*SEVERAL)
-def verify_leaves_the_state_when_it_fails() -> Any:
-    made = _own("loss")
+def state_after_a_failed_verification() -> Any:
+    model = _own("loss")
     with here.strategy.scope():
-        made(X[:2])
-    before = [np.asarray(v) for v in made.variables]
+        model(X[:2])
+    before = [np.asarray(v) for v in model.variables]
     raised = ""
     try:
-        fit(made, **ONE_STEP)
+        fit(model, **ONE_STEP)
     except Exception as error:
         raised = type(error).__name__
-    after = [np.asarray(v) for v in made.variables]
+    after = [np.asarray(v) for v in model.variables]
     same = [np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
-    return [raised, all(same), int(made.optimizer.iterations.numpy())]
+    return [raised, all(same), int(model.optimizer.iterations.numpy())]
 
 
-@behaviour_at(*SEVERAL)
-def verify_with_a_learning_rate_of_nothing() -> Any:
-    """A warm-up begins with 0: a wrong gradient shows although no weight would move."""
+def verified_with_a_learning_rate_of_zero() -> Any:
+    """A warm-up starts at 0, where a wrong gradient moves no weight."""
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = Own("loss")
-        made.second.learning_rate = 0.0
+        model = Own("loss")
+        model.second.learning_rate = 0.0
         warm_up = keras.optimizers.schedules.CosineDecay(0.0, 10, 0.0, warmup_target=0.1)
-        made.compile(keras.optimizers.SGD(warm_up))
-    fit(prepare(made), **ONE_STEP)
+        model.compile(keras.optimizers.SGD(warm_up))
+    fit(prepare(model), **ONE_STEP)
 
 
-@behaviour_at(*SEVERAL)
-def verify_of_what_is_not_comparable() -> Any:
-    """Returns why models are left alone, and whether one of Keras' own is."""
+def reasons_to_skip_verification() -> Any:
+    """Returns the reasons of two options, and the verification of a plain Keras model."""
     keras.utils.set_random_seed(1)
     reasons = []
     for options in ({"sync_batch_norm": False}, {"microbatches": 2}):
         with here.strategy.scope():
-            made = prepare(_network(normalizes=True), verify=True, **options)
-            made.compile("sgd", "sparse_categorical_crossentropy")
-        reasons.append(verify(made, X, Y).reason)
+            model = prepare(_network(normalizes=True), verify=True, **options)
+            model.compile("sgd", "sparse_categorical_crossentropy")
+        reasons.append(verify(model, X, Y).reason)
     with here.strategy.scope():
         plain = prepare(_network())
         plain.compile("sgd", "sparse_categorical_crossentropy")
@@ -468,9 +439,8 @@ def verify_of_what_is_not_comparable() -> Any:
     return [*reasons, state_of(plain).verification]
 
 
-@behaviour
-def verified_data_is_not_taken() -> Any:
-    """Returns whether each kind of data gives the same batches as without the comparison."""
+def batches_after_verification() -> Any:
+    """Returns whether `fit` trains on the same batches as without verification, for all data."""
 
     class Rows(keras.utils.PyDataset):
         def __len__(self) -> int:
@@ -499,16 +469,16 @@ def verified_data_is_not_taken() -> Any:
         for asked in (True, False):
             keras.utils.set_random_seed(1)
             with here.strategy.scope():
-                made = prepare(
+                model = prepare(
                     keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]),
                     verify=asked,
                 )
                 at_once = 2 if name == "dataset" else 1
-                made.compile("sgd", "sparse_categorical_crossentropy", steps_per_execution=at_once)
+                model.compile("sgd", "sparse_categorical_crossentropy", steps_per_execution=at_once)
             given = {"y": None, "batch_size": None, "shuffle": False, **data()}
-            history = fit(made, **given)
-            found.append([history, [np.asarray(w).tolist() for w in made.weights]])
+            history = fit(model, **given)
+            found.append([history, [np.asarray(w).tolist() for w in model.weights]])
             if asked:
-                verdict = state_of(made).verification.verdict
+                verdict = state_of(model).verification.verdict
         same[name] = [verdict, found[0] == found[1]]
     return same

@@ -1,4 +1,4 @@
-"""Steps of the user's own whose batch is not (x, y), and what else public programs do."""
+"""Custom steps with batches that are not (x, y), and other code of public programs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import X, Y, behaviour, here, model
+from tests.support.behaviours.common import classifier, fit, here
 from tfmulti import prepare
 
 PARTS = [np.random.default_rng(i).random((36, 3), np.float32) for i in range(3)]
 
 
 class Critic(keras.Model):
-    """As in a DCGAN: `metrics` reads what `compile` makes, and there is no `call`."""
+    """Has no `call`, and `metrics` returns what `compile` makes, as in a DCGAN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,17 +41,16 @@ class Critic(keras.Model):
         return {"critic_loss": self.critic_loss.result()}
 
 
-@behaviour
-def prepared_before_compile_makes_its_metrics() -> Any:
+def metrics_that_compile_makes() -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(Critic())
-        made.compile(keras.optimizers.SGD(0.1))
-    return made.fit(PARTS[0], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        model = prepare(Critic())
+        model.compile(keras.optimizers.SGD(0.1))
+    return model.fit(PARTS[0], batch_size=8, epochs=2, shuffle=False, verbose=0).history
 
 
 class Siamese(keras.Model):
-    """Three examples a row, in whatever form the batch has."""
+    """Embeds three examples of each row. `parts_of` takes them from a batch."""
 
     def __init__(self, parts_of: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -88,29 +87,26 @@ class Siamese(keras.Model):
 def _siamese(data: Any, parts_of: Callable[[Any], Any]) -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        made = prepare(Siamese(parts_of))
-        made.compile(keras.optimizers.Adam(0.1))
+        model = prepare(Siamese(parts_of))
+        model.compile(keras.optimizers.Adam(0.1))
     batches = tf.data.Dataset.from_tensor_slices(data).batch(8)
-    return made.fit(batches, epochs=2, validation_data=batches, verbose=0).history
+    return model.fit(batches, epochs=2, validation_data=batches, verbose=0).history
 
 
-@behaviour
 def batches_of_three_inputs() -> Any:
     return _siamese(tuple(PARTS), lambda data: data)
 
 
-@behaviour
 def batches_in_dicts() -> Any:
     return _siamese(dict(zip("abc", PARTS, strict=True)), lambda d: (d["a"], d["b"], d["c"]))
 
 
-@behaviour
 def batches_of_one_tensor() -> Any:
     return _siamese(np.stack(PARTS, 1), lambda data: tf.unstack(data, axis=1))
 
 
 class Normalizing(keras.layers.Layer):
-    """A cell with a BatchNormalization."""
+    """A recurrent cell with a BatchNormalization."""
 
     state_size = 4
 
@@ -134,23 +130,21 @@ def _recurrent(unroll: bool) -> Any:
     with here.strategy.scope():
         inputs = keras.Input((4, 3))
         outputs = keras.layers.RNN(Normalizing(), unroll=unroll)(inputs)
-        made = prepare(keras.Model(inputs, outputs))
-        made.compile("sgd", "mse")
-    return made.fit(x, x[:, 0, :1], batch_size=8, shuffle=False, verbose=0).history
+        model = prepare(keras.Model(inputs, outputs))
+        model.compile("sgd", "mse")
+    return model.fit(x, x[:, 0, :1], batch_size=8, shuffle=False, verbose=0).history
 
 
-@behaviour
 def batch_normalization_in_an_unrolled_cell() -> Any:
     return _recurrent(unroll=True)
 
 
-@behaviour
 def batch_normalization_in_a_cell() -> Any:
     return _recurrent(unroll=False)
 
 
-@behaviour
-def numbers_of_the_optimizer_in_a_callback() -> Any:
+def learning_rate_halved_by_a_callback() -> Any:
+    """Returns the learning rate and the optimizer's step after each epoch."""
     found: list[float] = []
 
     class Halves(keras.callbacks.Callback):
@@ -159,5 +153,5 @@ def numbers_of_the_optimizer_in_a_callback() -> Any:
             optimizer.learning_rate = float(optimizer.learning_rate) / 2
             found.extend([float(np.array(optimizer.learning_rate)), int(optimizer.iterations)])
 
-    model().fit(X, Y, batch_size=24, epochs=2, verbose=0, callbacks=[Halves()])
+    fit(classifier(), callbacks=[Halves()])
     return found

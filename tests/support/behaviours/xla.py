@@ -1,4 +1,4 @@
-"""Steps whose passes XLA compiles: what is in their graph, and what they leave."""
+"""Steps whose forward and backward passes XLA compiles: their graphs and their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tests.support.behaviours.common import behaviour, fit, here, model
+from tests.support.behaviours.common import classifier, fit, here, weights_of
 from tests.support.behaviours.graphs import collectives_in, graph_of, is_collective
 from tests.support.models import CustomStep
 from tfmulti import prepare
@@ -25,18 +25,19 @@ def _by_xla(graph: Any) -> list[Any]:
     return [each for each in graph.library.function if each.attr["_XlaMustCompile"].b]
 
 
-def _trained(made: keras.Model) -> dict[str, Any]:
-    """Returns what a fit warns of and leaves, and what of its step XLA compiles."""
+def _trained(model: keras.Model) -> dict[str, Any]:
+    """Returns the warnings and results of a fit, and counts of what XLA compiles of its step."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        logs = fit(made)
-        fit(made, epochs=1, batch_size=20)  # of which the last batch has fewer rows
-    graph = graph_of(made, 1)
+        logs = fit(model)
+        # The last batch has fewer rows.
+        fit(model, epochs=1, batch_size=20)
+    graph = graph_of(model, 1)
     inside = [node for each in _by_xla(graph) for node in each.node_def]
     return {
         "warned": [str(each.message) for each in seen if "XLA" in str(each.message)],
         "logs": logs,
-        "weights": [weight.tolist() for weight in made.get_weights()],
+        "weights": weights_of(model),
         "functions": len(_by_xla(graph)),
         "products": sum(node.op == "MatMul" for node in inside),
         "updates": sum("ApplyGradientDescent" in node.op for node in inside),
@@ -45,31 +46,28 @@ def _trained(made: keras.Model) -> dict[str, Any]:
     }
 
 
-@behaviour
-def passes_by_xla() -> Any:
-    """Returns that of each network, without XLA and with it."""
+def passes_compiled_by_xla() -> Any:
+    """Returns the fit of each network without XLA, and with it."""
     found = {}
     for name, layers in LAYERS.items():
         found[name] = []
         for asked in (False, True):
             with here.strategy.scope():
-                made = layers()
-            found[name].append(_trained(model(*made, prepared={"jit_compile": asked})))
+                model = layers()
+            found[name].append(_trained(classifier(*model, prepared={"jit_compile": asked})))
     return found
 
 
-@behaviour
-def who_asks_for_xla() -> Any:
-    """Returns what is compiled where `compile` asks for it, and nobody; and who wins."""
+def jit_compile_options() -> Any:
+    """Returns the compiled functions if `compile` asks for XLA, nobody asks, and both disagree."""
     return [
-        _trained(model(prepared={"jit_compile": prepared}, jit_compile=compiled))["functions"]
+        _trained(classifier(prepared={"jit_compile": prepared}, jit_compile=compiled))["functions"]
         for prepared, compiled in ((None, True), (None, "auto"), (False, True))
     ]
 
 
-@behaviour
-def steps_that_xla_leaves() -> Any:
-    """Returns what is warned of a train_step of its own, microbatches and a layer without XLA."""
+def warnings_of_steps_without_xla() -> Any:
+    """Returns the warnings of a custom step, of microbatches, and of a layer without XLA."""
 
     class Plain(keras.layers.Layer):
         def __init__(self) -> None:
@@ -81,14 +79,14 @@ def steps_that_xla_leaves() -> Any:
 
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
-        own = prepare(CustomStep(), jit_compile=True)
-        own.compile("sgd", "sparse_categorical_crossentropy")
-    microbatches = model(prepared={"jit_compile": True, "microbatches": 2})
-    left = (own, microbatches, model(Plain(), prepared={"jit_compile": True}))
+        custom = prepare(CustomStep(), jit_compile=True)
+        custom.compile("sgd", "sparse_categorical_crossentropy")
+    microbatches = classifier(prepared={"jit_compile": True, "microbatches": 2})
+    no_xla = classifier(Plain(), prepared={"jit_compile": True})
     found = []
-    for made in left:
+    for model in (custom, microbatches, no_xla):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            fit(made, epochs=1)
+            fit(model, epochs=1)
         found.append([str(each.message) for each in seen if "XLA" in str(each.message)])
     return found
