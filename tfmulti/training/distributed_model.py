@@ -278,9 +278,8 @@ class DistributedModel(keras.Model):
             state.stopped_by, state.saved_variables = None, {}
             self.make_train_function()
             if record is None and epochs > initial_epoch:
-                keeps = checkpoint is not None
                 feed = verification.before_training(
-                    self, feed, count, keeps_position=keeps, tells=verbose not in (0, "0")
+                    self, feed, count, tells=verbose not in (0, "0")
                 )
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             all_callbacks.on_train_begin()

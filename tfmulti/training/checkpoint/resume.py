@@ -240,8 +240,6 @@ class CheckpointManager:
         self._said: set[str] = set()
         self._before: Tree | None = None
         self._data = {name: feed.form for name, feed in feeds.items()}
-        for feed in feeds.values():
-            feed.keep_position()
         if record is not None:
             with _of_known_form():
                 _check_data(record.tree["data"], self._data)

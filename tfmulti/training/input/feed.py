@@ -95,9 +95,6 @@ class Feed(Protocol):
     def next(self) -> Any:
         """Returns the next `WorkerBatch` or an Optional of a global batch, or None at the end."""
 
-    def keep_position(self) -> None:
-        """Prepares the feed for calls of `position`. Call it before the first `iterate`."""
-
     def position(self, batches: int) -> State | None:
         """Returns the position of the iterator in use, or None if counting batches is enough.
 
@@ -233,9 +230,6 @@ class SourceFeed:
     def next(self) -> Any:
         assert self._stream is not None
         return self._stream.shards.take()
-
-    def keep_position(self) -> None:
-        pass
 
     def position(self, batches: int) -> State | None:
         return None

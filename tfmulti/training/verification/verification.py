@@ -90,7 +90,6 @@ def before_training(
     feed: Feed,
     steps_per_epoch: int | None,
     *,
-    keeps_position: bool,
     tells: bool,
 ) -> Feed:
     """Makes the comparison if one is due, and returns the feed to train on. Every worker calls it.
@@ -99,7 +98,6 @@ def before_training(
         model: the prepared, compiled and built model, with a train function.
         feed: the feed of the training.
         steps_per_epoch: the steps of an epoch, or None if only reading tells it.
-        keeps_position: whether checkpoints will ask the feed for its position.
         tells: whether the chief prints how long the comparison took, if that was long.
 
     Raises:
@@ -116,8 +114,6 @@ def before_training(
         if state.options.verify and placement_of(model.distribute_strategy).is_chief:
             warnings.warn(f"verify: the numbers are not compared: {reason}.", stacklevel=3)
         return feed
-    if keeps_position:
-        feed.keep_position()
     sure = feed.holds(steps_per_epoch)
     at_once = local_steps.steps_at_once(model) if sure else 1
     count = state.options.verify_steps if at_once == 1 else max(state.options.verify_steps, 2)
