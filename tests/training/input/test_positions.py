@@ -15,6 +15,7 @@ from tfmulti.errors import DataError
 from tfmulti.training.input import dataset_feed as feeds
 from tfmulti.training.input import positions
 from tfmulti.training.input.feed import GivenData, make_feed
+from tfmulti.training.input.replay import Trial
 
 pytestmark = pytest.mark.mirrored
 
@@ -368,6 +369,14 @@ def test_a_pass_that_is_given_up_is_not_gone_on_with(name: str) -> None:
     assert "iterator" not in feed.position(1)
     feed.iterate(0)
     assert rest_of_pass(feed) == expected
+
+
+def test_a_position_is_not_ahead_of_the_steps() -> None:
+    """A trial takes the first batches together, and the steps get them again one by one."""
+    feed = Trial(new_feed(ENDING["shuffled"]), 2, 2, sure=True).feed
+    feed.iterate(0)
+    assert feed.position(1) is None
+    assert feed.position(2)["batches"] == 2
 
 
 def test_a_position_of_another_dataset_is_not_taken() -> None:

@@ -18,6 +18,7 @@ from tfmulti.data.loader import Loader
 from tfmulti.distribution.strategies import Placement
 from tfmulti.training.input.dataset_feed import DatasetFeed
 from tfmulti.training.input.feed import Feed, SourceFeed
+from tfmulti.training.input.positions import State
 from tfmulti.training.input.worker_batch import Replay
 
 
@@ -116,6 +117,8 @@ class ReplayedFeed:
     def __init__(self, feed: DatasetFeed, taken: Sequence[Any]) -> None:
         self._feed, self._taken = feed, list(taken)
         self._is_first = True
+        # The batches that the iterator in use had given when the pass began.
+        self._ahead = len(taken)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._feed, name)
@@ -137,11 +140,19 @@ class ReplayedFeed:
         """Returns the next batch, beginning with those that were taken."""
         return self._taken.pop(0) if self._taken else self._feed.next()
 
+    def position(self, batches: int) -> State | None:
+        """Returns the position of the feed, or None while its iterator is ahead of the steps.
+
+        Args:
+            batches: the batches of the pass that the steps have taken.
+        """
+        return None if batches < self._ahead else self._feed.position(batches)
+
     def end_pass(self, whole: bool = False) -> None:
         """Ends the pass of the feed, and drops the taken batches, which are of the first pass.
 
         Args:
             whole: whether the iterator has given each batch of the pass and was not stopped.
         """
-        self._taken = []
+        self._taken, self._ahead = [], 0
         self._feed.end_pass(whole)
