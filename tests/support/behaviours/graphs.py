@@ -17,7 +17,8 @@ from tfmulti.training.state.trainer_state import VOTES
 def graph_of(made: keras.Model, steps: int) -> Any:
     """Returns the graph of an execution of so many steps, with the functions that it calls."""
     with contextlib.closing(make_feed(GivenData(X, Y, batch_size=24), here.place)) as feed:
-        source = feed.iterate(0)
+        feed.begin_pass()
+        source = feed.source(steps)
         whole = tf.function(
             lambda: made.train_function(source, steps, [0.0] * len(VOTES)).rows, autograph=False
         )

@@ -51,6 +51,12 @@ DATASETS: dict[str, Make] = {
 WITHOUT_SOME = "read ahead to the ends"
 
 
+def begun(feed: Any, skipped: int = 0) -> Any:
+    """Begins a pass, or goes on in one, and returns its iterator."""
+    feed.begin_pass(0, skipped)
+    return feed.source(1)
+
+
 def values(iterator: Any, count: int) -> list[Any]:
     return [value_of(next(iterator)) for _ in range(count)]
 
@@ -65,13 +71,16 @@ def batch_of(taken: Any) -> Any:
 
 
 class Watched:
-    """An iterator that tells how often it was read."""
+    """An iterator that tells how often it was read, and how often all were."""
+
+    reads_of_all = 0
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.reads = inner, 0
 
     def __next__(self) -> Any:
         self.reads += 1
+        Watched.reads_of_all += 1
         return next(self.inner)
 
     def __iter__(self) -> Any:
@@ -95,15 +104,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(DATASETS))
 def test_it_goes_on_at_once_from_every_batch(name: str) -> None:
     """Or it reads from the start, if the position lacks the state of a shuffle that has ended."""
-    whole = values(make_feed(GivenData(DATASETS[name]()), ALONE).iterate(0), 50)
+    whole = values(begun(make_feed(GivenData(DATASETS[name]()), ALONE)), 50)
     at_once = 0
     for batches in (1, 3, 5, 6, 7, 8, 9, 12, 24, 25, 26):
         feed = make_feed(GivenData(DATASETS[name]()), ALONE)
-        values(feed.iterate(0), batches)
-        position = feed.position(batches)
+        values(begun(feed), batches)
+        state = feed.get_state(batches)
         again = make_feed(GivenData(DATASETS[name]()), ALONE)
-        again.begin_after(0, position)
-        iterator = again.iterate(0, batches)
+        again.set_state(state)
+        iterator = begun(again, batches)
         at_once += iterator.reads == 0
         assert iterator.reads in (0, batches)
         assert values(iterator, 50 - batches) == whole[batches:]
@@ -134,8 +143,8 @@ def _generator() -> Iterator[np.ndarray]:
 )
 def test_what_has_no_position_is_read_again(make: Make) -> None:
     feed = make_feed(GivenData(make()), ALONE)
-    values(feed.iterate(0), 3)
-    assert "iterator" not in feed.position(3)
+    values(begun(feed), 3)
+    assert "iterator" not in feed.get_state(3)
 
 
 ENDING: dict[str, Make] = {
@@ -211,10 +220,7 @@ def passes_of(make: Make) -> list[list[Any]]:
 
 
 def rest_of_pass(feed: Any) -> list[Any]:
-    found = []
-    while (shards := feed.next()) is not None:
-        found.append(value_of(shards))
-    return found
+    return list(map(value_of, feed))
 
 
 def new_feed(make: Make) -> Any:
@@ -231,23 +237,23 @@ def test_data_that_ends_goes_on_from_every_batch(name: str) -> None:
     reads = []
     for batches in range(last + 1) if name in AT_EVERY_BATCH else (0, 1, 2, last - 1, last):
         feed = new_feed(ENDING[name])
-        feed.iterate(0)
+        feed.begin_pass()
         assert rest_of_pass(feed) == whole[0]
         feed.end_pass(whole=True)
-        iterator = feed.iterate(0)
+        iterator = begun(feed)
         assert values(iterator, batches) == whole[1][:batches]
-        position = feed.position(batches)
+        state = feed.get_state(batches)
 
         again = new_feed(ENDING[name])
-        again.begin_after(1, position, feed.unread)
-        iterator = again.iterate(0, batches)
-        reads.append(iterator.reads)
-        assert iterator.reads in (0, batches) or batches == last
+        again.set_state(state)
+        iterator = begun(again, batches)
+        reads.append(0 if iterator is None else iterator.reads)
+        assert reads[-1] in (0, batches)
         del iterator  # random numbers of TensorFlow's own go on while it is there
         assert rest_of_pass(again) == whole[1][batches:]
         again.end_pass(whole=True)
         for number in range(2, PASSES):
-            again.iterate(0)
+            again.begin_pass()
             assert rest_of_pass(again) == whole[number]
             again.end_pass(whole=True)
     if name == "not shuffled":
@@ -260,16 +266,16 @@ def test_a_checkpoint_of_an_older_version_goes_on() -> None:
     """It held positions of other kinds, which are read again, and positions of earlier batches."""
     whole = passes_of(ENDING["shuffled"])
     feed = new_feed(ENDING["shuffled"])
-    feed.iterate(0)
+    feed.begin_pass()
     rest_of_pass(feed)
     feed.end_pass(whole=True)
-    values(feed.iterate(0), 2)
-    position = feed.position(2)
+    values(begun(feed), 2)
+    state = feed.get_state(2)
     of_all_passes = positions.position_of(iter(numbers().batch(8).repeat()))
     for change in ({}, {"form": "of all passes", "iterator": of_all_passes, "lacks_seeds": True}):
         again = new_feed(ENDING["shuffled"])
-        again.begin_after(1, position | change, feed.unread)
-        assert values(again.iterate(0, 5), 3) == whole[1][5:8]
+        again.set_state(state | change)
+        assert values(begun(again, 5), 3) == whole[1][5:8]
 
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled twice", "side by side", "drawn by a seed"])
@@ -302,29 +308,31 @@ def test_words_of_the_data_are_not_counted() -> None:
 def test_data_that_ends_goes_on_between_two_passes(name: str, known: bool) -> None:
     """In the evaluation after a pass: that one is over, also where reading on would tell it."""
     whole = passes_of(ENDING[name])
+    last = len(whole[1])
     feed = new_feed(ENDING[name])
     for done in range(2):
-        iterator = feed.iterate(0)
+        iterator = begun(feed)
         if known:
             values(iterator, len(whole[done]))
         else:
             rest_of_pass(feed)
+        state = feed.get_state(last)
         feed.end_pass(whole=True)
-    position = feed.position(len(whole[1]))
 
     again = new_feed(ENDING[name])
-    again.begin_after(1, position, feed.unread)
-    iterator = again.iterate(0, len(whole[1]))
-    assert iterator.reads == 0 or name in MUST_BE_READ
-    del iterator
-    assert again.next() is None
+    before = Watched.reads_of_all
+    again.set_state(state)
+    again.begin_pass(0, last)
+    is_told = not known or again.data.steps is not None
+    assert Watched.reads_of_all == before or name in MUST_BE_READ or not is_told
+    assert next(again, None) is None
     again.end_pass(whole=True)
-    again.iterate(0)
+    again.begin_pass()
     assert rest_of_pass(again) == whole[2]
 
     again = new_feed(ENDING[name])  # after the evaluation
-    again.begin_after(2, position, feed.unread)
-    again.iterate(0)
+    again.set_state(feed.get_state(0))
+    again.begin_pass()
     assert rest_of_pass(again) == whole[2]
 
 
@@ -342,16 +350,16 @@ def test_a_position_is_of_no_place(place: Placement, ends: bool) -> None:
         return (dataset if ends else dataset.repeat()).batch(6)
 
     def rest(feed: Any, batches: int) -> tuple[list[Any], int]:
-        iterator = feed.iterate(0, batches)
+        iterator = begun(feed, batches)
         return values(iterator, 16 - batches), iterator.reads - (16 - batches)
 
     whole, _ = rest(make_feed(GivenData(make()), place), 0)
     chief = make_feed(GivenData(make()), Placement(0, 2, 1))
-    iterator = chief.iterate(0)
+    iterator = begun(chief)
     for batches in range(1, 16):
         values(iterator, 1)
         again = make_feed(GivenData(make()), place)
-        again.begin_after(0, chief.position(batches))
+        again.set_state(chief.get_state(batches))
         found, reads = rest(again, batches)
         assert found == whole[batches:]
         assert reads == 0 or (ends and reads == batches)
@@ -364,38 +372,40 @@ def test_a_pass_that_is_given_up_is_not_gone_on_with(name: str) -> None:
     next(iterator)
     expected = [batch.numpy().tolist() for batch in dataset]
     feed = make_feed(GivenData(ENDING[name]()), ALONE)
-    next(feed.iterate(0))
+    next(begun(feed))
     feed.end_pass()
-    assert "iterator" not in feed.position(1)
-    feed.iterate(0)
+    assert "iterator" not in feed.get_state(1)
+    feed.begin_pass()
     assert rest_of_pass(feed) == expected
 
 
 def test_a_position_is_not_ahead_of_the_steps() -> None:
     """A trial takes the first batches together, and the steps get them again one by one."""
-    feed = Trial(new_feed(ENDING["shuffled"]), 2, 2, sure=True).feed
-    feed.iterate(0)
-    assert feed.position(1) is None
-    assert feed.position(2)["batches"] == 2
+    feed = new_feed(ENDING["shuffled"])
+    Trial(feed, 2, 2, sure=True)
+    feed.begin_pass()
+    for batches in (1, 2):
+        feed.source(1)
+        assert ("iterator" in feed.get_state(batches)) == (batches == 2)
 
 
 def test_a_position_of_another_dataset_is_not_taken() -> None:
     feed = new_feed(lambda: numbers().shuffle(60, seed=1).repeat().batch(4))
-    values(feed.iterate(0), 5)
-    position = feed.position(5)
-    assert position["iterator"]
+    values(begun(feed), 5)
+    state = feed.get_state(5)
+    assert state["iterator"]
     other = make_feed(GivenData(tf.data.Dataset.range(60).skip(4).batch(4)), ALONE)
-    other.begin_after(0, position)
-    assert values(other.iterate(0, 2), 1) == [[12, 13, 14, 15]]
+    other.set_state(state)
+    assert values(begun(other, 2), 1) == [[12, 13, 14, 15]]
 
 
 def test_a_position_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = new_feed(lambda: numbers().repeat().batch(4))
-    values(feed.iterate(0), 5)
+    values(begun(feed), 5)
     monkeypatch.setattr(positions, "MOST_BYTES", 100)
-    assert "iterator" not in feed.position(5)
+    assert "iterator" not in feed.get_state(5)
     monkeypatch.undo()
-    assert "iterator" not in feed.position(5)  # it is not tried again
+    assert "iterator" not in feed.get_state(5)  # it is not tried again
 
 
 class Batches(keras.utils.PyDataset):
@@ -426,26 +436,26 @@ def test_a_pydataset_goes_on_without_reading_what_came_before(
     feed = make_feed(GivenData(Batches(workers), seed=seed), ALONE, is_training=True)
     whole = []
     for _ in range(4):
-        whole.append(rest_of(feed.iterate(0)))
+        whole.append(rest_of(begun(feed)))
         feed.end_pass(whole=True)
     inner = Batches(workers)
     again = make_feed(GivenData(inner, seed=seed), ALONE, is_training=True)
     inner.read.clear()
-    again.begin_after(1)
+    again.set_state({"passes": 1})
     assert not inner.read
-    assert rest_of(again.iterate(0, 7)) == whole[1][7:]
+    assert rest_of(begun(again, 7)) == whole[1][7:]
     again.end_pass(whole=True)
     for expected in whole[2:]:
-        assert rest_of(again.iterate(0)) == expected
+        assert rest_of(begun(again)) == expected
         again.end_pass(whole=True)
-    values(again.iterate(0), 3)
+    values(begun(again), 3)
     again.end_pass()  # given up
     if seed is None:
-        assert rest_of(again.iterate(0)) == whole[0]
+        assert rest_of(begun(again)) == whole[0]
     again.end_pass()
 
 
 def test_data_that_has_become_shorter_is_told() -> None:
     feed = new_feed(lambda: numbers().filter(lambda x: x < 20).batch(4))
     with pytest.raises(DataError, match="ended after 5 batches, but 7 had been trained on"):
-        feed.iterate(0, 7)
+        begun(feed, 7)

@@ -22,8 +22,8 @@ from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.errors import DataError, ResumeError
 from tfmulti.keras_patches.datasets import batches_of
 from tfmulti.training.input import pipeline
+from tfmulti.training.input.interface import DataDescription, Feed, State
 from tfmulti.training.input.positions import (
-    State,
     form_of,
     has_known_names,
     is_whole,
@@ -35,16 +35,13 @@ from tfmulti.training.input.positions import (
 from tfmulti.training.input.worker_batch import PREFETCH_STEPS
 
 
-class DatasetFeed:
+class DatasetFeed(Feed):
     """A `tf.data.Dataset`, generator or DataLoader of global batches, or an endless PyDataset.
 
     A Dataset's iterators share the generators of its shuffles, and each one draws when it is made.
     So this class makes as many iterators as Keras' `fit`, in the same order. Keras makes one more
     at the end of a pass whose number of batches is known: with `steps_per_epoch` the next pass
-    takes it (`next_is_made`), and without it nothing reads it. The property `unread` counts the
-    iterators that nothing reads.
-
-    The methods are those of `feed.Feed`.
+    takes it (`next_is_made`), and without it nothing reads it.
 
     Args:
         x: the data.
@@ -55,18 +52,30 @@ class DatasetFeed:
         DataError: the data has no batches, or its batches cannot be cut into rows.
     """
 
-    endless = False
-
     def __init__(self, x: Any, class_weight: Any, *, next_is_made: bool = False) -> None:
         self._x, self._class_weight = x, class_weight
         self._next_is_made = next_is_made
         self._build()
-        if self.steps == 0:
+        count = self._adapter.num_batches
+        steps = None if count is None else int(count)
+        if steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
-        self.passes = self.unread = 0
+        known = int(self._dataset.cardinality())
+        self.data = DataDescription(
+            specs=self._dataset.element_spec,
+            steps=steps,
+            known=None if known == tf.data.INFINITE_CARDINALITY else max(known, steps or 0),
+            endless=False,
+            sizes={"steps": steps},
+            digest=lambda: None,
+        )
+        self._passes = self._unread = 0
         self._iterator: Any = None
         # Whether the iterator in use has given all batches of a pass.
         self._has_ended = False
+        # The batches that `give_again` was given and no step has taken, and an iterator of them.
+        self._again: list[Any] = []
+        self._iterator_again: Any = None
         # Whether TensorFlow may save the position of an iterator of this data.
         self._saves_position = self.is_dataset
         # The batches of its pass that the iterator in use had given when it was restored.
@@ -97,36 +106,15 @@ class DatasetFeed:
             return PREFETCH_STEPS
         return 0 if reads_ahead(self._dataset) else 1
 
-    @property
-    def steps(self) -> int | None:
-        count = self._adapter.num_batches
-        return None if count is None else int(count)
-
-    @property
-    def specs(self) -> Any:
-        return self._dataset.element_spec
-
-    @property
-    def form(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    @property
-    def digest(self) -> int | None:
-        return None
-
-    def holds(self, batches: int | None) -> bool:
-        known = int(self._dataset.cardinality())
-        if known == tf.data.INFINITE_CARDINALITY:
-            return True
-        return batches is not None and batches <= max(known, self.steps or 0)
-
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        self.passes += 1
+    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
+        if self._again:
+            return
         # If nothing is skipped, this is the next pass.
-        self._has_ended = skipped > 0 and (self._has_ended or skipped == self.steps)
+        self._has_ended = skipped > 0 and (self._has_ended or skipped == self.data.steps)
         self._adapter.on_epoch_begin()
         if self._has_ended:
-            return self._pass_over() if self._iterator is None else self._iterator
+            self._pass_over()
+            return
         if self._iterator is None:
             self._iterator = iter(self._batches)
         for batches in range(self._given, skipped):
@@ -135,17 +123,28 @@ class DatasetFeed:
                     f"the data has ended after {batches} batches, but {skipped} had been trained "
                     "on in this pass. Give the same data, or begin a new run in a new folder."
                 )
-        return self._iterator
 
     @property
     def is_dataset(self) -> bool:
         """Whether the data is a `tf.data.Dataset`, so that no Python code of the user reads it."""
         return isinstance(self._x, tf.data.Dataset)
 
-    @property
-    def iterator(self) -> Any:
-        """The iterator in use."""
-        return self._iterator
+    def give_again(self, taken: Sequence[Any]) -> None:
+        """Gives the first batches of the pass, which were taken from it, to the steps again.
+
+        The next executions together must take exactly these batches.
+
+        Args:
+            taken: the batches, as Optionals.
+        """
+        self._again = list(taken)
+        self._iterator_again = self.iterator_of([each.get_value() for each in taken])
+
+    def source(self, steps: int) -> Any:
+        if not self._again:
+            return self._iterator
+        del self._again[:steps]
+        return self._iterator_again
 
     def iterator_of(self, batches: Sequence[Any]) -> Any:
         """Returns an iterator of the given batches, of the same type as the one in use.
@@ -159,23 +158,14 @@ class DatasetFeed:
             given = given.concatenate(tf.data.Dataset.from_tensors(batch))
         return iter(pipeline.read_ahead(given))
 
-    def next(self) -> Any:
+    def __next__(self) -> Any:
+        if self._again:
+            return self._again.pop(0)
         taken = None if self._has_ended else self._iterator.get_next_as_optional()
         self._has_ended = taken is None or not taken.has_value()
-        return None if self._has_ended else taken
-
-    def position(self, batches: int) -> State | None:
-        state: State = {"has_ended": self._has_ended}
-        if self._has_ended or self._iterator is None or not self._saves_position:
-            return state
-        found = position_of(self._iterator)
-        if found is None:
-            # To find out that a position is too large takes long, so it is tried once only.
-            self._saves_position = False
-            return state
-        if not is_whole(found, self._batches):
-            return state
-        return state | {"form": form_of(self._batches), "iterator": found, "batches": batches}
+        if self._has_ended:
+            raise StopIteration
+        return taken
 
     def begin_call(self) -> None:
         # A PyDataset may shuffle then.
@@ -188,25 +178,35 @@ class DatasetFeed:
             self._without_end.on_epoch_begin()
 
     def end_pass(self, whole: bool = False) -> None:
+        self._passes += 1
         self._adapter.on_epoch_end()
-        self._has_ended = whole or self._has_ended
-        self._iterator, self._given = None, 0
-        if whole and self.is_dataset and self.steps is not None:
+        self._iterator, self._given, self._again, self._has_ended = None, 0, [], False
+        if whole and self.is_dataset and self.data.steps is not None:
             # Keras makes an iterator at the end of a pass of known length.
             made = iter(self._batches)
             if self._next_is_made:
                 self._iterator = made
             else:
-                self.unread += 1
+                self._unread += 1
 
-    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
-        state = position or {}
-        unread = min(unread, passes)
+    def get_state(self, batches: int) -> State:
+        has_ended = self._has_ended or batches == self.data.steps
+        state = {"passes": self._passes, "unread": self._unread, "has_ended": has_ended}
+        if has_ended or self._iterator is None or self._again or not self._saves_position:
+            return state
+        found = position_of(self._iterator)
+        # To find out that a position is too large takes long, so it is tried once only.
+        self._saves_position = found is not None
+        if found is None or not is_whole(found, self._batches):
+            return state
+        return state | {"form": form_of(self._batches), "iterator": found, "batches": batches}
+
+    def set_state(self, state: State) -> None:
         self._has_ended = state.get("has_ended", False)
         fits = state.get("iterator") is not None and state.get("form") == form_of(self._batches)
-        if fits and has_known_names(state["iterator"]):
-            self.passes, self.unread, self._given = passes, unread, state["batches"]
-            self._iterator = iter(self._batches)
+        if fits and not self._has_ended and has_known_names(state["iterator"]):
+            self._passes, self._unread = state["passes"], state.get("unread", 0)
+            self._given, self._iterator = state["batches"], iter(self._batches)
             if not set_position(self._iterator, state["iterator"]):
                 # The iterator that was tried has drawn a seed of each shuffle, so the pass cannot
                 # be read again instead.
@@ -215,34 +215,25 @@ class DatasetFeed:
                     "Remove that file: the run goes on from the checkpoint before it."
                 )
             return
-        for number in range(passes):
-            self.passes += 1
+        for number in range(state["passes"]):
+            self._passes += 1
             self._adapter.on_epoch_begin()
             self._pass_over()
             self._adapter.on_epoch_end()
-            if number < unread:
-                self.unread += 1
+            if number < state.get("unread", 0):
+                self._unread += 1
                 iter(self._batches)
 
-    def _pass_over(self) -> Any:
-        """Returns an iterator of a pass from which no step will take a batch."""
+    def _pass_over(self) -> None:
+        """Passes over a pass from which no step will take a batch."""
         # The iterator draws the seeds of its shuffles when it is made.
         iterator = iter(self._batches)
-        if must_be_read(self._batches) and not self.holds(None):
+        if must_be_read(self._batches) and not self.data.holds(None):
             for _ in iterator:
                 pass
-        return iterator
-
-    @property
-    def error(self) -> Exception | None:
-        return None
 
     def find_fault(self) -> str | None:
         return fault_of(self._x)
-
-    @property
-    def threads(self) -> int | None:
-        return None
 
     def close(self) -> None:
         pass
@@ -264,9 +255,9 @@ class PyDatasetFeed(DatasetFeed):
         # Whether Keras' readers may hold batches of an earlier pass.
         self._is_used = False
 
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        self.passes += 1
-        self._has_ended = False
+    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
+        if self._again:
+            return
         self._in_order.begin_at = 0
         if self._is_used:
             self._build()
@@ -274,20 +265,16 @@ class PyDatasetFeed(DatasetFeed):
         self._adapter.on_epoch_begin()
         rest = self._batches.take(len(self._in_order) - skipped) if skipped else self._batches
         self._iterator = iter(rest)
-        return self._iterator
-
-    def position(self, batches: int) -> State | None:
-        return None
 
     def end_pass(self, whole: bool = False) -> None:
         super().end_pass(whole)
         if whole:
             self._is_used = self._in_order.begin_at > 0
 
-    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
+    def set_state(self, state: State) -> None:
         # The PyDataset is called directly, without Keras' readers, so nothing is read.
-        for _ in range(passes):
-            self.passes += 1
+        for _ in range(state["passes"]):
+            self._passes += 1
             if not self._is_training:
                 self._in_order.on_epoch_end()
             self._in_order.on_epoch_begin()

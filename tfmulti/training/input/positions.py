@@ -27,8 +27,6 @@ MOST_BYTES = 1 << 26
 
 # The files that TensorFlow writes of an iterator: their contents as uint8 arrays, by name.
 Position = dict[str, np.ndarray]
-# The position of a feed in a checkpoint.
-State = dict[str, Any]
 
 # The names of TensorFlow's files for `tf.train.Checkpoint.write("position")`.
 _FILE = re.compile(r"position\.(index|data-\d{5}-of-\d{5})")

@@ -17,7 +17,7 @@ from tfmulti.data.formats.record_stream import SCOPE
 from tfmulti.distribution.broadcast import broadcast
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
-from tfmulti.training.input.feed import Feed
+from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import DIFFERENT_ROWS, different_rows
 from tfmulti.training.step.votes import make_vote
 
