@@ -23,7 +23,7 @@ LAUNCH = ("-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0"
 
 
 def paths_of_a_position(tree: dict[str, Any], outside: str) -> None:
-    position = tree["positions"]["training"]["iterator"]
+    position = tree["feeds"]["training"]["iterator"]
     position[outside] = position["../" * 12 + outside[1:]] = np.zeros(3, np.uint8)
 
 

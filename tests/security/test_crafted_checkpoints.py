@@ -77,7 +77,7 @@ def test_a_run_from_a_crafted_position_writes_nothing_elsewhere(tmp_path: Path) 
     outside = tmp_path / "outside"
 
     def change(tree: dict[str, Any]) -> None:
-        position = tree["positions"]["training"]["iterator"]
+        position = tree["feeds"]["training"]["iterator"]
         position[str(outside)] = position["../" * 12 + str(outside)[1:]] = np.zeros(3, np.uint8)
 
     crafted(tmp_path, change)
@@ -90,7 +90,7 @@ def test_a_position_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
     trained(tmp_path)
 
     def change(tree: dict[str, Any]) -> None:
-        position = tree["positions"]["training"]["iterator"]
+        position = tree["feeds"]["training"]["iterator"]
         position.update({name: content[:-9] for name, content in position.items()})
 
     crafted(tmp_path, change)
@@ -98,7 +98,25 @@ def test_a_position_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
         trained(tmp_path, epochs=3)
 
 
-@pytest.mark.parametrize("key", ["progress", "passes", "model", "examples"])
+@pytest.mark.parametrize("has_position", [True, False])
+def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path: Path, has_position: bool) -> None:
+    """It has the parts of the feeds' states in entries of their own."""
+    whole = trained(tmp_path / "whole", epochs=3)
+    trained(tmp_path)
+
+    def change(tree: dict[str, Any]) -> None:
+        state = tree.pop("feeds")["training"]
+        tree["passes"] = {"training": state.pop("passes") + tree["progress"]["goes_on"]}
+        tree["unread"] = {"training": state.pop("unread")}
+        tree["positions"] = {"training": state if has_position else None}
+
+    crafted(tmp_path, change)
+    again = trained(tmp_path, epochs=3)
+    assert again.batches == whole.batches
+    np.testing.assert_equal(again.model.get_weights(), whole.model.get_weights())
+
+
+@pytest.mark.parametrize("key", ["progress", "feeds", "model", "examples"])
 @pytest.mark.parametrize("value", [None, [], {}, {"x": 1}, "text"])
 def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: Any) -> None:
     trained(tmp_path)

@@ -1,14 +1,18 @@
-"""The launcher: starts a job's workers, watches them, and starts them again after a fault.
+"""Starts the workers of a job, watches them, and starts them again after a fault.
 
-`config.LaunchConfig` says what to start, and `run(config)` does it (`supervisor`): attempt after
-attempt, until the job is done or `policy` says stop. `host_manager` keeps the machines that can be
-used, `membership` chooses those of the next attempt, `worker_group` is the attempt's workers on all
-machines, and `watch` looks after them. A machine is `machine.LocalMachine`, or
-`remote_machine.RemoteMachine`, whose `agent` does the same work at the other end of an SSH or TCP
-connection (`connect`). `shim` runs a worker's program, `guard` ends the workers when the launcher
-dies, and `heartbeat` is what a worker tells the launcher.
+1. `flags` turns the command line into a `LaunchConfig`. `supervisor.run` makes attempts to run
+   that job, until it is done or `policy` stops it.
+2. Before each attempt, `HostManager` finds the machines, and `membership` chooses among them.
+3. A `WorkerGroup` starts the workers of the attempt through a `Machine` for each host.
+   `LocalMachine` starts them as child processes. `RemoteMachine` asks the `Agent` on the other
+   machine, over SSH or TCP (`connect`), and the agent has a `LocalMachine` of its own.
+4. Each worker process runs `shim`, which runs the user's program. The program reports its step
+   through `heartbeat`, and `shim` writes error.json if the program fails.
+5. `Watch` reads these reports until all workers have ended or one has failed. Then `policy` decides
+   whether the supervisor makes another attempt.
 
-The package uses the standard library alone.
+On each machine a `Guard` process ends the workers if the launcher or the agent dies. The package
+imports nothing but the standard library and the other parts of tfmulti.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the launcher when it is first used: a worker needs its heartbeat alone."""
+    """Imports the launcher at the first use of `run`, because a worker needs only the heartbeat."""
     if name != "run":
         raise AttributeError(f"module 'tfmulti.launch' has no attribute {name!r}")
     from tfmulti.launch.supervisor import run

@@ -1,4 +1,4 @@
-"""Starts a job's workers, watches them, and starts them again when one fails.
+"""Starts the workers of a job, watches them, and starts them again when one fails.
 
     python -m tfmulti.launch --nproc-per-node 2 -m tfmulti.fit --run_dir runs/a
     python -m tfmulti.launch --nproc-per-node 2 train.py --its-own-flags
@@ -6,20 +6,24 @@
     python -m tfmulti.launch --hosts h1:2,h2:2 --node-rank 0 -m tfmulti.fit …  (1 on h2)
 
 Each worker gets TF_CONFIG with an address of its own, RANK, LOCAL_RANK, WORLD_SIZE,
-LOCAL_WORLD_SIZE, TFMULTI_RUN_ID, TFMULTI_ATTEMPT, and its part of the GPUs or cores. Each line
-that it writes is shown with its number, and kept under logs/attempt_N/worker_K/.
+LOCAL_WORLD_SIZE, TFMULTI_RUN_ID, TFMULTI_ATTEMPT, and its part of the GPUs or cores. The launcher
+shows each line of a worker's output with the rank of the worker, and keeps it in
+logs/attempt_N/worker_K/.
 
-With --hosts the workers run on several machines, started over SSH, or by this command on each of
-them with --node-rank. With --nnodes MIN:MAX or --min-workers the job goes on with those that are
-left, and grows at a checkpoint when others can take part.
+With --hosts the workers run on several machines. The launcher starts them over SSH. With
+--node-rank it does not use SSH: start this command by hand on each machine. With --nnodes MIN:MAX
+or --min-workers the job goes on with the machines that are left. It grows again at a checkpoint,
+when other machines can take part.
 
-When a worker is killed, exits, freezes or ends no step any more, or its machine does not answer,
-all are ended and started again, since TensorFlow's workers cannot come back one by one; tfmulti.fit
-with a --run_dir, and Checkpoint in a script of your own, go on from the newest checkpoint. A
-mistake in what was asked for (exit code 2) is not tried again. SIGINT, SIGTERM and SIGHUP end all
-workers, which first save what they have reached; and none outlives the launcher, whatever ends it.
+The launcher ends all workers and starts them again if a worker is killed, exits, freezes or ends no
+step any more, or if its machine does not answer. TensorFlow cannot take back a single worker.
+tfmulti.fit with a --run_dir resumes from the newest checkpoint, and so does a script of your own
+that uses Checkpoint. A user's mistake (exit code 2) does not lead to a restart.
 
-The exit code is 0, that of the worker that failed first, or 128 + the signal's number.
+SIGINT, SIGTERM and SIGHUP end all workers, which first save a checkpoint. No worker outlives the
+launcher, even if the launcher is killed.
+
+The exit code is 0, that of the worker that failed first, or 128 + the number of the signal.
 """
 
 from __future__ import annotations
@@ -32,14 +36,19 @@ from tfmulti.launch import flags, supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs the command and returns its exit code.
+
+    Args:
+        argv: the arguments of the command line. None: those of this process.
+    """
     try:
         job = flags.parse(sys.argv[1:] if argv is None else argv, __doc__ or "")
         return supervisor.run(job)
     except TfmultiError as error:
         print(f"tfmulti: {error}", file=sys.stderr)
         return int(error.exit_code)
-    except KeyboardInterrupt:  # before anything was started
+    except KeyboardInterrupt:
+        # Ctrl-C came before the supervisor handles signals, so no worker runs yet.
         return EXIT_INTERRUPTED
 
 

@@ -1,4 +1,4 @@
-"""Addresses for workers on this machine that nobody else can get in between."""
+"""Reserves addresses for workers on this machine, and finds addresses at which nobody listens."""
 
 from __future__ import annotations
 
@@ -11,21 +11,33 @@ LOOPBACK = "127.0.0.1"
 
 @contextlib.contextmanager
 def reserved(count: int, host: str = LOOPBACK) -> Iterator[list[str]]:
-    """Gives `host:port` addresses of this machine that stay this job's while the context lasts.
+    """A context that reserves ports of this machine, and gives their `host:port` addresses.
 
-    The ports are bound here but do not listen: the kernel gives them to no one who asks for
-    any free port, while a server that names one (with SO_REUSEADDR, as gRPC does) may listen.
+    The sockets of the context are bound but do not listen. So the kernel does not give these ports
+    to a program that asks for any free port. A server that names the port and sets SO_REUSEADDR, as
+    gRPC does, can still listen at it.
+
+    Args:
+        count: the number of addresses.
+        host: the name of this machine in the addresses.
     """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((host if host == LOOPBACK else "", 0))  # a name may be another interface's
+            # The name may belong to another interface than the one at which the server listens, so
+            # the port is reserved on all of them.
+            held.bind((host if host == LOOPBACK else "", 0))
         yield [f"{host}:{held.getsockname()[1]}" for held in sockets]
 
 
 def answers(address: str, timeout_s: float = 0.2) -> bool:
-    """Returns whether somebody listens at an address."""
+    """Returns whether a server listens at an address.
+
+    Args:
+        address: `host:port`, with an IPv6 address in brackets.
+        timeout_s: the time limit for the connection.
+    """
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
@@ -35,5 +47,5 @@ def answers(address: str, timeout_s: float = 0.2) -> bool:
 
 
 def silent(addresses: Sequence[str]) -> list[int]:
-    """Returns the places of the addresses at which nobody listens."""
+    """Returns the indices of the addresses at which nobody listens."""
     return [place for place, address in enumerate(addresses) if not answers(address)]

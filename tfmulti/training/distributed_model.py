@@ -36,13 +36,13 @@ from tfmulti.keras_patches.optimizers import take_reduced_gradients
 from tfmulti.training.checkpoint import resume
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.input.feed import (
-    Feed,
     GivenData,
     array_source,
     make_feed,
     split_off_validation,
     weights_of_classes,
 )
+from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.loop import loops as epochs_loop
 from tfmulti.training.safe_callbacks import saving_elsewhere, worker_safe
@@ -258,18 +258,15 @@ class DistributedModel(keras.Model):
             # A comparison with one device needs all slots before the first step. So does a
             # checkpoint.
             needs_slots = checkpoint is not None or bool(state_of(self).options.verify)
-            model_checks.build(self, feed.specs, optimizers=needs_slots)
-            count = steps_per_epoch or feed.steps
+            model_checks.build(self, feed.data.specs, optimizers=needs_slots)
+            count = steps_per_epoch or feed.data.steps
             self.stop_training = False
             state = state_of(self)
-            state.specs = feed.specs
+            state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
             self.make_train_function()
             if record is None and epochs > initial_epoch:
-                keeps = checkpoint is not None
-                feed = verification.before_training(
-                    self, feed, count, keeps_position=keeps, tells=verbose not in (0, "0")
-                )
+                verification.before_training(self, feed, count, tells=verbose not in (0, "0"))
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             all_callbacks.on_train_begin()
             keeper = None
@@ -330,7 +327,7 @@ class DistributedModel(keras.Model):
         given = GivenData(x, y, sample_weight, batch_size, steps_per_epoch=steps)
         feed = make_feed(given, self._placement, state_of(self).reading)
         feed.begin_call()
-        model_checks.build(self, feed.specs)
+        model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
@@ -467,13 +464,14 @@ class DistributedModel(keras.Model):
 
 def _steps_of(feed: Feed, asked: int | None) -> int | None:
     """Returns how many batches to read: as many as asked for, but each batch once at most."""
-    if asked and feed.endless and feed.steps is not None and asked > feed.steps:
+    steps = feed.data.steps
+    if asked and feed.data.endless and steps is not None and asked > steps:
         warnings.warn(
-            f"the data ended after {feed.steps} of {asked} steps. Ask for fewer steps.",
+            f"the data ended after {steps} of {asked} steps. Ask for fewer steps.",
             stacklevel=4,
         )
-        return feed.steps
-    return asked or feed.steps
+        return steps
+    return asked or steps
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from tfmulti.training.loop.stop_votes import VOTES
 def graph_of(model: keras.Model, steps: int) -> Any:
     """Returns the graph of an execution of `steps` steps, with the functions that it calls."""
     with contextlib.closing(make_feed(GivenData(X, Y, batch_size=24), here.placement)) as feed:
-        source = feed.iterate(0)
+        feed.begin_pass()
+        source = feed.source(steps)
         execution = tf.function(
             lambda: model.train_function(source, steps, [0.0] * len(VOTES)).rows, autograph=False
         )

@@ -125,13 +125,15 @@ def test_an_evaluation_begins_where_the_last_one_ended() -> None:
     source = ArraySource((np.arange(10, dtype=np.float32),))
     feed = make_feed(GivenData(source, batch_size=4), ALONE)
     for _ in range(3):
-        shards = feed.iterate(0)
+        feed.begin_pass()
+        shards = feed.source(1)
         assert [shards.take().data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]
         feed.end_pass(whole=True)
-    shards = feed.iterate(0)
-    shards.take()
+    feed.begin_pass()
+    next(feed)
     feed.end_pass()  # part of a pass: the next one begins anew
-    assert feed.iterate(0).take().data[0][0].numpy()[0] == 0
+    feed.begin_pass()
+    assert next(feed).data[0][0].numpy()[0] == 0
     feed.close()
 
 

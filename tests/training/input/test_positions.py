@@ -15,6 +15,7 @@ from tfmulti.errors import DataError
 from tfmulti.training.input import dataset_feed as feeds
 from tfmulti.training.input import positions
 from tfmulti.training.input.feed import GivenData, make_feed
+from tfmulti.training.input.replay import Trial
 
 pytestmark = pytest.mark.mirrored
 
@@ -50,6 +51,12 @@ DATASETS: dict[str, Make] = {
 WITHOUT_SOME = "read ahead to the ends"
 
 
+def begun(feed: Any, skipped: int = 0) -> Any:
+    """Begins a pass, or goes on in one, and returns its iterator."""
+    feed.begin_pass(0, skipped)
+    return feed.source(1)
+
+
 def values(iterator: Any, count: int) -> list[Any]:
     return [value_of(next(iterator)) for _ in range(count)]
 
@@ -64,13 +71,16 @@ def batch_of(taken: Any) -> Any:
 
 
 class Watched:
-    """An iterator that tells how often it was read."""
+    """An iterator that tells how often it was read, and how often all were."""
+
+    reads_of_all = 0
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.reads = inner, 0
 
     def __next__(self) -> Any:
         self.reads += 1
+        Watched.reads_of_all += 1
         return next(self.inner)
 
     def __iter__(self) -> Any:
@@ -93,44 +103,20 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("name", list(DATASETS))
 def test_it_goes_on_at_once_from_every_batch(name: str) -> None:
-    """Or, where what its order is drawn by is not in the position, by reading."""
-    whole = values(make_feed(GivenData(DATASETS[name]()), ALONE).iterate(0), 50)
+    """Or it reads from the start, if the position lacks the state of a shuffle that has ended."""
+    whole = values(begun(make_feed(GivenData(DATASETS[name]()), ALONE)), 50)
     at_once = 0
     for batches in (1, 3, 5, 6, 7, 8, 9, 12, 24, 25, 26):
         feed = make_feed(GivenData(DATASETS[name]()), ALONE)
-        feed.keep_position()
-        values(feed.iterate(0), batches)
-        position = feed.position(batches)
+        values(begun(feed), batches)
+        state = feed.get_state(batches)
         again = make_feed(GivenData(DATASETS[name]()), ALONE)
-        again.keep_position()
-        again.begin_after(0, position)
-        iterator = again.iterate(0, batches)
+        again.set_state(state)
+        iterator = begun(again, batches)
         at_once += iterator.reads == 0
         assert iterator.reads in (0, batches)
         assert values(iterator, 50 - batches) == whole[batches:]
     assert at_once >= (9 if name == WITHOUT_SOME else 11)
-
-
-@pytest.mark.usefixtures("watched")
-def test_where_a_shuffle_has_ended_it_is_read_from_the_last_whole_position() -> None:
-    """Where there was a checkpoint: not from the beginning, which may be epochs ago."""
-    make = DATASETS[WITHOUT_SOME]
-    whole = values(make_feed(GivenData(make()), ALONE).iterate(0), 60)
-    feed = make_feed(GivenData(make()), ALONE)
-    feed.keep_position()
-    iterator, reads = feed.iterate(0), []
-    for batches in range(1, 52):
-        values(iterator, 1)
-        position = feed.position(batches)
-        again = make_feed(GivenData(make()), ALONE)
-        again.keep_position()
-        again.begin_after(0, position)
-        rest = again.iterate(0, batches)
-        reads.append(rest.reads)
-        assert values(rest, 60 - batches) == whole[batches:]
-    # How far a shuffle is read ahead depends on the threads: by up to the batches in buffers.
-    assert 0 < max(reads) <= 4
-    assert reads.count(0) >= len(reads) - 8
 
 
 def _generator() -> Iterator[np.ndarray]:
@@ -157,9 +143,8 @@ def _generator() -> Iterator[np.ndarray]:
 )
 def test_what_has_no_position_is_read_again(make: Make) -> None:
     feed = make_feed(GivenData(make()), ALONE)
-    feed.keep_position()
-    values(feed.iterate(0), 3)
-    assert "iterator" not in feed.position(3)
+    values(begun(feed), 3)
+    assert "iterator" not in feed.get_state(3)
 
 
 ENDING: dict[str, Make] = {
@@ -210,14 +195,7 @@ ENDING: dict[str, Make] = {
         numbers().map(lambda x: tf.random.uniform([], seed=2) + tf.cast(x, tf.float32)).batch(8)
     ),
 }
-AT_EVERY_BATCH = (
-    "shuffled in part",
-    "always the same",
-    "not shuffled",
-    "from files",
-    "shuffled",
-    "shuffled twice",
-)
+AT_EVERY_BATCH = ("shuffled in part", "not shuffled", "from files", "shuffled", "shuffled twice")
 MUST_BE_READ = (
     "twice",
     "shuffled twice",
@@ -225,7 +203,7 @@ MUST_BE_READ = (
     "one after the other",
     "shuffled, then cached",
 )
-NOT_AT_ONCE = (*MUST_BE_READ, "drawn without a function of a seed")
+NEVER_AT_ONCE = ("shuffled, then cached", "drawn without a function of a seed")
 PASSES = 3
 
 
@@ -242,17 +220,12 @@ def passes_of(make: Make) -> list[list[Any]]:
 
 
 def rest_of_pass(feed: Any) -> list[Any]:
-    found = []
-    while (shards := feed.next()) is not None:
-        found.append(value_of(shards))
-    return found
+    return list(map(value_of, feed))
 
 
 def new_feed(make: Make) -> Any:
     tf.random.set_seed(5)
-    feed = make_feed(GivenData(make()), ALONE)
-    feed.keep_position()
-    return feed
+    return make_feed(GivenData(make()), ALONE)
 
 
 @pytest.mark.usefixtures("watched")
@@ -261,31 +234,52 @@ def test_data_that_ends_goes_on_from_every_batch(name: str) -> None:
     """And the passes after it are what they would have been."""
     whole = passes_of(ENDING[name])
     last = len(whole[1])
-    for batches in range(last + 1) if name in AT_EVERY_BATCH else (0, 1, last - 3, last - 1, last):
+    reads = []
+    for batches in range(last + 1) if name in AT_EVERY_BATCH else (0, 1, 2, last - 1, last):
         feed = new_feed(ENDING[name])
-        feed.iterate(0)
+        feed.begin_pass()
         assert rest_of_pass(feed) == whole[0]
         feed.end_pass(whole=True)
-        iterator = feed.iterate(0)
+        iterator = begun(feed)
         assert values(iterator, batches) == whole[1][:batches]
-        position = feed.position(batches)
+        state = feed.get_state(batches)
 
         again = new_feed(ENDING[name])
-        again.begin_after(1, position, feed.unread)
-        iterator = again.iterate(0, batches)
-        assert iterator.reads == 0 or name in NOT_AT_ONCE
+        again.set_state(state)
+        iterator = begun(again, batches)
+        reads.append(0 if iterator is None else iterator.reads)
+        assert reads[-1] in (0, batches)
         del iterator  # random numbers of TensorFlow's own go on while it is there
         assert rest_of_pass(again) == whole[1][batches:]
         again.end_pass(whole=True)
         for number in range(2, PASSES):
-            again.iterate(0)
+            again.begin_pass()
             assert rest_of_pass(again) == whole[number]
             again.end_pass(whole=True)
+    if name == "not shuffled":
+        assert not any(reads)
+    elif name not in (*NEVER_AT_ONCE, "one after the other"):
+        assert reads[1:3] == [0, 0]
+
+
+def test_a_checkpoint_of_an_older_version_goes_on() -> None:
+    """It held positions of other kinds, which are read again, and positions of earlier batches."""
+    whole = passes_of(ENDING["shuffled"])
+    feed = new_feed(ENDING["shuffled"])
+    feed.begin_pass()
+    rest_of_pass(feed)
+    feed.end_pass(whole=True)
+    values(begun(feed), 2)
+    state = feed.get_state(2)
+    of_all_passes = positions.position_of(iter(numbers().batch(8).repeat()))
+    for change in ({}, {"form": "of all passes", "iterator": of_all_passes, "lacks_seeds": True}):
+        again = new_feed(ENDING["shuffled"])
+        again.set_state(state | change)
+        assert values(begun(again, 5), 3) == whole[1][5:8]
 
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled twice", "side by side", "drawn by a seed"])
-def test_each_part_that_draws_is_counted(name: str) -> None:
-    """A position that lacks the state of one of them is told by their number."""
+def test_the_state_of_each_part_that_draws_is_in_a_whole_position(name: str) -> None:
     options = tf.data.Options()
     options.autotune.enabled = False  # which would read ahead, up to the end
     dataset = ENDING[name]().with_options(options)
@@ -293,19 +287,19 @@ def test_each_part_that_draws_is_counted(name: str) -> None:
     next(iterator)
     position = positions.position_of(iterator)
     assert position is not None
-    assert positions.random_states_in(position) == positions.random_states_of(dataset) > 0
+    assert positions.is_whole(position, dataset)
+    assert not positions.is_whole(position, tf.data.Dataset.zip(dataset, numbers().shuffle(2)))
 
 
 def test_words_of_the_data_are_not_counted() -> None:
-    """What a shuffle holds stands in the same files as what it is drawn by."""
-    words = tf.constant(["a@@num_random_samples@@seed " * 9] * 8)
-    dataset = tf.data.Dataset.from_tensor_slices(words).shuffle(8, seed=1)
+    """What a shuffle holds stands in the same files as the state of its generator."""
+    words = "Iterator::Root::Shuffle@@epoch_num_random_samples@@num_random_samples "
+    dataset = tf.data.Dataset.from_tensor_slices(tf.constant([words] * 8)).shuffle(8, seed=1)
     iterator = iter(dataset)
     next(iterator)
     position = positions.position_of(iterator)
     assert position is not None
-    everywhere = sum(c.tobytes().count(b"num_random_samples") for c in position.values())
-    assert everywhere > positions.random_states_in(position) == positions.random_states_of(dataset)
+    assert positions.is_whole(position, dataset)
 
 
 @pytest.mark.usefixtures("watched")
@@ -314,29 +308,31 @@ def test_words_of_the_data_are_not_counted() -> None:
 def test_data_that_ends_goes_on_between_two_passes(name: str, known: bool) -> None:
     """In the evaluation after a pass: that one is over, also where reading on would tell it."""
     whole = passes_of(ENDING[name])
+    last = len(whole[1])
     feed = new_feed(ENDING[name])
     for done in range(2):
-        iterator = feed.iterate(0)
+        iterator = begun(feed)
         if known:
             values(iterator, len(whole[done]))
         else:
             rest_of_pass(feed)
+        state = feed.get_state(last)
         feed.end_pass(whole=True)
-    position = feed.position(len(whole[1]))
 
     again = new_feed(ENDING[name])
-    again.begin_after(1, position, feed.unread)
-    iterator = again.iterate(0, len(whole[1]))
-    assert iterator.reads == 0 or name in MUST_BE_READ
-    del iterator
-    assert again.next() is None
+    before = Watched.reads_of_all
+    again.set_state(state)
+    again.begin_pass(0, last)
+    is_told = not known or again.data.steps is not None
+    assert Watched.reads_of_all == before or name in MUST_BE_READ or not is_told
+    assert next(again, None) is None
     again.end_pass(whole=True)
-    again.iterate(0)
+    again.begin_pass()
     assert rest_of_pass(again) == whole[2]
 
     again = new_feed(ENDING[name])  # after the evaluation
-    again.begin_after(2, position, feed.unread)
-    again.iterate(0)
+    again.set_state(feed.get_state(0))
+    again.begin_pass()
     assert rest_of_pass(again) == whole[2]
 
 
@@ -347,28 +343,26 @@ PLACES = [Placement(0, 1, 1), Placement(0, 1, 2), Placement(1, 2, 1), Placement(
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_position_is_of_no_place(place: Placement, ends: bool) -> None:
-    """What an iterator holds are global batches: the chief's of two goes on anywhere, at once."""
+    """What an iterator holds are global batches, so the chief's of two goes on anywhere."""
 
     def make() -> tf.data.Dataset:
         dataset = numbers().shuffle(20, seed=1)
         return (dataset if ends else dataset.repeat()).batch(6)
 
-    def rest(feed: Any, batches: int) -> list[Any]:
-        iterator = feed.iterate(0, batches)
-        return [value_of(next(iterator)) for _ in range(16 - batches)], iterator.reads - 16
+    def rest(feed: Any, batches: int) -> tuple[list[Any], int]:
+        iterator = begun(feed, batches)
+        return values(iterator, 16 - batches), iterator.reads - (16 - batches)
 
     whole, _ = rest(make_feed(GivenData(make()), place), 0)
     chief = make_feed(GivenData(make()), Placement(0, 2, 1))
-    chief.keep_position()
-    iterator = chief.iterate(0)
+    iterator = begun(chief)
     for batches in range(1, 16):
         values(iterator, 1)
         again = make_feed(GivenData(make()), place)
-        again.keep_position()
-        again.begin_after(0, chief.position(batches))
+        again.set_state(chief.get_state(batches))
         found, reads = rest(again, batches)
         assert found == whole[batches:]
-        assert reads == -batches or not ends
+        assert reads == 0 or (ends and reads == batches)
 
 
 @pytest.mark.parametrize("name", ["shuffled", "of unknown length"])
@@ -378,31 +372,40 @@ def test_a_pass_that_is_given_up_is_not_gone_on_with(name: str) -> None:
     next(iterator)
     expected = [batch.numpy().tolist() for batch in dataset]
     feed = make_feed(GivenData(ENDING[name]()), ALONE)
-    feed.keep_position()
-    next(feed.iterate(0))
+    next(begun(feed))
     feed.end_pass()
-    assert "iterator" not in feed.position(1)
-    feed.iterate(0)
+    assert "iterator" not in feed.get_state(1)
+    feed.begin_pass()
     assert rest_of_pass(feed) == expected
+
+
+def test_a_position_is_not_ahead_of_the_steps() -> None:
+    """A trial takes the first batches together, and the steps get them again one by one."""
+    feed = new_feed(ENDING["shuffled"])
+    Trial(feed, 2, 2, sure=True)
+    feed.begin_pass()
+    for batches in (1, 2):
+        feed.source(1)
+        assert ("iterator" in feed.get_state(batches)) == (batches == 2)
 
 
 def test_a_position_of_another_dataset_is_not_taken() -> None:
     feed = new_feed(lambda: numbers().shuffle(60, seed=1).repeat().batch(4))
-    values(feed.iterate(0), 5)
-    position = feed.position(5)
-    assert position["iterator"]
+    values(begun(feed), 5)
+    state = feed.get_state(5)
+    assert state["iterator"]
     other = make_feed(GivenData(tf.data.Dataset.range(60).skip(4).batch(4)), ALONE)
-    other.begin_after(0, position)
-    assert values(other.iterate(0, 2), 1) == [[12, 13, 14, 15]]
+    other.set_state(state)
+    assert values(begun(other, 2), 1) == [[12, 13, 14, 15]]
 
 
 def test_a_position_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = new_feed(lambda: numbers().repeat().batch(4))
-    values(feed.iterate(0), 5)
+    values(begun(feed), 5)
     monkeypatch.setattr(positions, "MOST_BYTES", 100)
-    assert "iterator" not in feed.position(5)
+    assert "iterator" not in feed.get_state(5)
     monkeypatch.undo()
-    assert "iterator" not in feed.position(5)  # it is not tried again
+    assert "iterator" not in feed.get_state(5)  # it is not tried again
 
 
 class Batches(keras.utils.PyDataset):
@@ -433,26 +436,26 @@ def test_a_pydataset_goes_on_without_reading_what_came_before(
     feed = make_feed(GivenData(Batches(workers), seed=seed), ALONE, is_training=True)
     whole = []
     for _ in range(4):
-        whole.append(rest_of(feed.iterate(0)))
+        whole.append(rest_of(begun(feed)))
         feed.end_pass(whole=True)
     inner = Batches(workers)
     again = make_feed(GivenData(inner, seed=seed), ALONE, is_training=True)
     inner.read.clear()
-    again.begin_after(1)
+    again.set_state({"passes": 1})
     assert not inner.read
-    assert rest_of(again.iterate(0, 7)) == whole[1][7:]
+    assert rest_of(begun(again, 7)) == whole[1][7:]
     again.end_pass(whole=True)
     for expected in whole[2:]:
-        assert rest_of(again.iterate(0)) == expected
+        assert rest_of(begun(again)) == expected
         again.end_pass(whole=True)
-    values(again.iterate(0), 3)
+    values(begun(again), 3)
     again.end_pass()  # given up
     if seed is None:
-        assert rest_of(again.iterate(0)) == whole[0]
+        assert rest_of(begun(again)) == whole[0]
     again.end_pass()
 
 
 def test_data_that_has_become_shorter_is_told() -> None:
     feed = new_feed(lambda: numbers().filter(lambda x: x < 20).batch(4))
     with pytest.raises(DataError, match="ended after 5 batches, but 7 had been trained on"):
-        feed.iterate(0, 7)
+        begun(feed, 7)

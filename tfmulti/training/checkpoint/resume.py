@@ -10,15 +10,13 @@ A record's tree has these entries:
     examples    the examples since the run began
     seed        the seed of the data order
     data        the sizes of the data, which must be the same when the run is resumed
-    positions   the positions in the data that TensorFlow saves, on the chief (`input.positions`)
-    passes      how many iterators each feed has made
-    unread      how many of them nothing has read
+    feeds       the states of the feeds, on the chief
     trained     weights and slots
     model       all other variables, metrics and random generators (`state.run_state`)
     callbacks   `callback_states`
     lost        how many examples could not be read
 
-An evaluation changes `passes`, `unread`, `model`, `callbacks` and `lost`, but neither weights nor
+An evaluation changes `feeds`, `model`, `callbacks` and `lost`, but neither weights nor
 slots. If training is stopped in a validation, the checkpoint has these entries from before the
 validation. So the resumed run repeats the whole validation.
 
@@ -44,8 +42,7 @@ from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback import Checkpoint, say
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.checkpoint.file_format import Record
-from tfmulti.training.input.feed import Feed
-from tfmulti.training.input.positions import State
+from tfmulti.training.input.interface import Feed, State
 from tfmulti.training.state import run_state
 from tfmulti.training.state.trainer_state import RunCounts, interrupt, state_of
 
@@ -237,9 +234,7 @@ class CheckpointManager:
         self._feeds, self._seed = feeds, seed
         self._said: set[str] = set()
         self._before: Tree | None = None
-        self._data = {name: feed.form for name, feed in feeds.items()}
-        for feed in feeds.values():
-            feed.keep_position()
+        self._data = {name: feed.data.sizes for name, feed in feeds.items()}
         if record is not None:
             with _of_known_form():
                 _check_data(record.tree["data"], self._data)
@@ -268,11 +263,7 @@ class CheckpointManager:
                 "new folder."
             )
         for name, feed in self._feeds.items():
-            # The iterator in use is counted in `passes`, but `iterate` counts it again.
-            in_use = name == "training" and tree["progress"]["goes_on"]
-            position = tree.get("positions", {}).get(name)
-            unread = tree.get("unread", {}).get(name, 0)
-            feed.begin_after(tree["passes"][name] - in_use, position, unread)
+            feed.set_state(tree["feeds"][name] if "feeds" in tree else _older_state(tree, name))
         run_state.restore(self._model, tree["model"], tree["trained"])
         self._callbacks.restore(tree["callbacks"])
         if placement_of(self._model.distribute_strategy).is_chief:
@@ -308,7 +299,7 @@ class CheckpointManager:
         state = state_of(self._model)
         # All workers take part here, so the launcher must know that they may wait for each other.
         with heartbeat().working(self):
-            moving = self._before or self._moving()
+            moving = self._before or self._moving(progress.batches)
             trained = run_state.capture_trained(self._model)
         record = Record(
             state.run.steps,
@@ -317,7 +308,6 @@ class CheckpointManager:
                 "examples": state.run.examples,
                 "seed": self._seed,
                 "data": self._data,
-                "positions": self._positions(progress.batches),
                 "trained": trained,
                 **moving,
             },
@@ -326,36 +316,30 @@ class CheckpointManager:
             self._say_once(self._callbacks.left_out)
             self._checkpoint.keep(record, wait=wait)
 
-    def _positions(self, batches: int) -> dict[str, State | None]:
-        """Returns the positions of the feeds on the chief, and nothing on other workers.
-
-        The chief's positions serve all workers, because all read the same batches. While a
-        validation runs, only the training data has a position: the validation is repeated.
-        """
-        if not placement_of(self._model.distribute_strategy).is_chief:
-            return {}
-        known = ["training"] if self._before else list(self._feeds)
-        given = {"training": batches}
-        return {name: self._feeds[name].position(given.get(name, 0)) for name in known}
-
-    def _moving(self) -> Tree:
+    def _moving(self, batches: int) -> Tree:
         """Returns the entries that an evaluation changes; see the module. It is a collective."""
+        # The chief's states serve all workers, because all read the same batches.
+        chief = placement_of(self._model.distribute_strategy).is_chief
+        feeds = self._feeds if chief else {}
+        given = {"training": batches}
         return {
-            "passes": {name: feed.passes for name, feed in self._feeds.items()},
-            "unread": {name: feed.unread for name, feed in self._feeds.items()},
+            "feeds": {name: feed.get_state(given.get(name, 0)) for name, feed in feeds.items()},
             "model": run_state.capture(self._model),
             "callbacks": self._callbacks.capture(),
             "lost": state_of(self._model).run.lost,
         }
 
     @contextlib.contextmanager
-    def again_if_stopped(self) -> Iterator[None]:
+    def again_if_stopped(self, batches: int) -> Iterator[None]:
         """Makes a resumed run repeat what is inside the context, if training stops there.
 
         The next checkpoint then holds the state from before the context.
+
+        Args:
+            batches: the batches that the steps have taken in the pass over the training data.
         """
         with heartbeat().working(self):
-            self._before = self._moving()
+            self._before = self._moving(batches)
         yield
         if state_of(self._model).run.stopped_by is None:
             self._before = None
@@ -366,6 +350,14 @@ class CheckpointManager:
             if line not in self._said:
                 self._said.add(line)
                 say(line)
+
+
+def _older_state(tree: Tree, name: str) -> State:
+    """Returns the state of a feed from a record that has it in several entries."""
+    # These versions counted the pass that goes on, too.
+    passes = tree["passes"][name] - (name == "training" and tree["progress"]["goes_on"])
+    older = {"passes": passes, "unread": tree.get("unread", {}).get(name, 0)}
+    return older | (tree.get("positions", {}).get(name) or {})
 
 
 def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -3,15 +3,10 @@
 Every worker reads the same global batches. A resumed run finds its position in them as follows:
 
 - A PyDataset of known length begins at any batch (`PyDatasetFeed`).
-- TensorFlow saves the position of a Dataset's iterator (`positions`). One iterator gives all passes
-  of a Dataset that ends, because only its position tells how the next pass is shuffled.
-- TensorFlow (2.21) saves nothing of a shuffle that has given its last row. Such a position lacks
-  the seeds of the next orders. If each shuffle draws one order a pass, a second iterator gives the
-  seeds. It is made as the iterator of the pass was. The iterators of a Dataset share the generators
-  of its shuffles, and the position of a new iterator tells how much they have drawn.
-- If one iterator draws several orders, as with `repeat` after a shuffle, the checkpoint holds the
-  last position of the pass that has all seeds. The batches since then are read again.
-- All other data is read again from the beginning up to the position.
+- TensorFlow saves the position of a Dataset's iterator, if it can save all of it (`positions`).
+- All other data is read again from the start of the pass. The iterators of the earlier passes are
+  made again before that, because making one draws the orders of its shuffles. Their batches are
+  read only if the order of a later pass depends on it.
 """
 
 from __future__ import annotations
@@ -27,34 +22,26 @@ from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.errors import DataError, ResumeError
 from tfmulti.keras_patches.datasets import batches_of
 from tfmulti.training.input import pipeline
+from tfmulti.training.input.interface import DataDescription, Feed, State
 from tfmulti.training.input.positions import (
-    Position,
-    State,
-    draws_when_read,
     form_of,
     has_known_names,
-    holds_all,
-    in_passes,
+    is_whole,
     must_be_read,
     position_of,
-    random_states_in,
-    random_states_of,
     reads_ahead,
     set_position,
 )
 from tfmulti.training.input.worker_batch import PREFETCH_STEPS
 
 
-class DatasetFeed:
+class DatasetFeed(Feed):
     """A `tf.data.Dataset`, generator or DataLoader of global batches, or an endless PyDataset.
 
     A Dataset's iterators share the generators of its shuffles, and each one draws when it is made.
     So this class makes as many iterators as Keras' `fit`, in the same order. Keras makes one more
     at the end of a pass whose number of batches is known: with `steps_per_epoch` the next pass
-    takes it (`next_is_made`), and without it nothing reads it. The property `unread` counts the
-    iterators that nothing reads.
-
-    The methods are those of `feed.Feed`.
+    takes it (`next_is_made`), and without it nothing reads it.
 
     Args:
         x: the data.
@@ -65,27 +52,32 @@ class DatasetFeed:
         DataError: the data has no batches, or its batches cannot be cut into rows.
     """
 
-    endless = False
-
     def __init__(self, x: Any, class_weight: Any, *, next_is_made: bool = False) -> None:
         self._x, self._class_weight = x, class_weight
         self._next_is_made = next_is_made
-        # Whether Keras has made the iterator of the next pass at this point, but this feed has not.
-        self._next_is_due = False
         self._build()
-        if self.steps == 0:
+        count = self._adapter.num_batches
+        steps = None if count is None else int(count)
+        if steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
-        self.passes = self.unread = 0
+        known = int(self._dataset.cardinality())
+        self.data = DataDescription(
+            specs=self._dataset.element_spec,
+            steps=steps,
+            known=None if known == tf.data.INFINITE_CARDINALITY else max(known, steps or 0),
+            endless=False,
+            sizes={"steps": steps},
+            digest=lambda: None,
+        )
+        self._passes = self._unread = 0
         self._iterator: Any = None
         # Whether the iterator in use has given all batches of a pass.
         self._has_ended = False
-        # The Dataset of all passes (`in_passes`), if one iterator gives them all.
-        self._all_passes: tf.data.Dataset | None = None
-        self._keeps_position = False
-        # The number of random states in a position that has all seeds.
-        self._random_states: int | None = None
-        # The last position of this pass that has all seeds, and the batches given before it.
-        self._whole: tuple[int, Position] | None = None
+        # The batches that `give_again` was given and no step has taken, and an iterator of them.
+        self._again: list[Any] = []
+        self._iterator_again: Any = None
+        # Whether TensorFlow may save the position of an iterator of this data.
+        self._saves_position = self.is_dataset
         # The batches of its pass that the iterator in use had given when it was restored.
         self._given = 0
         endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
@@ -110,76 +102,49 @@ class DatasetFeed:
         prefetch unless the Dataset ends in an operation that reads ahead already. That prefetch
         holds one batch as long as the steps do not wait for it.
         """
-        if not draws_when_read(self._dataset):
+        if not must_be_read(self._dataset):
             return PREFETCH_STEPS
         return 0 if reads_ahead(self._dataset) else 1
 
-    @property
-    def steps(self) -> int | None:
-        count = self._adapter.num_batches
-        return None if count is None else int(count)
-
-    @property
-    def specs(self) -> Any:
-        return self._dataset.element_spec
-
-    @property
-    def form(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    @property
-    def digest(self) -> int | None:
-        return None
-
-    def holds(self, batches: int | None) -> bool:
-        known = int(self._dataset.cardinality())
-        if known == tf.data.INFINITE_CARDINALITY:
-            return True
-        return batches is not None and batches <= max(known, self.steps or 0)
-
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        self.passes += 1
-        self._next_is_due = False
+    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
+        if self._again:
+            return
         # If nothing is skipped, this is the next pass.
-        self._has_ended = self._has_ended and skipped > 0
+        self._has_ended = skipped > 0 and (self._has_ended or skipped == self.data.steps)
         self._adapter.on_epoch_begin()
         if self._has_ended:
-            return self._pass_over() if self._iterator is None else self._iterator
+            self._pass_over()
+            return
         if self._iterator is None:
-            self._iterator = self._new_iterator()
+            self._iterator = iter(self._batches)
         for batches in range(self._given, skipped):
-            taken = next(self._iterator)
-            if self._all_passes is not None and not taken.has_value():
+            if next(self._iterator, None) is None:
                 raise DataError(
                     f"the data has ended after {batches} batches, but {skipped} had been trained "
                     "on in this pass. Give the same data, or begin a new run in a new folder."
                 )
-        return self._iterator
-
-    @property
-    def _source(self) -> tf.data.Dataset:
-        """The Dataset of which the iterator in use is made."""
-        return self._batches if self._all_passes is None else self._all_passes
-
-    def _new_iterator(self) -> Any:
-        """Returns a new iterator; the first one tells whether TensorFlow can save a position."""
-        iterator = iter(self._source)
-        if self._keeps_position and self._random_states is None:
-            found = position_of(iterator)
-            self._keeps_position = found is not None
-            known = random_states_of(self._batches)
-            self._random_states = max(known, random_states_in(found or {}))
-        return iterator
 
     @property
     def is_dataset(self) -> bool:
         """Whether the data is a `tf.data.Dataset`, so that no Python code of the user reads it."""
         return isinstance(self._x, tf.data.Dataset)
 
-    @property
-    def iterator(self) -> Any:
-        """The iterator in use."""
-        return self._iterator
+    def give_again(self, taken: Sequence[Any]) -> None:
+        """Gives the first batches of the pass, which were taken from it, to the steps again.
+
+        The next executions together must take exactly these batches.
+
+        Args:
+            taken: the batches, as Optionals.
+        """
+        self._again = list(taken)
+        self._iterator_again = self.iterator_of([each.get_value() for each in taken])
+
+    def source(self, steps: int) -> Any:
+        if not self._again:
+            return self._iterator
+        del self._again[:steps]
+        return self._iterator_again
 
     def iterator_of(self, batches: Sequence[Any]) -> Any:
         """Returns an iterator of the given batches, of the same type as the one in use.
@@ -191,54 +156,16 @@ class DatasetFeed:
         given = self._dataset.take(0)
         for batch in batches:
             given = given.concatenate(tf.data.Dataset.from_tensors(batch))
-        given = pipeline.read_ahead(given)
-        return iter(given if self._all_passes is None else in_passes(given))
+        return iter(pipeline.read_ahead(given))
 
-    def next(self) -> Any:
+    def __next__(self) -> Any:
+        if self._again:
+            return self._again.pop(0)
+        taken = None if self._has_ended else self._iterator.get_next_as_optional()
+        self._has_ended = taken is None or not taken.has_value()
         if self._has_ended:
-            return None
-        if self._all_passes is None:
-            taken = self._iterator.get_next_as_optional()
-        else:
-            taken = next(self._iterator)
-        self._has_ended = not taken.has_value()
-        return None if self._has_ended else taken
-
-    def keep_position(self) -> None:
-        # An iterator that a trial of the first batches has made was prepared before the trial.
-        if self._iterator is not None:
-            return
-        self._keeps_position = isinstance(self._x, tf.data.Dataset) and holds_all(self._batches)
-        if self._keeps_position and not self.holds(None):
-            self._all_passes = in_passes(self._batches, unread=self._leaves_one_unread)
-
-    def position(self, batches: int) -> State | None:
-        state = {"has_ended": self._has_ended, "form": form_of(self._source)}
-        if not self._keeps_position or self._iterator is None:
-            return state
-        found = position_of(self._iterator)
-        if found is None:
-            # The position is too large. To find that out takes long, so it is tried once only.
-            self._keeps_position = False
-            return state
-        lacks_seeds = random_states_in(found) < (self._random_states or 0)
-        if not lacks_seeds:
-            self._whole = batches, found
-        elif self._has_ended or not batches:
-            # Between two passes nothing needs to be read: the earlier iterators are made again.
-            return state
-        elif not self._draws_once_a_pass:
-            if self._whole is None:
-                return state
-            # The batches after this position are read again.
-            batches, found = self._whole
-            lacks_seeds = False
-        return state | {"iterator": found, "batches": batches, "lacks_seeds": lacks_seeds}
-
-    @property
-    def _draws_once_a_pass(self) -> bool:
-        """Whether each shuffle draws one order for a pass, when the pass begins."""
-        return self._all_passes is not None and not must_be_read(self._batches)
+            raise StopIteration
+        return taken
 
     def begin_call(self) -> None:
         # A PyDataset may shuffle then.
@@ -251,114 +178,65 @@ class DatasetFeed:
             self._without_end.on_epoch_begin()
 
     def end_pass(self, whole: bool = False) -> None:
+        self._passes += 1
         self._adapter.on_epoch_end()
-        ended = whole or self._has_ended
-        goes_on = self._all_passes is not None and self._keeps_position and ended
-        goes_on = goes_on and self._iterator is not None
-        if not goes_on:
-            self._iterator = None
-        elif not self._has_ended:
-            # This takes the mark of the end of the pass.
-            next(self._iterator)
-        if not self._keeps_position:
-            # Random numbers without a seed begin anew with each iterator, so each pass needs one.
-            self._all_passes = None
-        self._has_ended, self._whole, self._given = ended, None, 0
-        if whole:
-            self._begin_next(goes_on)
-
-    def _begin_next(self, goes_on: bool) -> None:
-        """Makes the iterator that Keras makes at the end of a pass of known length."""
-        if self._leaves_one_unread:
-            self.unread += 1
-            # The iterator of all passes has made it already.
-            if not goes_on:
-                iter(self._batches)
-        elif self._is_known_dataset:
-            if goes_on:
-                self._next_is_due = True
+        self._iterator, self._given, self._again, self._has_ended = None, 0, [], False
+        if whole and self.is_dataset and self.data.steps is not None:
+            # Keras makes an iterator at the end of a pass of known length.
+            made = iter(self._batches)
+            if self._next_is_made:
+                self._iterator = made
             else:
-                self._iterator = iter(self._batches)
+                self._unread += 1
 
-    @property
-    def _is_known_dataset(self) -> bool:
-        """Whether the data is a `tf.data.Dataset` whose number of batches is known."""
-        return isinstance(self._x, tf.data.Dataset) and self.steps is not None
+    def get_state(self, batches: int) -> State:
+        has_ended = self._has_ended or batches == self.data.steps
+        state = {"passes": self._passes, "unread": self._unread, "has_ended": has_ended}
+        if has_ended or self._iterator is None or self._again or not self._saves_position:
+            return state
+        found = position_of(self._iterator)
+        # To find out that a position is too large takes long, so it is tried once only.
+        self._saves_position = found is not None
+        if found is None or not is_whole(found, self._batches):
+            return state
+        return state | {"form": form_of(self._batches), "iterator": found, "batches": batches}
 
-    @property
-    def _leaves_one_unread(self) -> bool:
-        """Whether Keras makes an iterator that nothing reads at the end of each pass."""
-        return self._is_known_dataset and not self._next_is_made
-
-    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
-        unread = min(unread, passes)
-        state = position or {}
+    def set_state(self, state: State) -> None:
         self._has_ended = state.get("has_ended", False)
-        fits = state.get("iterator") is not None and state.get("form") == form_of(self._source)
-        if fits and has_known_names(state["iterator"]):
-            self._iterator = self._restored(state, passes + unread)
-        self.unread = unread
-        if self._iterator is not None:
-            self.passes, self._given = passes, state["batches"]
+        fits = state.get("iterator") is not None and state.get("form") == form_of(self._batches)
+        if fits and not self._has_ended and has_known_names(state["iterator"]):
+            self._passes, self._unread = state["passes"], state.get("unread", 0)
+            self._given, self._iterator = state["batches"], iter(self._batches)
+            if not set_position(self._iterator, state["iterator"]):
+                # The iterator that was tried has drawn a seed of each shuffle, so the pass cannot
+                # be read again instead.
+                raise ResumeError(
+                    "TensorFlow does not take the position in the data of the newest checkpoint. "
+                    "Remove that file: the run goes on from the checkpoint before it."
+                )
             return
-        for number in range(passes):
-            self.passes += 1
+        for number in range(state["passes"]):
+            self._passes += 1
             self._adapter.on_epoch_begin()
             self._pass_over()
             self._adapter.on_epoch_end()
-            if number < unread:
+            if number < state.get("unread", 0):
+                self._unread += 1
                 iter(self._batches)
 
-    def _restored(self, state: State, made: int) -> Any:
-        """Returns an iterator at a saved position, before which `made` iterators were made.
-
-        Raises:
-            ResumeError: TensorFlow does not take the position. The pass cannot be read again
-                instead, because the iterator that was tried has drawn a seed of each shuffle.
-        """
-        of_pass = None
-        # The last of these iterators is made as the iterator of the pass was, so its position tells
-        # how many orders the shuffles have drawn.
-        for _ in range(made + 1 if state["lacks_seeds"] else 0):
-            of_pass = iter(self._source)
-        seeds = position_of(of_pass) if of_pass is not None else None
-        iterator = self._new_iterator()
-        if not set_position(iterator, state["iterator"]):
-            raise ResumeError(
-                "TensorFlow does not take the position in the data of the newest checkpoint. "
-                "Remove "
-                "that file: the run goes on from the checkpoint before it."
-            )
-        if seeds is not None:
-            # All iterators share the generators from which the next pass draws. The position above
-            # has changed them, so they are set after it.
-            set_position(of_pass, seeds)
-        return iterator
-
-    def _pass_over(self) -> Any:
-        """Returns an iterator of a pass from which no step will take a batch."""
+    def _pass_over(self) -> None:
+        """Passes over a pass from which no step will take a batch."""
         # The iterator draws the seeds of its shuffles when it is made.
         iterator = iter(self._batches)
-        if must_be_read(self._batches) and not self.holds(None):
+        if must_be_read(self._batches) and not self.data.holds(None):
             for _ in iterator:
                 pass
-        return iterator
-
-    @property
-    def error(self) -> Exception | None:
-        return None
 
     def find_fault(self) -> str | None:
         return fault_of(self._x)
 
-    @property
-    def threads(self) -> int | None:
-        return None
-
     def close(self) -> None:
-        if self._next_is_due:
-            self._next_is_due = False
-            iter(self._batches)
+        pass
 
 
 class PyDatasetFeed(DatasetFeed):
@@ -377,9 +255,9 @@ class PyDatasetFeed(DatasetFeed):
         # Whether Keras' readers may hold batches of an earlier pass.
         self._is_used = False
 
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        self.passes += 1
-        self._has_ended = False
+    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
+        if self._again:
+            return
         self._in_order.begin_at = 0
         if self._is_used:
             self._build()
@@ -387,23 +265,16 @@ class PyDatasetFeed(DatasetFeed):
         self._adapter.on_epoch_begin()
         rest = self._batches.take(len(self._in_order) - skipped) if skipped else self._batches
         self._iterator = iter(rest)
-        return self._iterator
-
-    def keep_position(self) -> None:
-        pass
-
-    def position(self, batches: int) -> State | None:
-        return None
 
     def end_pass(self, whole: bool = False) -> None:
         super().end_pass(whole)
         if whole:
             self._is_used = self._in_order.begin_at > 0
 
-    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
+    def set_state(self, state: State) -> None:
         # The PyDataset is called directly, without Keras' readers, so nothing is read.
-        for _ in range(passes):
-            self.passes += 1
+        for _ in range(state["passes"]):
+            self._passes += 1
             if not self._is_training:
                 self._in_order.on_epoch_end()
             self._in_order.on_epoch_begin()

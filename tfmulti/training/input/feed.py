@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,131 +26,15 @@ from tfmulti.data.transforms.class_weights import Weighted
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ModelError
 from tfmulti.training.input.dataset_feed import DatasetFeed, InOrder, PyDatasetFeed
-from tfmulti.training.input.positions import State
+from tfmulti.training.input.interface import DataDescription, Feed, State
 from tfmulti.training.input.prefetcher import DEFAULT, Prefetcher, prefetcher_of, specs_of
 from tfmulti.training.input.worker_batch import Ahead
 
 DEFAULT_BATCH_SIZE = 32  # as Keras
 
 
-class Feed(Protocol):
-    """The data of a training or an evaluation, as batches for `Execution`.
-
-    A pass reads each global batch of the data once. The feed makes an iterator for each pass, or
-    one for all of them.
-
-    Attributes:
-        steps: the number of global batches of one pass, or None if only reading tells it.
-        specs: the form of one global batch, a nest whose leaves have a `shape` and a `dtype`.
-    """
-
-    @property
-    def steps(self) -> int | None: ...
-
-    @property
-    def specs(self) -> Any: ...
-
-    @property
-    def endless(self) -> bool:
-        """Whether one iterator goes on over all epochs."""
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """The sizes by name that must be the same when a run is resumed."""
-
-    @property
-    def digest(self) -> int | None:
-        """A number that differs if the data differs; None if each batch has a digest instead."""
-
-    @property
-    def passes(self) -> int:
-        """The number of iterators that were made."""
-
-    @property
-    def unread(self) -> int:
-        """The number of further iterators, made after a whole pass, that nothing has read."""
-
-    def holds(self, batches: int | None) -> bool:
-        """Returns whether one iterator is known to give enough batches.
-
-        Args:
-            batches: how many are needed; None for batches without end.
-        """
-
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        """Returns what the steps take from: an iterator of global batches, or a queue.
-
-        A feed with random access begins at `first_step`. Any other feed begins a pass of its data
-        after the first `skipped` batches. It begins there at once if `begin_after` was given the
-        position. Otherwise it reads these batches first.
-
-        Args:
-            first_step: the step, counted over all epochs.
-            skipped: the batches of the pass that were trained on before.
-
-        Raises:
-            DataError: the data ends within the skipped batches.
-        """
-
-    def next(self) -> Any:
-        """Returns the next `WorkerBatch` or an Optional of a global batch, or None at the end."""
-
-    def keep_position(self) -> None:
-        """Prepares the feed for calls of `position`. Call it before the first `iterate`."""
-
-    def position(self, batches: int) -> State | None:
-        """Returns the position of the iterator in use, or None if counting batches is enough.
-
-        Args:
-            batches: the batches of its pass that the iterator has given.
-        """
-
-    def begin_call(self) -> None:
-        """Tells the data that `fit` or an evaluation begins, as Keras does, by `on_epoch_end`."""
-
-    def end_epoch(self) -> None:
-        """Tells the feed that an epoch has ended and that the iterator goes on."""
-
-    def end_pass(self, whole: bool = False) -> None:
-        """Ends the pass of the iterator in use.
-
-        Args:
-            whole: whether the iterator has given each batch of the pass and was not stopped.
-        """
-
-    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
-        """Puts a new feed where the feed of the stopped run was.
-
-        Each iterator may shuffle the data for the next one. So the iterators of the stopped run are
-        made again, unless `position` holds what they have drawn.
-
-        Args:
-            passes: the `passes` of the stopped run, without the iterator that goes on.
-            position: what `position` returned there.
-            unread: the `unread` of the stopped run. One of these iterators follows each of the
-                first `unread` passes.
-        """
-
-    @property
-    def error(self) -> Exception | None:
-        """The reason why the data cannot be read on, or None."""
-
-    def find_fault(self) -> str | None:
-        """Returns which record cannot be read and why, or None if the files do not tell it."""
-
-    @property
-    def threads(self) -> int | None:
-        """The number of threads that read examples, or None if it is not known.
-
-        0 says that the thread that feeds the steps reads them.
-        """
-
-    def close(self) -> None:
-        """Ends the threads of the feed. A closed feed may be iterated again."""
-
-
-class SourceFeed:
-    """The feed of a source with random access; its methods are those of `Feed`.
+class SourceFeed(Feed):
+    """The feed of a source with random access.
 
     Args:
         source: the examples.
@@ -158,8 +42,6 @@ class SourceFeed:
         placement: this process' place among the workers.
         reading: how the examples are read.
     """
-
-    endless = True
 
     def __init__(
         self,
@@ -170,33 +52,20 @@ class SourceFeed:
     ) -> None:
         self._source, self._plan, self._placement = source, plan, placement
         self._reading = reading
-        self.passes = self.unread = 0
+        self.data = DataDescription(
+            specs=specs_of(source.specs, plan.global_batch_size),
+            steps=plan.steps_per_epoch,
+            known=None,
+            endless=True,
+            sizes={"examples": plan.examples, "global_batch_size": plan.global_batch_size},
+            digest=source.digest,
+        )
         self._stream: Prefetcher | None = None
         self._taken: Any = None
         self._is_at_start = False
 
     @property
-    def steps(self) -> int:
-        return self._plan.steps_per_epoch
-
-    @property
-    def specs(self) -> Any:
-        rows = self._plan.global_batch_size
-        return specs_of(self._source.specs, rows)
-
-    @property
-    def form(self) -> dict[str, Any]:
-        return {
-            "examples": self._plan.examples,
-            "global_batch_size": self._plan.global_batch_size,
-        }
-
-    @property
-    def digest(self) -> int | None:
-        return self._source.digest()
-
-    @property
-    def source(self) -> Source:
+    def examples(self) -> Source:
         """The examples."""
         return self._source
 
@@ -214,11 +83,7 @@ class SourceFeed:
         """Returns a new feed of the same batches."""
         return SourceFeed(self._source, self._plan, self._placement, self._reading)
 
-    def holds(self, batches: int | None) -> bool:
-        return True
-
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        self.passes += 1
+    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
         if self._stream is None or first_step or not self._is_at_start:
             self.close()
             self._stream = prefetcher_of(
@@ -228,17 +93,13 @@ class SourceFeed:
             if self._placement.gpus:
                 self._taken = Ahead(self._stream.shards, self._placement.gpus)
         self._is_at_start = False
+
+    def source(self, steps: int) -> Any:
         return self._taken
 
-    def next(self) -> Any:
+    def __next__(self) -> Any:
         assert self._stream is not None
         return self._stream.shards.take()
-
-    def keep_position(self) -> None:
-        pass
-
-    def position(self, batches: int) -> State | None:
-        return None
 
     def begin_call(self) -> None:
         pass
@@ -253,15 +114,16 @@ class SourceFeed:
         if not self._is_at_start:
             self.close()
 
-    def begin_after(self, passes: int, position: State | None = None, unread: int = 0) -> None:
-        self.passes = passes
+    def get_state(self, batches: int) -> State:
+        # The step tells the position.
+        return {}
+
+    def set_state(self, state: State) -> None:
+        pass
 
     @property
     def error(self) -> Exception | None:
         return self._stream.error if self._stream else None
-
-    def find_fault(self) -> str | None:
-        return None
 
     @property
     def threads(self) -> int | None:
@@ -319,7 +181,7 @@ def make_feed(
         ModelError: the data is a `DistributedDataset`.
     """
     x, class_weight, steps = given.x, given.class_weight, given.steps_per_epoch
-    if isinstance(x, (SourceFeed, DatasetFeed)):
+    if isinstance(x, Feed):
         return x
     if isinstance(x, Source):
         _check_no_more(x, y=given.y, sample_weight=given.sample_weight)

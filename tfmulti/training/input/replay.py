@@ -17,8 +17,8 @@ import tensorflow as tf
 from tfmulti.data.loader import Loader
 from tfmulti.distribution.strategies import Placement
 from tfmulti.training.input.dataset_feed import DatasetFeed
-from tfmulti.training.input.feed import Feed, SourceFeed
-from tfmulti.training.input.worker_batch import Replay
+from tfmulti.training.input.feed import SourceFeed
+from tfmulti.training.input.interface import Feed
 
 
 class Trial:
@@ -28,7 +28,6 @@ class Trial:
 
     Attributes:
         batches: the global batches, as one device gets them.
-        feed: the feed that the training must use after the trial.
         draws: whether Python code of the user reads the data. Such code may draw random numbers
             from Python's and NumPy's generators at any time.
     """
@@ -44,7 +43,7 @@ class Trial:
             sure: whether the iterator is known to have enough batches, so that executions take from
                 the iterator itself.
         """
-        self.feed, self._given, self.draws = feed, feed, False
+        self._given, self.draws = feed, False
         self._iterator: Any = None
         self._close: Callable[[], None] = lambda: None
         self._optionals: Sequence[Any] = ()
@@ -54,15 +53,10 @@ class Trial:
             return
         assert isinstance(feed, DatasetFeed)
         self.draws = not feed.is_dataset
-        feed.iterate(0)
-        taken = []
-        for _ in range(max(batches, kept)):
-            found = feed.next()
-            if found is None:
-                break
-            taken.append(found)
+        feed.begin_pass()
+        taken = list(itertools.islice(feed, max(batches, kept)))
         self.batches = [each.get_value() for each in taken[:batches]]
-        self.feed = ReplayedFeed(feed, taken)
+        feed.give_again(taken)
         if not sure:
             self._optionals = taken[:batches]
         self.begin_again()
@@ -72,7 +66,8 @@ class Trial:
         self._close()
         if isinstance(self._given, SourceFeed):
             again = self._given.again()
-            self._iterator = again.iterate(0)
+            again.begin_pass()
+            self._iterator = again.source(1)
             self._close = again.close
         elif isinstance(self._given, DatasetFeed) and not self._optionals:
             self._iterator = self._given.iterator_of(self.batches)
@@ -93,55 +88,11 @@ class Trial:
 def _read_apart(feed: SourceFeed, count: int) -> list[Any]:
     """Returns the first global batches as tensors; this worker reads all of their rows."""
     # With one worker and one replica, the rows of that replica are the whole batch.
-    reader = Loader(feed.source, feed.plan, Placement(0, 1, 1), feed.reading)
+    reader = Loader(feed.examples, feed.plan, Placement(0, 1, 1), feed.reading)
     with contextlib.closing(reader.batches()) as batches:
         found = [batch.data[0] for batch in itertools.islice(batches, count)]
 
     def tensor(value: Any, spec: tf.TensorSpec) -> tf.Tensor:
         return tf.constant(value, spec.dtype)
 
-    return [tf.nest.map_structure(tensor, batch, feed.specs) for batch in found]
-
-
-class ReplayedFeed:
-    """A feed whose first batches were taken already, and which gives them again.
-
-    All other methods are those of the feed itself.
-
-    Args:
-        feed: the feed, whose first pass has begun.
-        taken: the batches that were taken, as Optionals.
-    """
-
-    def __init__(self, feed: DatasetFeed, taken: Sequence[Any]) -> None:
-        self._feed, self._taken = feed, list(taken)
-        self._is_first = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._feed, name)
-
-    def iterate(self, first_step: int, skipped: int = 0) -> Any:
-        """Returns the iterator of a pass; that of the first pass has the taken batches again.
-
-        Args:
-            first_step: the step, counted over all epochs.
-            skipped: the batches of the pass that were trained on before.
-        """
-        if not self._is_first:
-            return self._feed.iterate(first_step, skipped)
-        self._is_first = False
-        batches = [each.get_value() for each in self._taken]
-        return Replay(self._feed.iterator_of(batches), len(batches), self._feed.iterator)
-
-    def next(self) -> Any:
-        """Returns the next batch, beginning with those that were taken."""
-        return self._taken.pop(0) if self._taken else self._feed.next()
-
-    def end_pass(self, whole: bool = False) -> None:
-        """Ends the pass of the feed, and drops the taken batches, which are of the first pass.
-
-        Args:
-            whole: whether the iterator has given each batch of the pass and was not stopped.
-        """
-        self._taken = []
-        self._feed.end_pass(whole)
+    return [tf.nest.map_structure(tensor, batch, feed.data.specs) for batch in found]

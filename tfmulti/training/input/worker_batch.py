@@ -3,7 +3,6 @@
     BatchQueue   a queue of rows that the host has read
     IndexQueue   a queue of examples' indices; the step gathers the rows from arrays in memory
     Ahead        one of these queues, with the next batch on its way to the GPUs
-    Replay       an iterator, after the batches that a trial has taken from it
 
 A queue is an argument of the compiled function. It is an `ExtensionType`, so another queue of the
 same form does not make TensorFlow trace the function again. It names its form, and `_FORMS` has the
@@ -206,33 +205,6 @@ class Ahead:
     def __init__(self, outlet: BatchQueue | IndexQueue, gpus: Sequence[str]) -> None:
         self.outlet, self.gpus = outlet, gpus
         self.held: WorkerBatch | None = None
-
-
-class Replay:
-    """Two iterators, one after the other: executions take from the first one until it is empty.
-
-    The first iterator has as many batches as the first executions together. So no execution takes
-    from both.
-
-    Args:
-        first: the iterator of the batches that a trial has taken.
-        batches: the number of its batches.
-        rest: the iterator of the batches after them.
-    """
-
-    def __init__(self, first: Any, batches: int, rest: Any) -> None:
-        self._first, self._left, self._rest = first, batches, rest
-
-    def source(self, steps: int) -> Any:
-        """Returns the iterator for the next execution.
-
-        Args:
-            steps: the number of steps of the execution.
-        """
-        if self._left <= 0:
-            return self._rest
-        self._left -= steps
-        return self._first
 
 
 def on_devices(shards: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:

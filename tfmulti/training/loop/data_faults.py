@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfmulti.data.formats.record_stream import SCOPE
 from tfmulti.distribution.agreement import gather_bytes
 from tfmulti.errors import DataError
-from tfmulti.training.input.feed import Feed
+from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import DIFFERENT_ROWS, different_rows
 
 # TensorFlow raises these errors if the content of the data is wrong.

@@ -9,6 +9,7 @@ collective.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import warnings
@@ -27,7 +28,7 @@ from tfmulti.errors import DataError
 from tfmulti.keras_patches.model_structure import initial_epoch_of
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
-from tfmulti.training.input.feed import Feed
+from tfmulti.training.input.interface import Feed
 from tfmulti.training.loop import stop_votes
 from tfmulti.training.loop.data_faults import found_by_any, told_by
 from tfmulti.training.loop.step_clock import StepClock
@@ -71,12 +72,12 @@ class Training:
     @property
     def steps(self) -> int | None:
         """The steps of an epoch, or None if only reading tells it."""
-        return self.steps_per_epoch or self.feed.steps
+        return self.steps_per_epoch or self.feed.data.steps
 
     @property
     def steps_per_pass(self) -> int | None:
         """The steps of one pass if the iterator goes on over all epochs, or None."""
-        return self.feed.steps if self.feed.endless else None
+        return self.feed.data.steps if self.feed.data.endless else None
 
     def is_over(self, at: Progress) -> bool:
         """Returns whether the next epoch begins a new pass of the data.
@@ -84,9 +85,10 @@ class Training:
         Args:
             at: the position at the end of an epoch.
         """
-        if self.feed.endless:
+        data = self.feed.data
+        if data.endless:
             return False
-        whole = self.feed.steps is not None and at.batches >= self.feed.steps
+        whole = data.steps is not None and at.batches >= data.steps
         return self.steps_per_epoch is None or whole
 
     def validates(self, epoch: int) -> bool:
@@ -116,7 +118,7 @@ def train(model: keras.Model, training: Training) -> Logs:
     callbacks, state, keeper = training.callbacks, state_of(model), training.keeper
     resumed = keeper.start() if keeper else None
     at = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
-    logs, iterator = dict(at.logs), None
+    logs, is_open = dict(at.logs), False
     heartbeat().begin()
     trained, clock = False, StepClock()
     if keeper is not None and resumed and (not at.step or at.epoch >= training.epochs):
@@ -131,22 +133,27 @@ def train(model: keras.Model, training: Training) -> Logs:
         else:
             model.reset_metrics()
             callbacks.on_epoch_begin(at.epoch)
-        if iterator is None:
-            iterator = training.feed.iterate(_first_step(training, at), at.batches)
-            at.goes_on = True
+        if not is_open:
+            training.feed.begin_pass(_first_step(training, at), at.batches)
+            is_open = at.goes_on = True
         if keeper is not None and resumed:
             # Reading the data again may have drawn random numbers, so this comes last.
             keeper.restore_random_states()
         resumed, trained = None, True
-        ended, stopped = _epoch(model, iterator, training, at, clock)
+        ended, stopped = _epoch(model, training, at, clock)
         logs = dict(at.logs)
         # Histories hold whole epochs only.
         if state.run.stopped_by is not None:
             break
         over = ended or training.is_over(at)
         validates = training.validates(at.epoch)
-        with keeper.again_if_stopped() if keeper and validates else contextlib.nullcontext():
-            iterator = _close(training.feed, iterator, over, stopped)
+        again = keeper.again_if_stopped(at.batches) if keeper and validates else None
+        with again or contextlib.nullcontext():
+            if over:
+                training.feed.end_pass(whole=not stopped)
+                is_open = False
+            else:
+                training.feed.end_epoch()
             if validates:
                 logs |= _validated(model, training)
         if state.run.stopped_by is not None:
@@ -161,23 +168,14 @@ def train(model: keras.Model, training: Training) -> Logs:
             break
     if keeper is not None and trained:
         keeper.keep(at, wait=True)
-    if iterator is not None:
+    if is_open:
         training.feed.end_pass()
     return logs
 
 
-def _close(feed: Feed, iterator: Any, over: bool, stopped: bool) -> Any:
-    """Ends an epoch, and its pass if that is over. Returns the iterator in use, or None."""
-    if over:
-        feed.end_pass(whole=not stopped)
-        return None
-    feed.end_epoch()
-    return iterator
-
-
 def _is_whole(feed: Feed, batches: int) -> bool:
     """Returns whether a number of batches is known to be a whole pass."""
-    return feed.steps is not None and batches == feed.steps
+    return feed.data.steps is not None and batches == feed.data.steps
 
 
 def _validated(model: keras.Model, training: Training) -> Logs:
@@ -193,7 +191,7 @@ def _validated(model: keras.Model, training: Training) -> Logs:
 
 def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
     """Returns whether the iterator in use is known to have all batches left of the epoch."""
-    return feed.holds(None if count is None else at.batches + count - at.step)
+    return feed.data.holds(None if count is None else at.batches + count - at.step)
 
 
 def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> int:
@@ -229,10 +227,13 @@ def _too_many_lost(lost: int, reading: ReadOptions) -> str:
     )
 
 
-def _next_of(feed: Feed) -> Any:
-    """Returns the batch of the next step, or None at the end of the data."""
+def _source(feed: Feed, steps: int | None) -> Any:
+    """Returns what the next execution takes from, or None at the end of the data.
+
+    That is the queue or iterator of the feed for a known number of steps, and one batch otherwise.
+    """
     with told_by(feed):
-        return feed.next()
+        return next(feed, None) if steps is None else feed.source(steps)
 
 
 def _steps_left(training: Training, at: Progress) -> int:
@@ -246,7 +247,7 @@ def _first_step(training: Training, at: Progress) -> int:
 
 
 def _epoch(
-    model: keras.Model, iterator: Any, training: Training, at: Progress, clock: StepClock
+    model: keras.Model, training: Training, at: Progress, clock: StepClock
 ) -> tuple[bool, bool]:
     """Trains the rest of an epoch.
 
@@ -263,14 +264,16 @@ def _epoch(
     for first, last in _executions(training.steps, pace, at.step, per_pass, before):
         if per_pass and (before + first) % per_pass == 0:
             at.lost = 0
-        source = iterator if sure else clock.waiting(lambda: _next_of(training.feed))
+        count = last - first + 1
+        take = functools.partial(_source, training.feed, count if sure else None)
+        source = clock.waiting(take)
         if source is None:
             _check_data_was_enough(training.steps, first, state.run.steps)
             at.logs = as_floats(at.logs)
             clock.stop(state, training.feed)
             return True, False
         training.callbacks.on_train_batch_begin(first)
-        count, wish = last - first + 1, bool(model.stop_training)
+        wish = bool(model.stop_training)
         due = keeper is not None and keeper.wants(count)
         clock.start()
         with told_by(training.feed):
@@ -313,19 +316,21 @@ def evaluate(
     callbacks.on_test_begin()
     model.reset_metrics()
     logs: Logs = {}
-    iterator, sure, taken, lost = feed.iterate(0), feed.holds(count), 0, 0
+    feed.begin_pass()
+    sure, taken, lost = feed.data.holds(count), 0, 0
     stops = False
     for first, last in _executions(
         count, StepsPerExecution(model.steps_per_execution if sure else 1)
     ):
-        source = iterator if sure else _next_of(feed)
+        steps = last - first + 1
+        source = _source(feed, steps if sure else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
         callbacks.on_test_batch_begin(first)
         wish = bool(model.stop_evaluating)
         with told_by(feed):
-            outcome = run(model, model.test_function, source, last - first + 1, Wishes(wish))
+            outcome = run(model, model.test_function, source, steps, Wishes(wish))
         logs, taken = outcome.epoch_logs, last + 1
         lost = _lost(model, feed, outcome, lost)
         callbacks.on_test_batch_end(last, outcome.logs)
@@ -356,9 +361,10 @@ def predict(
     callbacks.on_predict_begin()
     batches = []
     several = placement_of(model.distribute_strategy).workers > 1
-    iterator, sure = feed.iterate(0), feed.holds(count)
+    feed.begin_pass()
+    sure = feed.data.holds(count)
     for first, last in _executions(count, StepsPerExecution(1)):
-        source = iterator if sure else _next_of(feed)
+        source = _source(feed, 1 if sure else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
@@ -485,7 +491,7 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
     Raises:
         DataError: the workers have different data. All workers raise it.
     """
-    told = str([(type(feed).__name__, feed.digest) if feed else None for feed in feeds])
+    told = str([(type(feed).__name__, feed.data.digest()) if feed else None for feed in feeds])
     of_all = gather_bytes(model.distribute_strategy, hashlib.sha256(told.encode()).digest())
     if any(each != of_all[0] for each in of_all):
         raise DataError(

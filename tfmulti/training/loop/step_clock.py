@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfmulti.training.input.feed import Feed
+from tfmulti.training.input.interface import Feed
 from tfmulti.training.state.trainer_state import EpochTimes, TrainerState
 from tfmulti.training.step.step_result import StepResult
 

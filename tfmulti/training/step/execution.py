@@ -20,7 +20,6 @@ from tfmulti.keras_patches.random_numbers import step_generator
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.input.worker_batch import (
     Ahead,
-    Replay,
     WorkerBatch,
     on_devices,
     with_any_rows,
@@ -93,8 +92,6 @@ class Execution:
     def _call(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
         """Runs the compiled function that fits the source and the number of steps."""
         vote = tf.constant(votes, tf.float32)
-        if isinstance(source, Replay):
-            source = source.source(steps)
         if isinstance(source, Ahead):
             if self._goes_ahead:
                 return self._ahead(source, vote)

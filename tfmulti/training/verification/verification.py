@@ -25,7 +25,8 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, DataError, ModelError, VerificationError
 from tfmulti.keras_patches.model_structure import layers_of
 from tfmulti.keras_patches.variables import strategy_of
-from tfmulti.training.input.feed import Feed, GivenData, SourceFeed, make_feed
+from tfmulti.training.input.feed import GivenData, SourceFeed, make_feed
+from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
 from tfmulti.training.state import model_checks, relocation
@@ -87,16 +88,14 @@ def before_training(
     feed: Feed,
     steps_per_epoch: int | None,
     *,
-    keeps_position: bool,
     tells: bool,
-) -> Feed:
-    """Makes the comparison if one is due, and returns the feed to train on. Every worker calls it.
+) -> None:
+    """Makes the comparison if one is due. Every worker calls it.
 
     Args:
         model: the prepared, compiled and built model, with a train function.
         feed: the feed of the training.
         steps_per_epoch: the steps of an epoch, or None if only reading tells it.
-        keeps_position: whether checkpoints will ask the feed for its position.
         tells: whether the chief prints how long the comparison took, if that was long.
 
     Raises:
@@ -105,17 +104,15 @@ def before_training(
     """
     state = state_of(model)
     if not is_due(model):
-        return feed
+        return
     reason = reason_to_skip(model)
     if reason is not None:
         state.verification = Verification(verdict="skipped", reason=reason)
         model.train_function.is_verified = True
         if state.options.verify and placement_of(model.distribute_strategy).is_chief:
             warnings.warn(f"verify: the numbers are not compared: {reason}.", stacklevel=3)
-        return feed
-    if keeps_position:
-        feed.keep_position()
-    sure = feed.holds(steps_per_epoch)
+        return
+    sure = feed.data.holds(steps_per_epoch)
     at_once = int(model.steps_per_execution) if sure else 1
     count = state.options.verify_steps if at_once == 1 else max(state.options.verify_steps, 2)
     kept = -(-count // at_once) * at_once
@@ -128,7 +125,7 @@ def before_training(
     trial = _trial_of_all(model, lambda: Trial(feed, count, kept, sure=sure))
     if trial is None:
         # An example cannot be read. The training tells which one it is, and on which worker.
-        return feed
+        return
     with contextlib.closing(trial):
         if trial.batches:
             required = bool(state.options.verify)
@@ -138,7 +135,6 @@ def before_training(
                 speaker(placement_of(model.distribute_strategy).is_chief)(
                     "verify", cost_in_words(state.verification)
                 )
-    return trial.feed
 
 
 def _trial_of_all(model: keras.Model, make: Callable[[], Trial]) -> Trial | None:
@@ -215,13 +211,13 @@ def verify(
     given = GivenData(x, y, sample_weight, batch_size, class_weight)
     feed = make_feed(given, placement_of(model.distribute_strategy), state_of(model).reading)
     loops.check_same_data(model, feed)
-    model_checks.build(model, feed.specs, optimizers=True)
-    state_of(model).specs = feed.specs
+    model_checks.build(model, feed.data.specs, optimizers=True)
+    state_of(model).specs = feed.data.specs
     model.make_train_function()
     reason = reason_to_skip(model)
     if reason is not None:
         return Verification(verdict="skipped", reason=reason)
-    sure = feed.holds(steps)
+    sure = feed.data.holds(steps)
     trial = Trial(feed, steps, steps, sure=sure)
     with contextlib.closing(trial):
         if not trial.batches:

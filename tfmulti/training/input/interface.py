@@ -1,0 +1,142 @@
+"""The interface of feeds: what is known of the data, and an iterator that saves its position."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# What `Feed.get_state` returns, in plain values and arrays.
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataDescription:
+    """What is known of the data before any batch is read.
+
+    Attributes:
+        specs: the form of one global batch, a nest whose leaves have a `shape` and a `dtype`.
+        steps: the number of global batches of one pass, or None if only reading tells it.
+        known: the number of batches that one iterator is known to give; None for no end.
+        endless: whether one iterator goes on over all epochs.
+        sizes: the sizes by name that must be the same when a run is resumed.
+        digest: returns a number that differs if the data differs; None if each batch has a digest
+            instead.
+    """
+
+    specs: Any
+    steps: int | None
+    known: int | None
+    endless: bool
+    sizes: dict[str, Any]
+    digest: Callable[[], int | None]
+
+    def holds(self, batches: int | None) -> bool:
+        """Returns whether one iterator is known to give enough batches.
+
+        Args:
+            batches: how many are needed; None for batches without end.
+        """
+        return self.known is None or (batches is not None and batches <= self.known)
+
+
+class Feed(Iterator[Any]):
+    """The global batches of a training or an evaluation, in passes.
+
+    A pass reads each global batch of the data once.
+
+    Attributes:
+        data: what is known of the data.
+    """
+
+    data: DataDescription
+
+    @abstractmethod
+    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
+        """Begins a pass, or goes on in one.
+
+        A feed with random access begins at `first_step`. Any other feed begins a pass of its data
+        after the first `skipped` batches. It begins there at once if `set_state` was given the
+        position. Otherwise it reads these batches first.
+
+        Args:
+            first_step: the step, counted over all epochs.
+            skipped: the batches of the pass that were trained on before.
+
+        Raises:
+            DataError: the data ends within the skipped batches.
+        """
+
+    @abstractmethod
+    def source(self, steps: int) -> Any:
+        """Returns the queue or iterator from which a compiled execution takes its batches itself.
+
+        Args:
+            steps: the number of batches that the execution takes.
+        """
+
+    @abstractmethod
+    def __next__(self) -> Any:
+        """Returns the next `WorkerBatch`, or an Optional of a global batch.
+
+        Raises:
+            StopIteration: the pass is over.
+        """
+
+    @abstractmethod
+    def end_pass(self, whole: bool = False) -> None:
+        """Ends the pass.
+
+        Args:
+            whole: whether the steps have taken each batch of the pass and were not stopped.
+        """
+
+    @abstractmethod
+    def get_state(self, batches: int) -> State:
+        """Returns the number of whole passes and, where it can be saved, the position in the pass.
+
+        Args:
+            batches: the batches of the pass that the steps have taken. Only the loop knows them,
+                because executions take them from `source`.
+        """
+
+    @abstractmethod
+    def set_state(self, state: State) -> None:
+        """Puts a new feed where the feed of the stopped run was.
+
+        Each iterator may shuffle the data for the next one. So the iterators of the stopped run are
+        made again, unless `state` holds what they have drawn.
+
+        Args:
+            state: what `get_state` returned there.
+        """
+
+    @abstractmethod
+    def begin_call(self) -> None:
+        """Tells the data that `fit` or an evaluation begins, as Keras does, by `on_epoch_end`."""
+
+    @abstractmethod
+    def end_epoch(self) -> None:
+        """Tells the data that an epoch has ended and that the pass goes on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the threads of the feed. A closed feed may begin another pass."""
+
+    @property
+    def error(self) -> Exception | None:
+        """The reason why the data cannot be read on, or None."""
+        return None
+
+    def find_fault(self) -> str | None:
+        """Returns which record cannot be read and why, or None if the files do not tell it."""
+        return None
+
+    @property
+    def threads(self) -> int | None:
+        """The number of threads that read examples, or None if it is not known.
+
+        0 says that the thread that feeds the steps reads them.
+        """
+        return None
