@@ -22,6 +22,7 @@ from tests.support.processes import is_alive
 from tfmulti.errors import ConfigError
 from tfmulti.launch import addresses, policy
 from tfmulti.launch.config import LaunchConfig, check_devices
+from tfmulti.launch.connect import remote_command
 from tfmulti.launch.flags import parse
 from tfmulti.launch.heartbeat import (
     SAVED,
@@ -457,3 +458,37 @@ def test_attempts_of_two_jobs_have_folders_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     with pytest.raises(ConfigError, match="--log-dir"):
         folder_for_attempt(tmp_path / "f")
+
+
+def test_the_hosts_of_an_allocation_are_taken(tmp_path: Path) -> None:
+    """In one of Slurm the remote workers are started by srun, elsewhere by SSH."""
+    slurm = {"SLURM_JOB_NODELIST": "n[1-2]"}
+    config = parse([__file__], "", slurm)
+    assert ([host.name for host in config.hosts], config.ssh) == (["n1", "n2"], "srun")
+    argv = remote_command(config, "n2")
+    assert argv[0] == "srun"
+    assert "--nodelist=n2" in argv
+    assert "-m tfmulti.launch.agent" in argv[-1]
+    file = tmp_path / "nodes"
+    file.write_text("h1\nh1\nh2\n")
+    config = parse([__file__], "", {"PBS_NODEFILE": str(file)})
+    assert ([host.name for host in config.hosts], config.ssh) == (["h1", "h2"], "ssh")
+
+
+@pytest.mark.parametrize(
+    ("flags", "env"),
+    [
+        ([], {"SLURM_JOB_NODELIST": "n1"}),
+        (["--nnodes", "1"], {"SLURM_JOB_NODELIST": "n[1-2]"}),
+        (["--isolate"], {"SLURM_JOB_NODELIST": "n[1-2]"}),
+    ],
+)
+def test_an_allocation_is_not_used_where_it_is_not_needed(
+    flags: list[str], env: dict[str, str]
+) -> None:
+    assert parse([*flags, __file__], "", env).hosts == ()
+
+
+def test_named_hosts_come_before_those_of_an_allocation() -> None:
+    config = parse(["--hosts", "a,b", __file__], "", {"SLURM_JOB_NODELIST": "n[1-2]"})
+    assert ([host.name for host in config.hosts], config.ssh) == (["a", "b"], "ssh")

@@ -24,7 +24,7 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import remote_machine
 from tfmulti.launch.agent import forwarded, serve
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import JoinListener, begin_of, over_ssh, ssh_command
+from tfmulti.launch.connect import JoinListener, begin_of, over_ssh, remote_command
 from tfmulti.launch.flags import parse
 from tfmulti.launch.host_manager import limits_of, name_here
 from tfmulti.launch.hosts import Host, discover, is_here, parse_hosts, read_hostfile, slots_of
@@ -207,7 +207,7 @@ def test_what_goes_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"PYTHONPATH": "p", "TF_X": "1", "HOME": "h", "PATH": "b", "CUDA_VISIBLE_DEVICES": "1"}
     assert forwarded(env) == {"PYTHONPATH": "p", "TF_X": "1"}
     config = LaunchConfig(program=("x",), module=True, ssh="ssh -p 2222")
-    argv = ssh_command(config, "[fe80::1]")
+    argv = remote_command(config, "[fe80::1]")
     assert argv[:3] == ["ssh", "-p", "2222"]
     assert argv[-2] == "fe80::1"
     assert f"exec {sys.executable} -m tfmulti.launch.agent" in argv[-1].replace("'", "")

@@ -25,7 +25,7 @@ from tfmulti.distribution.transport import rendezvous
 from tfmulti.errors import ConfigError
 from tfmulti.launch import agent, connect, guard, remote_machine
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import JoinListener, ssh_command
+from tfmulti.launch.connect import JoinListener, remote_command
 from tfmulti.launch.host_manager import check_secret
 from tfmulti.launch.hosts import Host, parse_hosts
 from tfmulti.launch.machine import Unreachable
@@ -603,7 +603,7 @@ def test_brackets_hold_an_address(name: str) -> None:
 
 def test_a_host_is_no_flag_of_sshs() -> None:
     assert parse_hosts("[fe80::1%eth0]:2") == (Host("[fe80::1%eth0]", 2),)
-    argv = ssh_command(LaunchConfig(program=PROGRAM, module=True), "[::1]")
+    argv = remote_command(LaunchConfig(program=PROGRAM, module=True), "[::1]")
     assert argv[argv.index("--") + 1] == "::1"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tfmulti.cluster.host_lists import HostListError, expand_hosts
 from tfmulti.errors import ClusterError
 
+CHIEF_HOST = "TFMULTI_CHIEF_HOST"
 # A host file has a line a slot. A larger file is none.
 _MOST_BYTES = 1 << 22
 
@@ -25,7 +26,7 @@ def allocated_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
     Raises:
         ClusterError: a host list does not parse, or a host file cannot be read.
     """
-    given = env.get("TFMULTI_CHIEF_HOST")
+    given = env.get(CHIEF_HOST)
     found: list[str] = [given] if given else []
     if "SLURM_JOB_NODELIST" in env:
         try:

@@ -12,7 +12,7 @@
    whether the supervisor makes another attempt.
 
 On each machine a `Guard` process ends the workers if the launcher or the agent dies. The package
-imports nothing but the standard library and the other parts of tfmulti.
+needs nothing but the standard library, so that the launcher starts fast.
 """
 
 from __future__ import annotations

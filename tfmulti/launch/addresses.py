@@ -25,8 +25,7 @@ def reserved(count: int, host: str = LOOPBACK) -> Iterator[list[str]]:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # The name may belong to another interface than the one at which the server listens, so
-            # the port is reserved on all of them.
+            # A host name may resolve to another interface, so all interfaces are reserved.
             held.bind((host if host == LOOPBACK else "", 0))
         yield [f"{host}:{held.getsockname()[1]}" for held in sockets]
 

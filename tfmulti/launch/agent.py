@@ -1,11 +1,14 @@
-"""The launcher's hands on another machine: starts, watches and ends the workers there.
+"""Starts, watches and ends the workers on this machine for a launcher on another machine.
+
+The launcher runs this command over SSH, and sends its requests to the standard input:
 
     python -m tfmulti.launch.agent
 
-is run over SSH and obeys the lines on its standard input (`remote_machine`). Where the command was
-started by hand on each machine, `serve` obeys those that come from the first one. When the
-connection ends, or is silent for eight seconds, the agent ends, and its guard ends the workers:
-SIGTERM first, and SIGKILL after the grace period.
+If the user starts the launch command by hand on each machine, `serve` takes the requests from the
+connection to the first machine. `remote_machine` describes the protocol.
+
+The agent ends when the connection ends, or when it receives nothing for eight seconds. Its guard
+then ends the workers: by SIGTERM, and after the grace period by SIGKILL.
 """
 
 from __future__ import annotations
@@ -35,14 +38,19 @@ from tfmulti.launch.machine import LocalMachine
 from tfmulti.launch.remote_machine import LOST_S, AgentConnection
 from tfmulti.launch.workers import StartRequest, WorkerStatus
 
-LOOK_S = 0.1  # between two looks at the workers
-WORD_S = 1.0  # between two words to the launcher, at most
+# The time between two looks at the workers.
+LOOK_S = 0.1
 
-# What a worker's program may depend on, and which is the same on each machine of a job.
+# The greatest time between two messages to the launcher.
+WORD_S = 1.0
+
+# The prefixes of the variables that go to the other machines. A worker's program may depend on
+# these variables, and they mean the same on each machine of a job.
 FORWARDED = ("PYTHON", "TF_", "TFMULTI_", "KERAS_", "XLA_", "GRPC_", "NCCL_", "OMP_", "MKL_")
 
 
-_NUMBERS = ("rank", "local_rank", "local_world", "attempt", "gpus")  # of an order
+# The fields of a StartRequest that are whole numbers.
+_NUMBERS = ("rank", "local_rank", "local_world", "attempt", "gpus")
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:
@@ -56,7 +64,7 @@ def serve(
     env: Mapping[str, str],
     first: dict[str, Any] | None = None,
 ) -> int | None:
-    """Obeys a launcher until the job is done; returns its exit code, or None if it is gone.
+    """Does what a launcher asks for, until the job or the connection ends.
 
     Args:
         link: the connection to the launcher.
@@ -65,8 +73,11 @@ def serve(
         env: the environment of this machine's workers.
         first: the launcher's first message, if it was received already.
 
+    Returns:
+        The exit code of the job, or None if the launcher is gone or the job cannot run here.
+
     Raises:
-        ConfigError: the launcher does not want this machine.
+        ConfigError: the launcher refuses this machine, or the folder of the lock is not safe.
     """
     first = first or link.receive()
     if first is not None and "fails" in first:
@@ -103,20 +114,22 @@ def serve(
 
 
 def _config(values: dict[str, Any]) -> LaunchConfig:
+    """Returns the configuration that `sent_config` has made into JSON values."""
     return LaunchConfig(**{**values, "program": tuple(values["program"])})
 
 
 def sent_config(config: LaunchConfig) -> dict[str, Any]:
-    """Returns what an agent must know of the job, as JSON."""
+    """Returns the part of the configuration that an agent needs, as JSON values."""
     names = ("program", "module", "python", "shutdown_grace_s", "standby")
     return {name: getattr(config, name) for name in names}
 
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[Path]:
-    """Gives a lock file, once the agent that was cut off before and all its workers have ended.
+    """A context that holds the lock of this job on this machine, and gives the lock's file.
 
-    That one's guard holds the lock as long as one of them is there.
+    It waits for the end of an earlier agent whose connection was lost, and of that agent's workers.
+    The guard of that agent is forked from it, so it holds the lock until the workers have ended.
     """
     path = _own_folder() / (re.sub(r"[^\w.-]", "_", name)[:200] + ".lock")
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -126,11 +139,7 @@ def _alone(name: str) -> Iterator[Path]:
 
 
 def _own_folder() -> Path:
-    """Returns a folder on this machine that is this user's alone.
-
-    Raises:
-        ConfigError: somebody else has made it.
-    """
+    """Returns a folder for lock files that only this user can change, or raises ConfigError."""
     path = Path(tempfile.gettempdir()) / f"tfmulti-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -141,6 +150,8 @@ def _own_folder() -> Path:
 
 
 def _sink(link: AgentConnection) -> Callable[[int, str, bytes], None]:
+    """Returns a sink that sends each line of a worker's output to the launcher."""
+
     def send(rank: int, stream: str, line: bytes) -> None:
         with contextlib.suppress(OSError):
             link.send({"line": [rank, stream, line.decode("latin-1")]})
@@ -149,7 +160,16 @@ def _sink(link: AgentConnection) -> Callable[[int, str, bytes], None]:
 
 
 class Agent:
-    """Obeys the lines of a launcher."""
+    """Handles the requests of one launcher, and reports the status of the workers to it.
+
+    The main thread handles the requests. The receiver thread takes them from the connection, and a
+    third thread ends the process if the main thread hangs.
+
+    Args:
+        link: the connection to the launcher.
+        here: this machine.
+        folder: the folder for the files of the workers.
+    """
 
     def __init__(self, link: AgentConnection, here: LocalMachine, folder: Path) -> None:
         self._link, self._here, self._folder = link, here, folder
@@ -158,10 +178,14 @@ class Agent:
         self._noted: int | None = None
 
     def run(self) -> int | None:
-        """Returns the job's exit code; None leaves the workers to the guard.
+        """Handles requests until the job or the connection ends.
 
-        A signal to the agent is a notice that the machine goes: its workers are asked to stop,
-        which saves what all have reached.
+        A signal to the agent means that this machine is about to be taken away. The agent then asks
+        its workers to stop, so that the job saves a checkpoint.
+
+        Returns:
+            The exit code of the job, or 128 + the number of a signal to the agent. None if the
+            launcher is gone. Then the guard ends the workers when this process ends.
         """
         for number in STOPPING:
             signal.signal(number, self._note)
@@ -173,7 +197,8 @@ class Agent:
         parent = os.getppid()
         while time.monotonic() - self._heard_s < LOST_S:
             if os.getppid() != parent:
-                return None  # who started it was killed
+                # The process that started this agent was killed.
+                return None
             with contextlib.suppress(queue.Empty):
                 order = self._orders.get(timeout=LOOK_S)
                 if order is None:
@@ -182,7 +207,8 @@ class Agent:
                     self._here.close()
                     code = order.get("code")
                     return code if type(code) is int else 1
-                said = None  # what it brought about is told with the answer
+                # The request may change the status, so the status is sent again below.
+                said = None
                 if not self._obey(order):
                     return None
             looks = self._here.look()
@@ -196,17 +222,22 @@ class Agent:
         return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Notes the first signal and asks the workers to stop. It is the signal handler."""
         if self._noted is None:
             self._noted = number
             self._here.stop()
 
     def _end_if_stuck(self) -> None:
-        """Ends the process where the main thread waits to write to who does not read."""
+        """Ends the process if the launcher is silent and the main thread does not end by itself.
+
+        The main thread may hang in a write, because the launcher does not read any more.
+        """
         while time.monotonic() - self._heard_s < LOST_S + 2:
             time.sleep(0.5)
         os._exit(1)
 
     def _obey(self, order: dict[str, Any]) -> bool:
+        """Handles one request and sends the answer; returns False if the connection has ended."""
         verb = order.get("do")
         try:
             answer = {"gives": self._done(verb, order.get("with") or [])}
@@ -215,10 +246,9 @@ class Agent:
         return self._say({"id": order.get("id"), **answer})
 
     def _done(self, verb: Any, given: list[Any]) -> Any:
-        """Does what a launcher may ask for, and returns what that gives.
+        """Calls the method of the machine that a request names, and returns its result.
 
-        Raises:
-            LookupError, TypeError, ValueError: it is something else, or of another form.
+        Raises LookupError, TypeError or ValueError if the request has another name or form.
         """
         here = self._here
         if verb in ("start", "prepare"):
@@ -231,6 +261,10 @@ class Agent:
         return {"stacks": here.stacks, "stop": here.stop, "kill": here.kill}[verb]()
 
     def _order(self, values: dict[str, Any]) -> StartRequest:
+        """Returns a received StartRequest with the types of its values checked.
+
+        The worker's folder is made from whole numbers alone. A received path is never used.
+        """
         numbers = {name: operator.index(values[name]) for name in _NUMBERS}
         place = f"attempt_{numbers['attempt']}/worker_{numbers['rank']}"
         return StartRequest(
@@ -242,6 +276,7 @@ class Agent:
         )
 
     def _say(self, words: dict[str, Any]) -> bool:
+        """Sends a message with the workers' status; returns False if the connection has ended."""
         looks = [dataclasses.asdict(seen) for seen in self._here.look()]
         try:
             self._link.send({**words, "looks": looks, "now_s": time.monotonic()})
@@ -250,6 +285,7 @@ class Agent:
         return True
 
     def _listen(self) -> None:
+        """Queues all requests until the connection ends, in the receiver thread."""
         while (message := self._link.receive()) is not None:
             self._heard_s = time.monotonic()
             if message.get("do") != "ping":
@@ -258,8 +294,8 @@ class Agent:
 
 
 def main() -> int:
-    """Serves the launcher at the other end of standard input and output."""
-    # The workers' and this program's own prints must not get between the lines.
+    """Serves the launcher at the other end of standard input and standard output; returns 0."""
+    # Whatever this process prints goes to standard error, because it must not mix with messages.
     writer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     serve(AgentConnection(sys.stdin.buffer, writer), None, os.environ)

@@ -1,4 +1,4 @@
-"""What the launcher is asked to do: `LaunchConfig`."""
+"""The configuration of the launcher, `LaunchConfig`, and the rules for its values."""
 
 from __future__ import annotations
 
@@ -9,37 +9,48 @@ from pathlib import Path
 from tfmulti.errors import ConfigError
 from tfmulti.launch.hosts import Host
 
+# The value of `LaunchConfig.ssh` that starts remote workers by Slurm.
+SRUN = "srun"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """One job: the program, where its workers run, and what happens when one fails.
+    """Describes a job: the program, where its workers run, and what happens when one fails.
 
     Args:
         program: the script or module and its arguments.
         module: whether `program[0]` is a module, as in `python -m`.
-        python: whether it is Python's at all; else `program[0]` is a command.
-        per_node: workers on a machine whose entry does not say it: a number, auto, cpu or gpu.
-        hosts: the machines; none: this one alone.
-        hostfile: a file that names them, read again as the job runs.
-        discovery: a command that prints them, run again as the job runs.
-        nodes: the least and the most machines; None: all that are named, and each of them.
-        min_workers: the least workers; None: all, or one where `nodes` leaves a choice.
-        node_rank: of this machine, where the command is started by hand on each; else None.
-        master_port: of the first machine, to which the others connect when started by hand.
-        secret: what all machines know and prove to each other; empty: none. Over SSH one is made.
-        insecure: whether machines started by hand may do without.
-        isolate: whether the workers get a network of their own, on this machine alone.
-        ssh: the command that runs another one on a machine whose name follows it.
-        max_restarts: starts of the whole job without progress, after the first.
-        monitor_interval_s: between two looks at the workers.
-        log_dir: of all workers' output, a folder an attempt.
+        python: whether the program is written in Python. If not, `program[0]` is a command.
+        per_node: the number of workers on a machine whose entry gives none: a number, auto, cpu or
+            gpu.
+        hosts: the machines. Empty: those of `hostfile` or `discovery`, or else this machine.
+        hostfile: a file that names the machines. It is read again while the job runs.
+        discovery: a command that prints the machines. It is run again while the job runs.
+        nodes: the least and the greatest number of machines. None: all machines that are named, or
+            any number from one with `discovery` or `min_workers`.
+        min_workers: the least number of workers. None: all workers, or one if the number of
+            machines may vary.
+        node_rank: the index of this machine in the list of machines, if the user starts the command
+            by hand on each machine. Else None.
+        master_port: the port of the first machine, to which the others connect if they are started
+            by hand.
+        secret: the secret of the job, which all machines know. Empty: none is given. The launcher
+            makes a random one, unless the machines are started by hand.
+        insecure: whether machines that are started by hand may do without a secret.
+        isolate: whether the workers, all on this machine, get a network of their own.
+        ssh: the command that runs a command on another machine, without the machine's name. `srun`
+            starts it by Slurm, in the allocation of the launcher.
+        max_restarts: the allowed number of restarts of the whole job without progress.
+        monitor_interval_s: the time between two looks at the workers.
+        log_dir: the folder for the output of the workers, with one folder for each attempt.
         terminal: the streams of a worker that go to the terminal.
-        files: those that go to files.
-        start_timeout_s: for all machines to answer, for all workers to listen, and without a sign
-            of life before they train.
-        shutdown_grace_s: from SIGTERM to SIGKILL.
-        stall_timeout_s: without the end of any step; at least five of the longest steps.
-        standby: whether processes with TensorFlow imported wait for the next attempt.
+        files: the streams of a worker that go to files.
+        start_timeout_s: the time limit for all machines to answer, for all workers to listen once
+            one of them does, and without a sign of life before training.
+        shutdown_grace_s: the time from SIGTERM to SIGKILL.
+        stall_timeout_s: the time limit without the end of any step. The limit is at least five
+            times the longest step.
+        standby: whether processes that have imported TensorFlow wait for the next attempt.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -75,6 +86,7 @@ class LaunchConfig:
         self._check_machines()
 
     def _check_program(self) -> None:
+        """Raises ConfigError if no program is given, or if it does not exist."""
         if not self.program:
             raise ConfigError(
                 "no program was given. Write: python -m tfmulti.launch --nproc-per-node 2 "
@@ -87,6 +99,7 @@ class LaunchConfig:
             raise ConfigError(f"there is no command {name!r}. Give its path.")
 
     def _check_machines(self) -> None:
+        """Raises ConfigError if the values that name or count machines contradict each other."""
         named = [
             flag
             for flag, value in (
@@ -121,15 +134,20 @@ class LaunchConfig:
 
     @property
     def by_hand(self) -> bool:
-        """Whether this command is started on each machine."""
+        """Whether the user starts the command by hand on each machine."""
         return self.node_rank is not None and bool(self.hosts or self.hostfile)
 
 
 def check_devices(workers: int, gpus: int, where: str = "this machine") -> None:
-    """Checks that a machine's GPUs can be shared evenly by its workers.
+    """Checks that the workers of a machine can share its GPUs evenly.
+
+    Args:
+        workers: the number of workers on the machine.
+        gpus: the number of GPUs of the machine. 0 passes every check.
+        where: the machine, in words for the error message.
 
     Raises:
-        ConfigError: there are fewer than workers, or some would be left over.
+        ConfigError: there are fewer GPUs than workers, or some GPUs would be left over.
     """
     if gpus and workers > gpus:
         raise ConfigError(

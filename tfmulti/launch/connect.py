@@ -1,4 +1,20 @@
-"""How machines come to each other: over SSH, or by a connection to the first one of them."""
+"""Connects the machines of a job: over SSH or Slurm's srun, or by TCP to the first machine.
+
+With SSH or srun, the launcher starts an agent on each other machine. It talks to the agent through
+the standard input and output of that command.
+
+If the user starts the command by hand on each machine, the first machine runs the launcher and
+listens at the master port. Every other machine connects to that port and serves as an agent. Both
+sides prove that they know the secret of the job (see `cluster.job_secret`), in three messages:
+
+1. The other machine sends its name and a nonce.
+2. The first machine sends a nonce of its own, and a proof over the name and both nonces.
+3. The other machine checks that proof, and sends its own proof over the same values.
+
+From then on each side signs its messages, with keys that are derived from the secret and the
+nonces. The other machine sends the command of its workers, which must be that of the first machine.
+The protocol of `remote_machine` follows.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +42,7 @@ from tfmulti.cluster.job_secret import (
 from tfmulti.cluster.listening import keep_alive, listen
 from tfmulti.errors import EXIT_USER, ConfigError, TfmultiError
 from tfmulti.launch.agent import forwarded, sent_config, serve
-from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.config import SRUN, LaunchConfig
 from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.hosts import Host
 from tfmulti.launch.machine import Unreachable
@@ -34,29 +50,49 @@ from tfmulti.launch.output import say
 from tfmulti.launch.remote_machine import MOST_BYTES, AgentConnection, RemoteMachine
 from tfmulti.launch.workers import Sink
 
+# The time limit for a connection, in whole seconds for SSH.
 CONNECT_S = 10
+
+# The time between two attempts to connect to the first machine.
 RETRY_S = 1.0
-# Of who comes to the door: the time and bytes of the first line, and how many at once.
+
+# Limits for a connection until its machine is accepted: the time, the length of a message, and the
+# number of such connections at once.
 GREETING_S = 5.0
 GREETING_BYTES = 65_536
 GREETED_AT_ONCE = 64
+
+# How long the listener waits when the system has no resources for another connection.
 ACCEPT_AGAIN_S = 0.2
-LONGEST_NAME = 255  # of a host, as DNS has it
-_FIRST, _OTHER = b"the first machine", b"another machine"  # who proves
+
+# The greatest length of a host name in DNS.
+LONGEST_NAME = 255
+
+# Each proof and each key names its side, so that a message cannot be sent back to its sender.
+_FIRST, _OTHER = b"the first machine", b"another machine"
 _NO_PROOF = f"who answers there does not know this job's secret ({SECRET} or --secret-file)"
-# Of the process that serves: the connection was lost, unused, or goes to somebody else.
+
+# Exit codes of the process that serves the first machine: the connection was lost, it ended before
+# the job began, or the other side does not know the secret.
 _GONE, _NOT_BEGUN, _STRANGE = 75, 76, 77
-# What SSH says of things that no waiting heals.
+
+# Messages of SSH about errors that do not pass by waiting.
 _HOPELESS = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
 
 
 def begin_of(
     config: LaunchConfig, env: Mapping[str, str], name: str, run_id: str
 ) -> dict[str, Any]:
-    """Returns the first message to an agent: the job, and where it runs.
+    """Returns the content of the first message to an agent: the job, and where it runs.
 
-    Over SSH the job's secret is among what it forwards. One that was started by hand has it, and
-    its environment and configuration are its own.
+    Over SSH the message also holds the configuration, and the forwarded part of the environment
+    with the secret of the job. A machine that was started by hand has these already.
+
+    Args:
+        config: the job.
+        env: the launcher's environment.
+        name: the host name of the agent's machine.
+        run_id: names the job, the same on all machines.
     """
     begin: dict[str, Any] = {"name": name, "run_id": run_id}
     if not config.by_hand:
@@ -64,39 +100,60 @@ def begin_of(
     return begin
 
 
-def ssh_command(config: LaunchConfig, name: str) -> list[str]:
-    """Returns the command that starts an agent on a machine, with this Python, in this folder."""
-    options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
-    options += ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
+def remote_command(config: LaunchConfig, name: str) -> list[str]:
+    """Returns the command that starts an agent on a machine, by SSH or by Slurm's srun.
+
+    The agent runs with the same Python, in the same folder and with the same PYTHONPATH as here.
+    In an allocation of Slurm srun needs no key, and what it starts ends with the allocation.
+
+    Args:
+        config: has the command for SSH.
+        name: the host name of the machine.
+    """
     path = os.environ.get("PYTHONPATH")
     env = f"env PYTHONPATH={shlex.quote(path)} " if path else ""
     there = (
         f"cd {shlex.quote(os.getcwd())} && exec {env}{shlex.quote(sys.executable)} "
         "-m tfmulti.launch.agent"
     )
+    if config.ssh == SRUN:
+        # The workers share the nodes with the launcher, and with each other.
+        options = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", "--quiet"]
+        return [SRUN, *options, f"--nodelist={name}", "/bin/sh", "-c", there]
+    options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+    options += ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     return [*shlex.split(config.ssh), *options, "--", name.strip("[]"), there]
 
 
 def over_ssh(
     config: LaunchConfig, env: Mapping[str, str], host: Host, run_id: str, sink: Sink
 ) -> RemoteMachine:
-    """Starts an agent on a machine.
+    """Starts an agent on a machine over SSH, and returns that machine.
+
+    Args:
+        config: the job.
+        env: the launcher's environment.
+        host: the machine.
+        run_id: names the job, the same on all machines.
+        sink: takes each line that a worker there writes.
 
     Raises:
-        ConfigError: SSH is not allowed in, or what the job needs is not there.
+        ConfigError: SSH cannot be run, the machine refuses SSH, or the agent does not run there.
         Unreachable: the machine does not answer.
     """
     try:
         ssh = subprocess.Popen(
-            ssh_command(config, host.name),
+            remote_command(config, host.name),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher, which ends it
+            # Ctrl-C must reach the launcher alone, which ends SSH itself.
+            start_new_session=True,
         )
     except (FileNotFoundError, PermissionError) as error:
         raise ConfigError(f"--ssh {config.ssh}: {error.strerror}. Install OpenSSH.") from None
-    except OSError as error:  # no memory, processes or descriptors now
+    except OSError as error:
+        # The system has no memory, processes or file descriptors left. That may change.
         raise Unreachable(f"{config.ssh} does not start: {error.strerror}") from None
     assert ssh.stdin is not None
     assert ssh.stdout is not None
@@ -106,12 +163,14 @@ def over_ssh(
     listener.start()
 
     def why() -> str:
+        # The last line that SSH or the agent has written to standard error.
         listener.join(1.0)
         return words[-1] if words else ""
 
     def close() -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            ssh.wait(2.0)  # the agent ends by itself
+            # The agent ends by itself when the connection ends.
+            ssh.wait(2.0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ssh.pid, signal.SIGKILL)
         ssh.wait()
@@ -127,7 +186,9 @@ def over_ssh(
                 f"{host.name} does not let SSH in: {said}. Make `{config.ssh} {host.name} true` "
                 "work without a question."
             ) from None
-        if ssh.returncode not in (255, -signal.SIGKILL):  # what was to be run there has failed
+        # SSH exits with 255 for an error of its own, and `close` kills it if it hangs. Any other
+        # code comes from the command on the other machine.
+        if ssh.returncode not in (255, -signal.SIGKILL):
             raise ConfigError(
                 f"{host.name}: {said or error}. The folder, Python and tfmulti must be at the same "
                 "paths on each machine."
@@ -136,6 +197,7 @@ def over_ssh(
 
 
 def _keep(source: IO[bytes], words: list[str]) -> None:
+    """Appends each line of a stream that is not empty to `words`, until the stream ends."""
     with source:
         for line in iter(source.readline, b""):
             if text := line.decode(errors="replace").strip():
@@ -143,13 +205,14 @@ def _keep(source: IO[bytes], words: list[str]) -> None:
 
 
 class JoinListener:
-    """Where the machines on which the command was started by hand come in.
+    """Listens at the master port for the machines on which the command was started by hand.
 
-    Both sides prove that they know the job's secret, and sign what they say from then on.
+    A machine that has proven that it knows the secret waits here until `accept_machine` takes it.
 
     Args:
-        own: the name of this machine, under which the others reach it.
-        names: those of all machines.
+        config: the job.
+        own: the name under which the other machines reach this one.
+        names: the names of all machines.
 
     Raises:
         ConfigError: the port is not free.
@@ -169,17 +232,25 @@ class JoinListener:
         self._closed = False
         self._greeted = threading.BoundedSemaphore(GREETED_AT_ONCE)
         self._waiting: dict[str, AgentConnection] = {}
-        self._refused: dict[str, str] = {}  # of those that were looked for
+        # Why each machine that `accept_machine` was asked for was refused; empty if it was not.
+        self._refused: dict[str, str] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def accept_machine(
         self, host: Host, env: Mapping[str, str], run_id: str, sink: Sink
     ) -> RemoteMachine:
-        """Returns the machine of that name.
+        """Returns the machine of a host that has connected.
+
+        Args:
+            host: the host.
+            env: the launcher's environment.
+            run_id: names the job, the same on all machines.
+            sink: takes each line that a worker there writes.
 
         Raises:
-            Unreachable: it has not come yet.
+            ConfigError: the agent says that the job cannot run there.
+            Unreachable: the host has not connected yet, or was refused.
         """
         with self._lock:
             link = self._waiting.pop(host.name, None)
@@ -190,10 +261,15 @@ class JoinListener:
         return RemoteMachine(host.name, link, begin, sink, lambda: "")
 
     def close(self, code: int) -> None:
-        """Lets nobody in any more; who waits is told that the job has ended, and how."""
+        """Closes the port, and tells the waiting machines that the job has ended.
+
+        Args:
+            code: the exit code of the job.
+        """
         self._closed = True
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
+            # This wakes the thread that waits in `accept`.
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         with self._lock:
             for link in self._waiting.values():
@@ -202,10 +278,12 @@ class JoinListener:
                 link.close()
 
     def _listen(self) -> None:
+        """Accepts connections, and starts a thread for each, in a thread of its own."""
         while not self._closed:
             try:
                 connection, _ = self._server.accept()
-            except OSError:  # too many files are open, or who knocked is gone
+            except OSError:
+                # Too many files are open, or the other side has closed the connection again.
                 time.sleep(ACCEPT_AGAIN_S)
                 continue
             if not self._greeted.acquire(blocking=False):
@@ -213,20 +291,27 @@ class JoinListener:
                 continue
             try:
                 threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-            except RuntimeError:  # the system has no more threads
+            except RuntimeError:
+                # The system has no more threads.
                 self._greeted.release()
                 connection.close()
                 time.sleep(ACCEPT_AGAIN_S)
 
     def _greet(self, connection: socket.socket) -> None:
+        """Handles one new connection, in a thread of its own."""
         try:
             self._let_in(connection)
-        except Exception:  # whatever was said, it costs the job nothing
+        except Exception:
+            # No message from an unknown sender may end the job.
             connection.close()
         finally:
             self._greeted.release()
 
     def _let_in(self, connection: socket.socket) -> None:
+        """Keeps a connection for `accept_machine` if its machine belongs to the job, or closes it.
+
+        A new connection of a machine replaces the one that waits under the same name.
+        """
         link = link_of(connection, most_bytes=GREETING_BYTES)
         late = threading.Timer(GREETING_S, link.close)
         late.daemon = True
@@ -253,13 +338,15 @@ class JoinListener:
             before.close()
 
     def _proven(self, link: AgentConnection) -> str | None:
-        """Returns the name of who comes, once it has proven that it knows the secret."""
+        """Returns the name of the other machine, or None if it does not know the secret."""
         greeting = link.receive() or {}
         name, theirs = greeting.get("name"), _bytes_of(greeting, "nonce")
         if not isinstance(name, str) or len(theirs) != NONCE_BYTES:
-            return None  # somebody else knocks
+            # The other side is no machine of a job.
+            return None
         if len(name) > LONGEST_NAME or not name.isprintable():
-            return None  # no host has such a name
+            # No host can have such a name.
+            return None
         ours = nonce()
         said = (name.encode(), theirs, ours)
         link.send({"nonce": ours.hex(), "proof": proof(self._key, _FIRST, *said).hex()})
@@ -272,13 +359,14 @@ class JoinListener:
         return name
 
     def _refuse(self, name: str, why: str) -> None:
+        """Notes why a machine was refused. Names that do not belong to the job are not kept."""
         with self._lock:
-            if name in self._refused:  # it is one of the job's
+            if name in self._refused:
                 self._refused[name] = why
 
 
 def _bytes_of(message: dict[str, Any], name: str) -> bytes:
-    """Returns bytes that a message has in hexadecimal; none, where they are something else."""
+    """Returns the bytes that a message holds in hexadecimal, or no bytes if it holds none."""
     try:
         return bytes.fromhex(message[name])
     except (KeyError, TypeError, ValueError):
@@ -286,7 +374,12 @@ def _bytes_of(message: dict[str, Any], name: str) -> bytes:
 
 
 def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> AgentConnection:
-    """Returns the lines of a connection, of so many bytes at most."""
+    """Returns an AgentConnection over a TCP connection.
+
+    Args:
+        connection: the TCP connection.
+        most_bytes: the greatest length of a received line.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(connection)
 
@@ -299,10 +392,20 @@ def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> AgentCon
 
 
 def join_job(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str]) -> int:
-    """Serves the first machine until the job is done; returns the job's exit code.
+    """Serves the first machine as an agent until the job is done, and returns its exit code.
 
-    When the connection is lost the workers here are ended, and it is tried again: the job may
-    go on with this machine when it can be reached once more. `name` is that of this machine.
+    If the connection is lost, the workers here end and this machine connects again. The job may
+    then go on with it.
+
+    Args:
+        config: the job.
+        first: the first machine.
+        name: the name of this machine.
+        env: the environment of the workers on this machine.
+
+    Raises:
+        TfmultiError: the first machine cannot be reached, or does not begin the job, for
+            `start_timeout_s`.
     """
     deadline, why = time.monotonic() + config.start_timeout_s, "it does not begin"
     while True:
@@ -334,15 +437,18 @@ def join_job(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str
 def _served(
     connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
 ) -> int | None:
-    """Returns the job's exit code, _GONE where it was lost, or None where it had not begun.
+    """Serves the first machine over one connection, in a process of its own.
 
-    In a process of its own, with whose end all workers end.
+    When that process ends, its guard ends all workers. The result is the exit code of the job,
+    _GONE if the connection was lost, _STRANGE if the other side does not know the secret, or None
+    if the job did not begin.
     """
     asked: list[int] = []
     before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in STOPPING}
     child = os.fork()
     if child == 0:
-        os.setsid()  # Ctrl-C is for this process' parent, which passes it on
+        # The terminal sends Ctrl-C to the parent alone, which passes it on as SIGTERM.
+        os.setsid()
         for number in STOPPING:
             signal.signal(number, signal.SIG_DFL)
         try:
@@ -362,7 +468,10 @@ def _served(
 
 
 def _wait(child: int, asked: list[int]) -> int:
-    """Returns the status with which a child ended; what this process is asked, it is asked."""
+    """Waits for a child process and returns its status; sends it SIGTERM if a signal arrives here.
+
+    `asked` is the list to which the signal handlers append.
+    """
     passed_on = False
     while True:
         if asked and not passed_on:
@@ -375,10 +484,9 @@ def _wait(child: int, asked: list[int]) -> int:
 
 
 def _prove(link: AgentConnection, key: bytes, name: str) -> bool:
-    """Proves to the first machine that this one knows the secret; returns whether it does, too.
+    """Exchanges proofs with the first machine; returns whether it knows the secret.
 
-    Raises:
-        OSError: it has ended the connection.
+    Raises OSError if the connection has ended.
     """
     ours = nonce()
     link.send({"name": name, "nonce": ours.hex()})
@@ -398,8 +506,10 @@ def _prove(link: AgentConnection, key: bytes, name: str) -> bool:
 def _serve_once(
     connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
 ) -> int:
+    """Serves the first machine over one connection, and returns the exit code for this process."""
     link = link_of(connection)
-    connection.settimeout(GREETING_S)  # somebody may answer there who says nothing
+    # Another program may listen at that port and never answer.
+    connection.settimeout(GREETING_S)
     try:
         if not _prove(link, config.secret.encode(), name):
             return _STRANGE

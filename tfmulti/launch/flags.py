@@ -1,4 +1,4 @@
-"""The launcher's command line, in torchrun's words."""
+"""Reads the command line of the launcher into a LaunchConfig. The flags have torchrun's names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tfmulti.cluster.allocation import CHIEF_HOST, allocated_hosts
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.cluster.job_secret import secret_of
 from tfmulti.errors import ConfigError, did_you_mean
-from tfmulti.launch.config import LaunchConfig, check_devices
-from tfmulti.launch.hosts import parse_hosts, slots_of
+from tfmulti.launch.config import SRUN, LaunchConfig, check_devices
+from tfmulti.launch.hosts import Host, parse_hosts, slots_of
 
+# What the values of --tee and --redirects mean, as in torchrun.
 STREAMS: dict[str, tuple[str, ...]] = {
     "0": (),
     "1": ("stdout",),
@@ -24,13 +26,14 @@ STREAMS: dict[str, tuple[str, ...]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose complaint is an exception instead of the end of the process."""
+    """An ArgumentParser that raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises ConfigError with argparse's message."""
         raise ConfigError(f"{message}. See python -m tfmulti.launch --help.")
 
 
-# name, default, what stands for a value (None: a switch), help
+# The name, default, placeholder of the value (None for a switch) and help of each flag.
 _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
     (
         "nproc-per-node",
@@ -81,7 +84,12 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "TensorFlow's ports, and they reach no other machine.",
     ),
     ("insecure", None, None, "Let machines that are started by hand do without a secret."),
-    ("ssh", "ssh", "CMD", "How to run a command on another machine, as in 'ssh -p 2222'."),
+    (
+        "ssh",
+        "ssh",
+        "CMD",
+        "How to run a command on another machine, as in 'ssh -p 2222'; srun: by Slurm.",
+    ),
     (
         "max-restarts",
         "3",
@@ -132,7 +140,11 @@ _SHORT = {"module": "-m", "tee": "-t", "redirects": "-r"}
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:
-    """Returns the parser of the launcher's own flags; `_` and `-` in them are the same."""
+    """Returns the parser of the launcher's own flags, which accept `_` in place of `-`.
+
+    Args:
+        doc: the description that `--help` shows.
+    """
     parser = _Parser(
         prog="python -m tfmulti.launch",
         description=doc,
@@ -152,10 +164,17 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) -> LaunchConfig:
-    """Returns what a command line asks for. `SystemExit(0)` after `--help`.
+    """Returns the configuration that a command line asks for.
+
+    Args:
+        argv: the arguments, without the name of the command.
+        doc: the description that `--help` shows.
+        env: the environment, which may hold the secret of the job and CUDA_VISIBLE_DEVICES.
 
     Raises:
-        ConfigError: an unknown flag or a wrong value.
+        ConfigError: a flag is unknown, a value breaks its rule, or the GPUs of this machine cannot
+            be shared evenly by its workers.
+        SystemExit: the help was asked for and has been shown.
     """
     given, unknown = make_parser(doc).parse_known_args(argv)
     if unknown:
@@ -164,6 +183,9 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
     also_files = _streams("tee", given.tee)
     only_files = _streams("redirects", given.redirects)
+    hosts, ssh = parse_hosts(given.hosts) if given.hosts is not None else (), given.ssh
+    if not (hosts or given.hostfile or given.host_discovery_script or given.isolate):
+        hosts, ssh = _allocated(given.nnodes, ssh, env)
     if given.nproc_per_node not in ("auto", "gpu", "cpu"):
         _whole("nproc-per-node", given.nproc_per_node, 1)
     config = LaunchConfig(
@@ -171,7 +193,7 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         module=given.module,
         python=not given.no_python,
         per_node=given.nproc_per_node,
-        hosts=parse_hosts(given.hosts) if given.hosts is not None else (),
+        hosts=hosts,
         hostfile=Path(given.hostfile) if given.hostfile else None,
         discovery=given.host_discovery_script,
         nodes=_range("nnodes", given.nnodes),
@@ -181,7 +203,7 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         secret=secret_of(env, Path(given.secret_file) if given.secret_file else None),
         insecure=given.insecure,
         isolate=given.isolate,
-        ssh=given.ssh,
+        ssh=ssh,
         max_restarts=_whole("max-restarts", given.max_restarts, 0),
         monitor_interval_s=_seconds("monitor-interval", given.monitor_interval),
         log_dir=Path(given.log_dir) if given.log_dir else _default_log_dir(program),
@@ -192,14 +214,32 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
         stall_timeout_s=_seconds("stall-timeout-s", given.stall_timeout_s) or math.inf,
         standby=not given.no_standby and not given.no_python,
     )
+    # Other machines are asked for their GPUs when they answer.
     if not (config.hosts or config.hostfile or config.discovery):
         gpus = len(visible_gpus(env))
         check_devices(slots_of(config.per_node, gpus), gpus)
     return config
 
 
+def _allocated(
+    nnodes: str | None, ssh: str, env: Mapping[str, str]
+) -> tuple[tuple[Host, ...], str]:
+    """Returns the machines of a scheduler's allocation, and how to start workers on them.
+
+    An allocation of one machine needs no list, and `--nnodes 1` asks for this machine alone.
+
+    Raises:
+        ClusterError: the scheduler's list of hosts cannot be read.
+    """
+    names = allocated_hosts({k: v for k, v in env.items() if k != CHIEF_HOST})
+    if len(names) < 2 or nnodes == "1":
+        return (), ssh
+    by_slurm = "SLURM_JOB_NODELIST" in env and ssh == "ssh"
+    return parse_hosts(",".join(names), "the allocation"), SRUN if by_slurm else ssh
+
+
 def _default_log_dir(program: Sequence[str]) -> Path:
-    """Returns logs/ in the run directory that the program's own flags name, or here."""
+    """Returns logs/ in the --run_dir that the program is given, or else in the current folder."""
     for at, word in enumerate(program):
         name, equals, value = word.partition("=")
         if name in ("--run_dir", "-run_dir"):
@@ -211,6 +251,7 @@ def _default_log_dir(program: Sequence[str]) -> Path:
 
 
 def _range(name: str, text: str | None) -> tuple[int, int] | None:
+    """Returns the bounds of `N` or `MIN:MAX`, or raises ConfigError."""
     if text is None:
         return None
     low, colon, high = text.partition(":")
@@ -222,6 +263,7 @@ def _range(name: str, text: str | None) -> tuple[int, int] | None:
 
 
 def _whole(name: str, text: str, low: int) -> int:
+    """Returns a whole number that is at least `low`, or raises ConfigError."""
     try:
         value = int(text)
     except ValueError:
@@ -232,6 +274,7 @@ def _whole(name: str, text: str, low: int) -> int:
 
 
 def _seconds(name: str, text: str) -> float:
+    """Returns a finite number of seconds that is not negative, or raises ConfigError."""
     try:
         value = float(text)
     except ValueError:
@@ -242,6 +285,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 def _streams(name: str, text: str) -> tuple[str, ...]:
+    """Returns the names of the streams that 0, 1, 2 or 3 stands for, or raises ConfigError."""
     if text not in STREAMS:
         raise ConfigError(
             f"--{name} is {text!r}, but it must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both)."

@@ -1,13 +1,15 @@
-"""Ends the workers when the launcher is gone, however it went.
+"""Ends the workers when the launcher has ended for any reason, even by SIGKILL.
 
-The guard is a process of its own that reads a pipe whose other end the launcher alone holds.
-The launcher writes each worker's process group there; when it ends, SIGKILL included, the
-pipe closes: the guard sends SIGTERM, waits, and sends SIGKILL to what is left. Where the guard
-itself is killed the launcher starts another one:
+The guard is a process of its own that reads a pipe. Only the launcher holds the other end. It
+writes the process group of each worker to the pipe. When the launcher ends, the system closes the
+pipe. The guard then sends SIGTERM to the groups, waits, and sends SIGKILL to those that are left.
+On other machines the agent holds the pipe, in place of the launcher.
+
+If the guard itself is killed, the launcher starts another one:
 
     python -m tfmulti.launch.guard GRACE_S
 
-Who kills both at once leaves the workers to themselves: see `shim.tie_to_launcher`.
+If both are killed at once, the workers end by themselves: see `shim.tie_to_launcher`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Guard:
-    """The launcher's side. Make it before any thread or worker is started."""
+    """The launcher's side of the guard. Make it before any thread or worker is started.
+
+    The guard is forked, and a process with threads must not fork.
+
+    Args:
+        grace_s: the time from SIGTERM to SIGKILL.
+    """
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -43,17 +51,25 @@ class Guard:
         os.close(reader)
 
     def add(self, group: int) -> None:
-        """Puts a process group under guard."""
+        """Puts a process group under guard.
+
+        Args:
+            group: the number of the process group.
+        """
         self._groups.add(group)
         self._tell(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """Takes one out that has ended: its number may be another's by now."""
+        """Takes out a process group that has ended, because its number may be used again.
+
+        Args:
+            group: the number of the process group.
+        """
         self._groups.discard(group)
         self._tell(f"-{group}\n")
 
     def check(self) -> None:
-        """Starts another guard where this one was killed. To be called often."""
+        """Starts another guard if this one was killed. Call it often."""
         if not self._is_gone:
             if self._another is not None:
                 self._is_gone = self._another.poll() is not None
@@ -63,19 +79,21 @@ class Guard:
             self._start_another()
 
     def _tell(self, line: str) -> None:
+        """Writes a line to the guard, or starts another guard that gets all groups."""
         try:
             os.write(self._writer, line.encode())
         except BrokenPipeError:
             self._start_another()
 
     def _start_another(self) -> None:
-        """By a new program, since this process has threads by now and must not fork."""
+        """Starts another guard as a new program, because a process with threads must not fork."""
         reader, writer = os.pipe()
         os.set_inheritable(writer, False)
         argv = [sys.executable, "-m", "tfmulti.launch.guard", str(self._grace_s)]
         try:
             self._another = subprocess.Popen(argv, stdin=reader, start_new_session=True)
-        except OSError:  # for want of memory, perhaps; it is tried again
+        except OSError:
+            # There may be no memory left. The next `check` tries again.
             os.close(writer)
             return
         finally:
@@ -86,7 +104,7 @@ class Guard:
             os.write(writer, f"+{group}\n".encode())
 
     def close(self) -> None:
-        """Ends the guard; what is still under it is ended too."""
+        """Ends the guard, and with it every process group that is still under guard."""
         os.close(self._writer)
         if self._another is not None:
             self._another.wait()
@@ -96,12 +114,15 @@ class Guard:
 
 
 def _watch(reader: int, grace_s: float) -> None:
-    os.setsid()  # the terminal's signals are not for it
+    """Reads the process groups until the pipe closes, and ends them. It is the guard's program."""
+    # The terminal must not send its signals to the guard.
+    os.setsid()
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(null, stream)  # else who waits for the launcher's output waits for the guard
+        # An open output stream would let readers of the launcher's output wait for the guard.
+        os.dup2(null, stream)
     groups: set[int] = set()
     with os.fdopen(reader) as lines:
         for line in lines:
@@ -114,7 +135,12 @@ def _watch(reader: int, grace_s: float) -> None:
 
 
 def end_groups(groups: Iterable[int], grace_s: float) -> None:
-    """Sends SIGTERM to process groups, and SIGKILL to those that are there after `grace_s`."""
+    """Sends SIGTERM to process groups, and SIGKILL to those that are left after `grace_s`.
+
+    Args:
+        groups: the numbers of the process groups.
+        grace_s: the time from SIGTERM to SIGKILL.
+    """
     left = {group for group in groups if send(group, signal.SIGTERM)}
     deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:
@@ -125,7 +151,12 @@ def end_groups(groups: Iterable[int], grace_s: float) -> None:
 
 
 def send(group: int, number: int) -> bool:
-    """Sends a signal to a process group; returns False where nobody is left in it."""
+    """Sends a signal to a process group; returns False if no process of this user is left in it.
+
+    Args:
+        group: the number of the process group.
+        number: the number of the signal. 0 sends nothing and only checks.
+    """
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):

@@ -1,6 +1,8 @@
-"""What a worker tells the launcher that started it: how far it is, and why it failed.
+"""Reports a worker's step, or the reason of its failure, to the launcher that started it.
 
-The launcher names two files in the environment. Nothing happens where it does not.
+The launcher names two files in the environment of the worker. A worker writes its heartbeat to the
+first file: one line, which is always overwritten in place. `shim` writes error.json, the second
+file, when the program fails. Without the variables nothing is written.
 """
 
 from __future__ import annotations
@@ -19,23 +21,34 @@ from pathlib import Path
 from tfmulti.config import json_values
 
 PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
-SAVED = "TFMULTI_SAVED"  # JSON: of each folder of checkpoints, the step of the newest
 
+# This variable holds a JSON object: for each folder of checkpoints, the step of the newest one.
+SAVED = "TFMULTI_SAVED"
+
+# All fields but the last have a fixed width, so a new line covers the old one.
 _LINE = (
     "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f} {asked:d} {saved:>15d} {folder}\n"
 )
-# In an execution; in the first of its kind, which traces; saving, callbacks and all else.
+
+# The phases. TRAINING: in an execution whose kind has a known duration. FIRST: in an execution that
+# is traced, or whose kind has no known duration yet. BUSY: in callbacks, saving and all other work.
 TRAINING, FIRST, BUSY = "training", "first", "busy"
 
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """What a worker told last: its step, since when it does what, and the longest such so far.
+    """The last heartbeat of a worker.
 
-    It was `asked` to stop where the signal came to this worker itself. `saved` is the step of the
-    newest checkpoint, -1 for none, and `folder` where that is.
+    Times are in seconds of `time.monotonic`, which all processes of a machine share.
 
-    The clock is `time.monotonic`, which all processes of a machine share.
+    Attributes:
+        step: the number of steps that have ended.
+        phase: what the worker does: TRAINING, FIRST or BUSY.
+        since_s: when the worker began what it does.
+        longest_s: the duration of its longest execution of the same kind.
+        asked: whether this worker itself got a signal to stop.
+        saved: the step of the newest checkpoint; -1 without a checkpoint.
+        folder: the folder of that checkpoint.
     """
 
     step: int
@@ -49,7 +62,15 @@ class HeartbeatRecord:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Why a worker failed, as its error.json has it; `time_s` is of `time.monotonic` there."""
+    """Why a worker failed: the content of error.json.
+
+    Attributes:
+        message: the text of the exception, or the name of its type if the text is empty.
+        type: the name of the exception's type.
+        traceback: the traceback, as Python prints it.
+        rank: the rank of the worker.
+        time_s: when it failed, in seconds of `time.monotonic` on its machine.
+    """
 
     message: str
     type: str
@@ -59,10 +80,12 @@ class WorkerFailure:
 
 
 class Heartbeat:
-    """Writes this worker's step where the launcher reads it: one line, always in its place.
+    """Writes what this worker does to the file that the launcher reads.
+
+    A file that cannot be written does not end the run. Its errors are ignored.
 
     Args:
-        path: the file, or None where no launcher listens.
+        path: the file, or None if no launcher has started this process.
         clock: returns seconds.
     """
 
@@ -75,20 +98,26 @@ class Heartbeat:
         self._step = 0
         self._asked, self._saved, self._folder = False, -1, ""
         self._last = (BUSY, 0.0, 0.0)
-        self._is_traced = False  # what is computed now
-        self._lock = threading.Lock()  # signals and checkpoints have threads of their own
+        # Whether the current execution is traced.
+        self._is_traced = False
+        # Signals and checkpoints are reported from threads of their own.
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Says that training begins."""
+        """Reports that training begins."""
         self._tell(BUSY, self._clock())
 
     @contextlib.contextmanager
     def working(self, kind: object) -> Iterator[None]:
-        """Says that inside an execution is computed, in which workers may wait for each other.
+        """A context that reports an execution, in which workers may wait for each other.
 
-        The first of a `kind` is traced, which takes as long as no other; so only the second tells
-        how long one takes. What follows (callbacks, a checkpoint) may take its time, too, and so
-        may who goes on after an error.
+        The first execution of a kind is traced, which takes longer than any later one. So the
+        durations count from the second execution on. After the context the phase is BUSY, because
+        callbacks, a checkpoint or the handling of an error may take any time.
+
+        Args:
+            kind: tells executions of different durations apart, such as training and evaluation.
+                It is kept by a weak reference.
         """
         began = self._clock()
         is_new, known = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
@@ -103,28 +132,41 @@ class Heartbeat:
             self._tell(BUSY, now, known)
 
     def tracing(self) -> None:
-        """Says that what is computed now is traced first, as for a batch of another shape."""
+        """Reports that the current execution is traced, for example for a new shape of the batch.
+
+        The duration of this execution does not count.
+        """
         phase, since_s, longest_s = self._last
         if phase == TRAINING:
             self._is_traced = True
             self._tell(FIRST, since_s, longest_s)
 
     def step(self, step: int) -> None:
-        """Says that so many steps have ended."""
+        """Reports the number of steps that have ended.
+
+        Args:
+            step: the number of steps.
+        """
         self._step = step
         self._tell()
 
     def saved(self, step: int, folder: str) -> None:
-        """Says that a checkpoint of that step is whole, and in which folder."""
+        """Reports that a checkpoint has been written completely.
+
+        Args:
+            step: the step of the checkpoint.
+            folder: the folder of the checkpoint.
+        """
         self._saved, self._folder = step, folder
         self._tell()
 
     def asked(self) -> None:
-        """Says that this worker got a signal to stop."""
+        """Reports that this worker got a signal to stop."""
         self._asked = True
         self._tell()
 
     def _tell(self, phase: str | None = None, now: float = 0.0, longest_s: float = 0.0) -> None:
+        """Notes a new phase, if one is given, and writes the line."""
         with self._lock:
             if phase is not None:
                 self._last = (phase, now, longest_s)
@@ -138,7 +180,8 @@ class Heartbeat:
                     saved=self._saved,
                     folder=self._folder,
                 )
-                with contextlib.suppress(OSError):  # a full disk does not end the run
+                # A full disk must not end the run.
+                with contextlib.suppress(OSError):
                     os.pwrite(self._file, line.encode(), 0)
 
 
@@ -146,7 +189,12 @@ _teller: Heartbeat | None = None
 
 
 def heartbeat(env: Mapping[str, str] | None = None) -> Heartbeat:
-    """Returns this process' teller."""
+    """Returns the heartbeat of this process.
+
+    Args:
+        env: the environment that names the file. It counts only in the first call. None: that of
+            this process.
+    """
     global _teller
     if _teller is None:
         _teller = Heartbeat((os.environ if env is None else env).get(PROGRESS_FILE))
@@ -154,9 +202,14 @@ def heartbeat(env: Mapping[str, str] | None = None) -> Heartbeat:
 
 
 def read_progress(path: Path) -> HeartbeatRecord | None:
-    """Returns what a worker told last, or None if it has not yet."""
+    """Returns the last heartbeat of a worker, or None if it has not sent one.
+
+    Args:
+        path: the file to which the worker writes.
+    """
     try:
-        line = path.read_text().split("\n", 1)[0]  # what follows is left of a longer one
+        # The text after the first line is left from a longer line.
+        line = path.read_text().split("\n", 1)[0]
         step, phase, since_s, longest_s, asked, saved, *folder = line.split(maxsplit=6)
         return HeartbeatRecord(
             int(step),
@@ -172,13 +225,24 @@ def read_progress(path: Path) -> HeartbeatRecord | None:
 
 
 def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
-    """Returns the step of the newest checkpoint that the job has made in a folder, or -1."""
+    """Returns the step of the newest checkpoint that earlier attempts have made, or -1.
+
+    Args:
+        folder: the folder of the checkpoints.
+        env: the environment of the worker. None: that of this process.
+    """
     known: dict[str, int] = json.loads((os.environ if env is None else env).get(SAVED) or "{}")
     return known.get(folder, -1)
 
 
 def write_error(path: Path, error: BaseException, rank: int) -> None:
-    """Writes error.json: what went wrong in this worker, when, and where."""
+    """Writes error.json: what went wrong in this worker, when, and where.
+
+    Args:
+        path: the file. It is whole or absent, and a failure to write it is ignored.
+        error: the exception that has ended the program.
+        rank: the rank of the worker.
+    """
     failed = WorkerFailure(
         message=str(error) or type(error).__name__,
         type=type(error).__name__,
@@ -193,7 +257,7 @@ def write_error(path: Path, error: BaseException, rank: int) -> None:
 
 
 def read_error(path: Path) -> WorkerFailure | None:
-    """Returns the content of error.json, or None where there is none that is whole."""
+    """Returns the content of error.json, or None if the file is absent or not valid."""
     try:
         return json_values.build(WorkerFailure, json_values.parse(path.read_bytes()))
     except (OSError, ValueError):

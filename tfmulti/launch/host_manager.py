@@ -1,4 +1,8 @@
-"""The machines of a job: those that answer, and those that are looked for."""
+"""Finds the machines of a job, keeps those that answer, and looks again for the others.
+
+Each search for a machine runs in a thread of its own. `HostManager.poll` takes in the results. So a
+machine that does not answer never delays the watch of the workers.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +21,47 @@ from tfmulti.launch.machine import LocalMachine, Machine, Unreachable
 from tfmulti.launch.membership import Limits, Placement, Standing, choose
 from tfmulti.launch.workers import Sink
 
-RETRY_S = 3.0  # between two tries to reach a machine
-REREAD_S, REFRESH_S = 1.0, 5.0  # between two looks at a host file, and at what a script says
-JOIN_S = 30.0  # for machines of a range that are started by hand, before it begins without
-CLOSING_S = 3.0  # for connections of machines that were lost, at the end
-EVERY = 10**6  # more machines than there are
+# The time between two attempts to reach a machine.
+RETRY_S = 3.0
+
+# The time between two readings of a host file, and between two runs of a discovery script.
+REREAD_S, REFRESH_S = 1.0, 5.0
+
+# If the number of machines may vary and they are started by hand, the job waits this long for all
+# of them. Then it begins without the missing ones.
+JOIN_S = 30.0
+
+# At the end, the time limit for closing the connection of each lost machine.
+CLOSING_S = 3.0
+
+# A number of machines that no job reaches.
+EVERY = 10**6
 
 
 class TooFew(TfmultiError):
-    """Not enough machines answer."""
+    """Raised when not enough machines answer within the start timeout."""
 
 
 class HostManager:
-    """Looks for the machines that the configuration names, in the background.
+    """Looks in the background for the machines that the configuration names.
 
-    Make it before any thread is started. `poll` never waits; it is to be called often.
+    Make it before any thread is started, because it makes a LocalMachine. Call `poll` often.
+
+    Attributes:
+        hosts: the hosts that are named at this time.
+        machines: the machines that answer, by host name.
+        reasons: for each host that does not answer, why.
+        limits: how many machines and workers the job may have.
 
     Args:
+        config: the job.
+        env: the environment that the workers inherit.
+        run_id: names the job, the same on all machines.
+        sink: takes each line that a worker writes.
         say: shows a line to the user.
 
     Raises:
-        ConfigError: the machines are named in a way that cannot be.
+        ConfigError: the machines that are named cannot form the job.
     """
 
     def __init__(
@@ -75,13 +99,17 @@ class HostManager:
         self.limits = limits_of(config, self.hosts, self._here.gpus)
 
     def assemble(self, standing: Standing) -> Placement:
-        """Waits until enough machines answer, and returns who takes part.
+        """Waits until enough machines answer, and returns the placement of the next attempt.
 
-        Before the first attempt each machine is given its chance; later those that answer go on.
+        Before the first attempt it waits until every machine has been tried. Before later attempts
+        it goes on as soon as enough machines answer.
+
+        Args:
+            standing: the absences of the hosts.
 
         Raises:
             ConfigError: a machine cannot be used at all.
-            TooFew: not enough answered within the start's time limit.
+            TooFew: not enough machines have answered within the start timeout.
         """
         deadline = time.monotonic() + self._config.start_timeout_s
         shown: dict[str, str] = {}
@@ -103,7 +131,11 @@ class HostManager:
             time.sleep(0.02)
 
     def choice(self, standing: Standing) -> Placement | None:
-        """Returns who would take part in an attempt that began now."""
+        """Returns the placement of an attempt that began now, or None if too few machines answer.
+
+        Args:
+            standing: the absences of the hosts.
+        """
         answering = [
             (host.name, self._slots(host, machine))
             for host in self.hosts
@@ -112,9 +144,11 @@ class HostManager:
         return choose(answering, standing, self.limits, time.monotonic())
 
     def poll(self, taking_part: Placement = ()) -> None:
-        """Takes in what has changed, and looks for what is missing.
+        """Takes in the results of the searches, and starts searches for missing machines.
 
-        The machines that take part are their crew's to look at.
+        Args:
+            taking_part: the placement of the current attempt. Its `WorkerGroup` looks at these
+                machines. All others are checked here.
         """
         self._take_hosts()
         self._look_at_the_others({name for name, _ in taking_part})
@@ -122,6 +156,7 @@ class HostManager:
         for host in self.hosts:
             if host.name in self.machines or now < self._next_try.get(host.name, 0.0):
                 continue
+            # `_take` and `lost` set the time of the next attempt.
             self._next_try[host.name] = float("inf")
             if host.name == self._here_name:
                 self._found.put((host.name, self._here))
@@ -131,17 +166,27 @@ class HostManager:
             self._take(*self._found.get())
 
     def lost(self, name: str, why: str) -> None:
-        """Says that a machine does not answer any more. It is looked for again."""
+        """Drops a machine that has stopped answering. It is looked for again.
+
+        Args:
+            name: the host name.
+            why: the reason, in words.
+        """
         machine = self.machines.pop(name, None)
         if machine is not None and machine is not self._here:
-            closing = threading.Thread(target=machine.close, daemon=True)  # it may take its time
+            # The end of a connection may take some seconds.
+            closing = threading.Thread(target=machine.close, daemon=True)
             closing.start()
             self._closing.append(closing)
         self.reasons[name] = why
         self._next_try[name] = time.monotonic() + RETRY_S
 
     def close(self, code: int) -> None:
-        """Ends everything on all machines."""
+        """Ends every process of the job on all machines, and closes all connections.
+
+        Args:
+            code: the exit code of the job.
+        """
         for machine in self.machines.values():
             if machine is not self._here:
                 machine.close(code)
@@ -152,6 +197,7 @@ class HostManager:
             thread.join(CLOSING_S)
 
     def _look_at_the_others(self, busy: set[str]) -> None:
+        """Drops the machines that do not answer or are not named, except those in `busy`."""
         named = {host.name for host in self.hosts}
         for name, machine in list(self.machines.items()):
             if name in busy:
@@ -165,20 +211,24 @@ class HostManager:
                 self.lost(name, str(error))
 
     def _slots(self, host: Host, machine: Machine) -> int:
+        """Returns how many workers a machine can take: in an elastic job at most one a GPU."""
         slots = host.slots or slots_of(self._config.per_node, machine.gpus, machine.cores)
         return min(slots, machine.gpus) if machine.gpus and self._is_elastic else slots
 
     @property
     def _is_elastic(self) -> bool:
+        """Whether the number of machines or workers may vary."""
         config, limits = self._config, self.limits
         return bool(config.min_workers) or limits.min_nodes < limits.max_nodes
 
     def _check_devices(self, placement: Placement) -> None:
+        """Raises ConfigError if workers cannot share a machine's GPUs; not in an elastic job."""
         if not self._is_elastic:
             for name, workers in placement:
                 check_devices(workers, self.machines[name].gpus, name)
 
     def _all_had_their_chance(self) -> bool:
+        """Returns whether the first attempt may begin without the machines that are missing."""
         if self._has_begun:
             return True
         if self._door is not None and time.monotonic() - self._begun_s < JOIN_S:
@@ -186,6 +236,10 @@ class HostManager:
         return all(host.name in self._tried for host in self.hosts)
 
     def _take_hosts(self) -> None:
+        """Takes in a new list of hosts, and has the file or the script read again when it is time.
+
+        An error leaves the list as it is. Each error is shown once.
+        """
         while not self._sources_found.empty():
             self.hosts, error = self._sources_found.get()
             if error is not None and str(error) not in self._said:
@@ -197,12 +251,14 @@ class HostManager:
             threading.Thread(target=self._refresh, daemon=True).start()
 
     def _refresh(self) -> None:
+        """Reads the list of hosts again, in a thread of its own."""
         try:
             self._sources_found.put((self._sources.now(), None))
         except ConfigError as error:
             self._sources_found.put((self.hosts, error))
 
     def _seek(self, host: Host) -> None:
+        """Tries to reach a machine, in a thread of its own, and queues the machine or the error."""
         try:
             if self._door is not None:
                 there = self._door.accept_machine(host, self._env, self._run_id, self._sink)
@@ -211,10 +267,16 @@ class HostManager:
             self._found.put((host.name, there))
         except (ConfigError, Unreachable) as error:
             self._found.put((host.name, error))
-        except Exception as error:  # it is looked for again, whatever it was
+        except Exception as error:
+            # Without a result in the queue the machine would never be looked for again.
             self._found.put((host.name, Unreachable(f"{type(error).__name__}: {error}")))
 
     def _take(self, name: str, found: Machine | Exception) -> None:
+        """Takes in the result of a search.
+
+        A ConfigError from the first search for a machine is raised if no attempt has begun. Later
+        it must not end a job that runs.
+        """
         first = name not in self._tried
         self._tried.add(name)
         if not isinstance(found, Exception):
@@ -229,7 +291,7 @@ class HostManager:
 
 
 def sources_of(config: LaunchConfig) -> HostSources:
-    """Returns where the machines of a configuration are named; without, this one."""
+    """Returns the sources of the hosts in a configuration, or this machine if it names none."""
     hosts = config.hosts
     if not (hosts or config.hostfile or config.discovery):
         hosts = (Host(LOOPBACK),)
@@ -237,10 +299,14 @@ def sources_of(config: LaunchConfig) -> HostSources:
 
 
 def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
-    """Checks that machines on which the command is started by hand can know each other.
+    """Checks that machines on which the command is started by hand have a secret.
+
+    Args:
+        config: the job.
+        hosts: the machines that are named.
 
     Raises:
-        ConfigError: there is no secret.
+        ConfigError: there is no secret, and the job may have several machines.
     """
     may_grow = bool(config.hostfile or config.discovery)
     if not config.by_hand or config.secret or config.insecure:
@@ -255,10 +321,15 @@ def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
 
 
 def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
-    """Returns this machine's name among the hosts, or None where it is none of them.
+    """Returns this machine's name among the hosts, or None if it is none of them.
+
+    Args:
+        config: the job, which may give the index of this machine.
+        hosts: the machines that are named.
 
     Raises:
-        ConfigError: it has a name that the others cannot use, or its place is another's.
+        ConfigError: the index is too large, or the name is a loopback name that other machines
+            cannot use.
     """
     if config.by_hand:
         assert config.node_rank is not None
@@ -280,8 +351,14 @@ def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
 def limits_of(config: LaunchConfig, hosts: tuple[Host, ...], gpus: int) -> Limits:
     """Returns how many machines and workers the job may have.
 
+    Args:
+        config: the job.
+        hosts: the machines that are named.
+        gpus: the number of GPUs of this machine. Machines without a number of workers are assumed
+            to have as many.
+
     Raises:
-        ConfigError: fewer are named than it needs.
+        ConfigError: fewer machines or workers are named than the job needs.
     """
     if config.nodes is not None:
         low, high = config.nodes
@@ -299,5 +376,6 @@ def limits_of(config: LaunchConfig, hosts: tuple[Host, ...], gpus: int) -> Limit
         raise ConfigError(f"--min-workers {least} is more than the {every} workers of the job.")
     unknown = config.per_node in ("auto", "gpu", "cpu") and any(h.slots is None for h in hosts)
     if unknown and len(hosts) > 1 and config.min_workers is None:
-        least = 1  # each machine says it when it answers; `low` holds the job together
+        # Each machine tells its devices only when it answers. Until then only `low` bounds the job.
+        least = 1
     return Limits(low, high, least)

@@ -1,4 +1,4 @@
-"""The machines that a job may use: from a flag, a file, or a script that finds them."""
+"""Reads the names of the machines that a job may use, from a flag, a file or a script."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from tfmulti.cluster.listening import can_bind
 from tfmulti.errors import ConfigError
 from tfmulti.launch.addresses import LOOPBACK
 
-LOOPBACK_NAMES = ("localhost", LOOPBACK, "[::1]")  # each machine's for itself alone
+# The names that each machine has only for itself.
+LOOPBACK_NAMES = ("localhost", LOOPBACK, "[::1]")
+
+# The time limit for a discovery script.
 SCRIPT_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine by the name under which the others reach it, and how many workers it takes.
+    """A machine that is named for a job.
 
-    `slots` is None where --nproc-per-node says it.
+    Attributes:
+        name: the name under which the other machines reach it, with an IPv6 address in brackets.
+        slots: the number of its workers; None if --nproc-per-node gives the number.
     """
 
     name: str
@@ -31,9 +36,14 @@ class Host:
 
 
 def parse_hosts(text: str, place: str = "--hosts") -> tuple[Host, ...]:
-    """Returns the hosts of `h1:2,h2:2`; a bare name leaves the workers to --nproc-per-node.
+    """Returns the hosts of a list such as `h1:2,h2:2`.
 
-    An IPv6 address stands in brackets.
+    A name without a number leaves the number of workers to --nproc-per-node. An IPv6 address must
+    be in brackets.
+
+    Args:
+        text: the list.
+        place: where the list comes from, for error messages.
 
     Raises:
         ConfigError: a part has another form, or a host is named twice.
@@ -42,12 +52,16 @@ def parse_hosts(text: str, place: str = "--hosts") -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Returns the hosts of a file with a line `host slots=N` for each, as OpenMPI's.
+    """Returns the hosts of a file that has a line `host slots=N` for each, as OpenMPI uses it.
 
-    `#` begins a comment; `slots` may be left out, as in `parse_hosts`.
+    `#` begins a comment. `slots` may be left out, as the number in `parse_hosts`.
+
+    Args:
+        path: the file.
 
     Raises:
-        ConfigError: the file cannot be read, or a line has another form.
+        ConfigError: the file cannot be read, names no host or the same host twice, or a line has
+            another form.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -72,10 +86,14 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 def discover(command: str) -> tuple[Host, ...]:
     """Returns the hosts that a program prints, a line `host:slots` or `host` for each.
 
-    Raises:
-        ConfigError: it cannot be run, fails, takes over 30 s, or prints another form.
-
     Source: https://horovod.readthedocs.io/en/stable/elastic_include.html
+
+    Args:
+        command: the command that runs the program.
+
+    Raises:
+        ConfigError: the program cannot be run, fails, takes more than 30 s, prints another form, or
+            prints the same host twice.
     """
     place = f"--host-discovery-script {command}"
     try:
@@ -100,7 +118,11 @@ def discover(command: str) -> tuple[Host, ...]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a name is this machine's: one of its addresses can be bound."""
+    """Returns whether a name belongs to this machine: one of its addresses can be bound here.
+
+    Args:
+        name: a host name or an address, with an IPv6 address in brackets.
+    """
     if name in (*LOOPBACK_NAMES, socket.gethostname()):
         return True
     try:
@@ -111,11 +133,12 @@ def is_here(name: str) -> bool:
 
 
 def _host(text: str, place: str) -> Host:
+    """Returns the host of `host:N` or `host`, or raises ConfigError."""
     name, colon, slots = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:
         name, slots = text, ""
     form = f"{place}: {text!r} is no host. Write: host:N, N the workers on it."
-    # A name that began with - would be a flag of ssh's.
+    # SSH would take a name that begins with - for a flag.
     if not name or name.startswith("-") or any(c in name for c in " \t'\"=;&|$`@"):
         raise ConfigError(form)
     if "[" in name or "]" in name:
@@ -131,6 +154,7 @@ def _host(text: str, place: str) -> Host:
 
 
 def _distinct(hosts: Sequence[Host], place: str) -> tuple[Host, ...]:
+    """Returns the hosts, or raises ConfigError if a name occurs twice."""
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
@@ -139,11 +163,12 @@ def _distinct(hosts: Sequence[Host], place: str) -> tuple[Host, ...]:
 
 
 class HostSources:
-    """Where the hosts of a job come from, and what that says now.
+    """Knows where the hosts of a job are named, and reads their names from there.
 
     Args:
-        hosts: those of the command line.
-        file, script: a host file or a program, which are read again while the job runs.
+        hosts: the hosts that the command line names. They count if there is no file and no script.
+        file: a host file, which `now` reads each time.
+        script: a command that prints the hosts, which `now` runs each time.
     """
 
     def __init__(
@@ -153,14 +178,14 @@ class HostSources:
 
     @property
     def may_change(self) -> bool:
-        """Whether the hosts may be others later."""
+        """Whether the hosts can change while the job runs."""
         return self._file is not None or self._script is not None
 
     def now(self) -> tuple[Host, ...]:
-        """Returns the hosts as they are named now.
+        """Returns the hosts that are named at the time of the call.
 
         Raises:
-            ConfigError: the file or the program is not in order.
+            ConfigError: the file cannot be read, the program fails, or a line has a wrong form.
         """
         if self._script is not None:
             return discover(self._script)
@@ -172,8 +197,13 @@ class HostSources:
 def slots_of(per_node: str, gpus: int, cores: int | None = None) -> int:
     """Returns how many workers `--nproc-per-node` means on a machine.
 
+    Args:
+        per_node: the value of the flag: a number, auto, cpu or gpu.
+        gpus: the number of GPUs of the machine.
+        cores: the number of cores of the machine. None: those of this machine.
+
     Raises:
-        ConfigError: `gpu` on a machine without.
+        ConfigError: the value is `gpu`, and the machine has no GPU.
     """
     if per_node == "gpu" and not gpus:
         raise ConfigError(
