@@ -492,3 +492,9 @@ def test_an_allocation_is_not_used_where_it_is_not_needed(
 def test_named_hosts_come_before_those_of_an_allocation() -> None:
     config = parse(["--hosts", "a,b", __file__], "", {"SLURM_JOB_NODELIST": "n[1-2]"})
     assert ([host.name for host in config.hosts], config.ssh) == (["a", "b"], "ssh")
+
+
+def test_the_place_of_a_machine_needs_a_list() -> None:
+    with pytest.raises(ConfigError, match="--node-rank is the place of this machine in --hosts"):
+        parse(["--node-rank", "0", "--host-discovery-script", "echo", __file__], "", {})
+    assert parse(["--node-rank", "0", "--nnodes", "1", __file__], "", {}).hosts == ()

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -324,13 +325,35 @@ def test_an_ssh_that_does_not_start(
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"h: no folder .*none\. Jobs need it on each machine"):
+        agent_in(tmp_path / "none")
+
+
+def test_a_folder_that_cannot_be_used_is_told_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"h: the folder .*file cannot be used: Not a directory"):
+        agent_in(tmp_path / "file")
+
+
+def test_an_unsafe_folder_for_locks_is_told_to_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"tfmulti-{os.getuid()}").touch()
+    with pytest.raises(ConfigError, match=r"h: .* is not this user's own folder"):
+        agent_in(tmp_path)
+
+
+def agent_in(folder: Path) -> None:
+    """Lets an agent begin a job in a folder; raises what the launcher would."""
     ours, theirs = socket.socketpair()
-    begin = {**begin_of(JOB, {}, "h", "r"), "folder": str(tmp_path / "none")}
+    begin = {**begin_of(JOB, {}, "h", "r"), "folder": str(folder)}
     server = threading.Thread(target=serve, args=(link_of_pair(theirs), None, {}))
     server.start()
-    with pytest.raises(ConfigError, match=r"h: no folder .*none\. Jobs need it on each machine"):
+    try:
         RemoteMachine("h", link_of_pair(ours), begin, lambda *_: None, lambda: "")
-    server.join()
+    finally:
+        server.join()
 
 
 def ended_after(

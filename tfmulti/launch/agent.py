@@ -93,8 +93,12 @@ def serve(
             os.chdir(begin["folder"])
             env = {**env, **{str(name): str(value) for name, value in begin["env"].items()}}
             config = _config(begin["config"])
-    except OSError:
+        _own_folder()
+    except FileNotFoundError:
         link.send({"fails": f"no folder {begin['folder']}. Jobs need it on each machine."})
+        return None
+    except OSError as error:
+        link.send({"fails": f"the folder {begin['folder']} cannot be used: {error.strerror}."})
         return None
     except ConfigError as error:
         link.send({"fails": str(error)})

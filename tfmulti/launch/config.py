@@ -121,7 +121,8 @@ class LaunchConfig:
                 f"--nnodes {self.nodes[1]}, but no machine is named. Give --hosts h1:N,h2:N, "
                 "--hostfile or --host-discovery-script."
             )
-        if self.node_rank and (self.discovery or not named):
+        # torchrun's users give --node-rank 0 on a single machine, where it says nothing.
+        if self.node_rank is not None and (self.discovery or (self.node_rank and not named)):
             raise ConfigError(
                 "--node-rank is the place of this machine in --hosts or --hostfile. Give one of "
                 "them, the same on each machine."
