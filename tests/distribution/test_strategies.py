@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import textwrap
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.support.processes import run
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.distribution.strategies import threads_of
+from tfmulti.launch.addresses import reserved
 
 pytestmark = pytest.mark.mirrored
 
@@ -95,3 +97,22 @@ def test_a_number_of_threads_that_the_user_gave_stays(tmp_path: Path) -> None:
     command = ["-c", HEAD + textwrap.dedent(code)]
     done = run(command, tmp_path, limit_s=60, env={"TF_NUM_INTRAOP_THREADS": "5"})
     assert "0 7" in done.stdout
+
+
+SIGNALLED = """
+import os, signal, time
+from tfmulti import make_strategy
+config = '{"cluster": {"worker": ["%s"]}, "task": {"type": "worker"}}'
+make_strategy("auto", env={"TF_CONFIG": config})
+print("made", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(10)
+print("lives")
+"""
+
+
+def test_sigterm_between_the_strategy_and_the_training_is_not_lost(tmp_path: Path) -> None:
+    """TensorFlow's own handler would do nothing."""
+    with reserved(1) as (address,):
+        done = run(["-c", SIGNALLED % address], tmp_path, limit_s=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "made\n")

@@ -108,7 +108,7 @@ def started(folder: Path, cores: int = 4) -> Iterator[Slurm]:
         munge = folder / "munge"
         _start_munge(munge, at_end)
         slurm = Slurm(folder, _configured(folder, munge, cores))
-        at_end.callback(_end, folder)
+        at_end.callback(_end, slurm)
         for argv in (["slurmctld"], *(["slurmd", "-N", node] for node in NODES)):
             done = slurm.run(*argv, "-f", str(slurm.config))
             assert done.returncode == 0, done.stderr
@@ -198,8 +198,14 @@ def _configured(folder: Path, munge: Path, cores: int) -> Path:
     return path
 
 
-def _end(folder: Path) -> None:
-    """Ends Slurm's daemons and all that they have started."""
+def _end(slurm: Slurm) -> None:
+    """Ends all jobs, and then Slurm's daemons."""
+    slurm.run("scancel", "--signal=KILL", "--full", "--user=root")
+    slurm.run("scancel", "--user=root")
+    deadline = time.monotonic() + 15
+    while slurm.run("squeue", "-h").stdout and time.monotonic() < deadline:
+        time.sleep(0.2)
+    folder = slurm.folder
     pids = [int(file.read_text()) for file in (folder / "run").glob("*.pid")]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -15,6 +15,7 @@ from tfmulti.cluster.gpus import own_part
 from tfmulti.cluster.proxies import go_past_proxies
 from tfmulti.cluster.selection import Selection, select
 from tfmulti.errors import ClusterError, DeviceError
+from tfmulti.launch.signals import default_signals
 
 # TensorFlow reads these variables: the threads of one operation, and the operations at a time.
 INTRA_OP, INTER_OP = "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"
@@ -292,7 +293,10 @@ def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strate
     try:
         if not gpus:
             _share_cores(cluster)
-        return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+        # TensorFlow takes SIGTERM for itself and does nothing with it. Without this context a signal
+        # would be lost between here and the training.
+        with default_signals():
+            return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     except tf.errors.UnknownError as error:
         raise ClusterError(
             f"this worker cannot listen at {cluster.addresses[cluster.rank]}: {error.message}. Is "

@@ -30,7 +30,6 @@ from tfmulti.data.sources import user as user_data
 from tfmulti.distribution.agreement import from_chief
 from tfmulti.distribution.strategies import Placement, build_strategy, own_gpus, placement_of
 from tfmulti.errors import ConfigError, ModelError
-from tfmulti.launch.signals import default_signals
 from tfmulti.run import validation
 from tfmulti.run.data_stages import prepared
 from tfmulti.run.models import user as user_model
@@ -98,7 +97,7 @@ def set_up(job: validation.Job) -> Setup:
             "this machine has GPUs, but TensorFlow does not see them. "
             "Install with: pip install '.[gpu]'",
         )
-    with quiet_stderr(), default_signals() if several else contextlib.nullcontext():
+    with quiet_stderr():
         strategy = build_strategy(selection, job.cluster)
     place = placement_of(strategy)
     keras.utils.set_random_seed(config.seed)
