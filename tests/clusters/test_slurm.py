@@ -133,19 +133,8 @@ def test_a_failed_program_is_not_requeued(slurm: Slurm) -> None:
 
 
 def test_the_command_submits(slurm: Slurm) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "tfmulti",
-        "sbatch",
-        "--submit",
-        "--name",
-        "sent",
-        "--",
-        "-c",
-        "1",
-    ]
-    done = slurm.run(*argv)
+    argv = [sys.executable, "-m", "tfmulti", "sbatch", "--submit"]
+    done = slurm.run(*argv, "--name", "sent", "--", "-c", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Submitted batch job ")
     refused = slurm.run(*argv, "--option", "partition=none", "--", "-c", "1")

@@ -293,7 +293,7 @@ def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strate
     try:
         if not gpus:
             _share_cores(cluster)
-        # TensorFlow takes SIGTERM for itself and does nothing with it. Without this context a signal
+        # TensorFlow takes SIGTERM for itself, and does nothing. Without this context a signal
         # would be lost between here and the training.
         with default_signals():
             return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
