@@ -45,12 +45,11 @@ def test_a_step_trains_with_the_numbers_of_one_device(slurm: Slurm, tasks: list[
         assert found["history"][name] == pytest.approx(values, rel=1e-4)
 
 
-# At 20 ms a step these take longer than Slurm's shortest time limit leaves.
-EPOCHS = 50
+EPOCHS = 30
 
 
-def script(folder: str, epochs: int = EPOCHS, **options: Any) -> str:
-    program = ("-m", "tests.support.slow_training", folder, str(epochs))
+def script(folder: str, *words: str, **options: Any) -> str:
+    program = ("-m", "tests.support.slow_training", folder, str(EPOCHS), *words)
     return BatchScript(program=program, nodes=2, name=folder, **options).text
 
 
@@ -69,9 +68,9 @@ def whole(slurm: Slurm) -> dict[str, Any]:
 
 def test_a_job_saves_at_its_time_limit_and_goes_on(slurm: Slurm, whole: dict[str, Any]) -> None:
     """It ends equal to the bit to the job that was never stopped."""
-    # Slurm counts limits in minutes: the signal comes after about 20 s.
-    job = slurm.submit(script("limited", time="1", signal_s=42))
-    about = slurm.wait(job, LIMIT_S)
+    # Slurm counts limits in minutes: the signal comes after 40 s or later.
+    job = slurm.submit(script("limited", "wait", time="2", signal_s=80))
+    about = slurm.wait(job, 2 * LIMIT_S)
     assert about["JobState"] == "COMPLETED", slurm.logs()
     assert int(about["Restarts"]) >= 1
     assert result_of(slurm, "limited") == whole

@@ -1,14 +1,16 @@
 """A user's own script that trains slowly, saves checkpoints, and writes what it has learned.
 
-    python -m tests.support.slow_training FOLDER EPOCHS
+    python -m tests.support.slow_training FOLDER EPOCHS [wait]
 
-Each step takes at least 20 ms, so that a test can stop it midway on a fast machine, too.
+Each step takes at least 20 ms, so that a test can stop it midway on a fast machine, too. With `wait`
+the steps after the fifth epoch take half a second until Slurm has started the job again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ import numpy as np
 
 import tfmulti
 
-STEP_S = 0.02
+STEP_S, WAITING_STEP_S = 0.02, 0.5
 STEPS = 20
 ROWS = np.random.default_rng(1).normal(size=(STEPS * 8, 6)).astype(np.float32)
 LABELS = np.arange(len(ROWS)) % 3
@@ -27,19 +29,29 @@ LABELS = np.arange(len(ROWS)) % 3
 class Slow(keras.callbacks.Callback):
     """Makes each step slow, and tells after each epoch how far the run is."""
 
-    def __init__(self, progress: Path) -> None:
+    def __init__(self, progress: Path, *, waits: bool) -> None:
         super().__init__()
-        self._progress = progress
+        self._progress, self._waits, self._epoch = progress, waits, 0
+
+    def get_state(self) -> dict[str, int]:
+        """Returns nothing: the attributes belong to this process."""
+        return {}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Does nothing; see `get_state`."""
+
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        time.sleep(STEP_S)
+        time.sleep(WAITING_STEP_S if self._waits and self._epoch >= 5 else STEP_S)
 
     def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         with self._progress.open("a") as file:
             file.write(f"{epoch + 1}\n")
 
 
-def main(folder: Path, epochs: int) -> None:
+def main(folder: Path, epochs: int, *, waits: bool = False) -> None:
     strategy = tfmulti.make_strategy()
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -51,7 +63,8 @@ def main(folder: Path, epochs: int) -> None:
     resolver = strategy.cluster_resolver
     is_chief = resolver is None or resolver.task_id == 0
     checkpoint = tfmulti.Checkpoint(folder / "checkpoints", every_steps=STEPS)
-    slow = Slow(folder / "progress.txt" if is_chief else Path("/dev/null"))
+    progress = folder / "progress.txt" if is_chief else Path("/dev/null")
+    slow = Slow(progress, waits=waits and "SLURM_RESTART_COUNT" not in os.environ)
     history = model.fit(
         ROWS, LABELS, batch_size=8, epochs=epochs, verbose=0, callbacks=[checkpoint, slow]
     )
@@ -62,4 +75,4 @@ def main(folder: Path, epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), waits="wait" in sys.argv)
