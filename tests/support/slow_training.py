@@ -2,7 +2,7 @@
 
     python -m tests.support.slow_training FOLDER EPOCHS [wait]
 
-Each step takes at least 20 ms, so that a test can stop it midway on a fast machine, too. With `wait`
+Each step takes at least 20 ms, so that a test can stop it midway on a fast machine. With `wait`
 the steps after the fifth epoch take half a second until Slurm has started the job again.
 """
 
