@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("fit", "launch", "data", "bench")
+COMMANDS = ("fit", "launch", "data", "bench", "sbatch", "env")
 FLAGS, CONTRIBUTING = "<!-- flags -->", "<!-- CONTRIBUTING.md -->"
 
 
@@ -24,6 +24,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def section(name: str) -> str:
     """Returns the section of a command: its help, as it prints it."""
-    argv = [sys.executable, "-m", f"tfmulti.{name}", "--help"]
+    argv = [sys.executable, "-m", "tfmulti", name, "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     return f"## tfmulti {name}\n\n```text\n{done.stdout.rstrip()}\n```\n"

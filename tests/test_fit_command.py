@@ -328,7 +328,7 @@ def test_inexact_flags_are_told_and_go_on(tmp_path: Path) -> None:
     assert parts["weights_sha256"] == whole["weights_sha256"]
     alone = fit(tmp_path, *flags[:2], "--epochs", "1", "--run_dir", "alone")
     said = "--gradient_compression bfloat16"
-    assert f"exact      {said} have no effect with one worker" in alone.stdout
+    assert f"exact      {said} has no effect with one worker" in alone.stdout
     assert report_of(tmp_path, "alone")["inexact"] == []
 
 
