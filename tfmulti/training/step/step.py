@@ -167,7 +167,7 @@ def make_step(
             seeds=seeds,
             model=model,
             states=states,
-            note_gather=lambda: setattr(state, "gathers", True),
+            note_gather=lambda: setattr(state.traced, "gathers", True),
             note_unknown=lambda reason: state.traced.unknown.setdefault(reason),
         )
         with collectives.serving("step", placement):
