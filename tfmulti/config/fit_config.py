@@ -202,6 +202,12 @@ class FitConfig(TrainingOptions):
         path=True,
         free=True,
     )
+    shared_run_dir: bool = flag(
+        True,
+        "Whether every worker must see --run_dir, since any of them may be the chief after a "
+        "restart; false: it is on a disk of worker 0, which never moves to another machine.",
+        free=True,
+    )
     resume: str = flag(
         "auto",
         "auto: go on with the run in --run_dir, if it holds one; must: fail if it holds none; "

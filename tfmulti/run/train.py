@@ -28,7 +28,7 @@ from tfmulti.config.run_directory import (
     write_text,
 )
 from tfmulti.data.data_set import size_of
-from tfmulti.errors import VerificationError
+from tfmulti.errors import RunDirError, VerificationError
 from tfmulti.launch.signals import SignalWatch
 from tfmulti.run import artifacts, validation
 from tfmulti.run.callbacks.history_file import HistoryFile
@@ -84,6 +84,8 @@ def run(job: validation.Job) -> FitReport:
         watch.stop = lambda reason: interrupt(model, reason)
         if setup.config.dry_run:
             return dry_run(setup, model)
+        given = setup.config.run_dir
+        is_new = given is None or not RunDir(given).holds_run()
         run_dir = make_run_dir(setup, at_end)
         throughput = Throughput(
             run_dir.tensorboard / "train" if run_dir else None,
@@ -103,8 +105,8 @@ def run(job: validation.Job) -> FitReport:
             history = train_model(
                 setup, model, [waiting, *files, checkpoint(setup, run_dir), throughput]
             )
-        except VerificationError:
-            if run_dir is not None:
+        except (VerificationError, RunDirError):
+            if run_dir is not None and is_new:
                 at_end.close()
                 # Nothing was trained, so the folder is left as it was before the run.
                 remove_start(run_dir)
@@ -186,8 +188,10 @@ def checkpoint(setup: Setup, run_dir: RunDir | None) -> Checkpoint:
         run_dir: the run directory. None on workers other than the chief.
     """
     config = setup.config
+    if run_dir is None and config.run_dir is not None and config.shared_run_dir:
+        run_dir = RunDir(config.run_dir)
     return Checkpoint(
-        run_dir.checkpoints if run_dir else "the chief's",
+        run_dir.checkpoints if run_dir else None,
         every_steps=config.checkpoint_every_steps,
         every_s=config.checkpoint_every_s or None,
         keep=config.keep_checkpoints,

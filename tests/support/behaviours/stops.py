@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -191,10 +190,10 @@ def run(
 def resumes(*stops: StopsAt, **options: Any) -> bool:
     """Whether a run that stops and resumes ends like one that does not stop, bit for bit."""
     uninterrupted = run(None, None, **options)
-    with tempfile.TemporaryDirectory() as name:
-        for stop in stops:
-            assert run(Path(name), stop, **options) is None
-        return bool(run(Path(name), None, **options) == uninterrupted)
+    folder = here.shared / "checkpoints"
+    for stop in stops:
+        assert run(folder, stop, **options) is None
+    return bool(run(folder, None, **options) == uninterrupted)
 
 
 def stopped_within_epochs(case: str) -> bool:
@@ -286,53 +285,51 @@ def resumed_with_another_model() -> Any:
     """Returns the errors where the model or its optimizer differs from the saved one."""
     messages = []
     dense, sgd = keras.layers.Dense, keras.optimizers.SGD
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        saved = {"extra": lambda: [dense(8)], "optimizer": lambda: sgd(0.1, momentum=0.9)}
-        run(folder, StopsAt(4), **saved)
-        for changed in (
-            {"extra": lambda: [dense(7)]},
-            {"extra": lambda: [OtherDense(8)]},
-            {"extra": lambda: [dense(8), dense(8)]},
-            {"extra": list},
-            {"extra": lambda: [dense(8), keras.layers.Dropout(0.5)]},
-            {"extra": lambda: [dense(8, dtype="float16")]},
-            {"optimizer": lambda: keras.optimizers.RMSprop(0.1)},
-            {"optimizer": lambda: sgd(0.1)},
-        ):
-            try:
-                run(folder, None, **{**saved, **changed})
-            except ResumeError as error:
-                messages.append(str(error).partition(" Build the same")[0])
+    folder = here.shared / "checkpoints"
+    saved = {"extra": lambda: [dense(8)], "optimizer": lambda: sgd(0.1, momentum=0.9)}
+    run(folder, StopsAt(4), **saved)
+    for changed in (
+        {"extra": lambda: [dense(7)]},
+        {"extra": lambda: [OtherDense(8)]},
+        {"extra": lambda: [dense(8), dense(8)]},
+        {"extra": list},
+        {"extra": lambda: [dense(8), keras.layers.Dropout(0.5)]},
+        {"extra": lambda: [dense(8, dtype="float16")]},
+        {"optimizer": lambda: keras.optimizers.RMSprop(0.1)},
+        {"optimizer": lambda: sgd(0.1)},
+    ):
+        try:
+            run(folder, None, **{**saved, **changed})
+        except ResumeError as error:
+            messages.append(str(error).partition(" Build the same")[0])
     return messages
 
 
 def resumed_with_other_settings() -> Any:
     """Returns the errors where the settings of the run differ from the saved ones."""
     messages: list[str] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "b"
-        run(folder, StopsAt(4))
+    folder = here.shared / "checkpoints"
+    run(folder, StopsAt(4))
 
-        def try_again(**changed: Any) -> None:
-            options = {"units": 8, "seed": 4, "rows": ROWS, "resume": "auto", **changed}
-            with here.strategy.scope():
-                extra = keras.layers.Dense(options["units"])
-            model = classifier(extra, prepared={"seed": options["seed"]})
-            rows = options["rows"]
-            checkpoint = Checkpoint(options.get("folder", folder), resume=options["resume"])
-            try:
-                model.fit(X[:rows], Y[:rows], batch_size=BATCH, verbose=0, callbacks=[checkpoint])
-            except Exception as error:
-                messages.append(f"{type(error).__name__}: {error}")
+    def try_again(**changed: Any) -> None:
+        options = {"units": 8, "seed": 4, "rows": ROWS, "resume": "auto", **changed}
+        with here.strategy.scope():
+            extra = keras.layers.Dense(options["units"])
+        model = classifier(extra, prepared={"seed": options["seed"]})
+        rows = options["rows"]
+        checkpoint = Checkpoint(options.get("folder", folder), resume=options["resume"])
+        try:
+            model.fit(X[:rows], Y[:rows], batch_size=BATCH, verbose=0, callbacks=[checkpoint])
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
 
-        try_again()
-        try_again(seed=5)
-        try_again(rows=60)
-        try_again(resume="never")
-        try_again(resume="must", folder=Path(name) / "nothing")
-        elsewhere = Path(name) / "of another machine"
-        # The launcher tells the workers of checkpoints on all machines by this variable.
-        with mock.patch.dict(os.environ, {SAVED: json.dumps({str(elsewhere): 4})}):
-            try_again(folder=elsewhere)
+    try_again()
+    try_again(seed=5)
+    try_again(rows=60)
+    try_again(resume="never")
+    try_again(resume="must", folder=here.shared / "nothing")
+    elsewhere = here.shared / "of another machine"
+    # The launcher tells the workers of checkpoints on all machines by this variable.
+    with mock.patch.dict(os.environ, {SAVED: json.dumps({str(elsewhere): 4})}):
+        try_again(folder=elsewhere)
     return messages

@@ -4,7 +4,8 @@
     model.fit(x, y, epochs=90, callbacks=[Checkpoint("runs/a/checkpoints")])
 
 Every worker gives the callback to `fit`. `fit` asks it when a checkpoint is due and where to begin.
-Only the chief reads and writes the folder.
+Only the chief reads and writes checkpoints. The other workers only look whether they see the folder
+at all: after a restart, any of them may be the chief.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Checkpoint(keras.callbacks.Callback):
     up to the position, and must give the same batches again.
 
     Args:
-        folder: the folder of this run's checkpoints.
+        folder: the folder of this run's checkpoints, which every worker must see. None on a worker
+            that is never the chief says that it need not see the folder.
         every_steps: makes a checkpoint each time that this number of steps has ended. None makes
             checkpoints by time only.
         every_s: makes a checkpoint when the last one is this number of seconds old. None makes
@@ -57,11 +59,12 @@ class Checkpoint(keras.callbacks.Callback):
         ConfigError: an argument is out of its range.
         ResumeError: `fit` raises it if there is no checkpoint to resume from, or if the newest one
             is not of this run.
+        RunDirError: `fit` raises it if a worker does not see the chief's folder.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | None,
         *,
         every_steps: int | None = None,
         every_s: float | None = 60.0,
@@ -76,8 +79,10 @@ class Checkpoint(keras.callbacks.Callback):
         if resume not in RESUME:
             raise ConfigError(f"Checkpoint(resume={resume!r}) must be one of {', '.join(RESUME)}.")
         self.resume = resume
-        self._ownership = ownership_of(Path(folder))
-        self._checkpoints = Checkpoints(Path(folder), keep, self._ownership.check)
+        self._needs_no_folder = folder is None
+        path = Path(folder or "no folder")
+        self._ownership = ownership_of(path)
+        self._checkpoints = Checkpoints(path, keep, self._ownership.check)
         self._owns = False
         self.every_steps, self._every_s, self._clock = every_steps, every_s, clock
         self._last = clock()
@@ -123,10 +128,13 @@ class Checkpoint(keras.callbacks.Callback):
         The call takes the folder for this process, until `release`.
 
         Raises:
+            ConfigError: the chief was given no folder.
             ResumeError: another process owns the folder, or the folder does not fit `resume`. It is
                 also raised if no checkpoint is whole, if a setting has changed, or if this machine
                 does not see the checkpoint that the job has made.
         """
+        if self._needs_no_folder:
+            raise ConfigError("Checkpoint(folder=None) on the chief, which writes. Give a folder.")
         folder = self._checkpoints.folder
         if not self._owns:
             self._ownership.take()
@@ -157,6 +165,26 @@ class Checkpoint(keras.callbacks.Callback):
                 "such as on NFS."
             )
         return record
+
+    @property
+    def folder(self) -> Path:
+        """Returns the folder of the checkpoints."""
+        return self._checkpoints.folder
+
+    def token(self) -> str:
+        """Returns the text by which other workers recognise the folder. Only the chief calls it.
+
+        It is empty if the disk is full, so that the folder has no such text.
+        """
+        return self._ownership.token if self._ownership.is_written() else ""
+
+    def sees(self, token: str) -> bool:
+        """Returns whether this worker sees the chief's folder, or need not see it.
+
+        Args:
+            token: what `token` returned on the chief.
+        """
+        return self._needs_no_folder or not token or self._ownership.is_written(token)
 
     def keep(self, record: Record, *, wait: bool) -> None:
         """Writes a record in a thread. Only the chief calls it.

@@ -43,6 +43,8 @@ FILE = "owner.json"
 BEAT_S = 2.0
 # The time until another machine sees a new file on NFS.
 ROUND_S = 1.0
+# An NFS client may remember for this time that a file is not there (acdirmin, nfs(5)).
+SEEN_S = 35.0
 # An owner on another machine that has not touched the file for this time has ended.
 SILENT_S = 20.0
 # The system reports with these numbers that the disk or the quota is full.
@@ -122,6 +124,27 @@ class Ownership:
         # The beating thread and the thread that releases the folder write the same file.
         self._lock = threading.Lock()
         self._released = threading.Event()
+
+    @property
+    def token(self) -> str:
+        """Returns the random text of this process in the file."""
+        return self._mine.token
+
+    def is_written(self, token: str | None = None) -> bool:
+        """Returns whether the file has a token, and waits a while for the token of another machine.
+
+        Args:
+            token: the token of the process that has taken the folder. None: of this process.
+        """
+        until = time.monotonic() + (SEEN_S if token else 0.0)
+        while True:
+            with contextlib.suppress(OSError):
+                found = _read(self._path)
+                if found is not None and found.token == (token or self._mine.token):
+                    return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_S)
 
     def take(self) -> None:
         """Takes the folder. Every `take` needs a `release`.

@@ -32,10 +32,11 @@ from operator import index
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfmulti.distribution.agreement import broadcast
+from tfmulti.distribution.agreement import broadcast, gather
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError
+from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError, RunDirError
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.launch.signals import SignalWatch, is_watched
 from tfmulti.training.checkpoint import file_format
@@ -138,6 +139,7 @@ def find_record(model: keras.Model, keeper: Checkpoint | None) -> Record | None:
 
     Raises:
         ResumeError: the chief cannot take a record from the folder. All workers raise it.
+        RunDirError: a worker does not see the chief's folder. All workers raise it.
     """
     if keeper is None:
         return None
@@ -155,8 +157,28 @@ def find_record(model: keras.Model, keeper: Checkpoint | None) -> Record | None:
         raise ResumeError(words.decode()) from None
     if placement_of(strategy).workers == 1:
         return found
+    _check_seen(strategy, keeper)
     data = broadcast(strategy, file_format.to_bytes(found) if found else None)
     return None if data is None else file_format.from_bytes(data)
+
+
+def _check_seen(strategy: tf.distribute.Strategy, keeper: Checkpoint) -> None:
+    """Raises RunDirError on all workers if one of them does not see the chief's folder.
+
+    The next attempt may have another chief, which would find no checkpoint and begin anew.
+    """
+    place = placement_of(strategy)
+    token = broadcast(strategy, keeper.token().encode() if place.is_chief else None)
+    assert token is not None
+    seen = gather(strategy, [place.is_chief or keeper.sees(token.decode())])
+    blind = [str(rank) for rank, (sees,) in enumerate(seen) if not sees]
+    if blind:
+        workers = f"worker{'s' if len(blind) > 1 else ''} {', '.join(blind)}"
+        raise RunDirError(
+            f"{workers} cannot see worker 0's folder of checkpoints ({keeper.folder}). Give a "
+            "folder that all machines share, such as on NFS. If worker 0 never moves to another "
+            "machine, give --shared_run_dir=false, or Checkpoint(None) on the others."
+        )
 
 
 def seed_of(record: Record | None, drawn: int | None, fixed: bool) -> int | None:
