@@ -5,7 +5,8 @@
     python -m tfmulti.fit --dataset mnist --model lenet --global_batch_size 128
     python -m tfmulti.fit --config runs/NAME/config.json      the same run again
 
-On several machines, run the same command on each machine with TF_CONFIG in the environment.
+On several machines, `tfmulti launch` or a scheduler starts the same command on each of them. Ranks
+and addresses come from the scheduler's variables, or from TF_CONFIG: see `tfmulti env`.
 
 Exit codes: 0 done; 1 the program failed; 2 a mistake of the user, with one line on standard error;
 130 stopped by Ctrl-C and 143 stopped by SIGTERM, both with the progress saved.

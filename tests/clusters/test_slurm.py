@@ -168,3 +168,39 @@ def _wait_for_epochs(slurm: Slurm, folder: str, count: int) -> None:
     while _epochs(slurm, folder) < count:
         assert time.monotonic() < deadline, slurm.logs()
         time.sleep(0.2)
+
+
+LAUNCHED = """#!/bin/sh
+#SBATCH --nodes=2 --ntasks-per-node=1 --output=%x.out --no-requeue
+exec {python} -m tfmulti launch {flags} -m {program}
+"""
+
+
+def test_the_launcher_takes_the_nodes_of_its_allocation(slurm: Slurm) -> None:
+    """It starts the workers of the other node by srun."""
+    program = "tfmulti.fit --epochs 2 --steps_per_execution 1 --run_dir launched"
+    flags = "--nproc-per-node 1"
+    text = LAUNCHED.format(python=sys.executable, flags=flags, program=program)
+    job = slurm.submit(text, "--job-name=launched")
+    assert slurm.wait(job, LIMIT_S)["JobState"] == "COMPLETED", slurm.logs()
+    found, one = report_of(slurm, "launched"), one_device(slurm, "one-launched", 2)
+    assert found["replicas"] == 2
+    for name, values in one["history"].items():
+        assert found["history"][name] == pytest.approx(values, rel=1e-4)
+    output = (slurm.folder / "launched.out").read_text()
+    assert NODES[1] in output
+
+
+def test_the_launcher_goes_on_when_a_node_leaves_its_allocation(
+    slurm: Slurm, whole: dict[str, Any]
+) -> None:
+    """The step on that node is killed. Its workers start again, and no number changes."""
+    program = f"tests.support.slow_training elastic {EPOCHS}"
+    flags = "--nproc-per-node 1 --min-workers 1"
+    text = LAUNCHED.format(python=sys.executable, flags=flags, program=program)
+    job = slurm.submit(text, "--job-name=elastic")
+    _wait_for_epochs(slurm, "elastic", 5)
+    assert slurm.run("scancel", "--signal=KILL", f"{job}.0").returncode == 0
+    assert slurm.wait(job, LIMIT_S)["JobState"] == "COMPLETED", slurm.logs()
+    assert result_of(slurm, "elastic")["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert "starting all workers again" in (slurm.folder / "elastic.out").read_text()

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,7 +24,7 @@ from tests.support.processes import is_alive
 from tfmulti.errors import ConfigError
 from tfmulti.launch import addresses, policy
 from tfmulti.launch.config import LaunchConfig, check_devices
-from tfmulti.launch.connect import remote_command
+from tfmulti.launch.connect import over_ssh, remote_command
 from tfmulti.launch.flags import parse
 from tfmulti.launch.heartbeat import (
     SAVED,
@@ -34,6 +36,7 @@ from tfmulti.launch.heartbeat import (
     write_error,
 )
 from tfmulti.launch.idle import Idle, Use
+from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, StepTiming, Stop, next_action
 from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
@@ -473,6 +476,43 @@ def test_the_hosts_of_an_allocation_are_taken(tmp_path: Path) -> None:
     file.write_text("h1\nh1\nh2\n")
     config = parse([__file__], "", {"PBS_NODEFILE": str(file)})
     assert ([host.name for host in config.hosts], config.ssh) == (["h1", "h2"], "ssh")
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "error", "message"),
+    [
+        # srun says that the command has run and failed, so another try gives the same.
+        (
+            ["no module tfmulti", "srun: error: n2: task 0: Exited with exit code 1"],
+            1,
+            ConfigError,
+            "n2: no module tfmulti. The folder, Python and tfmulti",
+        ),
+        # The node may come back.
+        (
+            ["srun: error: Unable to create step for job 3: Required node not available"],
+            1,
+            Unreachable,
+            "Required node not available",
+        ),
+    ],
+)
+def test_srun_tells_whose_error_it_is(
+    lines: list[str],
+    code: int,
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    srun = tmp_path / "srun"
+    says = "".join(f"echo '{line}' >&2\n" for line in lines)
+    srun.write_text(f"#!/bin/sh\n{says}exit {code}\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    config = parse([__file__], "", {"SLURM_JOB_NODELIST": "n[1-2]"})
+    with pytest.raises(error, match=re.escape(message)):
+        over_ssh(config, {}, config.hosts[1], "r", Mock())
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,13 @@ class Hosts:
         """Returns the words before a command that runs on a host."""
         return [_ip(), "netns", "exec", self._name(host)]
 
+    def on_network(self, host: int) -> list[str]:
+        """Returns the words before a command with a host's network, but with this machine's /sys.
+
+        Slurm's daemon looks there for control groups, which `ip netns exec` hides.
+        """
+        return ["nsenter", f"--net=/run/netns/{self._name(host)}"]
+
     def ssh(self) -> str:
         """Returns what --ssh is given."""
         return f"ssh -F {self._folder}/ssh_config"

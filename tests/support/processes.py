@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfmulti.cluster.environments import ENVIRONMENTS
 from tfmulti.launch.addresses import reserved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,9 @@ def is_alive(pid: int) -> bool:
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns this environment without what describes a cluster, with `extra` put in."""
-    env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "CUDA_VISIBLE_DEVICES")}
+    left_out = {"CUDA_VISIBLE_DEVICES"}.union(*(of.VARIABLES for of in ENVIRONMENTS.values()))
+    # Kubernetes has a HOSTNAME, and so do shells.
+    env = {k: v for k, v in os.environ.items() if k not in left_out - {"HOSTNAME"}}
     env.update({"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"})
     env.update(extra or {})
     return env

@@ -1,8 +1,9 @@
 """A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, ended by their ids.
 
-Debian's packages slurmctld, slurmd, slurm-client and munge are needed, and root. The traps: the
-names of the nodes must resolve, so they are put into /etc/hosts for a while; munge refuses folders
-that others may write to; without a TaskPlugin and cgroups `linuxproc` tracks the processes.
+Each node is a network namespace with an address of its own. Debian's packages slurmctld, slurmd,
+slurm-client, munge and iproute2 are needed, and root. The traps: the names of the nodes must
+resolve, so they are put into /etc/hosts for a while; munge refuses folders that others may write
+to; without a TaskPlugin and cgroups `linuxproc` tracks the processes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support import networks
 from tests.support.processes import ROOT, is_alive
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue")
@@ -28,8 +30,8 @@ _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED
 
 def why_not() -> str | None:
     """Returns why no Slurm can be started here, or None."""
-    if os.getuid() != 0:
-        return "only root can start Slurm's daemons"
+    if (reason := networks.why_not()) is not None:
+        return reason
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     return f"not installed: {', '.join(missing)}" if missing else None
@@ -103,15 +105,20 @@ class Slurm:
 @contextlib.contextmanager
 def started(folder: Path, cores: int = 4) -> Iterator[Slurm]:
     """Gives a Slurm of two nodes, which ends with the context."""
+    (folder / "network").mkdir()
     with contextlib.ExitStack() as at_end:
-        _resolve(at_end)
+        hosts = at_end.enter_context(networks.hosts(len(NODES), folder / "network"))
+        addresses = {node: hosts.address(number) for number, node in enumerate(NODES, 1)}
+        _resolve(addresses, at_end)
         munge = folder / "munge"
         _start_munge(munge, at_end)
-        slurm = Slurm(folder, _configured(folder, munge, cores))
+        config = _configured(folder, munge, cores, {"": hosts.address(254)} | addresses)
+        slurm = Slurm(folder, config)
         at_end.callback(_end, slurm)
-        for argv in (["slurmctld"], *(["slurmd", "-N", node] for node in NODES)):
+        nodes = [[*hosts.on_network(n), "slurmd", "-N", node] for n, node in enumerate(NODES, 1)]
+        for argv in (["slurmctld"], *nodes):
             done = slurm.run(*argv, "-f", str(slurm.config))
-            assert done.returncode == 0, done.stderr
+            assert done.returncode == 0, done.stderr + slurm.logs()
         deadline = time.monotonic() + 30
         while slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() != "2":
             assert time.monotonic() < deadline, slurm.logs()
@@ -119,10 +126,11 @@ def started(folder: Path, cores: int = 4) -> Iterator[Slurm]:
         yield slurm
 
 
-def _resolve(at_end: contextlib.ExitStack) -> None:
-    """Lets the names of the nodes resolve to this machine, until the end."""
+def _resolve(addresses: Mapping[str, str], at_end: contextlib.ExitStack) -> None:
+    """Lets the names of the nodes resolve to their addresses, until the end."""
     before = HOSTS.read_text()
-    HOSTS.write_text(f"{before.rstrip()}\n127.0.0.1 {' '.join(NODES)}\n")
+    lines = [f"{address} {node}\n" for node, address in addresses.items()]
+    HOSTS.write_text(f"{before.rstrip()}\n{''.join(lines)}")
     at_end.callback(HOSTS.write_text, before)
 
 
@@ -151,20 +159,20 @@ def _start_munge(folder: Path, at_end: contextlib.ExitStack) -> None:
         time.sleep(0.05)
 
 
-def _configured(folder: Path, munge: Path, cores: int) -> Path:
-    """Returns the written configuration, with ports that are free now."""
+def _configured(folder: Path, munge: Path, cores: int, addresses: Mapping[str, str]) -> Path:
+    """Returns the written configuration, with ports that are free now.
+
+    The addresses are those of slurmctld (the empty name) and of the nodes.
+    """
     for name in ("state", "log", "run"):
         (folder / name).mkdir()
-    ports = []
-    with contextlib.ExitStack() as held:
-        for _ in range(3):
-            port = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-            ports.append(port.getsockname()[1])
+    with socket.create_server((addresses[""], 0)) as server:
+        port = server.getsockname()[1]
     here = socket.gethostname()
     lines = [
         "ClusterName=tests",
-        f"SlurmctldHost={here}(127.0.0.1)",
-        f"SlurmctldPort={ports[0]}",
+        f"SlurmctldHost={here}({addresses['']})",
+        f"SlurmctldPort={port}",
         "SlurmUser=root",
         "SlurmdUser=root",
         "AuthType=auth/munge",
@@ -187,10 +195,10 @@ def _configured(folder: Path, munge: Path, cores: int) -> Path:
         "KillWait=5",
         "SchedulerParameters=batch_sched_delay=1,sched_interval=2",
     ]
-    for node, port in zip(NODES, ports[1:], strict=True):
+    for node in NODES:
         lines.append(
-            f"NodeName={node} NodeHostname={here} NodeAddr=127.0.0.1 Port={port} CPUs={cores} "
-            "RealMemory=4000"
+            f"NodeName={node} NodeHostname={here} NodeAddr={addresses[node]} Port=6818 "
+            f"CPUs={cores} RealMemory=4000"
         )
     lines.append(f"PartitionName=p Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP")
     path = folder / "slurm.conf"

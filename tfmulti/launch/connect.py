@@ -163,9 +163,11 @@ def over_ssh(
     listener.start()
 
     def why() -> str:
-        # The last line that SSH or the agent has written to standard error.
+        # The last line that the agent has written to standard error, or else SSH or srun.
         listener.join(1.0)
-        return words[-1] if words else ""
+        return next((line for line in reversed(words) if not line.startswith("srun:")), "") or (
+            words[-1] if words else ""
+        )
 
     def close() -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,14 +188,27 @@ def over_ssh(
                 f"{host.name} does not let SSH in: {said}. Make `{config.ssh} {host.name} true` "
                 "work without a question."
             ) from None
-        # SSH exits with 255 for an error of its own, and `close` kills it if it hangs. Any other
-        # code comes from the command on the other machine.
-        if ssh.returncode not in (255, -signal.SIGKILL):
+        if _has_run(config, words, ssh.returncode):
             raise ConfigError(
                 f"{host.name}: {said or error}. The folder, Python and tfmulti must be at the same "
                 "paths on each machine."
             ) from None
         raise Unreachable(said or str(error)) from None
+
+
+def _has_run(config: LaunchConfig, words: Sequence[str], returncode: int) -> bool:
+    """Returns whether a failed command has run on the other machine, and failed there.
+
+    Args:
+        config: has the command for SSH.
+        words: what SSH or srun has written to standard error.
+        returncode: its exit code.
+    """
+    if config.ssh == SRUN:
+        # srun's exit codes do not tell its own errors from those of the command, but it says so.
+        return any("Exited with exit code" in line for line in words)
+    # SSH exits with 255 for an error of its own, and `close` kills it if it hangs.
+    return returncode not in (255, -signal.SIGKILL)
 
 
 def _keep(source: IO[bytes], words: list[str]) -> None:

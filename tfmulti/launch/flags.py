@@ -174,6 +174,7 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
     Raises:
         ConfigError: a flag is unknown, a value breaks its rule, or the GPUs of this machine cannot
             be shared evenly by its workers.
+        ClusterError: the scheduler's list of hosts cannot be read.
         SystemExit: the help was asked for and has been shown.
     """
     given, unknown = make_parser(doc).parse_known_args(argv)
