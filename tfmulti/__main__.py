@@ -1,11 +1,12 @@
 """The command `tfmulti`, whose first argument names what it does.
 
-    tfmulti fit       train a model on one device, many devices or many machines
-    tfmulti launch    start the workers of a job, here or on several machines
-    tfmulti data      show a data set, its split over replicas, and how fast it is read
-    tfmulti bench     measure how a model's training scales, and what limits it
-    tfmulti sbatch    write a batch script for Slurm that saves in time and goes on
-    tfmulti env       show which launcher or scheduler started this process, and its cluster
+    tfmulti fit         train a model on one device, many devices or many machines
+    tfmulti launch      start the workers of a job, here or on several machines
+    tfmulti data        show a data set, its split over replicas, and how fast it is read
+    tfmulti bench       measure how a model's training scales, and what limits it
+    tfmulti sbatch      write a batch script for Slurm that saves in time and goes on
+    tfmulti kubernetes  print a manifest for Kubernetes that starts lost pods again
+    tfmulti env         show which launcher or scheduler started this process, and its cluster
 
 `tfmulti COMMAND --help` lists the flags of a command. `fit`, `launch`, `data` and `bench` are also
 `python -m tfmulti.fit` and so on.
@@ -26,6 +27,7 @@ COMMANDS = {
     "data": "tfmulti.data",
     "bench": "tfmulti.bench",
     "sbatch": "tfmulti.launch.sbatch",
+    "kubernetes": "tfmulti.launch.kubernetes",
     "env": "tfmulti.cluster",
 }
 

@@ -23,6 +23,8 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
+# Another worker was lost, and no launcher starts this one again. Kubeflow's TFJob restarts it, too.
+EXIT_PEER_LOST = 138
 # 128 + SIGTERM: everything is saved, and the run can be started again.
 EXIT_TERMINATED = 143
 

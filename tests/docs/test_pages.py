@@ -17,7 +17,7 @@ from tfmulti import __main__ as tfmulti_command
 from tfmulti.bench import flags as bench_flags
 from tfmulti.config import flags as fit_flags
 from tfmulti.launch import flags as launch_flags
-from tfmulti.launch import sbatch
+from tfmulti.launch import kubernetes, sbatch
 from tfmulti.run import data_command
 
 pytestmark = pytest.mark.processes
@@ -91,6 +91,8 @@ def test_a_command_of_a_page_has_flags_that_exist(
         assert not argv
     elif module == "tfmulti.launch.sbatch":
         assert sbatch.parsed(argv).program[:2] == ("-m", "tfmulti.fit")
+    elif module == "tfmulti.launch.kubernetes":
+        assert kubernetes.parsed(argv).program[:2] == ("-m", "tfmulti.fit")
     elif module == "tfmulti.data":
         assert data_command.parse(["data", *argv]) is not None
     else:
@@ -107,6 +109,7 @@ RUN = {
     "data.md:1:2": ["--nomeasure"],
     "launching.md:1:1": ["--epochs", "1"],
     "launching.md:1:2": [],
+    "kubernetes.md:1:1": [],
 }
 
 

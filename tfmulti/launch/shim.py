@@ -2,7 +2,8 @@
 
     python -m tfmulti.launch.shim [-m] MODULE_OR_SCRIPT [ARGUMENTS…]
 
-The program runs as Python would run it. SIGUSR1 makes the process write the stacks of all its
+The program runs as Python would run it. Without a launcher the exit code 138 says that another
+worker was lost. SIGUSR1 makes the process write the stacks of all its
 threads to a file.
 
     python -m tfmulti.launch.shim --standby
@@ -29,11 +30,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
-from tfmulti.errors import ConfigError, TfmultiError
+from tfmulti.errors import EXIT_PEER_LOST, ConfigError, TfmultiError
 from tfmulti.launch import garbage_collection
 from tfmulti.launch.heartbeat import ERROR_FILE, write_error
+from tfmulti.launch.policy import LOST_A_WORKER
 
 STACKS_FILE, STANDBY, COMMAND = "TFMULTI_STACKS_FILE", "--standby", "--command"
 PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
@@ -173,6 +176,15 @@ def main() -> None:
         path = os.environ.get(ERROR_FILE)
         if path and not isinstance(error, KeyboardInterrupt):
             write_error(Path(path), error, int(os.environ.get("RANK", "0")))
+        if PARENT not in os.environ and type(error).__name__ in LOST_A_WORKER:
+            # A scheduler tells by the code that this worker can be started again.
+            traceback.print_exc()
+            print(
+                "tfmulti: another worker was lost. This one ends with exit code "
+                f"{EXIT_PEER_LOST}, and can be started again.",
+                file=sys.stderr,
+            )
+            sys.exit(EXIT_PEER_LOST)
         raise
 
 

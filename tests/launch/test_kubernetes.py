@@ -1,0 +1,305 @@
+"""Manifests for Kubernetes: they are valid, and the pods that they describe train.
+
+No Kubernetes runs here. The commands of the pods run as processes in network namespaces, with the
+hostnames and the environment of the manifest, and start again as its policy says.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+
+from tests.support import networks
+from tests.support.networks import Hosts
+from tests.support.processes import ROOT, Processes, clean_env, processes
+from tfmulti.errors import EXIT_PEER_LOST, ConfigError
+from tfmulti.launch.kubernetes import Manifest, main
+
+WHY_NOT = networks.why_not()
+LIMIT_S = 150
+EPOCHS = 12
+SECRET = "a secret that only the pods of this job know"
+FIT = ("-m", "tfmulti.fit")
+
+
+def parts_of(**options: Any) -> dict[str, Any]:
+    """Returns the objects of a manifest by their kinds."""
+    wanted = {"program": FIT, "image": "example/tfmulti:1", **options}
+    found = list(yaml.safe_load_all(Manifest(**wanted).text))
+    return {part["kind"]: part for part in found}
+
+
+def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = job["spec"]["template"]["spec"]
+    return pod
+
+
+@pytest.mark.parametrize("options", [{}, {"gpus": 8, "workers": 16}, {"claim": "data.claim-1"}])
+def test_the_objects_are_valid(options: dict[str, Any]) -> None:
+    """By the schemas of the first and the newest Kubernetes that this manifest is for."""
+    parts = parts_of(**options)
+    assert set(parts) >= {"Service", "NetworkPolicy", "Job"}
+    assert ("PersistentVolumeClaim" in parts) == ("claim" not in options)
+    for part in parts.values():
+        for version in ("1.31", "1.35"):
+            kubernetes_validate.validate(part, version, strict=True)
+
+
+def test_a_wrong_field_is_not_valid() -> None:
+    job = parts_of()["Job"]
+    job["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, "1.35", strict=True)
+
+
+def test_a_job_set_is_valid() -> None:
+    """Kubeflow has JobSet's schema as classes, which leave out a field that it does not have."""
+    made = parts_of(kind="jobset", workers=3)["JobSet"]
+    assert JobsetV1alpha2JobSet.from_dict(made).to_dict() == made
+    (replicated,) = made["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}}
+    kubernetes_validate.validate(job | replicated["template"], "1.35", strict=True)
+
+
+def test_the_parts_belong_together() -> None:
+    parts = parts_of(name="digits", workers=3, grace_s=60)
+    spec, pod = parts["Job"]["spec"], pod_of(parts["Job"])
+    labels = spec["template"]["metadata"]["labels"]
+    assert parts["Service"]["spec"]["selector"] == labels
+    assert parts["Service"]["spec"]["publishNotReadyAddresses"] is True
+    rules = parts["NetworkPolicy"]["spec"]
+    assert rules["podSelector"] == rules["ingress"][0]["from"][0]["podSelector"]
+    assert rules["podSelector"]["matchLabels"] == labels
+    assert pod["subdomain"] == parts["Service"]["metadata"]["name"] == "digits"
+    claim = parts["PersistentVolumeClaim"]["metadata"]["name"]
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
+    assert spec["completions"] == spec["parallelism"] == 3
+    # The worker must have saved before Kubernetes kills it.
+    grace = next(e for e in pod["containers"][0]["env"] if e["name"] == "TFMULTI_GRACE_S")
+    assert int(grace["value"]) < pod["terminationGracePeriodSeconds"] == 60
+    assert pod["containers"][0]["command"][-2:] == ["--run_dir", "/runs/digits"]
+
+
+def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFMULTI_SECRET", "hidden")
+    assert "hidden" not in Manifest(program=FIT, image="i").text
+
+
+ODD = ["train.py", 'a: "b"\n- c', "yes", "null", "'", "1", "#", "%", "\u2028", "&x", "-"]
+
+
+def test_no_word_of_the_program_leaves_its_place() -> None:
+    command = pod_of(parts_of(program=tuple(ODD))["Job"])["containers"][0]["command"]
+    assert command[3:] == ODD
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--image i", "no program was given. Write it after --"),
+        ("--image i -- -m", "no program was given"),
+        ("-- a.py", "--image is '', but it must name a container image"),
+        ("--image 'i j' -- a.py", "--image is 'i j'"),
+        ("--image i --workers 0 -- a.py", "--workers is 0, but it must be at least 1"),
+        ("--image i --gpus -1 -- a.py", "--gpus is -1, but it must be at least 0"),
+        ("--image i --grace-s 5 -- a.py", "--grace-s is 5, but it must be at least 20"),
+        ("--image i --name Digits -- a.py", "--name is 'Digits', but it must look like digits-1"),
+        ("--image i --claim /x -- a.py", "--claim is '/x', but it must look like runs"),
+        ("--image i --memory 4GB -- a.py", "--memory is '4GB', but it must look like 32Gi"),
+        ("--image i --kind pod -- a.py", "--kind is 'pod', but it must be one of job, jobset"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["manifest", *shlex.split(words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"tfmulti: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_name_that_fits_gives_hostnames_that_fit() -> None:
+    """A JobSet's pod is NAME-worker-0-INDEX, and a hostname has at most 63 characters."""
+    Manifest(program=FIT, image="i", name="a" * 40)
+    assert len("a" * 40 + "-worker-0-9999999") <= 63
+    with pytest.raises(ConfigError, match="--name"):
+        Manifest(program=FIT, image="i", name="a" * 41)
+
+
+def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
+    """What it copies is enough to build the package. No container engine is here to do the rest."""
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    allowed = (ROOT / ".dockerignore").read_text().split()
+    source = tmp_path / "src"
+    source.mkdir()
+    for word, text in steps:
+        if word == "COPY":
+            *names, target = text.split()
+            assert all(f"!{name.removeprefix('./')}" in allowed for name in names)
+            subprocess.run(["cp", "-r", *names, str(source / target)], cwd=ROOT, check=True)
+    first, second = [text for word, text in steps if word == "RUN"]
+    pip = f"{shlex.quote(sys.executable)} -m pip install --dry-run --no-deps --quiet"
+    install = first.replace("pip install", pip)
+    subprocess.run(
+        ["sh", "-euc", install], cwd=source, env=clean_env({"EXTRAS": "images"}), check=True
+    )
+    subprocess.run(["sh", "-nc", second], check=True)
+    users = [text for word, text in steps if word == "USER"]
+    uid = pod_of(parts_of()["Job"])["securityContext"]["runAsUser"]
+    assert users == [str(uid)]
+
+
+class Pods:
+    """The pods of a Job with two pods, which this class starts and restarts as Kubernetes would."""
+
+    def __init__(self, job: dict[str, Any], folder: Path, hosts: Hosts, group: Processes) -> None:
+        self._job, self._folder, self._hosts, self._group = job, folder, hosts, group
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.count = 0
+        names = [f"{self.hostname(i)}.{pod_of(job)['subdomain']}" for i in range(2)]
+        lines = [f"{hosts.address(i + 1)} {names[i]}\n" for i in range(2)]
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+
+    def hostname(self, index: int) -> str:
+        return f"{self._job['metadata']['name']}-{index}"
+
+    def start(self, index: int) -> None:
+        """Starts a pod with this index, as the Job's controller does."""
+        own = self._folder / f"scratch-{index}-{self.count}"
+        own.mkdir()
+        self.count += 1
+        container = pod_of(self._job)["containers"][0]
+        # The volumes are folders of this machine.
+        folders = {"runs": self._folder / "runs", "scratch": own}
+        places = {m["mountPath"]: folders[m["name"]] for m in container["volumeMounts"]}
+
+        def placed(text: str) -> str:
+            for path, folder in places.items():
+                if text == path or text.startswith(f"{path}/"):
+                    return str(folder) + text.removeprefix(path)
+            return text
+
+        env = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": self.hostname(index)}
+        for entry in container["env"]:
+            env[entry["name"]] = placed(entry.get("value", SECRET))
+        python, *argv = map(placed, container["command"])
+        assert python == "python"
+        bind = f'mount --bind {self._folder}/hosts /etc/hosts && exec "$@"'
+        before = [*self._hosts.inside(index + 1), "unshare", "--mount", "sh", "-c", bind, "-"]
+        before += ["env", f"PYTHONPATH={ROOT}"]
+        self.running[index] = self._group.start(argv, env, before=before)
+        self.env = clean_env(env)
+
+    def probe(self, name: str) -> int:
+        """Returns the exit code of a probe of the pod that was started last."""
+        command = pod_of(self._job)["containers"][0][name]["exec"]["command"]
+        return subprocess.run([sys.executable, *command[1:]], cwd=ROOT, env=self.env).returncode
+
+    def action(self, code: int) -> str:
+        """Returns what the Job's policy says of an exit code."""
+        for rule in self._job["spec"]["podFailurePolicy"]["rules"]:
+            if code in rule.get("onExitCodes", {}).get("values", []):
+                return str(rule["action"])
+        return "Count"
+
+    def wait(self) -> dict[int, int]:
+        """Waits for all pods, and returns their exit codes."""
+        codes = {}
+        deadline = time.monotonic() + LIMIT_S
+        for index, process in self.running.items():
+            try:
+                code = process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(self._group.logs()) from None
+            codes[index] = 128 - code if code < 0 else code
+        return codes
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Hosts]:
+    folder = tmp_path / "network"
+    folder.mkdir()
+    with networks.hosts(2, folder) as made:
+        yield made
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
+    two: Hosts, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    program = ("-m", "tests.support.slow_training", "/runs/job", str(EPOCHS))
+    job = parts_of(program=program, name="job")["Job"]
+    progress = runs / "job" / "progress.txt"
+
+    def epochs() -> int:
+        return progress.read_text().count("\n") if progress.exists() else 0
+
+    with processes(tmp_path / "logs") as group:
+        pods = Pods(job, tmp_path, two, group)
+
+        def wait_for_epochs(count: int) -> None:
+            deadline = time.monotonic() + LIMIT_S
+            while epochs() < count:
+                assert time.monotonic() < deadline, group.logs()
+                time.sleep(0.1)
+
+        for index in (0, 1):
+            pods.start(index)
+        assert pods.probe("startupProbe") == 1
+        assert pods.probe("livenessProbe") == 0
+        wait_for_epochs(3)
+        assert (pods.probe("startupProbe"), pods.probe("livenessProbe")) == (0, 0)
+        pods.running[1].kill()
+        killed = pods.wait()
+        assert killed == {0: EXIT_PEER_LOST, 1: 128 + signal.SIGKILL}, group.logs()
+        assert [pods.action(code) for code in killed.values()] == ["Count", "Count"]
+
+        for index in (0, 1):
+            pods.start(index)
+        wait_for_epochs(epochs() + 3)
+        # A node is drained: its pod gets SIGTERM.
+        pods.running[0].send_signal(signal.SIGTERM)
+        drained = pods.wait()
+        assert drained == {0: 143, 1: 143}, group.logs()
+        assert pods.action(143) == "Count"
+
+        for index in (0, 1):
+            pods.start(index)
+        assert pods.wait() == {0: 0, 1: 0}, group.logs()
+
+        argv = ["-m", "tests.support.slow_training", str(tmp_path / "one"), str(EPOCHS)]
+        pods.running = {0: group.start(argv)}
+        assert pods.wait() == {0: 0}, group.logs()
+    found = json.loads((runs / "job" / "result.json").read_text())
+    one = json.loads((tmp_path / "one" / "result.json").read_text())
+    assert found["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_a_mistake_ends_the_job(two: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    job = parts_of(program=(*FIT, "--epochs", "0"), name="job")["Job"]
+    with processes(tmp_path / "logs") as group:
+        pods = Pods(job, tmp_path, two, group)
+        for index in (0, 1):
+            pods.start(index)
+        assert pods.wait() == {0: 2, 1: 2}, group.logs()
+    assert pods.action(2) == pods.action(1) == "FailJob"
