@@ -13,7 +13,6 @@ from tests.support.reads import BAD, BATCH, EXAMPLES, Logged
 from tfmulti import Checkpoint, prepare
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.data.batch_plan import BatchPlan
-from tfmulti.data.lost import Lost
 from tfmulti.errors import DataError
 from tfmulti.run import validation
 from tfmulti.run.setup import compile_model, make_model, set_up
@@ -135,7 +134,7 @@ def test_what_loading_left_out_counts_in_each_pass(loaded: int) -> None:
         strategy="one_device",
     )
     setup = set_up(validation.check(config, env={}))
-    lost = (Lost("row group 1 of a.parquet: it is damaged.", loaded),)
+    lost = ("row 1 of a.csv: it has 1 column, but the header has 2.",) * loaded
     setup = replace(setup, data=replace(setup.data, train=Logged(EXAMPLES, BAD), lost=lost))
     with setup.strategy.scope():
         model = make_model(setup)

@@ -76,8 +76,6 @@ class Recipe:
         optimizer: the default optimizer.
         learning_rate: the default learning rate.
         takes_options: whether options may follow the name, as in `npz:PATH`.
-        skips_damage: whether the loader takes `skip_bad_records`, because it looks through the
-            files itself.
     """
 
     place: str
@@ -88,7 +86,6 @@ class Recipe:
     optimizer: str = "adam"
     learning_rate: float = 0.001
     takes_options: bool = False
-    skips_damage: bool = False
 
 
 DATASETS: dict[str, Recipe] = {
@@ -104,19 +101,11 @@ DATASETS: dict[str, Recipe] = {
     "npz": Recipe("tfmulti.data.sources.npz:load", "cnn", takes_options=True),
     "npy": Recipe("tfmulti.data.sources.npy:load", "cnn", takes_options=True),
     "images": Recipe("tfmulti.data.sources.images:load", "resnet20", 32, takes_options=True),
-    "csv": Recipe(
-        "tfmulti.data.sources.tables:load_csv", "mlp", 32, takes_options=True, skips_damage=True
-    ),
-    "parquet": Recipe(
-        "tfmulti.data.sources.tables:load_parquet", "mlp", 32, takes_options=True, skips_damage=True
-    ),
-    "text": Recipe(
-        "tfmulti.data.sources.text:load", "transformer", 32, takes_options=True, skips_damage=True
-    ),
-    "tfrecord": Recipe(
-        "tfmulti.data.sources.tfrecord:load", "cnn", takes_options=True, skips_damage=True
-    ),
-    "tfds": Recipe("tfmulti.data.sources.tfds:load", "cnn", takes_options=True, skips_damage=True),
+    "csv": Recipe("tfmulti.data.sources.tables:load_csv", "mlp", 32, takes_options=True),
+    "parquet": Recipe("tfmulti.data.sources.tables:load_parquet", "mlp", 32, takes_options=True),
+    "text": Recipe("tfmulti.data.sources.text:load", "transformer", 32, takes_options=True),
+    "tfrecord": Recipe("tfmulti.data.sources.tfrecord:load", "cnn", takes_options=True),
+    "tfds": Recipe("tfmulti.data.sources.tfds:load", "cnn", takes_options=True),
 }
 
 _USER_DATASET = Recipe("", "mlp")

@@ -137,8 +137,8 @@ class TrainingOptions:
     skip_bad_records: int = flag(
         0,
         "Leave out up to so many examples that cannot be read in each pass over the data, over "
-        "all workers together, with the rows of CSV and Parquet files that cannot be; each is "
-        "named. GZIP files of records are unpacked for it. Default: the first one is an error.",
+        "all workers together; each is named. A damaged file stays an error. Default: the first "
+        "one is an error.",
         low=0,
         free=True,
     )

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.lost import Lost
 from tfmulti.data.source import Source
 
 CLASSIFICATION, REGRESSION = "classification", "regression"
@@ -104,7 +103,7 @@ class DataSet:
     vocabulary: tuple[str, ...] | None = None
     finish: Callable[[int], DataSet] | None = None
     warning: str | None = None
-    lost: tuple[Lost, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 def fitted(data: DataSet) -> DataSet:

@@ -66,8 +66,8 @@ class Batch(NamedTuple):
         first_rows: for each local replica the position of its first row in the global batch.
         lost: one sentence for each example that could not be read: where it is and why. The rows
             of such examples are left out of `data` and `own_rows` if `skip_bad_records` is set;
-            otherwise another example stands in each of them. A replica that lost all of its rows
-            reads one other example, which does not count.
+            otherwise they are zeros. A replica that lost all of its rows reads one other example,
+            which does not count.
     """
 
     step: int
@@ -105,8 +105,8 @@ class Loader:
     - With `skip_bad_records` above 0 it is left out. The caller counts how many are left out, and
       stops if they are too many.
     - Without it, if this worker has all replicas, `batches` raises DataError.
-    - Without it, if there are other workers, another example takes its place. `Batch.lost`
-      reports it, and the caller tells the other workers.
+    - Without it, if there are other workers, its row is zeros. `Batch.lost` reports it, and the
+      step tells the other workers, so that the run ends on all of them.
 
     Args:
         source: the examples.
@@ -238,9 +238,14 @@ class Loader:
             words = self._words(share, row, error)
             if self._raises:
                 raise DataError(f"{words} {self.next_step}") from error
-            share.lost[row] = words
+            self._note(share, row, words)
         except Exception as error:
             self._fail(share, row, error)
+
+    def _note(self, share: _Share, row: int, words: str) -> None:
+        """Notes why a row cannot be read, and sets it to zeros, or to empty texts."""
+        map_nest(_clear, _rows_of(share.data, slice(row, row + 1)))
+        share.lost[row] = words
 
     def _words(self, share: _Share, row: int, error: Exception) -> str:
         """Returns where the example of a row is and why it cannot be read."""
@@ -260,7 +265,7 @@ class Loader:
             kind, source = type(error).__name__, type(self._source).__name__
             words += f" It is a fault of {source}.read() ({kind}), and of no record."
         if not (self._raises or self._skips_bad):
-            share.lost[row] = words
+            self._note(share, row, words)
         elif isinstance(error, OSError):
             raise DataError(words) from error
         else:
@@ -286,26 +291,11 @@ class Loader:
         return Batch(begun.part.step, rows, data, own_rows, first_rows, lost)
 
     def _readable(self, share: _Share) -> Any:
-        """Returns the rows of a replica without the lost ones, but at least one row."""
-        if not share.lost:
+        """Returns the rows of a replica without the skipped ones, but at least one row."""
+        if not (share.lost and self._skips_bad):
             return share.data
-        if not self._skips_bad:
-            return self._stood_in(share)
         left = [row for row in range(len(share.examples)) if row not in share.lost]
         return map_nest(lambda a: a[left], share.data) if left else self._one_readable()
-
-    def _stood_in(self, share: _Share) -> Any:
-        """Returns the rows of a replica with another example in place of each lost one."""
-        try:
-            one = self._one_readable()
-        except Exception:
-            # This worker must not stop here: the step runs on zeros and tells all workers.
-            one = map_nest(
-                lambda a: np.full(1, "" if a.dtype == object else 0, a.dtype), share.data
-            )
-        for row in share.lost:
-            map_nest(_copy_one, _rows_of(share.data, slice(row, row + 1)), one)
-        return share.data
 
     def _one_readable(self) -> Any:
         """Returns one example that can be read, with a leading dimension of 1."""
@@ -395,9 +385,9 @@ def aligned(size: int) -> np.ndarray:
     return raw[start : start + size]
 
 
-def _copy_one(out: np.ndarray, rows: Any) -> None:
-    """Copies rows into `out`."""
-    out[...] = rows
+def _clear(rows: np.ndarray) -> None:
+    """Sets rows to zeros, or to empty texts."""
+    rows[...] = "" if rows.dtype == object else 0
 
 
 def _rows_of(buffers: Any, piece: slice) -> Any:

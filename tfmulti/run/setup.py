@@ -24,7 +24,6 @@ from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.data_set import CLASSIFICATION, DataSet, size_of
 from tfmulti.data.loader import Loader
-from tfmulti.data.lost import lost_examples
 from tfmulti.data.sharding import steps_per_epoch
 from tfmulti.data.sources import user as user_data
 from tfmulti.distribution.agreement import from_chief
@@ -110,7 +109,7 @@ def set_up(job: validation.Job) -> Setup:
         say("warning", data.warning)
     # All workers have loaded the same data, so one of them names what is lost.
     for lost in data.lost if chief else ():
-        left_out(lost.words)
+        left_out(lost)
     data = shared(data, strategy)
     rows = user_data.rows_of_batches(data.train)
     if rows is not None:
@@ -262,9 +261,7 @@ def plan_of(setup: Setup) -> BatchPlan:
 def reading_of(setup: Setup) -> ReadOptions:
     """Returns how the examples of the run are read."""
     config = setup.config
-    return ReadOptions(
-        config.reader_threads, config.skip_bad_records, lost_examples(setup.data.lost)
-    )
+    return ReadOptions(config.reader_threads, config.skip_bad_records, len(setup.data.lost))
 
 
 def first_batch(setup: Setup) -> Any:

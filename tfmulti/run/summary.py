@@ -12,7 +12,6 @@ from tfmulti.config.console import Say, number, speaker
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.run_directory import RunDir
 from tfmulti.data.data_set import size_of
-from tfmulti.data.lost import lost_examples
 from tfmulti.distribution.strategies import Placement, device_names
 from tfmulti.run import artifacts
 from tfmulti.run.callbacks.throughput import Throughput
@@ -156,7 +155,7 @@ def make_report(
         seconds=trained.seconds,
         examples_per_second=speed,
         waiting_share=trained.waiting.share,
-        examples_lost=state.run.lost + lost_examples(setup.data.lost),
+        examples_lost=state.run.lost + len(setup.data.lost),
         weights_sha256=artifacts.weights_sha256(model),
         inexact=inexact_flags(setup.config, setup.place),
         epochs_asked=setup.epochs,

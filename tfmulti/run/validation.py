@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import check_trains, find_cluster
@@ -178,11 +177,13 @@ def load_data(config: FitConfig) -> DataSet | None:
     if options is None:
         return None
     limit_pixels(config.max_image_megapixels)
-    own: dict[str, Any] = {}
-    if registry.recipe_of(config.dataset).skips_damage:
-        own["skip_bad_records"] = config.skip_bad_records
-    data = registry.load_place("dataset", place)(options, config.seed, **own)
+    data = registry.load_place("dataset", place)(options, config.seed)
     assert isinstance(data, DataSet)
+    if data.finish is not None and config.skip_bad_records:
+        raise ConfigError(
+            f"--skip_bad_records {config.skip_bad_records}: GZIP files are read as a stream, from "
+            "which no record can be left out. gunzip them, or leave the flag out."
+        )
     return prepared(data, config)
 
 

@@ -163,10 +163,7 @@ def flip(file: Path) -> None:
         (Path.unlink, "no such file"),
         (cut(0), "the file is empty"),
         (cut(0.5), "truncated"),
-        (
-            flip,
-            r"damaged or truncated \(.*CRC.*\), which --skip_bad_records .*not known\. Write",
-        ),
+        (flip, r"damaged or truncated \(.*CRC.*\)\. Write"),
         (lambda file: file.write_bytes(b"no archive"), "no .npz file"),
     ],
 )
@@ -233,27 +230,11 @@ def test_npy_is_mapped_and_needs_no_tensorflow(tmp_path: Path) -> None:
     assert subprocess.run(argv).returncode == 0
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_npy_that_is_cut_off_loses_its_last_rows(tmp_path: Path, order: Any) -> None:
-    """Those of all its part's files; where columns follow each other no row is whole."""
-    images = np.asarray(np.arange(20 * 6, dtype=np.float32).reshape(20, 6), order=order)
-    folder = npy_folder(tmp_path, x_train=images, y_train=np.arange(20) % 3)
-    whole = (tmp_path / "x_train.npy").read_bytes()
-    (tmp_path / "x_train.npy").write_bytes(whole[: -6 * 4 * 3 - 1])  # 3 rows and a byte
-    if order == "F":
-        with pytest.raises(DataError, match=r"x_train.npy is damaged or cut off"):
-            npy.load(folder, 0)
-        return
-    data = npy.load(folder, 0)
-    assert isinstance(data.train, ArraySource)
-    assert len(data.train) == 16
-    np.testing.assert_array_equal(data.train.read(np.array([15]))[0], images[15:16])
-    assert [(each.words, each.examples) for each in data.lost] == [
-        (f"--dataset npy:{folder}: x_train.npy is cut off in row 16 of 20.", 4)
-    ]
-    (tmp_path / "y_train.npy").unlink()
-    npy_folder(tmp_path, y_train=np.arange(19) % 3)  # another length is another mistake
-    with pytest.raises(DataError, match="x_train has 16 rows and y_train has 19"):
+def test_npy_that_is_cut_off(tmp_path: Path) -> None:
+    folder = npy_folder(tmp_path, x_train=X, y_train=Y)
+    file = tmp_path / "x_train.npy"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"x_train.npy is damaged or cut off"):
         npy.load(folder, 0)
 
 

@@ -55,7 +55,7 @@ def test_arrays_of_a_file_system_of_tensorflows(folder: str) -> None:
     ("content", "message"),
     [
         (b"", "the file is empty. Write it anew"),
-        (b"no archive", "no .npz file, or a truncated one, which --skip.* not known. Save with"),
+        (b"no archive", "no .npz file, or a truncated one. Save with"),
         (bytes_by(np.savez, x=X, y=Y)[:-9], "no .npz file, or a truncated one"),
         (bytes_by(np.savez, x=X, y=np.array([{}] * 20)), "holds pickled Python objects"),
         (bytes_by(np.savez, x=X), "lacks the array 'y'. Add it"),

@@ -1,27 +1,11 @@
-"""Access to pyarrow, which reads tables, and a description of the rows that it cannot read."""
+"""Access to pyarrow, which reads tables."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from tfmulti.errors import DataError
-
-
-class BadRows(NamedTuple):
-    """Neighbouring rows of a file that are left out together.
-
-    Attributes:
-        first: the number of the first of them, from 1.
-        rows: how many they are.
-        place: their name for messages, such as `row 3`.
-        reason: why they are left out, in one sentence.
-    """
-
-    first: int
-    rows: int
-    place: str
-    reason: str
 
 
 def arrow(module: str = "pyarrow") -> Any:

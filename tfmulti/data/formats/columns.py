@@ -1,8 +1,8 @@
 """Columns of CSV and Parquet files, read by pyarrow; all files of a data set have the same ones.
 
 Messages count rows from 1. The header and the empty lines of a CSV file do not count. Rows that
-cannot be read are left out (`csv_tables`, `parquet_tables`). The caller gets them from `lost_of`
-and decides whether they may be.
+cannot be read are left out of a CSV file (`csv_tables`). The caller gets them from `lost_of` and
+decides whether they may be.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfmulti.data.formats.arrow import BadRows, arrow, reason_of
+from tfmulti.data.formats.arrow import arrow, reason_of
 from tfmulti.data.formats.csv_tables import read_csv
 from tfmulti.data.formats.parquet_tables import read_parquet
 from tfmulti.data.io import files
-from tfmulti.data.lost import Lost
 from tfmulti.errors import DataError
 
 CSV, PARQUET = "csv", "parquet"
@@ -30,13 +29,13 @@ class Table(NamedTuple):
     Attributes:
         path: the file.
         rows: the rows that can be read, a `pyarrow.Table`.
-        bad: the rows that are left out, in the order of the file.
+        bad: why rows are left out, by their numbers from 1, in the order of the file.
         is_typed: whether the columns have types. Those of a CSV file have none: all are text.
     """
 
     path: str
     rows: Any
-    bad: list[BadRows]
+    bad: dict[int, str]
     is_typed: bool
 
     def where(self, row: int) -> str:
@@ -46,7 +45,7 @@ class Table(NamedTuple):
         """
         number = row + 1
         for bad in self.bad:
-            number += bad.rows * (bad.first <= number)
+            number += bad <= number
         return f"row {number} of {self.path}"
 
 
@@ -102,20 +101,18 @@ def read_tables(
         _check_names(place, path, found, names)
         tables.append(table)
     if not sum(table.rows.num_rows for table in tables):
-        bad = "".join(f" that can be read: {lost.words}" for lost in lost_of(tables)[:1]).rstrip(
-            "."
-        )
+        bad = "".join(f" that can be read: {lost}" for lost in lost_of(tables)[:1]).rstrip(".")
         raise DataError(f"{place}: {pattern} has no rows{bad}. Give files with at least one.")
     return tables
 
 
-def lost_of(*parts: list[Table]) -> tuple[Lost, ...]:
+def lost_of(*parts: list[Table]) -> tuple[str, ...]:
     """Returns where the left-out rows of the tables of all parts are, and why."""
     return tuple(
-        Lost(f"{bad.place} of {table.path}: {bad.reason}", bad.rows)
+        f"row {number} of {table.path}: {reason}"
         for tables in parts
         for table in tables
-        for bad in table.bad
+        for number, reason in table.bad.items()
     )
 
 
@@ -156,7 +153,7 @@ def _read(place: str, form: str, path: str) -> Table:
         data = files.read_bytes(path)
         if form == CSV:
             return Table(path, *read_csv(data, path.endswith(".gz")), is_typed=False)
-        return Table(path, *read_parquet(data), is_typed=True)
+        return Table(path, read_parquet(data), {}, is_typed=True)
     except UnicodeDecodeError:
         reason = "it is not UTF-8 text"
     except (OSError, ValueError, pyarrow.ArrowException) as error:

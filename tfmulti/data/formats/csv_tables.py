@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from tfmulti.data.formats.arrow import BadRows, arrow
+from tfmulti.data.formats.arrow import arrow
 from tfmulti.data.io.files import memory_bytes
 
 # A file with more bad rows than this is not a table.
 _MOST_BAD = 100_000
 # Messages show at most this many characters of a row.
 _SHOWN = 40
-_CUT_OFF = "the GZIP file is cut off in it; what follows, up to its end, counts as one row."
 
 _LINE = re.compile(rb"\r\n|\r|\n")
 # A value in quotes. `behind` is the text after the closing quote; a character other than a space
@@ -35,12 +34,12 @@ _QUOTED = re.compile(
 )
 
 
-def read_csv(data: bytes, packed: bool) -> tuple[Any, list[BadRows]]:
-    """Returns the rows of a file as a `pyarrow.Table` of text, and the rows that are left out.
+def read_csv(data: bytes, packed: bool) -> tuple[Any, dict[int, str]]:
+    """Returns the rows of a file as a `pyarrow.Table` of text, and why rows are left out.
 
     A row is left out if it has more or fewer columns than the header, or bytes that are not UTF-8
-    text. The end of a GZIP file that is cut off counts as one row that is left out. Spaces around a
-    value are removed, and a value of spaces alone is missing.
+    text. Its number, from 1, is then the key of the reason. Spaces around a value are removed, and
+    a value of spaces alone is missing.
 
     Args:
         data: the bytes of the file.
@@ -50,11 +49,9 @@ def read_csv(data: bytes, packed: bool) -> tuple[Any, list[BadRows]]:
         ValueError, OSError: the file cannot be read.
     """
     pyarrow, compute = arrow(), arrow("pyarrow.compute")
-    is_cut_off = False
     if packed:
-        data, is_cut_off = _unpacked(data)
-        data = _whole_rows(data) if is_cut_off else data
-    bad: dict[int, BadRows] = {}
+        data = _unpacked(data)
+    bad: dict[int, str] = {}
     try:
         table = _parsed(data, None)
     except pyarrow.ArrowInvalid:
@@ -63,9 +60,6 @@ def read_csv(data: bytes, packed: bool) -> tuple[Any, list[BadRows]]:
         table = _parsed(data, bad)
         if mark is not None:
             table = _without_marked(table, mark, bad)
-    if is_cut_off:
-        number = table.num_rows + len(bad) + 1
-        bad[number] = BadRows(number, 1, f"row {number}", _CUT_OFF)
     if _has_lines(table):
         # The check takes longer than reading the file, so it runs only where lines may be joined.
         check_quotes(data)
@@ -74,18 +68,15 @@ def read_csv(data: bytes, packed: bool) -> tuple[Any, list[BadRows]]:
         empty = compute.equal(trimmed, "")
         text = compute.if_else(empty, pyarrow.scalar(None, pyarrow.string()), trimmed)
         table = table.set_column(i, name, text)
-    return table, [bad[number] for number in sorted(bad)]
+    return table, dict(sorted(bad.items()))
 
 
-def _unpacked(data: bytes) -> tuple[bytes, bool]:
-    """Returns the content of a GZIP file, and whether the file is cut off.
-
-    The content of a file that is cut off ends where the file ends.
+def _unpacked(data: bytes) -> bytes:
+    """Returns the content of a GZIP file.
 
     Raises:
-        ValueError: the file is damaged in another way. zlib notices the damage only at some later
-            place, and rows have no checksums of their own, so the bad rows are unknown. Or the
-            content is larger than the memory of this machine.
+        ValueError: the file is damaged or cut off, or its content is larger than the memory of this
+            machine.
     """
     found, left = [], memory_bytes()
     while data:
@@ -95,34 +86,17 @@ def _unpacked(data: bytes) -> tuple[bytes, bool]:
             found.append(packed.decompress(data, left))
             left -= len(found[-1])
         except zlib.error as error:
-            raise ValueError(
-                f"its GZIP data is damaged ({error}); nobody knows which of its rows are, so "
-                "--skip_bad_records cannot count them and leave them out"
-            ) from None
+            raise ValueError(f"its GZIP data is damaged ({error})") from None
         if left <= 0:
             raise ValueError(
                 f"it unpacks to more than {memory_bytes():,} bytes, the memory of this machine; "
                 "split it, or write it as TFRecord or .npy files, which are read piece by piece"
             )
         if not packed.eof:
-            return b"".join(found), True
+            raise ValueError("the GZIP file is cut off")
         # A file may have several GZIP members, and zeros may fill up its last block.
         data = packed.unused_data.lstrip(b"\0")
-    return b"".join(found), False
-
-
-def _whole_rows(data: bytes) -> bytes:
-    """Returns a text without its last row, which may be incomplete.
-
-    Raises:
-        ValueError: the text ends within its header.
-    """
-    # A value that is not closed may contain line breaks, which do not end a row.
-    end = next((v.start("value") for v in _QUOTED.finditer(data) if not v["end"]), len(data))
-    end = max(data.rfind(b"\n", 0, end), data.rfind(b"\r", 0, end)) + 1
-    if not data[:end].strip():
-        raise ValueError("the GZIP file is cut off before its first row")
-    return data[:end]
+    return b"".join(found)
 
 
 def _marked(data: bytes) -> tuple[bytes, str | None]:
@@ -142,7 +116,7 @@ def _marked(data: bytes) -> tuple[bytes, str | None]:
     return data, None
 
 
-def _without_marked(table: Any, mark: str, bad: dict[int, BadRows]) -> Any:
+def _without_marked(table: Any, mark: str, bad: dict[int, str]) -> Any:
     """Returns the rows of a table that have no mark, and adds the others to `bad`.
 
     Raises:
@@ -155,14 +129,13 @@ def _without_marked(table: Any, mark: str, bad: dict[int, BadRows]) -> Any:
     if marked.sum() > _MOST_BAD or any(mark in name for name in table.column_names):
         raise ValueError("it is not UTF-8 text")
     unknown = "\N{REPLACEMENT CHARACTER}"
-    for number, each in bad.items():
-        bad[number] = each._replace(reason=each.reason.replace(repr(mark)[1:-1], unknown))
+    for number, reason in bad.items():
+        bad[number] = reason.replace(repr(mark)[1:-1], unknown)
     numbers = np.setdiff1d(np.arange(1, table.num_rows + len(bad) + 1), list(bad))
     for row in np.flatnonzero(marked).tolist():
         values = [column[row].as_py() or "" for column in table.columns]
         shown = _shown(",".join(values).replace(mark, unknown))
-        number = int(numbers[row])
-        bad[number] = BadRows(number, 1, f"row {number}", f"it is not UTF-8 text: {shown}.")
+        bad[int(numbers[row])] = f"it is not UTF-8 text: {shown}."
     return table.filter(pyarrow.array(~marked))
 
 
@@ -210,7 +183,7 @@ def _line_at(data: bytes, place: int) -> int:
     return len(_LINE.findall(data, 0, place)) + 1
 
 
-def _parsed(data: bytes, bad: dict[int, BadRows] | None) -> Any:
+def _parsed(data: bytes, bad: dict[int, str] | None) -> Any:
     """Returns a CSV file as a table of text.
 
     A row with another number of columns than the header is added to `bad`, with its number as the
@@ -222,8 +195,7 @@ def _parsed(data: bytes, bad: dict[int, BadRows] | None) -> Any:
         assert bad is not None
         # pyarrow counts the header as row 1. It reports the first bad rows twice, so the dict keeps
         # one entry for each.
-        number = row.number - 1
-        bad[number] = BadRows(number, 1, f"row {number}", _reason(row))
+        bad[row.number - 1] = _reason(row)
         return "skip" if len(bad) <= _MOST_BAD else "error"
 
     # pyarrow numbers bad rows only if it reads without threads.

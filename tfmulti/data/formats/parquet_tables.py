@@ -1,7 +1,6 @@
-"""Parquet files as tables, and the rows of them that are left out.
+"""Parquet files as tables.
 
-Values that are compressed together are lost together. So all rows of a damaged row group are left
-out. A file with checksums of its pages (pyarrow's `write_page_checksum`) reveals each wrong byte.
+A file with checksums of its pages (pyarrow's `write_page_checksum`) reveals each wrong byte.
 Without them nothing reveals a wrong byte in uncompressed numbers.
 """
 
@@ -9,30 +8,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfmulti.data.formats.arrow import BadRows, arrow, reason_of
+from tfmulti.data.formats.arrow import arrow, reason_of
 from tfmulti.data.io.files import memory_bytes
 
 # Training uses each value as a float32.
 _BYTES_OF_A_VALUE = 4
 
 
-def read_parquet(data: bytes) -> tuple[Any, list[BadRows]]:
-    """Returns the rows of a file as a `pyarrow.Table`, and the rows that are left out.
-
-    A row group that cannot be read is left out. Row groups count from 0, as in pyarrow.
+def read_parquet(data: bytes) -> Any:
+    """Returns the rows of a file as a `pyarrow.Table`.
 
     Raises:
-        ValueError, OSError: the footer at the end of the file cannot be read, which says where all
-            other parts are, or the declared content is larger than the memory.
+        ValueError, OSError: the file is damaged, or its declared content is larger than the memory.
     """
-    pyarrow = arrow()
-    file = _opened(pyarrow, data)
-    _check_fits(file.metadata)
+    pyarrow, parquet = arrow(), arrow("pyarrow.parquet")
     try:
-        table = _checked(pyarrow, file.read(), file.metadata.num_rows)
-    except (OSError, ValueError, pyarrow.ArrowException, MemoryError):
-        return _by_groups(pyarrow, file)
-    return table, []
+        file = parquet.ParquetFile(pyarrow.BufferReader(data), page_checksum_verification=True)
+        check_footer(file.metadata)
+        _check_fits(file.metadata)
+        return _checked(pyarrow, file.read(), file.metadata.num_rows)
+    except (pyarrow.ArrowException, MemoryError) as error:
+        raise ValueError(reason_of(error)) from None
 
 
 def _check_fits(metadata: Any) -> None:
@@ -54,20 +50,6 @@ def _check_fits(metadata: Any) -> None:
         )
 
 
-def _opened(pyarrow: Any, data: bytes) -> Any:
-    """Returns the opened file; raises ValueError if its footer cannot be read."""
-    parquet = arrow("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(pyarrow.BufferReader(data), page_checksum_verification=True)
-        check_footer(file.metadata)
-        return file
-    except (OSError, ValueError, pyarrow.ArrowException, MemoryError) as error:
-        raise ValueError(
-            f"{reason_of(error)}; without its footer nobody knows how many rows it has, so "
-            "--skip_bad_records cannot count them and leave them out"
-        ) from None
-
-
 def check_footer(metadata: Any) -> None:
     """Checks that the rows of all row groups add up to the number of rows of the file.
 
@@ -77,20 +59,6 @@ def check_footer(metadata: Any) -> None:
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
         raise ValueError(f"its row groups have {sum(rows):,} rows, and it {metadata.num_rows:,}")
-
-
-def _by_groups(pyarrow: Any, file: Any) -> tuple[Any, list[BadRows]]:
-    """Returns the rows of all row groups that can be read, and the bad row groups."""
-    tables, bad, first = [_plain(pyarrow, file.schema_arrow.empty_table())], [], 1
-    for group in range(file.metadata.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        try:
-            tables.append(_checked(pyarrow, file.read_row_group(group), rows))
-        except (OSError, ValueError, pyarrow.ArrowException, MemoryError) as error:
-            place = f"row group {group} (rows {first:,} to {first + rows - 1:,})"
-            bad.append(BadRows(first, rows, place, f"{reason_of(error)}."))
-        first += rows
-    return pyarrow.concat_tables(tables), bad
 
 
 def _checked(pyarrow: Any, table: Any, rows: int) -> Any:

@@ -12,16 +12,12 @@ The index is kept as a NumPy array, int64 [3 + n, 2]:
     row 2      the version of this format, and 0
     others     the offset and the length of the data of one record
 
-An index that does not match its file is made again.
-
-An entry for a damaged place has `CUT_OFF` or `WRONG_LENGTH` in place of the length. Its offset is
-that of the place where a header should be. All bytes up to the next possible header count as one
-bad record.
+An index that does not match its file is made again. A file whose records cannot all be found is an
+error: its length fields are damaged, or it is cut off.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import os
@@ -40,45 +36,21 @@ from tfmulti.errors import DataError
 
 # The bytes before and after the data of a record.
 HEADER, FOOTER = 12, 4
-# They stand in place of the length of a damaged record.
-CUT_OFF, WRONG_LENGTH = -1, -2
-_VERSION = 2
-_BLOCK, _MOST_SEARCHED = 4096, 1 << 20
-_NEXT_STEP = (
-    "Copy or write the file anew, or give --skip_bad_records N to leave out up to N such records."
-)
+_VERSION = 3
+_BLOCK = 4096
 _MASK, _WORD = 0xA282EAD8, 0xFFFFFFFF
 
 
-def index_of(
-    path: str,
-    env: Mapping[str, str] = os.environ,
-    *,
-    keep_damage: bool = False,
-    name: str | None = None,
-) -> np.ndarray:
+def index_of(path: str, env: Mapping[str, str] = os.environ) -> np.ndarray:
     """Returns the offset and the length of the data of each record of a file, int64 [n, 2].
 
     Args:
         path: the file.
         env: the environment, which may name the cache folder.
-        keep_damage: whether a damaged place is an entry instead of an error. Its length is then
-            `CUT_OFF` or `WRONG_LENGTH`.
-        name: the name of the file in messages. None: its path.
 
     Raises:
-        DataError: the file is missing, is not a TFRecord file, or is cut off or damaged. With
-            `keep_damage`, damage is an error only if no header is found in the whole file.
+        DataError: the file is missing, is not a TFRecord file, or is cut off or damaged.
     """
-    name = path if name is None else name
-    rows = _found(path, env, keep_damage, name)
-    if not keep_damage:
-        _check_whole(name, rows)
-    return rows
-
-
-def _found(path: str, env: Mapping[str, str], keep_damage: bool, name: str) -> np.ndarray:
-    """Returns the kept index of a file, or makes and keeps one."""
     try:
         stamp = stamp_of(path)
         places = index_places(path, env)
@@ -86,9 +58,9 @@ def _found(path: str, env: Mapping[str, str], keep_damage: bool, name: str) -> n
             kept = _kept(place, stamp)
             if kept is not None:
                 return kept
-        rows = _walk(name, open_file(path), stamp.size, keep_damage)
+        rows = _walk(path, open_file(path), stamp.size)
     except OSError as error:
-        raise DataError(f"{name}: {error.strerror or error}. Give a readable file.") from None
+        raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
     # The folder of the file may not be writable, so the cache folder is the second choice.
     for place in places:
         if _keep(place, stamp, rows):
@@ -126,120 +98,41 @@ def is_header(data: bytes) -> bool:
     return len(data) == HEADER and struct.unpack("<I", data[8:])[0] == checksum(data[:8])
 
 
-def _walk(name: str, file: File, size: int, keep_damage: bool) -> np.ndarray:
+def _walk(path: str, file: File, size: int) -> np.ndarray:
     """Returns the index of a file, made from the headers of its records.
 
-    Without `keep_damage` the first damaged place raises DataError.
+    Raises:
+        DataError: the file is damaged or cut off.
     """
     found, records, at = array("q"), 0, 0
     block, start = b"", 0
     while at < size:
         if not start <= at <= start + len(block) - HEADER:
             block, start = file.read_at(at, _BLOCK), at
-        length = _length_of(block[at - start : at - start + HEADER], size - at, records)
-        if length >= 0:
-            found.extend((at + HEADER, length))
-            end = at + HEADER + length + FOOTER
-        else:
-            end = size if length == CUT_OFF or not keep_damage else _search(file, at + 1, size)
-            if not keep_damage or (records == 0 and length == WRONG_LENGTH and end == size):
-                raise DataError(_damage_words(name, records, length))
-            found.extend((at, length))
-        records, at = records + 1, end
+        header = block[at - start : at - start + HEADER]
+        if not is_header(header):
+            is_cut_off = records > 0 and len(header) < HEADER
+            raise DataError(_damage_words(path, records, is_cut_off))
+        length = int(struct.unpack("<Q", header[:8])[0])
+        if HEADER + length + FOOTER > size - at:
+            raise DataError(_damage_words(path, records, True))
+        found.extend((at + HEADER, length))
+        records, at = records + 1, at + HEADER + length + FOOTER
     return np.frombuffer(found, np.int64).reshape(-1, 2) if found else np.empty((0, 2), np.int64)
 
 
-def _length_of(header: bytes, left: int, record: int) -> int:
-    """Returns the length that a header gives, or `CUT_OFF` or `WRONG_LENGTH` if it is damaged.
-
-    `left` is the number of bytes from the header to the end of the file.
-    """
-    if len(header) < HEADER:
-        return CUT_OFF if record else WRONG_LENGTH
-    if not is_header(header):
-        return WRONG_LENGTH
-    length = int(struct.unpack("<Q", header[:8])[0])
-    return length if HEADER + length + FOOTER <= left else CUT_OFF
-
-
-def _search(file: File, at: int, size: int) -> int:
-    """Returns the offset of the next header whose record fits in the file, or `size` if none does.
-
-    One byte in 2^32 of a damaged file looks like a header by chance, and far fewer of these give a
-    length that fits.
-    """
-    step = _BLOCK
-    while at + HEADER + FOOTER <= size:
-        step = min(2 * step, _MOST_SEARCHED)
-        block = file.read_at(at, step + HEADER - 1)
-        found = _headers_in(block, size - at)
-        if len(found):
-            return at + int(found[0])
-        at += step
-    return size
-
-
-def _headers_in(block: bytes, left: int) -> np.ndarray:
-    """Returns the offsets in a block of all headers whose record fits in `left` bytes, int64."""
-    count = len(block) - HEADER + 1
-    if count < 1:
-        return np.empty(0, np.int64)
-    # Strides of 1 read a length and a checksum at each byte of the block, without a copy.
-    lengths = np.ndarray(count, "<u8", block, strides=(1,))
-    sums = np.ndarray(count, "<u4", block, 8, strides=(1,))
-    room = left - HEADER - FOOTER - np.arange(count)
-    places = np.flatnonzero(lengths <= np.maximum(room, 0).astype(np.uint64))
-    places = places[room[places] >= 0]
-    found: np.ndarray = places[checksums(lengths[places]) == sums[places]]
-    return found
-
-
-def checksums(lengths: np.ndarray) -> np.ndarray:
-    """Returns the `checksum` of each length, uint32 [n]; the lengths are uint64 [n]."""
-    crc = np.full(len(lengths), google_crc32c.value(bytes(8)), np.uint32)
-    for table in _tables():
-        # A byte of 0 changes nothing, so the higher bytes of short lengths need no look-up.
-        if not lengths.any():
-            break
-        crc ^= table[lengths & np.uint64(0xFF)]
-        lengths = lengths >> np.uint64(8)
-    return (crc >> np.uint32(15) | crc << np.uint32(17)) + np.uint32(_MASK)
-
-
-@functools.cache
-def _tables() -> np.ndarray:
-    """Returns how each value of each of 8 bytes changes their CRC-32C, uint32 [8, 256].
-
-    The CRC of several changes is the exclusive or of their effects.
-    """
-    none = google_crc32c.value(bytes(8))
-    rows = [[google_crc32c.value(_one(i, v)) ^ none for v in range(256)] for i in range(8)]
-    return np.array(rows, np.uint32)
-
-
-def _one(place: int, value: int) -> bytes:
-    """Returns 8 bytes that are 0 except for one byte."""
-    return bytes(place) + bytes([value]) + bytes(7 - place)
-
-
-def _check_whole(name: str, rows: np.ndarray) -> None:
-    """Raises DataError if an entry of an index is damaged."""
-    damaged = np.flatnonzero(rows[:, 1] < 0)
-    if len(damaged):
-        first = int(damaged[0])
-        raise DataError(_damage_words(name, first, int(rows[first, 1])))
-
-
-def _damage_words(name: str, record: int, damage: int) -> str:
+def _damage_words(path: str, record: int, is_cut_off: bool) -> str:
     """Returns the message about a damaged record."""
-    if damage == CUT_OFF:
-        return f"{name} is cut off in record {record}, after {record} whole ones. {_NEXT_STEP}"
-    if record == 0:
-        return f"{name} is no TFRecord file, or its first record is damaged. Give TFRecord files."
-    return (
-        f"{name}, record {record}: the checksum of its length is wrong, so what follows cannot be "
-        f"found (the file is damaged). {_NEXT_STEP}"
-    )
+    if is_cut_off:
+        words = f"{path} is cut off in record {record}, after {record} whole ones."
+    elif record == 0:
+        return f"{path} is no TFRecord file, or its first record is damaged. Give TFRecord files."
+    else:
+        words = (
+            f"{path}, record {record}: the checksum of its length is wrong, so what follows cannot "
+            "be found (the file is damaged)."
+        )
+    return f"{words} Copy or write the file anew."
 
 
 def _kept(place: str, stamp: Stamp) -> np.ndarray | None:

@@ -16,10 +16,6 @@ from tfmulti.data.options import parse_options
 from tfmulti.data.sources.named_arrays import data_of
 from tfmulti.errors import DataError
 
-# A damaged array that is compressed is lost as a whole. Without the index at the end of the file
-# all arrays are lost.
-_NOT_SKIPPED = "which --skip_bad_records cannot mend: how many examples are lost is not known."
-
 
 def load(options: str, seed: int) -> DataSet:
     """Returns the data of `PATH[,classes=N]`; nothing in the file is unpickled.
@@ -47,7 +43,7 @@ def _read(path: str) -> dict[str, np.ndarray]:
                 raise DataError(f"{place}: the file is empty. Write it anew.")
             if not zipfile.is_zipfile(file):
                 raise DataError(
-                    f"{place} is no .npz file, or a truncated one, {_NOT_SKIPPED} Save with "
+                    f"{place} is no .npz file, or a truncated one. Save with "
                     "np.savez(path, x=…, y=…)."
                 )
             file.seek(0)
@@ -67,15 +63,11 @@ def _read(path: str) -> dict[str, np.ndarray]:
                 f"{place} holds pickled Python objects, which can run code when they are read, so "
                 "they are not. Save numeric arrays."
             ) from None
-        raise DataError(
-            f"{place} is damaged or truncated ({error}), {_NOT_SKIPPED} Write it anew."
-        ) from None
+        raise DataError(f"{place} is damaged or truncated ({error}). Write it anew.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         # zipfile raises RuntimeError if an array is marked as encrypted, or as packed in an unknown
         # way.
-        raise DataError(
-            f"{place} is damaged or truncated ({error}), {_NOT_SKIPPED} Write it anew."
-        ) from None
+        raise DataError(f"{place} is damaged or truncated ({error}). Write it anew.") from None
 
 
 def _check_declared(place: str, file: IO[bytes]) -> None:

@@ -23,9 +23,8 @@ value for each category: 1 for the category of the row, and 0 for the others. Th
 sorted texts of the training rows. A text that they lack gives zeros only. The file features.txt in
 the run directory names the values in their order. The tables are held in memory.
 
-A row of a CSV file that has more or fewer columns than the header is an error. So is a damaged row
-group of a Parquet file, of which all rows are lost. --skip_bad_records N leaves out up to N such
-rows in all files together.
+A row of a CSV file that has more or fewer columns than the header is an error. --skip_bad_records N
+leaves out up to N such rows in all files together. A damaged Parquet file is always an error.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from tfmulti.data.formats.columns import (
     read_tables,
     to_columns,
 )
-from tfmulti.data.lost import check_lost
 from tfmulti.data.options import parse_options
 from tfmulti.data.transforms.encoding import Encoder
 from tfmulti.data.transforms.targets import Target, check_present, finite
@@ -56,38 +54,35 @@ from tfmulti.errors import ConfigError, DataError, did_you_mean
 _OPTIONS = ("target", "weight", "task", "drop", "missing", "validation", "test")
 
 
-def load_csv(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
+def load_csv(options: str, seed: int) -> DataSet:
     """Returns the data of `PATTERN,target=COLUMN[,…]`; the module describes the options.
 
     Args:
         options: the text after `csv:`.
         seed: not used.
-        skip_bad_records: how many rows may be left out because they cannot be read.
 
     Raises:
         ConfigError: an option is wrong.
-        DataError: a file is missing, damaged or unlike the others, a value cannot be used, or more
-            rows than `skip_bad_records` cannot be read.
+        DataError: a file is missing, damaged or unlike the others, or a value cannot be used.
     """
-    return _load(CSV, options, skip_bad_records)
+    return _load(CSV, options)
 
 
-def load_parquet(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
+def load_parquet(options: str, seed: int) -> DataSet:
     """Returns the data of `PATTERN,target=COLUMN[,…]` as `load_csv` does.
 
     Args:
         options: the text after `parquet:`.
         seed: not used.
-        skip_bad_records: how many rows may be left out because they cannot be read.
 
     Raises:
         ConfigError, DataError: as `load_csv` does.
     """
-    return _load(PARQUET, options, skip_bad_records)
+    return _load(PARQUET, options)
 
 
-def _load(form: str, options: str, most_bad: int) -> DataSet:
-    """Returns the data of CSV or Parquet files, of which at most `most_bad` rows are left out."""
+def _load(form: str, options: str) -> DataSet:
+    """Returns the data of CSV or Parquet files."""
     pattern, _, rest = options.partition(",")
     place = f"--dataset {form}:{pattern}"
     if not pattern:
@@ -102,9 +97,6 @@ def _load(form: str, options: str, most_bad: int) -> DataSet:
         if chosen[part]:
             tables[part] = read_tables(place, form, chosen[part], names)
             _check_apart(place, part, [table.path for table in tables[part]], seen)
-    lost = lost_of(*tables.values())
-    # This check comes first, because rows that are left out may cause the later errors.
-    check_lost(lost, most_bad)
     wanted = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
     columns = {"train": to_columns(place, tables["train"], wanted)}
     for part in tables:
@@ -124,7 +116,7 @@ def _load(form: str, options: str, most_bad: int) -> DataSet:
     }
     kinds = {name: columns["train"].kinds[name] for name in features}
     fit = functools.partial(_fitted, place, kinds, target)
-    return DataSet(fit=fit, lost=lost, **sources)
+    return DataSet(fit=fit, lost=lost_of(*tables.values()), **sources)
 
 
 def _fitted(place: str, kinds: dict[str, str], target: Target, data: DataSet) -> DataSet:

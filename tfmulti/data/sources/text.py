@@ -44,7 +44,6 @@ from tfmulti.data.formats.columns import (
 )
 from tfmulti.data.io import files
 from tfmulti.data.io.folders import find_classes, find_parts
-from tfmulti.data.lost import check_lost
 from tfmulti.data.options import parse_options
 from tfmulti.data.source import Leaf, Source
 from tfmulti.data.transforms.targets import Target, check_present
@@ -64,7 +63,7 @@ _SPECIAL_TOKENS = 2
 _AT_A_TIME = 256
 
 
-def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
+def load(options: str, seed: int) -> DataSet:
     """Returns the data of `FOLDER[,…]` or `PATTERN,text=COLUMN,target=COLUMN[,…]`.
 
     The parts hold texts until `DataSet.share` turns these into tokens.
@@ -72,12 +71,10 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     Args:
         options: the text after `text:`.
         seed: not used.
-        skip_bad_records: how many rows of tables may be left out because they cannot be read.
 
     Raises:
         ConfigError: an option is wrong.
-        DataError: a file or a class is missing, a table cannot be read, or more of its rows than
-            `skip_bad_records` cannot be read.
+        DataError: a file or a class is missing, or a table cannot be read.
     """
     path, _, rest = options.partition(",")
     place = f"--dataset text:{path}"
@@ -91,7 +88,7 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
         )
     is_table = chosen["text"] or chosen["target"] or path.endswith((*EXTENSIONS[CSV], ".parquet"))
     if is_table:
-        parts, names = _of_tables(place, path, chosen, skip_bad_records)
+        parts, names = _of_tables(place, path, chosen)
     else:
         parts, names = _of_folders(place, path, chosen)
     spec = DataSpec(
@@ -301,7 +298,7 @@ def _of_folders(
 
 
 def _of_tables(
-    place: str, path: str, chosen: dict[str, Any], most_bad: int
+    place: str, path: str, chosen: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the parts of tables, with `lost` for rows left out, and the names of the classes."""
     form = PARQUET if path.endswith(EXTENSIONS[PARQUET]) else CSV
@@ -318,12 +315,10 @@ def _of_tables(
     for part in ("validation", "test"):
         if chosen[part]:
             tables[part] = read_tables(place, form, chosen[part], names)
-    lost = lost_of(*tables.values())
-    check_lost(lost, most_bad)
     text, target = chosen["text"], chosen["target"]
     labels = to_columns(place, tables["train"], [target])
     classes = Target.of(place, labels, target, CLASSIFICATION)
-    parts: dict[str, Any] = {"lost": lost}
+    parts: dict[str, Any] = {"lost": lost_of(*tables.values())}
     for part, found in tables.items():
         texts = to_columns(place, found, [text], {text: TEXT})
         check_present(place, texts, text, "Remove such rows.")

@@ -116,7 +116,7 @@ class Parse:
                     rows[row] = found[name]
 
 
-def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
+def load(options: str, seed: int) -> DataSet:
     """Returns the data of `NAME[,config=…,version=…,data_dir=PATH,size=HxW,…]`.
 
     `data_dir` is `$TFDS_DATA_DIR` by default, or `~/tensorflow_datasets` if that is not set. If
@@ -129,8 +129,6 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     Args:
         options: the text after `tfds:`.
         seed: not used.
-        skip_bad_records: above 0, a damaged or cut-off TFRecord file is no error. Its damage counts
-            as records that cannot be read.
 
     Raises:
         DataError: tensorflow-datasets is not installed, the data set is not prepared or is damaged,
@@ -153,7 +151,7 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     if spec is not None and spec.task == CLASSIFICATION:
         spec = replace(spec, class_names=_class_names(features[y]))
     sources: dict[str, Any] = {
-        part: EncodedSource(_records(tfds, builder, split, skip_bad_records > 0), decoder)
+        part: EncodedSource(_records(tfds, builder, split), decoder)
         for part, split in _splits(place, builder, chosen).items()
     }
     return DataSet(spec=spec, **sources)
@@ -313,11 +311,11 @@ def _splits(place: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, st
     return found
 
 
-def _records(tfds: Any, builder: Any, split: str, keep_damage: bool) -> ByteStrings:
+def _records(tfds: Any, builder: Any, split: str) -> ByteStrings:
     """Returns the encoded examples of a split, from TFRecord or from array_record files."""
     if builder.info.file_format.value == "tfrecord":
         paths = [os.fspath(path) for path in builder.info.splits[split].filepaths]
-        return Records(paths, keep_damage=keep_damage)
+        return Records(paths)
     try:
         raw = builder.as_data_source(
             split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES

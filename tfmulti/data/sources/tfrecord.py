@@ -17,10 +17,11 @@ from tfmulti.data.formats.record_stream import stream
 from tfmulti.data.formats.records import Records
 from tfmulti.data.io.files import expanded, matching, read_bytes
 from tfmulti.data.io.open_files import open_file
-from tfmulti.data.io.unpacked import GZIP, folder_of, unpack
 from tfmulti.data.options import parse_options
 from tfmulti.errors import DataError
 
+# A GZIP file begins with these bytes.
+GZIP = b"\x1f\x8b"
 # A stream is shuffled within a buffer of this many records.
 BUFFER = 4096
 # Files with these endings in a folder are not TFRecord files.
@@ -38,7 +39,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
+def load(options: str, seed: int) -> DataSet:
     """Returns the data of `PATTERN[,spec=FILE,validation=PATTERN,test=PATTERN,classes=N]`.
 
     A pattern is a file, a folder or a glob, on this machine or in a store that `tf.io.gfile` can
@@ -46,14 +47,11 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     pattern. The files of these parts are not trained on. `spec` is a JSON file
     (`formats.features`); by default it is `features.json` beside the records.
 
-    GZIP files become a stream, which is shuffled within `buffer` records. If bad records may be
-    skipped, GZIP files are unpacked instead (`io.unpacked`).
+    GZIP files become a stream, which is shuffled within `buffer` records.
 
     Args:
         options: the text after `tfrecord:`.
         seed: the seed of the order of a stream.
-        skip_bad_records: above 0, a damaged or cut-off file is no error. Its damage counts as
-            records that cannot be read.
 
     Raises:
         DataError: there is no file or no spec, or one of them is wrong.
@@ -73,26 +71,13 @@ def load(options: str, seed: int, *, skip_bad_records: int = 0) -> DataSet:
     decoder = Decoder(features.names, leaves, parse, classes, parse_label)
     x, y, *_ = decoder.specs
     spec = spec_of(x, y, classes)
-    packed = _are_compressed(place, parts)
-    if packed and not skip_bad_records:
+    if _are_compressed(place, parts):
         make = functools.partial(stream, features=features, classes=classes)
         return _streamed(parts, make, decoder, spec, seed, chosen["buffer"])
-    warning = None
-    opened: Callable[[list[str]], Records] = functools.partial(
-        Records, keep_damage=skip_bad_records > 0
-    )
-    if packed:
-        warning = f"GZIP files are unpacked to {folder_of()}, to be read without what is damaged."
-        opened = _unpacked
     sources: dict[str, Any] = {
-        name: EncodedSource(opened(paths), decoder) for name, paths in parts.items()
+        name: EncodedSource(Records(paths), decoder) for name, paths in parts.items()
     }
-    return DataSet(spec=spec, warning=warning, **sources)
-
-
-def _unpacked(paths: list[str]) -> Records:
-    """Returns the records of GZIP files, which are unpacked into the cache folder."""
-    return Records(unpack(paths), keep_damage=True, packed=paths)
+    return DataSet(spec=spec, **sources)
 
 
 def _parse_into(features: Features, records: Sequence[bytes], out: Any) -> None:

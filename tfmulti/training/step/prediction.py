@@ -31,8 +31,7 @@ class Predicted(NamedTuple):
 
     Attributes:
         outputs: the outputs of all rows.
-        lost: how many examples of the batch could not be read. Other examples stand in their
-            places.
+        lost: how many examples of the batch could not be read. The caller raises an error then.
     """
 
     outputs: Any
