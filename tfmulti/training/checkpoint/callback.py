@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,16 @@ class Checkpoint(keras.callbacks.Callback):
     Attributes:
         resume: the argument `resume`.
         every_steps: the argument `every_steps`.
+        every_epoch: whether a checkpoint is made after each epoch, too. A subclass may say so, on
+            all workers alike.
 
     Raises:
         ConfigError: an argument is out of its range.
         ResumeError: `fit` raises it if there is no checkpoint to resume from, or if the newest one
             is not of this run.
     """
+
+    every_epoch = False
 
     def __init__(
         self,
@@ -173,6 +177,17 @@ class Checkpoint(keras.callbacks.Callback):
         self._writer.start()
         if wait:
             self.finish()
+
+    def kept(self, epoch: int, step: int, logs: Mapping[str, Any]) -> None:
+        """Does nothing. Every worker calls it when a checkpoint was made, for subclasses.
+
+        The chief may still be writing the file; `finish` waits for it.
+
+        Args:
+            epoch: the number of whole epochs before the checkpoint.
+            step: the steps of the next epoch before it.
+            logs: the logs of these steps, or of the last epoch if there are none.
+        """
 
     def finish(self) -> None:
         """Waits until the checkpoint that the thread writes is written."""
