@@ -65,7 +65,7 @@ def train_loop(config: Mapping[str, Any]) -> FitReport:
             report = job.done or train.run(job, Checkpoint)
             folder = None if asked.dry_run else run_dir
             tell({"epoch": report.epochs, "step": 0, **report.metrics}, folder)
-        return report
+        return replace(report, run_dir=asked.run_dir and report.run_dir)
     except UserError as error:
         # Of an error with its traceback Ray shows the first 500 characters, and the last.
         raise error.with_traceback(None) from None

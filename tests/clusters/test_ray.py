@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +17,20 @@ import ray.train
 
 import tfmulti.ray
 from tests.support import ray_jobs
+from tests.support.processes import ROOT
 from tfmulti.errors import ClusterError, ConfigError
 
 pytestmark = pytest.mark.ray
 
 # Four jobs, which start two workers six times.
-LIMIT_S = 400
+LIMIT_S = 500
 
 
 @pytest.fixture(scope="module")
 def left_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """Returns what a job of `ray_jobs` has left."""
     folder: Path = tmp_path_factory.mktemp("ray")
-    ray_jobs.run(folder, LIMIT_S)
+    ray_jobs.run_jobs(folder, LIMIT_S)
 
     def left(name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
@@ -67,6 +69,11 @@ def test_a_run_goes_on_exactly_after_the_loss_of_a_worker(left_by: Left) -> None
     assert (found["history"], found["epochs"]) == (whole["history"], whole["epochs"])
 
 
+def test_a_finished_run_is_not_trained_again(left_by: Left) -> None:
+    found = left_by("alone")
+    assert found["again"] == found["run"]
+
+
 def test_an_own_loop_goes_on_after_the_loss_of_the_chief(left_by: Left) -> None:
     found, one = left_by("own"), left_by("alone")["own"]
     assert found["replicas"] == 2
@@ -82,6 +89,14 @@ def test_a_wrong_name_is_told_to_the_driver(left_by: Left) -> None:
     assert all(line.startswith(expected) and "\n" not in line for line in found["errors"])
     # Ray cuts the text of an error in the middle.
     assert expected in found["text"]
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "ray.md").read_text()
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
+    done = ray_jobs.run(code + "\nassert callable(loop)", tmp_path, LIMIT_S)
+    assert "'epoch': 2, 'step': 0, " in done.stdout
+    assert (tmp_path / "results" / "digits").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Jobs of Ray's TensorflowTrainer with two workers on this machine, and what each of them left.
 
-`run(folder, limit_s)` starts a process that does all jobs in one Ray, and ends with it whatever
-happens. Each job writes `NAME.json`. The process that starts Ray imports this module by its name,
-so that Ray sends its functions to the workers by name, too.
+`run_jobs(folder, limit_s)` starts a process that does all jobs in one Ray. Each job writes
+`NAME.json`. That process imports this module by its name, so that Ray sends its functions to the
+workers by name, too. `run` ends Ray's processes whatever happens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ray.train.tensorflow import TensorflowTrainer
 
 import tfmulti
 import tfmulti.ray
-from tests.support.processes import ROOT, is_alive
+from tests.support.processes import ROOT, Finished, is_alive
 from tests.support.processes import run as run_alone
 
 EPOCHS, STEPS, BATCH = 5, 10, 16
@@ -178,29 +178,35 @@ def wrong_job(folder: Path) -> dict[str, Any]:
     raise AssertionError("the name was taken")
 
 
+def alone_job(folder: Path) -> dict[str, Any]:
+    """The same on one device without Ray, and the finished run by Ray in this process."""
+    config = {**CONFIG, "run_dir": str(folder / "alone")}
+    run = tfmulti.train(tfmulti.FitConfig(**config))
+    trainer = TensorflowTrainer(
+        tfmulti.ray.train_loop,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=0),
+    )
+    again = trainer.fit().return_value
+    return {
+        "run": dataclasses.asdict(run),
+        "again": dataclasses.asdict(again),
+        "own": own_loop({"kill": False}),
+    }
+
+
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "whole": whole_job,
     "killed": killed_job,
     "own": lambda folder: fitted(folder, "own", own_loop, {"kill": True}).return_value,
     "wrong": wrong_job,
-    "alone": lambda folder: {
-        "run": dataclasses.asdict(
-            tfmulti.train(tfmulti.FitConfig(**CONFIG, run_dir=str(folder / "alone")))
-        ),
-        "own": own_loop({"kill": False}),
-    },
+    "alone": alone_job,
 }
 
 
-def main(folder: Path, temporary: str) -> None:
+def main(folder: Path) -> None:
     """Does all jobs, in the process that starts Ray."""
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=temporary,
-    )
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
     for name, job in JOBS.items():
         started = time.monotonic()
         try:
@@ -210,6 +216,15 @@ def main(folder: Path, temporary: str) -> None:
         (folder / f"{name}.json").write_text(json.dumps(found))
         print(f"{name}: {time.monotonic() - started:.1f} s", flush=True)
     ray.shutdown()
+
+
+def run_jobs(folder: Path, limit_s: float) -> None:
+    """Does all jobs in a process of its own; see `run`."""
+    run(
+        f"import pathlib; from {__name__} import main; main(pathlib.Path({str(folder)!r}))",
+        folder,
+        limit_s,
+    )
 
 
 MARK = "TFMULTI_TEST_RAY"
@@ -225,8 +240,8 @@ def of_ray(mark: str) -> list[int]:
     return [pid for pid in found if is_alive(pid)]
 
 
-def run(folder: Path, limit_s: float) -> None:
-    """Does all jobs in a process of its own, within a limit.
+def run(code: str, folder: Path, limit_s: float) -> Finished:
+    """Runs code that starts Ray, in a process of its own, and ends Ray's processes with it.
 
     Raises:
         AssertionError: it failed, took too long, or left processes. The message has its logs.
@@ -236,15 +251,15 @@ def run(folder: Path, limit_s: float) -> None:
     env = {
         MARK: mark,
         "PYTHONPATH": str(ROOT),
+        # With a token in the environment Ray writes none to the home folder.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(),
+        "RAY_TMPDIR": temporary,
         # An actor less, whose start takes a second.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    code = f"import pathlib; from {__name__} import main; main(pathlib.Path({str(folder)!r}), "
-    code += f"{temporary!r})"
     try:
         done = run_alone(["-c", code], folder / "logs", limit_s=limit_s, env=env, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -252,6 +267,7 @@ def run(folder: Path, limit_s: float) -> None:
         while of_ray(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not of_ray(mark), f"Ray left processes\n{done.stderr}"
+        return done
     finally:
         while left := of_ray(mark):
             for pid in left:
