@@ -23,7 +23,7 @@ from tfmulti.errors import ClusterError, ConfigError
 pytestmark = pytest.mark.ray
 
 # Four jobs, which start two workers six times.
-LIMIT_S = 500
+LIMIT_S = 800
 
 
 @pytest.fixture(scope="module")
