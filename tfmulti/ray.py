@@ -62,7 +62,7 @@ def train_loop(config: Mapping[str, Any]) -> FitReport:
         check_cluster(asked)
         with run_dir_of(asked) as run_dir:
             job = validation.check(replace(asked, run_dir=run_dir))
-            report = job.done or train.run(job, Checkpoint)
+            report = job.done or train.run(job, RunCheckpoint)
             folder = None if asked.dry_run else run_dir
             tell({"epoch": report.epochs, "step": 0, **report.metrics}, folder)
         return replace(report, run_dir=asked.run_dir and report.run_dir)
@@ -71,7 +71,18 @@ def train_loop(config: Mapping[str, Any]) -> FitReport:
         raise error.with_traceback(None) from None
 
 
-class Checkpoint(callback.Checkpoint):
+class RunCheckpoint(callback.Checkpoint):
+    """Reports the metrics and the run directory to Ray at each checkpoint; for `train_loop`."""
+
+    every_epoch = True
+
+    def kept(self, epoch: int, step: int, logs: Mapping[str, Any]) -> None:
+        """Reports a checkpoint to Ray, with the metrics; see the base class."""
+        self.finish()
+        tell({"epoch": epoch, "step": step, **logs}, self._checkpoints.folder.parent)
+
+
+class Checkpoint(RunCheckpoint):
     """Keeps the checkpoints of a loop of your own in Ray's storage, and resumes from the newest.
 
         model.fit(x, y, epochs=9, callbacks=[tfmulti.ray.Checkpoint(every_s=600)])
@@ -81,26 +92,14 @@ class Checkpoint(callback.Checkpoint):
     except on all workers alike.
 
     Args:
-        folder: the folder of this run's checkpoints; what Ray gets is its parent. None makes a
-            folder for this process, and copies the newest checkpoint of Ray into it.
-        **options: the other arguments of `tfmulti.Checkpoint`.
+        **options: the arguments of `tfmulti.Checkpoint`, without the folder.
     """
 
-    every_epoch = True
-
-    def __init__(self, folder: str | Path | None = None, **options: Any) -> None:
-        if folder is None:
-            # The folder is removed with this object.
-            self._made = tempfile.TemporaryDirectory(prefix="tfmulti-", dir=Path.cwd())
-            copy_newest(self._made.name)
-            folder = RunDir(self._made.name).checkpoints
-        super().__init__(folder, **options)
-        self._reported = Path(folder).parent
-
-    def kept(self, epoch: int, step: int, logs: Mapping[str, Any]) -> None:
-        """Reports a checkpoint to Ray, with the metrics; see the base class."""
-        self.finish()
-        tell({"epoch": epoch, "step": step, **logs}, self._reported)
+    def __init__(self, **options: Any) -> None:
+        # The folder is removed with this object.
+        self._made = tempfile.TemporaryDirectory(prefix="tfmulti-", dir=Path.cwd())
+        copy_newest(self._made.name)
+        super().__init__(RunDir(self._made.name).checkpoints, **options)
 
 
 def checked(config: Mapping[str, Any]) -> FitConfig:
@@ -118,7 +117,7 @@ def checked(config: Mapping[str, Any]) -> FitConfig:
         if item.metadata["path"] and isinstance(path, str) and not os.path.isabs(path):
             raise ConfigError(
                 f"train_loop_config: {item.name} is {path!r}, but Ray starts the workers in folders"
-                f" of its own. Give an absolute path{', or leave it out' * (path != '')}."
+                " of its own. Give an absolute path, or leave it out."
             )
     return FitConfig(**values)
 
