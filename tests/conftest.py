@@ -49,7 +49,7 @@ def _runs_of(path: str) -> str | None:
     folder, name = path.split("/")[1], Path(path).stem
     if folder in ("exactness", "programs"):
         return folder
-    if name == "test_slurm":
+    if name in ("test_slurm", "test_ray"):
         return name
     marked = re.search(r"^pytestmark = pytest.mark.(mirrored|multiworker)$", _text(path), re.M)
     return "replicas" if marked else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -361,13 +362,26 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"--config {path} must hold a JSON object, but holds a {type(values).__name__}."
         )
+    return with_present_names(values, f"--config {path}")
+
+
+def with_present_names(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Returns the values of `FitConfig`'s fields by their present names.
+
+    Args:
+        values: the values by name. Old names of fields are accepted.
+        place: where the values come from, for messages.
+
+    Raises:
+        ConfigError: a field is unknown, or was removed.
+    """
     known = {item.name for item in dataclasses.fields(FitConfig)}
     values = {RENAMED.get(name, name): value for name, value in values.items()}
     if values.get("sync_every") is None:
         values = {name: value for name, value in values.items() if name not in REMOVED}
     for name in values:
         if name in REMOVED:
-            raise ConfigError(f"--config {path}: {name} is gone: {REMOVED[name]}. Leave it out.")
+            raise ConfigError(f"{place}: {name} is gone: {REMOVED[name]}. Leave it out.")
         if name not in known:
-            raise ConfigError(f"--config {path}: no field {name!r}; {did_you_mean(name, known)}")
+            raise ConfigError(f"{place}: no field {name!r}; {did_you_mean(name, known)}")
     return values

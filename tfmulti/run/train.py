@@ -70,10 +70,14 @@ def train(
     return report
 
 
-def run(job: validation.Job) -> FitReport:
+def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
     """Does the run of a checked job, and returns its report.
 
     A signal stops the run early. `FitReport.stopped_by` then names the signal.
+
+    Args:
+        job: the checked job.
+        kind: the class of the callback that makes the checkpoints.
     """
     setup = set_up(job)
     with SignalWatch() as watch, contextlib.ExitStack() as at_end:
@@ -102,9 +106,8 @@ def run(job: validation.Job) -> FitReport:
         # The throughput comes last, so history.csv and TensorBoard's metrics hold only numbers that
         # do not depend on time. The progress bar comes after it and shows its figures.
         try:
-            history = train_model(
-                setup, model, [waiting, *files, checkpoint(setup, run_dir), throughput]
-            )
+            saving = checkpoint(setup, run_dir, kind)
+            history = train_model(setup, model, [waiting, *files, saving, throughput])
         except (VerificationError, RunDirError):
             if run_dir is not None and is_new:
                 at_end.close()
@@ -180,17 +183,18 @@ def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
     ]
 
 
-def checkpoint(setup: Setup, run_dir: RunDir | None) -> Checkpoint:
+def checkpoint(setup: Setup, run_dir: RunDir | None, kind: type[Checkpoint]) -> Checkpoint:
     """Returns the callback that writes checkpoints. Every worker must have it.
 
     Args:
         setup: the parts of the run.
         run_dir: the run directory. None on workers other than the chief.
+        kind: the class of the callback.
     """
     config = setup.config
     if run_dir is None and config.run_dir is not None and config.shared_run_dir:
         run_dir = RunDir(config.run_dir)
-    return Checkpoint(
+    return kind(
         run_dir.checkpoints if run_dir else None,
         every_steps=config.checkpoint_every_steps,
         every_s=config.checkpoint_every_s or None,

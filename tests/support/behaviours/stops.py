@@ -142,6 +142,9 @@ def run(
     same_process: bool = False,
     validation: Callable[[], Any] = lambda: (X[60:], Y[60:]),
     prepared: Mapping[str, Any] | None = None,
+    checkpoint: Callable[[Path], Checkpoint] = lambda folder: Checkpoint(
+        folder, every_steps=2, every_s=None
+    ),
 ) -> Any:
     """Returns the history, losses, weights and callbacks' states of a fit, or None if it stopped.
 
@@ -168,7 +171,7 @@ def run(
         losses,
     ]
     if folder is not None:
-        callbacks.append(Checkpoint(folder, every_steps=2, every_s=None))
+        callbacks.append(checkpoint(folder))
     if stop is not None:
         callbacks.append(stop)
     try:
@@ -199,6 +202,29 @@ def resumes(*stops: StopsAt, **options: Any) -> bool:
 def stopped_within_epochs(case: str) -> bool:
     """The run stops after three steps, then after four more."""
     return resumes(StopsAt(3), StopsAt(4), feed=case)
+
+
+class EachEpoch(Checkpoint):
+    """Makes a checkpoint after each epoch alone, and notes where."""
+
+    every_epoch = True
+    places: tuple[tuple[int, int], ...] = ()
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, every_s=None)
+        EachEpoch.places = ()
+
+    def kept(self, epoch: int, step: int, logs: Mapping[str, Any]) -> None:
+        assert {"loss", "val_loss"} <= set(logs)
+        EachEpoch.places += ((epoch, step),)
+
+
+def stopped_after_an_epoch(case: str) -> Any:
+    """Returns whether the run resumes, and the epochs and steps of its checkpoints.
+
+    It stops in the second epoch, so its newest checkpoint is from between the two.
+    """
+    return resumes(StopsAt(5), feed=case, checkpoint=EachEpoch), EachEpoch.places
 
 
 def stopped_in_evaluation() -> bool:

@@ -27,6 +27,17 @@ def test_a_fit_resumes_on_each_kind_of_data(results: list[Any]) -> None:
     assert all(worker is True for worker in results)
 
 
+@pytest.mark.parametrize("behaviour", [stops.stopped_after_an_epoch])
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [*((case, ONE_DEVICE) for case in stops.FEEDS), ("arrays", TWO_WORKERS)],
+)
+def test_a_fit_resumes_from_between_two_epochs(results: list[Any]) -> None:
+    for resumes, places in results:
+        assert resumes is True
+        assert list(map(list, places)) == [[2, 0], [3, 0]]
+
+
 @pytest.mark.parametrize(
     ("behaviour", "place"),
     [

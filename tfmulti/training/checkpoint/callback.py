@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Checkpoint(keras.callbacks.Callback):
     Attributes:
         resume: the argument `resume`.
         every_steps: the argument `every_steps`.
+        every_epoch: whether a checkpoint is made after each epoch, too. A subclass may say so, on
+            all workers alike.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -61,6 +63,8 @@ class Checkpoint(keras.callbacks.Callback):
             is not of this run.
         RunDirError: `fit` raises it if a worker does not see the chief's folder.
     """
+
+    every_epoch = False
 
     def __init__(
         self,
@@ -201,6 +205,17 @@ class Checkpoint(keras.callbacks.Callback):
         self._writer.start()
         if wait:
             self.finish()
+
+    def kept(self, epoch: int, step: int, logs: Mapping[str, Any]) -> None:
+        """Does nothing. Every worker calls it when a checkpoint was made, for subclasses.
+
+        The chief may still be writing the file; `finish` waits for it.
+
+        Args:
+            epoch: the number of whole epochs before the checkpoint.
+            step: the steps of the next epoch before it.
+            logs: the logs of these steps, or of the last epoch if there are none.
+        """
 
     def finish(self) -> None:
         """Waits until the checkpoint that the thread writes is written."""

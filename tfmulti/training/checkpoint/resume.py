@@ -337,6 +337,18 @@ class CheckpointManager:
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
             self._checkpoint.keep(record, wait=wait)
+        self._checkpoint.kept(progress.epoch, progress.step, progress.logs)
+
+    def end_epoch(self, progress: Progress) -> None:
+        """Makes a checkpoint after an epoch, if the callback asks for one after each.
+
+        Every worker calls it.
+
+        Args:
+            progress: the current position.
+        """
+        if self._checkpoint.every_epoch:
+            self.keep(progress)
 
     def _moving(self, batches: int) -> Tree:
         """Returns the entries that an evaluation changes; see the module. It is a collective."""

@@ -166,6 +166,9 @@ def train(model: keras.Model, training: Training) -> Logs:
         if _stops(model, wish, _votes_of_all(model, wish)):
             at.is_over = state.run.stopped_by is None
             break
+        # After the last epoch a checkpoint is made in any case.
+        if keeper is not None and at.epoch < training.epochs:
+            keeper.end_epoch(at)
     if keeper is not None and trained:
         keeper.keep(at, wait=True)
     if is_open:
