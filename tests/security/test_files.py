@@ -249,7 +249,7 @@ def test_a_parquet_file_of_more_than_the_memory_is_one_line(
     out = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"a": np.zeros(1_000_000, np.int64)}), out)
     assert len(out.getvalue()) < 10_000
-    assert parquet_tables.read_parquet(out.getvalue())[0].num_rows == 1_000_000
+    assert parquet_tables.read_parquet(out.getvalue()).num_rows == 1_000_000
     monkeypatch.setattr(parquet_tables, "memory_bytes", lambda: 3_000_000)
     with pytest.raises(ValueError, match="1,000,000 rows of 1 columns, 4,000,000 bytes or more"):
         parquet_tables.read_parquet(out.getvalue())

@@ -6,7 +6,8 @@ loop adds up both; this module checks the losses of loading alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from tfmulti.config.reading import NEXT_STEP
 from tfmulti.errors import DataError
@@ -30,3 +31,24 @@ def check_lost(lost: Sequence[str], most: int) -> None:
         f"{len(lost):,} examples cannot be read, more than --skip_bad_records {most} allows; "
         f"the first is {lost[0]} Mend the data, or allow more."
     )
+
+
+@contextlib.contextmanager
+def naming(lost: Sequence[str]) -> Iterator[None]:
+    """Adds to a DataError from the context the first example that was left out before, if any.
+
+    What is left out may be the cause, such as the only rows of a class.
+
+    Args:
+        lost: for each example one sentence that says where it is, and why it cannot be read.
+
+    Raises:
+        DataError: the context has raised it.
+    """
+    try:
+        yield
+    except DataError as error:
+        if not lost:
+            raise
+        count = f"{len(lost):,} row{'s' if len(lost) > 1 else ''}"
+        raise DataError(f"{error} {count} cannot be read; the first is {lost[0]}") from None

@@ -19,7 +19,7 @@ def read_parquet(data: bytes) -> Any:
     """Returns the rows of a file as a `pyarrow.Table`.
 
     Raises:
-        ValueError, OSError: the file is damaged, or its declared content is larger than the memory.
+        ValueError: the file is damaged, or its declared content is larger than the memory.
     """
     pyarrow, parquet = arrow(), arrow("pyarrow.parquet")
     try:
@@ -27,7 +27,7 @@ def read_parquet(data: bytes) -> Any:
         check_footer(file.metadata)
         _check_fits(file.metadata)
         return _checked(pyarrow, file.read(), file.metadata.num_rows)
-    except (pyarrow.ArrowException, MemoryError) as error:
+    except (OSError, pyarrow.ArrowException, MemoryError) as error:
         raise ValueError(reason_of(error)) from None
 
 

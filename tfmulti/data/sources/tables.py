@@ -46,6 +46,7 @@ from tfmulti.data.formats.columns import (
     read_tables,
     to_columns,
 )
+from tfmulti.data.lost import naming
 from tfmulti.data.options import parse_options
 from tfmulti.data.transforms.encoding import Encoder
 from tfmulti.data.transforms.targets import Target, check_present, finite
@@ -97,26 +98,28 @@ def _load(form: str, options: str) -> DataSet:
         if chosen[part]:
             tables[part] = read_tables(place, form, chosen[part], names)
             _check_apart(place, part, [table.path for table in tables[part]], seen)
-    wanted = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
-    columns = {"train": to_columns(place, tables["train"], wanted)}
-    for part in tables:
-        if part != "train":
-            columns[part] = to_columns(place, tables[part], wanted, columns["train"].kinds)
-    target = Target.of(place, columns["train"], chosen["target"], chosen["task"])
-    fills = chosen["missing"] == "mean"
-    sources: dict[str, Any] = {
-        part: ArraySource(
-            (
-                {name: _feature(place, found, name, fills) for name in features},
-                target.of_rows(place, found),
-                *([_weights(place, found, chosen["weight"])] if chosen["weight"] else []),
+    lost = lost_of(*tables.values())
+    with naming(lost):
+        wanted = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
+        columns = {"train": to_columns(place, tables["train"], wanted)}
+        for part in tables:
+            if part != "train":
+                columns[part] = to_columns(place, tables[part], wanted, columns["train"].kinds)
+        target = Target.of(place, columns["train"], chosen["target"], chosen["task"])
+        fills = chosen["missing"] == "mean"
+        sources: dict[str, Any] = {
+            part: ArraySource(
+                (
+                    {name: _feature(place, found, name, fills) for name in features},
+                    target.of_rows(place, found),
+                    *([_weights(place, found, chosen["weight"])] if chosen["weight"] else []),
+                )
             )
-        )
-        for part, found in columns.items()
-    }
+            for part, found in columns.items()
+        }
     kinds = {name: columns["train"].kinds[name] for name in features}
     fit = functools.partial(_fitted, place, kinds, target)
-    return DataSet(fit=fit, lost=lost_of(*tables.values()), **sources)
+    return DataSet(fit=fit, lost=lost, **sources)
 
 
 def _fitted(place: str, kinds: dict[str, str], target: Target, data: DataSet) -> DataSet:

@@ -44,6 +44,7 @@ from tfmulti.data.formats.columns import (
 )
 from tfmulti.data.io import files
 from tfmulti.data.io.folders import find_classes, find_parts
+from tfmulti.data.lost import naming
 from tfmulti.data.options import parse_options
 from tfmulti.data.source import Leaf, Source
 from tfmulti.data.transforms.targets import Target, check_present
@@ -315,13 +316,15 @@ def _of_tables(
     for part in ("validation", "test"):
         if chosen[part]:
             tables[part] = read_tables(place, form, chosen[part], names)
-    text, target = chosen["text"], chosen["target"]
-    labels = to_columns(place, tables["train"], [target])
-    classes = Target.of(place, labels, target, CLASSIFICATION)
-    parts: dict[str, Any] = {"lost": lost_of(*tables.values())}
-    for part, found in tables.items():
-        texts = to_columns(place, found, [text], {text: TEXT})
-        check_present(place, texts, text, "Remove such rows.")
-        own = to_columns(place, found, [target], labels.kinds)
-        parts[part] = ArraySource((texts.values[text], classes.of_rows(place, own)))
+    lost = lost_of(*tables.values())
+    with naming(lost):
+        text, target = chosen["text"], chosen["target"]
+        labels = to_columns(place, tables["train"], [target])
+        classes = Target.of(place, labels, target, CLASSIFICATION)
+        parts: dict[str, Any] = {"lost": lost}
+        for part, found in tables.items():
+            texts = to_columns(place, found, [text], {text: TEXT})
+            check_present(place, texts, text, "Remove such rows.")
+            own = to_columns(place, found, [target], labels.kinds)
+            parts[part] = ArraySource((texts.values[text], classes.of_rows(place, own)))
     return parts, tuple(classes.classes)
