@@ -257,7 +257,7 @@ def test_fit_in_a_script_has_the_same_result(first: tuple[Path, Finished]) -> No
 
 
 def test_op_determinism_is_a_flag(tmp_path: Path) -> None:
-    """With it TensorFlow refuses random ops without a seed, those of others too."""
+    """With this flag TensorFlow refuses every random operation without a seed."""
     code = textwrap.dedent("""
         import tensorflow as tf
         from tfmulti import FitConfig, train
@@ -332,7 +332,7 @@ def test_inexact_flags_are_told_and_go_on(tmp_path: Path) -> None:
 
 
 def test_rows_of_tables_that_cannot_be_read_are_left_out_once(tmp_path: Path) -> None:
-    """All workers read the same tables; the chief names what is left out of them."""
+    """All workers read the same tables; the chief names the rows that are left out."""
     rows = [f"{i},{'ab'[i % 2]}" for i in range(20)]
     (tmp_path / "train.csv").write_text("\n".join(["n,y", *rows[:9], "cut", *rows[9:]]))
     (tmp_path / "test.csv").write_text("\n".join(["n,y", *rows[:4], "1,a,b"]))

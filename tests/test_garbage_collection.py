@@ -1,4 +1,4 @@
-"""Python's collector and what is imported."""
+"""Imported modules stay out of Python's garbage collector."""
 
 from __future__ import annotations
 

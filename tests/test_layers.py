@@ -41,7 +41,7 @@ def test_imports_keep_the_contract() -> None:
 
 
 def light(*packages: str) -> list[str]:
-    """Returns the modules of packages, but for those that need more."""
+    """Returns the modules of packages, except for the modules that need more."""
     heavier = {name for names in HEAVIER.values() for name in names}
     return sorted(set(modules(*packages)) - heavier)
 

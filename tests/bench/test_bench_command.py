@@ -90,7 +90,7 @@ def test_it_says_and_draws_it(measured: Measured) -> None:
 def test_profile_leaves_a_trace_of_each_place(measured: Measured) -> None:
     folder, _, _ = measured
     for place in ("1_replica", "2_replicas", "2_workers"):
-        (trace,) = (folder / "profile" / place).rglob("*.xplane.pb")  # the chief's alone
+        (trace,) = (folder / "profile" / place).rglob("*.xplane.pb")  # only the chief's
         assert b"MatMul" in trace.read_bytes()
         assert (SEND.encode() in trace.read_bytes()) == (place == "2_workers")
 

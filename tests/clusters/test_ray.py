@@ -115,7 +115,7 @@ def test_wrong_values_are_named(config: dict[str, Any], message: str) -> None:
 
 
 def test_workers_without_tf_config_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of another trainer of Ray, which would each train alone."""
+    """Workers of another trainer of Ray would each train alone."""
     context = SimpleNamespace(get_world_size=lambda: 3)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     with pytest.raises(ClusterError, match="Ray has started 3 workers, but the environment desc"):

@@ -84,7 +84,7 @@ def test_positions_of_a_large_order_are_uniform() -> None:
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
-    """Distances of two that follow each other are those of a random order: 1/3 on average."""
+    """The distance of consecutive examples is that of a random order: 1/3 on average."""
     size = 1 << 18
     found = Permutation(size, key=3).at(np.arange(size)).astype(float)
     distance = np.abs(np.diff(found)) / size
@@ -106,7 +106,7 @@ def check_uniform(counts: np.ndarray, expected: float, freedom: int) -> None:
 
 
 def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No list of the examples is made: what is permuted are the rows that are read."""
+    """No list of all examples is made: only the numbers of the rows that are read are permuted."""
     asked: list[int] = []
     once = Permutation._once
     monkeypatch.setattr(

@@ -244,7 +244,7 @@ def test_the_next_step_goes_with_how_it_is_read() -> None:
 
 
 def test_rows_close_up_where_some_are_left_out() -> None:
-    """4 replicas of 3 rows: what is lost moves the others' places, as on one device."""
+    """4 replicas of 3 rows: lost rows move the positions of the others, as on one device."""
     source = Counting(12, bad=(1, 3, 4, 5))
     (batch,) = batches(source, BatchPlan(12, 12), Place(0, 1, 4), 1, ReadOptions(0, 9))
     assert batch.own_rows == (2, 0, 3, 3)

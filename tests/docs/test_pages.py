@@ -1,4 +1,4 @@
-"""The pages say what is so: their Python runs, their commands work, and they are short."""
+"""The pages are true: their Python runs, their commands work, and they are short."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_command_of_a_page_runs(tmp_path: Path, place: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Mkdocs checks those between pages; here also those of files outside docs/."""
+    """Mkdocs checks links between pages. This also checks links to files outside of docs/."""
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
             if not target.startswith("http"):

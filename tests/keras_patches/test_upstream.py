@@ -83,7 +83,7 @@ def test_upstream_still_divides_the_losses_that_rows_add(
 
 
 def test_upstream_orders_no_operations_that_are_there() -> None:
-    """The reason for `_add_control_inputs`: what has it in public is `_compute_before_waits`'s."""
+    """The reason for `_add_control_inputs`: its public counterpart can only be read."""
     names = [name for name in dir(tf.Operation) if "control_input" in name]
     assert {"control_inputs", "_add_control_inputs"} <= set(names)
     assert [name for name in names if not name.startswith("_")] == ["control_inputs"]
@@ -305,7 +305,7 @@ def test_a_variable_still_holds_its_value_in_one_place() -> None:
 
 
 def test_optimizers_still_know_variables_by_keys_of_their_own() -> None:
-    """The reason for `exchange_keys`: an optimizer does not find what was re-created."""
+    """The reason for `exchange_keys`: an optimizer does not find re-created variables."""
     variable = keras.Variable([1.0, 2.0])
     optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
     optimizer.build([variable])

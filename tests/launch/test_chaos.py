@@ -73,7 +73,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, whole: dict[str, np.ndarray])
 
 
 def test_a_deadlock_is_seen_and_named(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    """In a collective in which a worker is alone, and in a callback that never returns."""
+    """In a collective that one worker enters alone, and in a callback that never returns."""
     done = launched(tmp_path, "0.2.1.deadlock 1.3.0.hang", "--stall-timeout-s", "8")
     assert done.returncode == 0, done.stderr
     assert_as_if_nothing_had_happened(tmp_path, whole)
@@ -130,7 +130,7 @@ def test_the_launcher_itself_is_ended(
         launcher = group.start(argv(tmp_path, ""))
         wait_for(lambda: has_checkpoint(tmp_path))
         children = workers_of(launcher.pid)
-        assert len(children) in (2, 3, 4)  # two workers, and those in readiness for them
+        assert len(children) in (2, 3, 4)  # two workers, and their standby processes
         launcher.send_signal(number)
         code = launcher.wait(LIMIT_S)
         assert code == (-9 if number == signal.SIGKILL else 143)

@@ -1,4 +1,4 @@
-"""Machines of a job: how they are named, who takes part, what goes over a connection."""
+"""Machines of a job: their names, which of them take part, and the messages between them."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class MaskedAutoencoder(keras.Model):
 
 @program("keras-io: Masked image modeling with Autoencoders")
 def masked_autoencoder() -> Made:
-    """Patches hidden at random by argsort of draws, a token that is learned, a mean of those."""
+    """Patches are hidden by an argsort of draws; the loss is a mean over the hidden ones."""
     return Made(MaskedAutoencoder(), {"optimizer": adam()}, fit(batches(features(5, 3))))
 
 

@@ -309,7 +309,7 @@ class GeneratorOfConstantRows(Gan):
 
 @program("keras-io: GauGAN for conditional image generation")
 def constant_number_of_generated_rows() -> Made:
-    """A step that generates a constant number of rows of its own beside those of the batch."""
+    """A step that generates a constant number of rows besides the rows of the batch."""
     return _gan(GeneratorOfConstantRows)
 
 

@@ -26,7 +26,7 @@ def command(folder: Path, *arguments: str) -> Finished:
 
 
 def lines_of(text: str) -> dict[str, list[str]]:
-    """Returns what was said, by label; a line without one belongs to the one before."""
+    """Returns the printed lines by label; a line without a label belongs to the line before."""
     found: dict[str, list[str]] = {}
     label = ""
     for line in text.splitlines():

@@ -81,7 +81,7 @@ def give_orders(imposter: socket.socket, path: Path) -> None:
 
 
 def listening(ancestor: int) -> set[tuple[str, int]]:
-    """Returns the addresses at which a process and those that it started listen."""
+    """Returns the addresses at which a process and its children listen."""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -311,7 +311,7 @@ def test_a_named_pipe_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 class Failing(ArraySource):
-    """Counts what is read, which fails in some way from an example on."""
+    """Counts the reads. From some example on, each read fails."""
 
     def __init__(self, rows: int, error: Exception, first: int = 0) -> None:
         super().__init__((np.arange(rows, dtype=np.float32)[:, None],))

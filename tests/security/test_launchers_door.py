@@ -133,7 +133,7 @@ def test_who_knows_all_but_the_secret_is_shown_out(
     stranger.sendall(second + b"\n")
     assert is_closed(stranger)
     with pytest.raises(Unreachable, match="has not been started there"):
-        accept_machine(door[0])  # who is asked for is known from here on
+        accept_machine(door[0])  # from here on the expected machine is known
     other = connect.link_of(knock(door[1]))
     other.send({"name": "b", "nonce": NONCE})
     other.receive()
@@ -149,7 +149,7 @@ def accept_machine(door: JoinListener) -> RemoteMachine:
 
 
 def test_what_was_said_before_proves_nothing(door: tuple[JoinListener, int]) -> None:
-    """Neither repeated, nor given back to who said it."""
+    """A message can neither be repeated nor sent back to its sender."""
     said: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as between:
         caller = threading.Thread(target=proven, args=(between.getsockname()[1],))
@@ -298,7 +298,7 @@ def test_who_answers_without_the_secret_gets_no_proof() -> None:
 
 
 def sealed_pair() -> tuple[AgentConnection, AgentConnection, socket.socket, socket.socket]:
-    """Returns two sealed ends, and the sockets of who stands between them."""
+    """Returns two sealed ends, and the sockets of an attacker between them."""
     (one, from_one), (two, to_two) = over_pair(), over_pair()
     one.seal, two.seal = MessageAuthenticator(b"1", b"2"), MessageAuthenticator(b"2", b"1")
     return one, two, from_one, to_two

@@ -1,4 +1,4 @@
-"""One process at a time owns a run's folder, and who has lost it harms nothing there."""
+"""One process at a time owns a run's folder; a process that lost it changes nothing there."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def record(step: int) -> Record:
 
 
 def test_newer_checkpoints_are_removed_only_where_they_were_found_damaged(tmp_path: Path) -> None:
-    """A chief that was cut off once removed those of the job that had moved on."""
+    """A chief that had been cut off once removed the checkpoints of the job that went on."""
     live, stale = Checkpoints(tmp_path), Checkpoints(tmp_path)
     for step in (10, 20):
         live.write(record(step))

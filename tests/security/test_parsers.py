@@ -322,7 +322,7 @@ BEGIN = {"name": "h", "run_id": "r", "folder": "/nowhere", "env": {"A": "b"}, "c
 @fuzzed
 @given(first=like({"begin": BEGIN}, {"ended": 3}, {"fails": "words"}))
 def test_the_first_message_to_an_agent(first: Any) -> None:
-    """The folder is none, so that what is right begins nothing."""
+    """The folder does not exist, so a valid message starts nothing."""
     hypothesis.assume(
         not isinstance(first, dict) or "/nowhere" in str(first) or "begin" not in first
     )

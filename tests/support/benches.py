@@ -75,7 +75,7 @@ def answers(
 
 
 class Launched:
-    """Takes the launcher's place: leaves made-up answers, and notes what was asked for."""
+    """Replaces the launcher: leaves invented answers, and notes the requests."""
 
     def __init__(self, config: BenchConfig, code: int = 0) -> None:
         self._config, self._code = config, code

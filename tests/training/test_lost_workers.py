@@ -1,4 +1,4 @@
-"""A worker that waits for one that is lost ends, without a launcher to end it."""
+"""A worker that waits for a lost worker ends with an error, also without a launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMIT_S = 120
     ],
 )
 def test_it_raises_that_a_worker_is_lost(tmp_path: Path, how: str, said: str) -> None:
-    """The error's type is one by which the launcher tells who followed from who was first."""
+    """By the type of the error the launcher tells that this failure followed from another one."""
     with reserved(2) as addresses, processes(tmp_path) as group:
         survivor, _ = (
             group.start(

@@ -204,7 +204,7 @@ def test_mpi_on_several_hosts_without_their_names(monkeypatch: pytest.MonkeyPatc
 
 
 def test_mpirun_counts_inside_an_allocation_of_slurm() -> None:
-    """Mpirun's own daemons run in a step, whose ranks are not those of the processes."""
+    """Mpirun's own daemons run in a step of Slurm, whose ranks are not the processes' ranks."""
     assert layout_of(SLURM | OPEN_MPI).environment == "mpi"
 
 

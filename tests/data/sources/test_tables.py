@@ -323,7 +323,7 @@ def test_quotes_that_are_closed(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_told_with_what_follows_from_them(tmp_path: Path) -> None:
-    """Here without the bad rows the target has one class alone."""
+    """Without the bad rows the target has only one class."""
     path = csv(tmp_path, "n,y\n1,a\n2,a\n3\n4\n")
     words = r"--dataset csv:.* target 'y' .* 2 rows cannot be read; the first is row 3 of .*t.csv: "
     with pytest.raises(DataError, match=words):

@@ -1,4 +1,4 @@
-"""Data sets that tensorflow-datasets prepared: both kinds of files, and what is not prepared."""
+"""Data sets of tensorflow-datasets in both file formats, and data sets that are missing."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def with_a_bad_record(folder: Path, kind: str, target: Path) -> str:
 def test_a_record_that_cannot_be_read(
     folder: Path, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By default an error that names file and record; or it alone is left out of each epoch."""
+    """By default it is an error that names file and record; else each epoch leaves it out."""
     path = with_a_bad_record(folder, kind, tmp_path / "bad")
     place = f"tfds:tiny,data_dir={tmp_path}/bad,x=fixed"
     config = FitConfig(dataset=place, validation_fraction=0.0, global_batch_size=5)

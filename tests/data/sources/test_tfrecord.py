@@ -1,4 +1,4 @@
-"""`--dataset tfrecord:…`: what is found, what a model is told of it, and every mistake in it."""
+"""`--dataset tfrecord:…`: the files that it finds, the form of its examples, and every mistake."""
 
 from __future__ import annotations
 

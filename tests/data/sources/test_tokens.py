@@ -55,7 +55,7 @@ def tokens_of(part: Any) -> list[list[int]]:
 
 
 def test_tokens_are_places_in_the_vocabulary(root: str) -> None:
-    """Padding is 0, a word of the test part alone is 1, and only `tokens` of them are read."""
+    """Padding is 0, a word that only the test part has is 1, and `tokens` words are read."""
     data = on_one_device(f"{root},tokens=4,vocabulary=5")
     assert data.vocabulary == ("the", "cat", "dog")
     assert tokens_of(data.train) == [[2, 3, 2, 4], [3, 1, 2, 0], [4, 3, 0, 0]]
@@ -109,7 +109,7 @@ def test_no_words(root: str) -> None:
 
 
 def test_a_file_system_of_tensorflows() -> None:
-    """`ram://` stands for `gs://` and the like: both are read by TensorFlow alone."""
+    """`ram://` stands for stores such as `gs://`: TensorFlow reads both."""
     for name in ("b/1", "a/deep/1", "a/2"):
         tf.io.gfile.makedirs(f"ram://texts/{name.rpartition('/')[0]}")
         with tf.io.gfile.GFile(f"ram://texts/{name}.txt", "w") as file:

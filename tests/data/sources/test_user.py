@@ -1,4 +1,4 @@
-"""What a user's own function may return as data, and what is said where it does not."""
+"""The data that a user's own function may return, and the errors for all other values."""
 
 from __future__ import annotations
 

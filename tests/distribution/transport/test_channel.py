@@ -126,7 +126,7 @@ def test_many_messages_under_way_stay_apart() -> None:
 
 
 def test_who_waits_for_a_worker_that_ends_is_told() -> None:
-    """What it sent before counts; also where it waited already, and for what comes after."""
+    """Messages that it sent before its end still arrive, for exchanges that wait and later ones."""
     (one, two), connections = connected(2)
     two.send(1, [of("last")])
     one.send(1, [of("")])
@@ -186,7 +186,7 @@ def test_strangers_are_turned_away() -> None:
     wrong = socket.create_connection(where[0])
     wrong.sendall(b"another program!" + b"\1\0\0\0" + bytes(32))
     same = socket.create_connection(where[0])
-    same.sendall(bytes(16) + b"\0\0\0\0")  # says that it is who it calls
+    same.sendall(bytes(16) + b"\0\0\0\0")  # claims to be the worker that it calls
     met = at_once(*(lambda r=r: connect_workers(listeners[r], r, where, KEY) for r in range(2)))  # type: ignore[misc]
     assert [list(each) for each in met] == [[1], [0]]
     assert met[0][1].getpeername() == met[1][0].getsockname()  # each other, and no stranger
@@ -270,7 +270,7 @@ def test_who_is_told_wrong_addresses_takes_nobody_for_another() -> None:
 
 
 def test_closed_links_end_who_waits_everywhere() -> None:
-    """Here and at the others; and what was begun and never received is given to nobody."""
+    """On this and all other workers. A message that was only partly received is given to nobody."""
     links, _ = connected(3)
     for each in links:
         each.send(1, [of("of the step that failed")] * 2)
@@ -285,7 +285,7 @@ def test_closed_links_end_who_waits_everywhere() -> None:
 
 
 def test_closed_links_leave_no_thread_and_no_connection() -> None:
-    """On either side: who hears that all others have ended has nobody to listen to."""
+    """On either side: when all others have ended, there is nobody to listen to."""
     before = {thread for thread in threading.enumerate() if thread.name == THREAD}
     descriptors = len(os.listdir("/proc/self/fd"))
     (one, other), _ = connected(2)
@@ -323,7 +323,7 @@ def test_a_child_process_keeps_no_connection_open() -> None:
 
 
 def test_who_waits_reads_what_is_there_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread, which would have to be woken, reads what is large or comes late."""
+    """The receiving thread, which must be woken, reads large and late messages."""
     (one, two), _ = connected(2)
     readers: list[str] = []
     read = Channel._read
@@ -341,14 +341,14 @@ def test_who_waits_reads_what_is_there_by_itself(monkeypatch: pytest.MonkeyPatch
     readers.clear()
     two.send(2, [np.zeros(1_000_000, np.uint8)])  # while nobody waits
     for _ in range(1000):
-        if readers:  # the last bytes may be left for who waits
+        if readers:  # the last bytes may be left for the waiting caller
             break
         threading.Event().wait(0.01)
     assert set(readers) == {THREAD}
 
 
 def test_what_comes_late_wakes_who_waits() -> None:
-    """By one byte; and what comes after that is left for who waits then."""
+    """One byte wakes it; a waiting caller reads the bytes after it."""
     (one, two), connections = connected(2)
     one.send(1, [of("")])
     late = threading.Timer(0.2, two.send, (1, [of("x")]))

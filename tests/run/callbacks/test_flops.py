@@ -23,7 +23,7 @@ def one(*shape: int, dtype: tf.DType = tf.float32) -> tf.TensorSpec:
 
 
 def forward(layer: keras.layers.Layer, *shape: int, dtype: tf.DType = tf.float32) -> float | None:
-    """Returns the operations of a layer's forward pass, a third of what was counted."""
+    """Returns the operations of a layer's forward pass, a third of the count."""
     made = keras.Sequential([keras.Input(shape, dtype=dtype.name), layer])
     counted = training_flops(made, one(*shape, dtype=dtype))
     return None if counted is None else counted / 3

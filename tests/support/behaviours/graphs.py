@@ -37,7 +37,7 @@ def is_collective(node: Any) -> bool:
 
 
 def collectives_in(graph: Any, *, within_loop: bool = False) -> list[str]:
-    """Returns the sorted kinds of all collectives of a graph, or of those in its loops."""
+    """Returns the sorted kinds of all collectives of a graph, or only of its loops."""
     functions = {each.signature.name: each.node_def for each in graph.library.function}
 
     def kinds(nodes: Any, outside: bool) -> list[str]:

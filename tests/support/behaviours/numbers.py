@@ -52,7 +52,7 @@ def _statistics(model: keras.Model) -> list[list[list[float]]]:
 
 
 def moving_statistics_of_an_epoch() -> Any:
-    """Returns the statistics after an epoch, and those that were saved after its second step."""
+    """Returns the statistics after an epoch, and the saved ones of its second step."""
     model = _normalized()
     path = _worker_folder() / "model.keras"
 

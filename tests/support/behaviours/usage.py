@@ -243,7 +243,7 @@ def shuffled_arrays() -> Any:
 
 
 def workers_with_different_seeds() -> Any:
-    """Returns history and weights, which are those of the chief's seed."""
+    """Returns history and weights, which follow from the chief's seed."""
     keras.utils.set_random_seed(10 + here.placement.rank)
     with here.strategy.scope():
         model = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))

@@ -13,7 +13,7 @@ from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_WORKERS
 pytestmark = pytest.mark.multiworker
 
 AT_WORKERS = (ONE_DEVICE, TWO_WORKERS)
-# To save time, most kinds of data run on one device alone: the others differ on replicas.
+# To save time, most kinds of data run only on one device: replicas change nothing for them.
 PLACES_OF_DATA = {"arrays": EVERYWHERE, "Dataset of unknown length": AT_WORKERS}
 
 

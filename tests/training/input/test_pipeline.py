@@ -55,7 +55,7 @@ def _no_thread_is_left() -> Iterator[None]:
 def test_workers_read_each_row_of_an_epoch_once(
     workers: int, local: int, threads: int | None
 ) -> None:
-    """Counts what is read, not what is counted: 25 rows in batches of 8, the last of one row."""
+    """25 rows in batches of 8: the last batch has one row, and replicas without rows read one."""
     source, plan = ArraySource((np.arange(25, dtype=np.float32),)), BatchPlan(25, 8, seed=1)
     batches: list[list[float]] = [[] for _ in range(4)]
     read: list[float] = []

@@ -65,7 +65,7 @@ def test_what_follows_is_that_of_the_run_without_a_stop(found: Any, pipeline: st
 
 
 def most_opened(step: int) -> int:
-    """Returns how many files a run from a step opens at most: those of its pass may come again."""
+    """Returns how many files a run from a step opens at most: its pass may be read again."""
     before = given(step) if 0 < step % STEPS < STEPS - PREFETCHED else given(step - step % STEPS)
     return EPOCHS * 2 * ROWS - before
 

@@ -1,4 +1,4 @@
-"""How many steps a call takes, from what was measured: no TensorFlow."""
+"""How many steps an execution has, from measured times; without TensorFlow."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS
 
 pytestmark = pytest.mark.multiworker
 
-# Why XLA cannot compile a network. The second reason holds for several replicas alone.
+# Why XLA cannot compile a network. The second reason holds only for several replicas.
 HINDRANCES = {
     "dense": None,
     "normalized": "takes the statistics of all replicas",
