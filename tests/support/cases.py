@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -29,14 +29,15 @@ from tfmulti.distribution.strategies import placement_of
 EPOCHS = 2
 
 PLACES = ("one_device", "mirrored-2", "mirrored-3", "mirrored-8", "workers-2", "workers-3")
-# Each promise is held at all places by some of its cases; what more replicas cannot change
-# beyond those runs at fewer, so that the whole table takes under eight minutes. With
-# EXACTNESS_EVERYWHERE=1 in the environment each case runs at each place, and is in the table.
+# In CI the core runs at all places, and each other case on one device, on replicas that differ in
+# their rows, and on two workers. With EXACTNESS_EVERYWHERE=1 in the environment each case runs at
+# each place, and is in the table.
 EVERYWHERE = os.environ.get("EXACTNESS_EVERYWHERE") == "1"
-FEWER: dict[str, Any] = {"places": ("one_device", "mirrored-2", "mirrored-3", "workers-2")}
-TWO: dict[str, Any] = {"places": ("one_device", "mirrored-2", "workers-2")}
-if EVERYWHERE:
-    FEWER = TWO = {"places": PLACES}
+FEW = PLACES if EVERYWHERE else ("one_device", "mirrored-3", "workers-2")
+# More replicas than two cannot change these cases.
+TWO: dict[str, Any] = {
+    "places": PLACES if EVERYWHERE else ("one_device", "mirrored-2", "workers-2")
+}
 
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -142,7 +143,7 @@ class Case:
     precision: str = "float32"
     tolerance: float = 1e-6
     compare: str = "plain"
-    places: tuple[str, ...] = PLACES
+    places: tuple[str, ...] = FEW
     validates: bool = False
     alone: float = 0.0
 
@@ -175,18 +176,18 @@ def _shares() -> dict[str, Case]:
 def _models() -> dict[str, Case]:
     return {
         "even-adam": Case(1, optimizer="adam"),
-        "sequential": Case(1, models.sequential, prepare_first=False, **FEWER),
-        "sequential-adam": Case(1, models.sequential, "adam", **FEWER),
-        "subclassed": Case(1, models.Subclassed, prepare_first=False, **FEWER),
-        "subclassed-adam": Case(1, models.Subclassed, "adam", **FEWER),
+        "sequential": Case(1, models.sequential, prepare_first=False),
+        "sequential-adam": Case(1, models.sequential, "adam"),
+        "subclassed": Case(1, models.Subclassed, prepare_first=False),
+        "subclassed-adam": Case(1, models.Subclassed, "adam"),
         "own train_step": Case(1, models.CustomStep, **LAST_OF_ONE),
-        "own train_step-adam": Case(1, models.CustomStep, "adam", prepare_first=False, **FEWER),
-        "own train_step, tracker of batches": Case(1, models.TracksBatches, **LAST_OF_ONE, **FEWER),
-        "train_step of TensorFlow's guide": Case(1, models.GuideStep, **UNEVEN, **FEWER),
+        "own train_step-adam": Case(1, models.CustomStep, "adam", prepare_first=False),
+        "own train_step, tracker of batches": Case(1, models.TracksBatches, **LAST_OF_ONE),
+        "train_step of TensorFlow's guide": Case(1, models.GuideStep, **UNEVEN),
         "train_step of TensorFlow's guide, with a batch size": Case(
             1, models.GuideStepOf30, **TWO, **UNEVEN
         ),
-        "eagerly": Case(1, compile=_compiled(run_eagerly=True), **FEWER, **UNEVEN),
+        "eagerly": Case(1, compile=_compiled(run_eagerly=True), **UNEVEN),
     }
 
 
@@ -226,7 +227,6 @@ def _losses() -> dict[str, Case]:
             feed=data.one_hot,
             compile=lambda: {"loss": Together(), "metrics": [keras.losses.Dice()]},
             **LAST_OF_ONE,
-            **FEWER,
         ),
         "a loss with its own __call__": Case(
             2, compile=lambda: {"loss": OwnCall()}, **TWO, **LAST_OF_ONE
@@ -236,12 +236,11 @@ def _losses() -> dict[str, Case]:
             validates=True,
             compile=_compiled(loss=contrastive_loss, metrics=[contrastive_loss]),
             **LAST_OF_ONE,
-            **FEWER,
         ),
         "Circle": Case(2, compile=lambda: {"loss": keras.losses.Circle(gamma=4)}, **TWO, **UNEVEN),
-        "function of a vector": Case(2, compile=_compiled(loss=vector_loss), **UNEVEN, **FEWER),
+        "function of a vector": Case(2, compile=_compiled(loss=vector_loss), **UNEVEN),
         "add_loss": Case(2, build=models.with_added_losses, validates=True, **UNEVEN),
-        "regularizers": Case(2, models.regularized, **UNEVEN, **FEWER),
+        "regularizers": Case(2, models.regularized, **UNEVEN),
         "two outputs, loss weights": Case(
             2,
             build=models.of_two_outputs,
@@ -254,7 +253,6 @@ def _losses() -> dict[str, Case]:
             },
             compare="one_device",  # Keras alone gives the last batch's outputs too much weight
             **UNEVEN,
-            **FEWER,
         ),
         "sample_weight": Case(2, **TWO, feed=data.weighted, **UNEVEN),
         "class_weight": Case(2, **TWO, feed=data.class_weighted, **UNEVEN),
@@ -266,10 +264,9 @@ def _losses() -> dict[str, Case]:
             feed=data.weighted_tokens,
             compile=lambda: {"loss": _loss("mean_with_sample_weight")},
             **UNEVEN,
-            **FEWER,
         ),
         "dict inputs": Case(
-            2, build=models.of_two_inputs, validates=True, feed=data.dictionaries, **UNEVEN, **FEWER
+            2, build=models.of_two_inputs, validates=True, feed=data.dictionaries, **UNEVEN
         ),
         "ragged inputs": Case(
             2, build=models.OfRaggedRows, validates=True, feed=data.ragged, **UNEVEN
@@ -279,7 +276,7 @@ def _losses() -> dict[str, Case]:
 
 def _optimizers() -> dict[str, Case]:
     # What an optimizer gets is the global gradient already: that is so at all places.
-    places: dict[str, Any] = {"global_clipnorm": {}, "accumulation": {}, "adam": FEWER}
+    places: dict[str, Any] = {"global_clipnorm": {}, "accumulation": {}, "adam": {}}
     cases = {
         name: Case(3, optimizer=name, **UNEVEN, **places.get(name, TWO))
         for name in OPTIMIZERS
@@ -300,9 +297,8 @@ def _optimizers() -> dict[str, Case]:
             compile=lambda: {"loss": _loss("sum")},
             **parts,
             **UNEVEN,
-            **FEWER,
         ),
-        "microbatches, dropout": Case(3, models.dropped, **parts, **UNEVEN, **FEWER),
+        "microbatches, dropout": Case(3, models.dropped, **parts, **UNEVEN),
         "microbatches, regularizers": Case(3, models.regularized, **parts, **TWO, **UNEVEN),
         "microbatches, own train_step": Case(3, build=models.CustomStep, **TWO, **parts, **UNEVEN),
     }
@@ -311,7 +307,7 @@ def _optimizers() -> dict[str, Case]:
 
 def _normalization() -> dict[str, Case]:
     return {
-        "BatchNormalization, synchronized, even": Case(4, **NORMALIZED, **FEWER),
+        "BatchNormalization, synchronized, even": Case(4, **NORMALIZED),
         "BatchNormalization, synchronized, uneven": Case(
             4, **NORMALIZED, validates=True, **LAST_OF_ONE
         ),
@@ -320,10 +316,10 @@ def _normalization() -> dict[str, Case]:
             4, build=models.images_normalized, alone=1e-6, validates=True, **UNEVEN
         ),
         "GroupNormalization, LayerNormalization": Case(
-            4, models.group_normalized, alone=1e-6, **UNEVEN, **FEWER
+            4, models.group_normalized, alone=1e-6, **UNEVEN
         ),
         "LayerNormalization, attention": Case(
-            4, models.attentive, feed=data.tokens, alone=1e-6, validates=True, **UNEVEN, **FEWER
+            4, models.attentive, feed=data.tokens, alone=1e-6, validates=True, **UNEVEN
         ),
     }
 
@@ -332,11 +328,11 @@ def _randomness() -> dict[str, Case]:
     return {
         "dropout and noise": Case(5, models.dropped, **UNEVEN),
         "dropout and noise, even": Case(5, build=models.dropped, **TWO),
-        "dropout of recurrent layers": Case(5, models.recurrent_dropped, **UNEVEN, **FEWER),
+        "dropout of recurrent layers": Case(5, models.recurrent_dropped, **UNEVEN),
         "random numbers of all kinds": Case(5, models.noisy, **LAST_OF_ONE),
         "random numbers of all kinds, even": Case(5, models.noisy, **TWO),
-        "augmentation": Case(5, models.augmented, **UNEVEN, **FEWER),
-        "augmentation by histograms of all rows": Case(5, models.equalized, **UNEVEN, **FEWER),
+        "augmentation": Case(5, models.augmented, **UNEVEN),
+        "augmentation by histograms of all rows": Case(5, models.equalized, **UNEVEN),
     }
 
 
@@ -400,10 +396,10 @@ def _executions() -> dict[str, Case]:
         return Case(8, compile=lambda: compiled, **options)
 
     return {
-        "7 steps an execution": several(7, rows=100, batch=10, **FEWER),
+        "7 steps an execution": several(7, rows=100, batch=10),
         "20 steps an execution": several(20, rows=100, batch=3),
         "3 steps an execution, function of one number": several(
-            3, loss=root_loss, rows=100, batch=40, **FEWER
+            3, loss=root_loss, rows=100, batch=40
         ),
         "3 steps an execution, BatchNormalization": several(
             3,
@@ -473,6 +469,7 @@ CORE = [
     "dropout and noise",
 ]
 CORE_PLACES = ["one_device", "mirrored-3", "mirrored-8", "workers-2"]
+CASES |= {name: replace(CASES[name], places=PLACES) for name in CORE}
 
 
 def run_case(case: Case, strategy: tf.distribute.Strategy, plain: bool) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def flat(value: Any) -> list[float]:
     usage.random_draws_without_a_seed,
     usage.every_worker_saves_to_one_file,
     usage.dropout_after_a_custom_layer,
-    usage.mean_over_rows_before_3000_operations,
+    usage.mean_over_rows_before_1200_operations,
     usage.gan_with_two_optimizers,
     usage.calls_on_single_batches,
     numbers.custom_step_with_two_adams,
