@@ -176,7 +176,7 @@ def main() -> None:
         path = os.environ.get(ERROR_FILE)
         if path and not isinstance(error, KeyboardInterrupt):
             write_error(Path(path), error, int(os.environ.get("RANK", "0")))
-        if PARENT not in os.environ and type(error).__name__ in LOST_A_WORKER:
+        if PARENT not in os.environ and type(error).__name__ in (*LOST_A_WORKER, "ChannelError"):
             # A scheduler tells by the code that this worker can be started again.
             traceback.print_exc()
             print(
