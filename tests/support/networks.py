@@ -6,6 +6,7 @@ Needs root, iproute2 and an OpenSSH server; `why_not` says what is missing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,6 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+# How many networks this process has made. The stride keeps it away from the numbers of processes
+# with neighbouring ids.
+_numbers, _STRIDE = itertools.count(), 97
 SSHD_CONFIG = """
 Port 22
 ListenAddress {address}
@@ -51,10 +55,11 @@ def why_not() -> str | None:
 
 
 class Hosts:
-    """Hosts by number from 1: host 2 has the address 10.77.N.2 of this process' own network."""
+    """Hosts by number from 1: host 2 has the address 10.77.N.2 of a network of its own."""
 
     def __init__(self, count: int, folder: Path) -> None:
-        self._net = os.getpid() % 250 + 1
+        # Networks of one process may live at the same time, as that of Slurm does.
+        self._net = (os.getpid() + _STRIDE * next(_numbers)) % 250 + 1
         self._folder = folder
         self._servers: list[subprocess.Popen[bytes]] = []
         self.count = count
