@@ -1,4 +1,4 @@
-"""Trains on several workers and writes down which examples each of them read.
+"""Trains on several workers, and writes which examples each worker has read.
 
 python -m tests.support.reads OUT_RANK.json
 """
@@ -56,7 +56,8 @@ class Logged(ArraySource):
 
 
 def main(out: str) -> None:
-    gc.freeze()  # the collector need not look through TensorFlow
+    # TensorFlow's modules are never garbage, so the collector need not look through them.
+    gc.freeze()
     strategy = make_strategy()
 
     def trained(source: Any, validation: Any = None, **options: Any) -> keras.Model:
