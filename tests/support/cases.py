@@ -2,8 +2,8 @@
 
     python -m tests.support.cases OUT.npz PLACE 'CASE|CASE|…'
 
-runs the cases in one process, with one strategy and one number of replicas. It writes the results
-of each case: weights, optimizer slots, history, evaluation, prediction. The place `plain` is Keras
+runs the cases in one process (one strategy, one number of replicas) and writes what each
+left: weights, optimizer slots, history, evaluation, prediction. The place `plain` is Keras
 alone on one device, without tfmulti.
 """
 
@@ -29,9 +29,9 @@ from tfmulti.distribution.strategies import placement_of
 EPOCHS = 2
 
 PLACES = ("one_device", "mirrored-2", "mirrored-3", "mirrored-8", "workers-2", "workers-3")
-# In CI the core cases run at all places. Each other case runs on one device, on replicas with
-# different numbers of rows, and on two workers. With EXACTNESS_EVERYWHERE=1 in the environment each
-# case runs at each place, and is in the table.
+# In CI the core runs at all places, and each other case on one device, on replicas that differ in
+# their rows, and on two workers. With EXACTNESS_EVERYWHERE=1 in the environment each case runs at
+# each place, and is in the table.
 EVERYWHERE = os.environ.get("EXACTNESS_EVERYWHERE") == "1"
 FEW = PLACES if EVERYWHERE else ("one_device", "mirrored-3", "workers-2")
 # More replicas than two cannot change these cases.
@@ -68,34 +68,34 @@ def _one_hot(labels: Any) -> Any:
 
 
 def mean_loss(y_true: Any, y_pred: Any) -> Any:
-    """A loss that returns one number, the mean."""
+    """A loss that is one number already."""
     return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred))
 
 
 def sum_loss(y_true: Any, y_pred: Any) -> Any:
-    """A loss that returns one number, the sum over the rows."""
+    """One number that grows with the rows."""
     return tf.reduce_sum(keras.losses.sparse_categorical_crossentropy(y_true, y_pred))
 
 
 def root_loss(y_true: Any, y_pred: Any) -> Any:
-    """A loss that returns one number, which is neither a sum nor a mean over rows."""
+    """One number that is neither a sum nor a mean over rows."""
     return tf.sqrt(tf.reduce_mean(tf.square(_one_hot(y_true) - y_pred)))
 
 
 def vector_loss(y_true: Any, y_pred: Any) -> Any:
-    """A loss that returns a value for each row."""
+    """A value for each row."""
     return tf.reduce_sum(tf.square(_one_hot(y_true) - y_pred), -1)
 
 
 def contrastive_loss(y_true: Any, y_pred: Any) -> Any:
-    """A loss with a value for each row, which depends on the row that is most similar."""
+    """A value for each row, which depends on all others: which of them it is most like."""
     likeness = tf.matmul(y_pred, y_pred, transpose_b=True)
     same = tf.cast(tf.reshape(y_true, [-1, 1]) == tf.reshape(y_true, [1, -1]), y_pred.dtype)
     return tf.reduce_mean(tf.square(same - likeness), -1)
 
 
 class OwnCall(keras.losses.Loss):
-    """A loss with a `__call__` of its own, so that Keras neither reduces nor weights the result."""
+    """Returns one number past everything that Keras does around a loss."""
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         return root_loss(y_true, y_pred)
@@ -106,7 +106,7 @@ def _entropy_of_all() -> keras.losses.Loss:
 
 
 class Together(keras.losses.Loss):
-    """A loss that calls other losses, one of which returns one number."""
+    """Losses within a loss, one of them of one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,13 +122,12 @@ def _loss(reduction: str) -> keras.losses.Loss:
 
 @dataclass(frozen=True)
 class Case:
-    """One training run.
+    """One run.
 
-    `row` is the row of docs/exactness.md's table to which the case belongs. `compare` names the
-    reference: Keras alone, or tfmulti on one device if the numbers of Keras alone are wrong.
-    `places` are the places at which the case runs. If `plain_feed` is given, Keras alone gets this
-    data. A case that `validates` also compares validation. `alone` is the allowed difference
-    between tfmulti on one device and Keras alone.
+    `row` is the number of its promise in the table of docs/exactness.md. `compare` says
+    what it must equal: Keras alone, or tfmulti on one device where Keras alone is not right.
+    `places` are those that it runs at. Keras alone gets `plain_feed`, where that is another one.
+    It `validates` where evaluation is a question. `alone` is how much one device may differ.
     """
 
     row: int
@@ -149,17 +148,13 @@ class Case:
     alone: float = 0.0
 
 
-# The gradient of BatchNormalization is one kernel of TensorFlow, which does not round as Keras'
-# operations do. The differences were 0.6e-7 to 2.3e-7, depending on the processor's instructions.
+# The gradient of BatchNormalization is one kernel of TensorFlow's. It rounds otherwise than Keras'
+# operations: 0.6e-7 to 2.3e-7 were seen, by the instructions that the processor has.
 NORMALIZED: dict[str, Any] = {"build": models.batch_normalized, "alone": 4e-7}
-# The batches have 33, 33, 33 and 1 row.
-LAST_OF_ONE: dict[str, Any] = {"rows": 100, "batch": 33}
-# The batches have 30, 30, 30 and 10 rows. On 8 replicas these are 4 or 3 rows each, then 2 or 1.
-UNEVEN: dict[str, Any] = {"rows": 100, "batch": 30}
-# On 3 and on 8 replicas some replicas never have a row.
-FEW: dict[str, Any] = {"rows": 14, "batch": 2}
-# On 8 replicas two replicas have no row, and in the last batch seven.
-SIX: dict[str, Any] = {"rows": 31, "batch": 6}
+LAST_OF_ONE: dict[str, Any] = {"rows": 100, "batch": 33}  # 33, 33, 33, 1
+UNEVEN: dict[str, Any] = {"rows": 100, "batch": 30}  # 30, 30, 30, 10: on 8 replicas 4 or 3, 2 or 1
+FEW: dict[str, Any] = {"rows": 14, "batch": 2}  # on 3 and on 8 replicas some have no row ever
+SIX: dict[str, Any] = {"rows": 31, "batch": 6}  # on 8 replicas two have none, then seven
 
 
 def _compiled(**options: Any) -> Callable[[], dict[str, Any]]:
@@ -256,8 +251,7 @@ def _losses() -> dict[str, Case]:
                 "loss_weights": {"kind": 1.0, "size": 0.3},
                 "metrics": {"kind": "accuracy", "size": "mae"},
             },
-            # Keras alone gives the outputs of the last batch too much weight.
-            compare="one_device",
+            compare="one_device",  # Keras alone gives the last batch's outputs too much weight
             **UNEVEN,
         ),
         "sample_weight": Case(2, **TWO, feed=data.weighted, **UNEVEN),
@@ -281,7 +275,7 @@ def _losses() -> dict[str, Case]:
 
 
 def _optimizers() -> dict[str, Case]:
-    # At each place the optimizer gets the gradient of the global batch.
+    # What an optimizer gets is the global gradient already: that is so at all places.
     places: dict[str, Any] = {"global_clipnorm": {}, "accumulation": {}, "adam": {}}
     cases = {
         name: Case(3, optimizer=name, **UNEVEN, **places.get(name, TWO))
@@ -343,12 +337,12 @@ def _randomness() -> dict[str, Case]:
 
 
 def _precision() -> dict[str, Case]:
-    # bfloat16 keeps 8 bits of a number, so neighbouring numbers differ by 2**-8 of their size.
+    # bfloat16 keeps 8 bits of a number: one step between two of them is 2**-8 of its size.
     return {"mixed_bfloat16": Case(6, precision="mixed_bfloat16", tolerance=2**-8, **UNEVEN)}
 
 
 class Hits(keras.metrics.Metric):
-    """A user's own metric, which counts the correct rows and all rows."""
+    """A metric of the user's own: rows that are right, and rows."""
 
     def __init__(self) -> None:
         super().__init__(name="hits")
@@ -365,7 +359,7 @@ class Hits(keras.metrics.Metric):
 
 
 def spread(y_true: Any, y_pred: Any) -> Any:
-    """A metric function that returns one number for a batch, neither a sum nor a mean over rows."""
+    """A metric function of one number for a batch, neither a sum nor a mean over rows."""
     return tf.math.reduce_std(y_pred)
 
 
@@ -423,8 +417,7 @@ def _feeds() -> dict[str, Case]:
             models.dropped,
             "adam",
             feed=data.unknown_length,
-            # Keras alone counts the step that finds the end of the data.
-            compare="one_device",
+            compare="one_device",  # Keras alone counts a step that finds no data
             **UNEVEN,
             **TWO,
         ),
@@ -467,7 +460,7 @@ CASES: dict[str, Case] = {
     **_feeds(),
 }
 
-# The core has one case of each kind.
+# The core: one case of each kind at some places, for a quick look.
 CORE = [
     "uneven-last of one",
     "mean_with_sample_weight",
@@ -480,7 +473,7 @@ CASES |= {name: replace(CASES[name], places=PLACES) for name in CORE}
 
 
 def run_case(case: Case, strategy: tf.distribute.Strategy, plain: bool) -> dict[str, Any]:
-    """Returns the results of some epochs of a case, as arrays by name."""
+    """Returns what some epochs of a case leave, as arrays by name."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(7)
     with strategy.scope():
@@ -518,8 +511,7 @@ def run_case(case: Case, strategy: tf.distribute.Strategy, plain: bool) -> dict[
 
 
 def main(out: str, place: str, names: str) -> None:
-    # Keras collects garbage before each case. The imported modules are never garbage.
-    gc.freeze()
+    gc.freeze()  # Keras collects garbage before each: in vain among what was imported
     strategy = strategy_at(place)
     results: dict[str, Any] = {}
     for name in names.split("|"):
@@ -531,7 +523,7 @@ def main(out: str, place: str, names: str) -> None:
 
 
 def strategy_at(place: str) -> tf.distribute.Strategy:
-    """Returns the strategy of a place. A worker of several has TF_CONFIG."""
+    """Returns the strategy of a place; one of several workers has TF_CONFIG."""
     kind, _, count = place.partition("-")
     if kind == "plain":
         return tf.distribute.get_strategy()

@@ -1,9 +1,9 @@
-"""Trains on two workers, of which the second is lost in its fourth step, and prints the result.
+"""Trains on two workers, of which the second is lost in its fourth step, and says what came of it.
 
 python -m tests.support.losing HOW   (with TF_CONFIG; HOW: kill, stop, error, step, alone)
 
-With `step` the step fails, but the process continues. With `alone` no worker is lost, but the chief
-alone evaluates the model.
+With `step` its step fails, and the process lives on; with `alone` no worker is lost, but the
+chief alone evaluates the model.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def main(how: str) -> int:
         sys.stdout.flush()
         if rank == 1:
             time.sleep(600)
-        # A normal exit would wait for the lost worker.
-        os._exit(3)
+        os._exit(3)  # TensorFlow would wait for the lost worker
     return 0
 
 

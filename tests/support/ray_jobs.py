@@ -1,4 +1,4 @@
-"""Runs jobs of Ray's TensorflowTrainer with two workers on this machine, and collects the results.
+"""Jobs of Ray's TensorflowTrainer with two workers on this machine, and what each of them left.
 
 `run_jobs(folder, limit_s)` starts a process that does all jobs in one Ray. Each job writes
 `NAME.json`. That process imports this module by its name, so that Ray sends its functions to the
@@ -65,7 +65,7 @@ def rank() -> int:
 
 
 def killed(config: dict[str, Any]) -> Any:
-    """Trains the whole run. Worker 1 is killed once, as soon as Ray has a second checkpoint."""
+    """The whole run, of which worker 1 is killed once, when Ray has a second checkpoint."""
     if rank() == 1 and is_first_attempt():
         folder = Path(ray.train.get_context().get_storage().experiment_fs_path)
         threading.Thread(target=kill_after, args=(folder,), daemon=True).start()
@@ -79,7 +79,7 @@ def kill_after(folder: Path, count: int = 2) -> None:
 
 
 class KilledOnce(keras.callbacks.Callback):
-    """Kills the chief in its first attempt, and records the epochs that this process has begun."""
+    """Kills the chief in its first attempt, and notes which epochs this process has begun."""
 
     begun: tuple[int, ...] = ()
 
@@ -101,7 +101,7 @@ is_killed = False
 
 
 def own_loop(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains by a user's own loop."""
+    """A user's own loop."""
     global is_killed
     is_killed = config["kill"] and is_first_attempt()
     strategy = tfmulti.make_strategy()
@@ -142,7 +142,7 @@ def fitted(
 
 
 def of_run(result: Result) -> dict[str, Any]:
-    """Returns the results of a whole run."""
+    """Returns what a whole run has left."""
     with result.checkpoint.as_directory() as kept:
         files = sorted(path.name for path in Path(kept).iterdir())
         history = (Path(kept) / "history.csv").read_text()
@@ -156,18 +156,18 @@ def of_run(result: Result) -> dict[str, Any]:
 
 
 def whole_job(folder: Path) -> dict[str, Any]:
-    """Runs the whole training without a fault, in a run directory that all workers see."""
+    """The whole run without a fault, in a run directory that all workers see."""
     config = {**CONFIG, "run_dir": str(folder / "run")}
     return of_run(fitted(folder, "whole", tfmulti.ray.train_loop, config))
 
 
 def killed_job(folder: Path) -> dict[str, Any]:
-    """Runs the whole training with a lost worker."""
+    """The whole run with a lost worker."""
     return of_run(fitted(folder, "killed", killed, CONFIG))
 
 
 def wrong_job(folder: Path) -> dict[str, Any]:
-    """Runs a job whose configuration has a name that does not exist."""
+    """A name that does not exist."""
     try:
         fitted(folder, "wrong", tfmulti.ray.train_loop, {"epoch": 3}, failures=0)
     except WorkerGroupError as error:
@@ -179,7 +179,7 @@ def wrong_job(folder: Path) -> dict[str, Any]:
 
 
 def alone_job(folder: Path) -> dict[str, Any]:
-    """Trains on one device without Ray, and continues the finished run by Ray in this process."""
+    """The same on one device without Ray, and the finished run by Ray in this process."""
     config = {**CONFIG, "run_dir": str(folder / "alone")}
     run = tfmulti.train(tfmulti.FitConfig(**config))
     trainer = TensorflowTrainer(
@@ -205,7 +205,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def main(folder: Path) -> None:
-    """Runs all jobs in the process that starts Ray."""
+    """Does all jobs, in the process that starts Ray."""
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
     for name, job in JOBS.items():
         started = time.monotonic()
@@ -219,7 +219,7 @@ def main(folder: Path) -> None:
 
 
 def run_jobs(folder: Path, limit_s: float) -> None:
-    """Runs all jobs in a new process; see `run`."""
+    """Does all jobs in a process of its own; see `run`."""
     run(
         f"import pathlib; from {__name__} import main; main(pathlib.Path({str(folder)!r}))",
         folder,
@@ -241,12 +241,12 @@ def of_ray(mark: str) -> list[int]:
 
 
 def run(code: str, folder: Path, limit_s: float) -> Finished:
-    """Runs code that starts Ray in a new process, and ends Ray's processes with it.
+    """Runs code that starts Ray, in a process of its own, and ends Ray's processes with it.
 
     Raises:
-        AssertionError: the code failed, took too long, or left processes. The message has the logs.
+        AssertionError: it failed, took too long, or left processes. The message has its logs.
     """
-    # The path of a socket may have 107 characters, so Ray's folder needs a short name.
+    # The path of a socket has 107 characters at most, so Ray's folder needs a short name.
     temporary, mark = tempfile.mkdtemp(prefix="tfm-"), secrets.token_hex(8)
     env = {
         MARK: mark,
@@ -255,7 +255,7 @@ def run(code: str, folder: Path, limit_s: float) -> Finished:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(),
         "RAY_TMPDIR": temporary,
-        # This avoids an actor, whose start takes a second.
+        # An actor less, whose start takes a second.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_USAGE_STATS_ENABLED": "0",

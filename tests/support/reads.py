@@ -1,4 +1,4 @@
-"""Trains on several workers, and writes which examples each worker has read.
+"""Trains on several workers and writes down which examples each of them read.
 
 python -m tests.support.reads OUT_RANK.json
 """
@@ -56,8 +56,7 @@ class Logged(ArraySource):
 
 
 def main(out: str) -> None:
-    # TensorFlow's modules are never garbage, so the collector need not look through them.
-    gc.freeze()
+    gc.freeze()  # the collector need not look through TensorFlow
     strategy = make_strategy()
 
     def trained(source: Any, validation: Any = None, **options: Any) -> keras.Model:
