@@ -69,9 +69,11 @@ def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
         points = found["all_reduces"][kind]
         assert [(p["replicas"], p["bytes"]) for p in points] == [(2, size) for size in SIZES]
         assert points[0]["ms"] > 0
-        assert points[-1]["ms"] > 3 * points[0]["ms"]  # 2048 times the bytes
+        # The last all-reduce has 2048 times the bytes of the first.
+        assert points[-1]["ms"] > 3 * points[0]["ms"]
     assert found["cost_model"]["latency_us"] >= 0
-    assert 0 <= found["cost_model"]["message_us"] < 1e6  # they tell each other directly
+    # Workers on CPUs send to each other directly, so the cost of a message is known.
+    assert 0 <= found["cost_model"]["message_us"] < 1e6
     assert [p["workers"] for p in found["predicted_not_measured"]] == [1, 2, 4, 8, 16, 32]
     assert len(found["limits"]) >= 2
 
@@ -90,7 +92,8 @@ def test_it_says_and_draws_it(measured: Measured) -> None:
 def test_profile_leaves_a_trace_of_each_place(measured: Measured) -> None:
     folder, _, _ = measured
     for place in ("1_replica", "2_replicas", "2_workers"):
-        (trace,) = (folder / "profile" / place).rglob("*.xplane.pb")  # only the chief's
+        # Only the chief writes a trace.
+        (trace,) = (folder / "profile" / place).rglob("*.xplane.pb")
         assert b"MatMul" in trace.read_bytes()
         assert (SEND.encode() in trace.read_bytes()) == (place == "2_workers")
 

@@ -90,7 +90,8 @@ def test_mistakes_get_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
-    before = "tensorflow" in sys.modules  # by another test
+    # Another test may have imported it.
+    before = "tensorflow" in sys.modules
     assert command.main(["bench", *argv]) == 2
     shown = capsys.readouterr()
     assert words in shown.err
@@ -111,7 +112,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"--{name}\n" in shown for name in ("workers", "weak", "rounds", "model"))
     assert not any(f"--{name}\n" in shown for name in ("epochs", "run_dir", "log_throughput"))
     assert "default: synthetic" in shown
-    assert "0.1 s" not in shown  # a measurement takes as many steps a call as are given
+    # In a measurement the number of steps of an execution is not chosen automatically.
+    assert "0.1 s" not in shown
 
 
 def test_flags_become_what_is_measured() -> None:
@@ -198,7 +200,8 @@ def test_what_is_left(
     assert any(line.startswith("limit 2 workers: communication-bound") for line in said)
     assert any("predicted (not measured): 64 workers" in line for line in said)
 
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it is not installed
+    # The import then fails as if matplotlib were not installed.
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = bench(output_dir=tmp_path / "p", rounds=1)
     said.clear()
     command.measure(without, (), lambda *words: said.append(" ".join(words)), Launched(without))

@@ -31,7 +31,8 @@ def test_the_link_is_found_again_from_noisy_points(latency_s: float, bandwidth: 
     found = fit_network(points)
     assert found is not None
     assert found.latency_s == pytest.approx(latency_s, rel=0.05)
-    assert 1 / found.byte_s == pytest.approx(bandwidth, rel=0.15)  # small beside latency
+    # The tolerance is larger, because the time of the bytes is short compared with the latency.
+    assert 1 / found.byte_s == pytest.approx(bandwidth, rel=0.15)
 
 
 def test_a_ring_takes_what_the_papers_say() -> None:
@@ -39,15 +40,14 @@ def test_a_ring_takes_what_the_papers_say() -> None:
     assert link.parts_s(4, 100) == (2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
     assert link.parts_s(4, 100, collectives=5) == (5 * 2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
     assert link.all_reduce_s(1, 100) == 0
-    assert NetworkModel(0, 1.0).all_reduce_s(1000, 1) == pytest.approx(
-        2, rel=0.01
-    )  # bytes go round twice
+    assert NetworkModel(0, 1.0).all_reduce_s(1000, 1) == pytest.approx(2, rel=0.01)
 
 
 def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
     link = NetworkModel(latency_s=0.5, byte_s=0.01, message_s=0.001)
     assert link.parts_s(2, 100, collectives=5) == pytest.approx((5 * 0.501, 100 * 0.01))
-    assert link.parts_s(4, 100, collectives=5)[0] == pytest.approx(5 * 0.503)  # short: to all
+    # Each worker sends a short message to all others.
+    assert link.parts_s(4, 100, collectives=5)[0] == pytest.approx(5 * 0.503)
     # Of 1.2 MB three packs go in pieces, and come back as sums.
     seconds = (5 + 3) * 0.503, 2 * 3 / 4 * 1_200_000 * 0.01
     assert link.parts_s(4, 1_200_000, collectives=5) == pytest.approx(seconds)
@@ -128,7 +128,8 @@ def test_what_each_part_is() -> None:
 
 
 DIRECT = dataclasses.replace(TRUTH, link=NetworkModel(100e-6, 1 / 1e9, message_s=10e-6))
-WITH_ROWS = dataclasses.replace(DIRECT, example_bytes=8_000)  # of an embedding
+# The rows are those of an embedding.
+WITH_ROWS = dataclasses.replace(DIRECT, example_bytes=8_000)
 
 
 @pytest.mark.parametrize("truth", [TRUTH, DIRECT, WITH_ROWS], ids=["ring", "direct", "rows"])
@@ -169,7 +170,8 @@ def test_workers_that_share_cores_tell_nothing_of_those_that_do_not() -> None:
     model = cost_model(config, results, found, most=2)
     assert model is not None
     assert model.computing.ms(64) == pytest.approx(TRUTH.computing.ms(64))
-    every = cost_model(config, results, found, most=1)  # all share: what there is is taken
+    # All places share cores, so their measurements are used nevertheless.
+    every = cost_model(config, results, found, most=1)
     assert every is not None
     assert every.computing.ms(64) > 1.5 * TRUTH.computing.ms(64)
 
@@ -186,9 +188,7 @@ def test_the_round_in_the_middle_counts_whole() -> None:
     (result,) = results_of(config, found)
     assert result.parts.compute == pytest.approx(2 * TRUTH.computing.ms(64))
     assert sorted(result.rounds_ms)[1] == result.step_ms
-    assert (
-        cost_model(config, [result], found, most=4) is None
-    )  # no peers: nothing is known of a link
+    assert cost_model(config, [result], found, most=4) is None
 
 
 def situation(**parts: float) -> Situation:
@@ -221,7 +221,8 @@ def test_each_limit_has_its_advice() -> None:
     assert "host-bound: 20 % of the step" in words
     assert "try --steps_per_execution 8, which a run without that flag finds by itself" in words
     (words,) = but(situation(compute=80, host=20), gpus=True)
-    assert words.endswith("try --steps_per_execution 8")  # there no run chooses by itself
+    # On GPUs no run chooses the number of steps automatically.
+    assert words.endswith("try --steps_per_execution 8")
     (words,) = but(situation(host=1), run=FitConfig(steps_per_execution=8))
     assert words.endswith("try --steps_per_execution 32")
     both = limits(situation(compute=10, host=30, input=60))
@@ -250,7 +251,8 @@ def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
     assert "take 5.8 ms; look for what else runs there; try --nosync_batch_norm" in words
     (words,) = but(at, kind="replicas")
     assert "mostly the 4 MB" in words
-    assert "--gradient_compression" not in words  # has no effect in one process
+    # The flag has no effect in one process.
+    assert "--gradient_compression" not in words
 
 
 def test_slow_computing_and_shared_cores_are_told() -> None:

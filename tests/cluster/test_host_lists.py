@@ -77,7 +77,8 @@ def test_scontrol_is_asked_where_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert expand_hosts("n[1-2]") == ["real1", "real2"]
-    assert expand_hosts("n[3-4]") == ["n3", "n4"]  # it fails
+    # The scontrol of this test fails for this list, so tfmulti expands it itself.
+    assert expand_hosts("n[3-4]") == ["n3", "n4"]
 
 
 def test_counts() -> None:

@@ -151,7 +151,8 @@ def test_every_rule_is_tried() -> None:
     for function in (*BY_ROWS.values(), *NOT_BY_ROWS.values()):
         compute, _ = _traced(function)
         used |= {op.type for op in compute.graph.get_operations()}
-    rules = set(row_rules._RULES.values())  # what stands for many operations is one rule
+    # One rule may serve several operations.
+    rules = set(row_rules._RULES.values())
     tried = {row_rules._RULES[kind] for kind in used if kind in row_rules._RULES}
     assert {rule.__name__ for rule in rules - tried} <= {"_each_of_its_input"}
 

@@ -73,9 +73,11 @@ def test_make_strategy(tmp_path: Path, code: str, expected: str) -> None:
     [
         (["a:1", "a:2"], 8, 8, 4),
         (["a:1", "a:2", "a:3"], 2, 2, 1),
-        (["a:1", "b:1"], 8, 8, None),  # each has a machine
+        # Each worker has its own machine.
+        (["a:1", "b:1"], 8, 8, None),
         (["a:1", "b:1", "a:2"], 9, 9, 4),
-        (["a:1", "a:2"], 4, 8, None),  # somebody has given each its own
+        # Each worker may use only 4 of 8 cores, so somebody has divided the cores already.
+        (["a:1", "a:2"], 4, 8, None),
         (["[::1]:1", "[::1]:2"], 8, 8, 4),
     ],
 )

@@ -9,7 +9,8 @@ import numpy as np
 from tests.support.cases import CASES, EVERYWHERE
 from tests.support.places import Places, run_at
 
-LIMIT_S = 2400 if EVERYWHERE else 600  # of one place; the longest takes 200 s on two cores
+# This is the limit of one place. The longest takes 200 s on two cores.
+LIMIT_S = 2400 if EVERYWHERE else 600
 
 Arrays = dict[str, dict[str, np.ndarray]]
 

@@ -31,7 +31,8 @@ HEADS = {
     "workers-3": "3 workers",
 }
 
-Found = dict[str, dict[str, float]]  # case -> place -> largest difference
+# The largest difference of each case at each place.
+Found = dict[str, dict[str, float]]
 
 
 def is_whole(found: Found) -> bool:

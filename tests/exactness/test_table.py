@@ -28,7 +28,8 @@ def test_the_numbers_of_one_device(
     places: CasePlaces, measured: table.Found, case: str, place: str
 ) -> None:
     first, *others = [found[case] for found in places[place]]
-    for other in others:  # all workers have the same, to the bit
+    # All workers have the same values, to the bit.
+    for other in others:
         assert other.keys() == first.keys()
         assert all(np.array_equal(first[name], other[name], equal_nan=True) for name in first)
     expected = places[CASES[case].compare][0][case]

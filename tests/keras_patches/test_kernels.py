@@ -21,7 +21,8 @@ from tfmulti.keras_patches import installation
 
 pytestmark = pytest.mark.mirrored
 
-Make = Callable[[str], Any]  # of a type
+# A function of the name of a floating-point type.
+Make = Callable[[str], Any]
 
 
 def attend(**options: Any) -> Make:
@@ -165,7 +166,8 @@ def test_softmax_leaves_its_logits_for_the_loss() -> None:
     with computing(whole(1)):
         probabilities = layer(tf.constant([[[200.0, 0.0], [0.0, 300.0]]]))
         loss = keras.losses.sparse_categorical_crossentropy(tf.constant([[1, 0]]), probabilities)
-    assert np.array_equal(loss, [[200.0, 300.0]])  # of probabilities 16.1 is the largest
+    # The largest loss by probabilities would be 16.1.
+    assert np.array_equal(loss, [[200.0, 300.0]])
 
 
 def test_keras_still_takes_einsum_for_attention() -> None:

@@ -87,7 +87,8 @@ def test_upstream_orders_no_operations_that_are_there() -> None:
     names = [name for name in dir(tf.Operation) if "control_input" in name]
     assert {"control_inputs", "_add_control_inputs"} <= set(names)
     assert [name for name in names if not name.startswith("_")] == ["control_inputs"]
-    assert isinstance(tf.Operation.control_inputs, property)  # which only tells them
+    # A property without a setter only returns the operations.
+    assert isinstance(tf.Operation.control_inputs, property)
 
 
 class CountingCell(keras.layers.Layer):
@@ -349,7 +350,8 @@ def test_operations_metrics_and_traces_are_still_private() -> None:
     inputs = keras.Input((3,))
     made = keras.Model(inputs, keras.ops.flip(keras.layers.Dense(3)(inputs), 0))
     assert [type(o).__name__ for o in operations_of(made)] == ["Flip"]
-    assert not hasattr(made, "operations") or made.operations  # public since Keras has it
+    # If Keras has a public attribute one day, it has the same operations.
+    assert not hasattr(made, "operations") or made.operations
     metric = keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error)
     assert function_of(metric) is keras.losses.mean_squared_error
     function = tf.function(lambda x: x + 1)

@@ -81,8 +81,10 @@ def test_a_deadlock_is_seen_and_named(tmp_path: Path, whole: dict[str, np.ndarra
         words = rf"worker {worker} has done nothing for (\d+) s, outside of a step at step {step}\n"
         found = re.search(words, done.stderr)
         assert found is not None
-        assert int(found[1]) < 30  # 9 on a machine that has nothing else to do
-        assert f"in {function}\n" in done.stderr  # its stack
+        # It takes 9 s on an idle machine.
+        assert int(found[1]) < 30
+        # The stack of the worker names the function.
+        assert f"in {function}\n" in done.stderr
     assert done.stderr.count("starting all workers again") == 2
 
 
@@ -130,7 +132,8 @@ def test_the_launcher_itself_is_ended(
         launcher = group.start(argv(tmp_path, ""))
         wait_for(lambda: has_checkpoint(tmp_path))
         children = workers_of(launcher.pid)
-        assert len(children) in (2, 3, 4)  # two workers, and their standby processes
+        # These are two workers and their standby processes.
+        assert len(children) in (2, 3, 4)
         launcher.send_signal(number)
         code = launcher.wait(LIMIT_S)
         assert code == (-9 if number == signal.SIGKILL else 143)
@@ -179,7 +182,8 @@ def test_nothing_outlives_launcher_and_guard_killed_at_once(
     with processes(tmp_path / "launcher") as group:
         launcher = group.start([*flags, *words])
         wait_for(lambda: workers_of(launcher.pid) != [])
-        time.sleep(1.0)  # for the program itself to begin
+        # The program itself must have begun.
+        time.sleep(1.0)
         [worker] = workers_of(launcher.pid)
         guards = guards_of(launcher.pid)
         if replaced:

@@ -94,7 +94,8 @@ def test_hosts_that_a_program_finds(tmp_path: Path) -> None:
 def test_names_of_this_machine() -> None:
     assert is_here("localhost")
     assert is_here("127.0.0.1")
-    assert not is_here("198.51.100.1")  # RFC 5737: no machine has it
+    # RFC 5737 reserves this address for documentation, so no machine has it.
+    assert not is_here("198.51.100.1")
     assert not is_here("no.such.host.invalid")
 
 
@@ -169,7 +170,8 @@ def test_who_takes_part() -> None:
     away = Standing(absent={"b": Absence(2, until_s=5.0)})
     assert choose(hosts, away, LIMITS, 4.0) == (("a", 1), ("c", 4))
     assert choose(hosts, away, LIMITS, 6.0) == (("a", 1), ("b", 2))
-    assert choose(hosts[:2], away, LIMITS, 4.0) == (("a", 1), ("b", 2))  # else it could not go on
+    # Without the absent machine the job could not continue, so it takes part.
+    assert choose(hosts[:2], away, LIMITS, 4.0) == (("a", 1), ("b", 2))
 
 
 HOSTS = {0: "a", 1: "b", 2: "b"}
@@ -361,7 +363,8 @@ def ended_after(
 ) -> subprocess.Popen[Any]:
     """Returns a process that does not outlive the test, also where that fails."""
     request.addfinalizer(process.wait)
-    request.addfinalizer(process.kill)  # the last one added is called first
+    # The finalizer that was added last is called first.
+    request.addfinalizer(process.kill)
     return process
 
 

@@ -42,14 +42,16 @@ def nudged(next_creator: Callable[..., Any], draw: int = 0, **options: Any) -> A
     """
     if not options.get("trainable"):
         return next_creator(**options)
-    with tf.init_scope():  # a variable may be made while a step is traced
+    # A variable may be made while a step is traced.
+    with tf.init_scope():
         value = options["initial_value"]
         given = np.asarray(value() if callable(value) else value)
     value = given
     if given.dtype in (np.float32, np.float64):
         up = np.random.default_rng(given.size + draw).random(given.shape) < 0.5
         moved = np.nextafter(given, np.where(up, np.inf, -np.inf).astype(given.dtype))
-        value = np.where(given == 0, given, moved)  # the next number to 0 is no perturbation
+        # The number next to 0 is so small that it would not change the results.
+        value = np.where(given == 0, given, moved)
     return next_creator(**{**options, "initial_value": value})
 
 
@@ -57,7 +59,8 @@ def run(
     program: Program, strategy: tf.distribute.Strategy, plain: bool, perturbed: bool
 ) -> dict[str, Any]:
     """Returns what a program leaves, as arrays by name."""
-    keras.utils.clear_session()  # also forgets creators of variables
+    # This also removes the creators of variables.
+    keras.utils.clear_session()
     keras.config.set_floatx(program.floatx)
     keras.utils.set_random_seed(SEED)
     try:
@@ -84,7 +87,8 @@ def _left_by(made: Made, apart: tuple[str, ...]) -> dict[str, Any]:
     left |= {f"weight/{i}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)}
     for name, optimizer in _optimizers(made).items():
         if not (optimizer.built and int(optimizer.iterations.numpy())):
-            continue  # compile's own default, which the step does not use
+            # This is the default of `compile`, which the step does not use.
+            continue
         for i, variable in enumerate(optimizer.variables):
             kind = variable.name.rpartition("_")[2]
             left[f"slot/{name}/{kind}/{i}"] = keras.ops.convert_to_numpy(variable)
@@ -119,7 +123,8 @@ def attempt(
 
 
 def main(out: str, place: str, names: str) -> None:
-    gc.freeze()  # Keras collects garbage before each: in vain among what was imported
+    # Keras collects garbage before each program. The imported modules are never garbage.
+    gc.freeze()
     strategy = strategy_at(place)
     plain = place == "plain"
     folder = Path(out) / f"rank_{0 if plain else placement_of(strategy).rank}"

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-ROWS, BATCH = 30, 16  # a last batch of 14 rows; uneven shares on three replicas
+# The last batch has 14 rows, and three replicas have different numbers of rows.
+ROWS, BATCH = 30, 16
 CLASSES = 3
 
 

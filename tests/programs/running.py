@@ -10,7 +10,8 @@ import numpy as np
 from tests.exactness.running import Arrays
 from tests.support.places import Places, run_at, workers_at
 
-LIMIT_S = 900  # of one place; the longest takes 200 s on two cores
+# This is the limit of one place. The longest takes 200 s on two cores.
+LIMIT_S = 900
 
 Left = dict[str, np.ndarray]
 

@@ -37,7 +37,8 @@ def test_a_program_is_the_same_or_refused(left: ProgramPlaces, name: str, place:
     first, *others = [found[name] for found in left[place]]
     if wanted.expects == EQUAL:
         assert "error" not in first, ": ".join(first["error"])
-        for other in others:  # all workers have the same, to the bit
+        # All workers have the same values, to the bit.
+        for other in others:
             assert other.keys() == first.keys()
             assert all(np.array_equal(first[key], other[key], equal_nan=True) for key in first)
         ratio, words = excess(first, plain, [perturbed], wanted.tolerance)

@@ -50,7 +50,8 @@ def test_parameter_counts_are_those_of_the_papers() -> None:
     def trainable(model: Any) -> int:
         return int(sum(np.prod(w.shape) for w in model.trainable_weights))
 
-    assert trainable(resnet20) == pytest.approx(0.27e6, rel=0.03)  # He et al., table 6
+    # The number is from He et al., table 6.
+    assert trainable(resnet20) == pytest.approx(0.27e6, rel=0.03)
     assert trainable(resnet50) == pytest.approx(25.56e6, rel=0.001)
 
 

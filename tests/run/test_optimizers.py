@@ -114,7 +114,8 @@ def test_adams_update_is_that_of_keras_to_the_bit(cls: Any) -> None:
                         update = updates.of_step(optimizer.update_step)
                         assert update is not None
                         assert update(optimizer, gradient * (i + 1), [variable, *slots], 0.1)
-                        assert len(once) == 1  # for both variables
+                        # One operation serves both variables.
+                        assert len(once) == 1
                     else:
                         optimizer.update_step(gradient * (i + 1), variable, 0.1)
             optimizer.iterations.assign_add(1)

@@ -28,7 +28,8 @@ from tfmulti.launch import connect
 pytestmark = pytest.mark.processes
 
 SECRET = "known on both machines"
-FIRST, SECOND = "127.0.0.1", "127.0.0.2"  # both are this machine's
+# Both addresses belong to this machine.
+FIRST, SECOND = "127.0.0.1", "127.0.0.2"
 AT_ONCE = 100
 
 
@@ -48,7 +49,8 @@ def test_strangers_at_all_ports_change_nothing(
         wait_for(lambda: has_checkpoint(tmp_path))
         ports = listening(first.pid) | listening(second.pid)
         assert (FIRST, port) in ports
-        assert len(ports) >= 3  # and TensorFlow's server of each worker
+        # Besides the launcher's port, each worker has a port of TensorFlow's server.
+        assert len(ports) >= 3
         attacked = [
             at_end.enter_context(without_end(attack, place))
             for place in sorted(ports)
@@ -166,7 +168,8 @@ def without_end(attack: Callable[[Place], None], place: Place) -> Iterator[list[
 
     def go_on() -> None:
         while not over.is_set():
-            with contextlib.suppress(OSError):  # shown out
+            # The attacked process may close the connection at any time.
+            with contextlib.suppress(OSError):
                 attack(place)
             tries.append(time.monotonic())
             over.wait(0.1)

@@ -133,7 +133,8 @@ def test_who_knows_all_but_the_secret_is_shown_out(
     stranger.sendall(second + b"\n")
     assert is_closed(stranger)
     with pytest.raises(Unreachable, match="has not been started there"):
-        accept_machine(door[0])  # from here on the expected machine is known
+        # From here on the launcher knows the expected machine.
+        accept_machine(door[0])
     other = connect.link_of(knock(door[1]))
     other.send({"name": "b", "nonce": NONCE})
     other.receive()
@@ -292,7 +293,8 @@ def test_who_answers_without_the_secret_gets_no_proof() -> None:
         heard = theirs.recv(10_000)
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):
-            theirs.recv(1)  # that was all
+            # The caller has sent nothing more.
+            theirs.recv(1)
         assert set(json.loads(heard)) == {"name", "nonce"}
         assert SECRET.encode() not in heard
 
@@ -447,7 +449,8 @@ def test_too_many_open_files_do_not_close_the_door(
         return accept(self)
 
     monkeypatch.setattr(socket.socket, "accept", failing)
-    with knock(door[1], b"\n"):  # the accept that waits now is the old one
+    # The launcher still waits in the original `accept`, which this connection ends.
+    with knock(door[1], b"\n"):
         pass
     assert comes_in(*door)
     assert len(failed) == 3

@@ -56,7 +56,8 @@ from tfmulti.training.checkpoint import file_format, owner
 from tfmulti.training.checkpoint.file_format import DamagedCheckpointError, Record
 from tfmulti.training.checkpoint.owner import Owner
 
-MOST_BYTES = 64 << 20  # of memory, over what the process has, for inputs of some KB
+# A parser may take this much memory in addition, for inputs of some KB.
+MOST_BYTES = 64 << 20
 TRIED = 200
 
 fuzzed = settings(
@@ -87,7 +88,8 @@ def little_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 @contextlib.contextmanager
 def _memory() -> Iterator[Callable[[], int]]:
     """Gives a function for the most bytes that the process took over what it had."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    # This resets the peak of the process to its current memory.
+    Path("/proc/self/clear_refs").write_text("5")
     before = _kb("VmRSS")
     peak = [0]
     yield lambda: (peak[0] - before) * 1024

@@ -25,7 +25,8 @@ from tfmulti.launch.flags import parse
 pytestmark = pytest.mark.processes
 
 LIMIT_S = 120
-DEAD_PROXY = "http://127.0.0.1:9"  # nobody listens there
+# No program listens at this port.
+DEAD_PROXY = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,8 @@ DEAD_PROXY = "http://127.0.0.1:9"  # nobody listens there
         ("localhost", ["localhost", "127.0.0.1"], "127.0.0.1"),
         # Debian names a machine 127.0.1.1 for itself, and no other one can call it there.
         ("127.0.1.1", ["127.0.1.1", "192.0.2.1"], None),
-        ("192.0.2.1", ["192.0.2.1", "192.0.2.2"], None),  # behind an address translation
+        # The machine is behind network address translation.
+        ("192.0.2.1", ["192.0.2.1", "192.0.2.2"], None),
         ("no.such.name.invalid", ["no.such.name.invalid"], None),
     ],
 )
@@ -58,7 +60,8 @@ def test_workers_of_one_name_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -
     for hosts in ([here, here], [there, there], [here, there]):
         addresses = tuple(f"{host}:{port}" for port, host in enumerate(hosts, 1))
         placement = Placement(0, 2, 1, addresses=addresses)
-        with pytest.raises(AttributeError):  # the listener is none
+        # The stand-in for `listen` returns None, which is no listener.
+        with pytest.raises(AttributeError):
             connections._connect(placement)
     assert asked == [["127.0.0.1"] * 3, [there] * 3, [here, here, there]]
 

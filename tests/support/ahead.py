@@ -1,4 +1,4 @@
-"""Trains on two devices that are treated as GPUs, and as what they are; prints both results.
+"""Trains on two CPU devices, once treated as GPUs and once as CPUs, and prints both results.
 
 python -m tests.support.ahead
 """

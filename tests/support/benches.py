@@ -1,4 +1,4 @@
-"""Made-up measurements of `tfmulti.bench`, of a world whose costs are known."""
+"""Invented measurements of `tfmulti.bench`, computed from costs that the tests know."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRUTH = CostModel(
 def answers(
     config: BenchConfig, place: MatrixPoint, factor: float = 1.0, truth: CostModel = TRUTH
 ) -> list[MeasureResult]:
-    """Returns what the processes of a place would measure where `truth` holds."""
+    """Returns what the processes of a place would measure if `truth` were the costs."""
     share, steps = config.share_of(place), 10
     computing_ms = truth.computing.ms(share) * factor
     own_ms = computing_ms + truth.communication_ms(place.workers, share)

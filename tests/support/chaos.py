@@ -1,21 +1,23 @@
-"""A training program in which faults happen at given places, each once.
+"""A training program in which each fault of a schedule happens once, at a given step.
 
     python -m tests.support.chaos OUT.npz FOLDER 'EPOCH.STEP.WORKER.ACTION …'
 
-A user's script with `Checkpoint`, run by the launcher. STEP counts from 0 within the epoch and
-means its end, or `v` the first validation batch of the epoch; WORKER `*` is each of them. Actions:
+It is a user's script with the `Checkpoint` callback, and the launcher runs it. A fault happens at
+the end of STEP, which counts from 0 within the epoch. The STEP `v` is the first validation batch of
+the epoch. The WORKER `*` means every worker. The actions are:
 
-- kill, exit, raise, term, stop: of this process (SIGKILL, exit code 3, an exception, SIGTERM to
-  itself, SIGSTOP);
-- lag, hang, deadlock: a callback that takes half a minute, or never returns; a collective in
-  which this worker is alone;
-- half: SIGKILL in the midst of writing the next checkpoint;
-- damage: some bytes of the newest checkpoint are changed, then SIGKILL;
+- kill, exit, raise, term, stop: this process gets SIGKILL, ends with exit code 3, raises an
+  exception, gets SIGTERM, or gets SIGSTOP;
+- lag, hang: a callback takes half a minute, or never returns;
+- deadlock: this worker alone enters a collective;
+- half: this process gets SIGKILL while it writes the next checkpoint;
+- damage: some bytes of the newest checkpoint are changed, then this process gets SIGKILL;
 - fill, free: the file system of the checkpoints is filled to the last byte, and emptied again.
 
-TFMULTI_TEST_STEP_S in the environment makes each step last longer; over SSH it goes along.
+TFMULTI_TEST_STEP_S in the environment makes each step last longer. The launcher passes it on over
+SSH.
 
-The chief leaves weights, optimizer, history and the validation's results in OUT.npz.
+The chief writes weights, optimizer, history and the results of the validation to OUT.npz.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ from tfmulti import Checkpoint, make_strategy, prepare
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.training.checkpoint.file_format import Checkpoints
 
-EPOCHS, ROWS, BATCH = 3, 67, 12  # six steps an epoch, the last one of seven rows
+# An epoch has six steps, the last of seven rows.
+EPOCHS, ROWS, BATCH = 3, 67, 12
 EVERY_STEPS = 2
 
 
 class Chaos(keras.callbacks.Callback):
-    """Does what the schedule says, each entry once over all attempts."""
+    """Causes the faults of the schedule, each of them once in all attempts together."""
 
     def __init__(self, folder: Path, schedule: str, rank: int, checkpoint: Checkpoint) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class Chaos(keras.callbacks.Callback):
         time.sleep(1e6)
 
     def _deadlock(self) -> None:
-        """Waits in a collective that the other workers do not take part in."""
+        """Waits in a collective in which the other workers do not take part."""
         tf.raw_ops.CollectiveReduceV2(
             input=tf.ones(()),
             group_size=2,
@@ -117,11 +120,13 @@ class Chaos(keras.callbacks.Callback):
         Checkpoints.write = write  # type: ignore[method-assign,assignment]
 
     def _damage(self) -> None:
-        self._checkpoint.finish()  # else a newer one may become whole after this
+        # Otherwise a newer checkpoint may be completed afterwards.
+        self._checkpoint.finish()
         newest = Checkpoints(self._folder / "checkpoints").files()[0]
         data = bytearray(newest.read_bytes())
         for place in range(len(data) // 2, len(data) // 2 + 64):
-            data[place] ^= 1  # some single bytes of the format nobody reads
+            # Several bytes, because a few single bytes of the format are never read.
+            data[place] ^= 1
         newest.write_bytes(data)
         self._kill()
 
@@ -138,7 +143,8 @@ class Chaos(keras.callbacks.Callback):
 
 
 def main(out: str, folder: str, schedule: str = "") -> None:
-    gc.freeze()  # the collector need not look through TensorFlow
+    # TensorFlow's modules are never garbage, so the collector need not look through them.
+    gc.freeze()
     strategy = make_strategy()
     place = placement_of(strategy)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""How far two runs are apart."""
+"""Measures the difference between the results of two runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
     """Returns the largest absolute difference over all arrays, relative to the largest weight.
 
-    What is larger than the weights (a loss that is a sum, a slot that counts) is compared with
-    its own size. A NaN on one side alone, another shape or another name is an infinite
-    difference.
+    An array with larger values, such as a loss that is a sum or a slot that counts steps, is
+    compared relative to its own largest value. The difference is infinite if only one side has a
+    NaN, or if names or shapes differ.
     """
     if left.keys() != right.keys():
         return float("inf")

@@ -1,4 +1,4 @@
-"""The data of the cases: small arrays, and the forms in which `fit` takes them."""
+"""The data of the cases: small arrays, and the kinds of input that `fit` accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Fit = dict[str, Any]
 
 
 def steps_of(values: np.ndarray) -> np.ndarray:
-    """Returns whole numbers 0..3 from the inputs; 0 is masked."""
+    """Returns integers from 0 to 3 that follow from the inputs. 0 is masked."""
     return np.clip(np.round(values) + 1, 0, 3).astype(np.int32)
 
 
@@ -143,7 +143,7 @@ def without_bad_rows(rows: int, batch: int) -> Fit:
 
 
 def validation_of(feed: Any) -> Any:
-    """Returns what a case validates on: other rows, in the form that its model takes."""
+    """Returns the validation data of a case: other rows, in the form that its model takes."""
     if feed in (tokens, weighted_tokens):
         return steps_of(XV), steps_of(XV) % CLASSES
     if feed in (one_hot, weighted_one_hot):

@@ -2,9 +2,9 @@
 
     python -m tests.support.dataset_orders OUT KIND...
 
-writes OUT: a JSON object, kind -> Dataset -> the code of each batch, in the order in which the
-batches came. The kinds are `plain` (Keras without tfmulti), `one_device`, `with_checkpoint` (the
-same with a Checkpoint callback) and `two_replicas`, which needs a process of its own.
+writes to OUT a JSON object: for each kind and each Dataset, the codes of the batches in the order
+in which they came. The kinds are `plain` (Keras without tfmulti), `one_device`, `with_checkpoint`
+(the same with a Checkpoint callback), and `two_replicas`, which needs a separate process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def numbers(count: int = 24) -> tf.data.Dataset:
 
 
 def noisy(number: tf.Tensor) -> tf.Tensor:
-    """A number that a generator of TensorFlow's own moves: the order of its draws shows."""
+    """Adds a draw of TensorFlow's own generator, so that the order of the draws can be seen."""
     return (number + tf.random.uniform([], 0, 24, tf.int64, seed=5)) % 24
 
 
@@ -84,8 +84,8 @@ DATASETS: dict[str, Callable[[], tf.data.Dataset]] = {
     "without an end, mapped": lambda: numbers().cache().shuffle(24, seed=3).repeat().batch(5),
 }
 
-# To read a batch of these may draw an order. TensorFlow reads ahead of plain Keras' steps, too, so
-# where an iterator is given up before its end, the next order depends on the time.
+# Reading a batch of these Datasets may draw an order. TensorFlow reads ahead of plain Keras' steps,
+# too. So if an iterator is dropped before its end, the next order depends on the time.
 DRAWN_WHILE_READ = (
     "shuffled twice",
     "batches shuffled",
@@ -97,7 +97,7 @@ DRAWN_WHILE_READ = (
 
 
 class Coded(keras.Model):
-    """Its steps return a number that tells which examples a batch has."""
+    """A model whose steps return a code: a number that identifies the examples of a batch."""
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         return tf.gather(tf.constant(CODES), inputs)
@@ -109,7 +109,7 @@ class Coded(keras.Model):
 
 
 class Noted(keras.callbacks.Callback):
-    """Notes the code of each batch; stops at the batch of a number."""
+    """Records the code of each batch, and stops the training at a given batch."""
 
     def __init__(self, found: list[float], stop_at: int | None = None) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Noted(keras.callbacks.Callback):
 def order_of(model: keras.Model, name: str, folder: Path | None) -> list[list[float]]:
     """Returns the codes of all batches of several calls with the same Datasets.
 
-    Each `fit` has a Checkpoint in a folder of its own below `folder`, unless that is None.
+    Each `fit` has a Checkpoint in a separate folder below `folder`, unless `folder` is None.
     """
     keras.utils.set_random_seed(7)
     dataset, other = DATASETS[name](), DATASETS[name]()
@@ -190,7 +190,8 @@ def orders_of(kind: str) -> dict[str, list[list[float]]]:
 
 def main(out: str, *kinds: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Keras says that data of unknown length ran out
+        # Keras warns that the data of unknown length has ended.
+        warnings.simplefilter("ignore")
         Path(out).write_text(json.dumps({kind: orders_of(kind) for kind in kinds}))
 
 

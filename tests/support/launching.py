@@ -1,4 +1,4 @@
-"""Runs of the fault program (`chaos`) under the launcher, and what they leave."""
+"""Starts the fault program (`chaos`) under the launcher, and reads and compares its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT_S = 240
 
 
 def argv(folder: Path, schedule: str, *flags: str) -> list[str]:
-    """Returns the launcher's arguments: two workers on this machine, unless flags say others."""
+    """Returns the launcher's arguments, by default for two workers on this machine."""
     program = ["-m", "tests.support.chaos", str(folder / "out.npz"), str(folder), schedule]
     launch = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--shutdown-grace-s", "10"]
     return [*launch, "--log-dir", str(folder / "logs"), *flags, *program]
@@ -24,19 +24,19 @@ def argv(folder: Path, schedule: str, *flags: str) -> list[str]:
 def launched(
     folder: Path, schedule: str = "", *flags: str, env: Mapping[str, str] | None = None
 ) -> Finished:
-    """Returns a run that has ended."""
+    """Runs the fault program under the launcher, and returns the finished process."""
     folder.mkdir(exist_ok=True)
     return run(argv(folder, schedule, *flags), folder / "launcher", env=env, limit_s=LIMIT_S)
 
 
 def left_in(folder: Path) -> dict[str, np.ndarray]:
-    """Returns the weights, optimizer, history and metrics that a run left."""
+    """Returns the weights, optimizer, history and metrics that a run has written."""
     with np.load(folder / "out.npz") as archive:
         return {name: archive[name] for name in archive.files}
 
 
 def assert_as_if_nothing_had_happened(folder: Path, whole: dict[str, np.ndarray]) -> None:
-    """Compares bit for bit: with as many workers all the time."""
+    """Checks that a run with as many workers as `whole` has its results, bit for bit."""
     found = left_in(folder)
     assert found.keys() == whole.keys()
     for name, value in whole.items():
@@ -44,7 +44,7 @@ def assert_as_if_nothing_had_happened(folder: Path, whole: dict[str, np.ndarray]
 
 
 def assert_the_same_within_rounding(folder: Path, whole: dict[str, np.ndarray]) -> None:
-    """Compares where some steps were computed by fewer or more workers."""
+    """Checks the results of a run in which the number of workers has changed."""
     assert largest_difference(left_in(folder), whole) <= 1e-6
 
 

@@ -1,7 +1,7 @@
-"""Small data of every kind, made on the disk: one function a kind, in `KINDS`.
+"""Writes small data of every kind to the disk: one function for each kind, in `KINDS`.
 
-Each writes `EXAMPLES` examples, no two alike, into a folder of its own and returns what
-`--dataset` is given.
+Each function writes `EXAMPLES` different examples into a given folder, and returns the value of
+`--dataset` for them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import numpy as np
 from benchmarks.input_data import example
 from tests.support.records import write_features, write_records
 
-EXAMPLES = 23  # no multiple of the batches that tests take
+# Not a multiple of the batch sizes in the tests.
+EXAMPLES = 23
 
 
 def pictures(count: int, height: int = 12, width: int = 16) -> np.ndarray:
-    """Returns smooth images, uint8 [count, height, width, 3], each unlike the others."""
+    """Returns different smooth images, uint8 [count, height, width, 3]."""
     rng = np.random.default_rng(3)
     small = rng.integers(0, 255, (count, 4, 4, 3), dtype=np.uint8)
     return np.stack([cv2.resize(image, (width, height)) for image in small])
@@ -63,7 +64,8 @@ def tfds(folder: Path) -> str:
     return f"tfds:contract,data_dir={folder}"
 
 
-@functools.cache  # tensorflow-datasets takes a name once
+# tensorflow-datasets accepts a class name only once.
+@functools.cache
 def _builder() -> Any:
     from tensorflow_datasets import features
 

@@ -1,4 +1,4 @@
-"""The models of the cases: small, one for each thing that can go wrong."""
+"""The models of the cases: small models, one for each kind of mistake that tfmulti could make."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def functional() -> keras.Model:
 
 
 def sequential() -> keras.Model:
-    return keras.Sequential(  # no Input: built by fit
-        [layers.Dense(16, "tanh"), layers.Dense(CLASSES, "softmax")]
-    )
+    # Without an Input, `fit` builds the model.
+    return keras.Sequential([layers.Dense(16, "tanh"), layers.Dense(CLASSES, "softmax")])
 
 
 class Subclassed(keras.Model):
@@ -34,7 +33,7 @@ class Subclassed(keras.Model):
 
 
 class CustomStep(keras.Model):
-    """A train_step of its own in the way of Keras' guide, with a loss tracker of its own."""
+    """Has a custom train_step in the style of Keras' guide, and its own loss tracker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class CustomStep(keras.Model):
 
 
 class GuideStep(CustomStep):
-    """A step in the way of TensorFlow's guide to loops of one's own, which clips by itself."""
+    """Has a step like the loops of TensorFlow's guide, which clips gradients itself."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -91,7 +90,7 @@ class GuideStep(CustomStep):
 
 
 class GuideStepOf30(CustomStep):
-    """The same with the global batch's size given, whatever the batch."""
+    """The same step with a fixed global batch size, even for a smaller batch."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -105,7 +104,7 @@ class GuideStepOf30(CustomStep):
 
 
 class TracksBatches(CustomStep):
-    """A step that tells its tracker the loss of a batch, and not how many rows it has."""
+    """Has a step that updates its tracker with the loss of a batch, without the number of rows."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -129,7 +128,7 @@ def of(*middle: keras.layers.Layer) -> keras.Model:
 
 
 def convolutional() -> keras.Model:
-    """Layers that fail on a share without rows: convolution, pooling, recurrence."""
+    """Layers that fail on a batch without rows: convolution, pooling, recurrence."""
     return keras.Sequential(
         [
             keras.Input((8,)),
@@ -144,7 +143,7 @@ def convolutional() -> keras.Model:
 
 
 def masked() -> keras.Model:
-    """A loss a step, over the steps that are not masked."""
+    """A model with a loss for each time step, over the time steps that are not masked."""
     return keras.Sequential(
         [
             keras.Input((8,)),
@@ -156,7 +155,7 @@ def masked() -> keras.Model:
 
 
 def batch_normalized() -> keras.Model:
-    """Values far from 0, where sums of squares lose digits; a convolution's axes, too."""
+    """BatchNormalization of values far from 0, where sums of squares lose digits, and of images."""
     return keras.Sequential(
         [
             keras.Input((8,)),
@@ -172,7 +171,7 @@ def batch_normalized() -> keras.Model:
 
 
 def images_normalized() -> keras.Model:
-    """Convolutions of images, with and without scale and center."""
+    """BatchNormalization after convolutions, with and without scale and center."""
     return keras.Sequential(
         [
             keras.Input((8,)),
@@ -195,7 +194,7 @@ def group_normalized() -> keras.Model:
 
 
 def attentive() -> keras.Model:
-    """Blocks of a transformer, whose targets see no padding and nothing that is later."""
+    """Transformer blocks with a padding mask and a causal mask."""
     inputs = keras.Input((8,))
     x = layers.Embedding(4, 6, mask_zero=True)(inputs)
     for causal in (False, True):
@@ -224,7 +223,7 @@ def recurrent_dropped() -> keras.Model:
 
 
 class Noise(keras.layers.Layer):
-    """Numbers of all kinds for each example, and a matrix and a number for all."""
+    """Draws numbers of all kinds for each example, and a matrix and a number for the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +251,7 @@ def noisy() -> keras.Model:
 
 
 def augmented() -> keras.Model:
-    """Images of 4×4, changed at random by example."""
+    """Images of 4×4, each augmented by random numbers of its own."""
     return keras.Sequential(
         [
             keras.Input((8,)),
@@ -270,7 +269,7 @@ def augmented() -> keras.Model:
 
 
 class Equalized(keras.layers.Layer):
-    """Keras' Equalization, which a functional model would leave out: its output is its input."""
+    """Applies Keras' Equalization. A functional model would skip it, since it returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +280,7 @@ class Equalized(keras.layers.Layer):
 
 
 def equalized() -> keras.Model:
-    """Images of 2×4, the examples themselves, changed by histograms of all rows."""
+    """The examples as images of 2×4, changed by histograms of all rows."""
     return keras.Sequential(
         [
             keras.Input((8,)),
@@ -305,7 +304,7 @@ def regularized() -> keras.Model:
 
 
 class AddsLoss(keras.layers.Layer):
-    """Adds a mean over rows, and a value for each row, which Keras sums."""
+    """Adds two losses: a mean over rows, and a value for each row, which Keras sums."""
 
     def call(self, x: Any) -> Any:
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
@@ -331,7 +330,7 @@ def of_two_inputs() -> keras.Model:
 
 
 class OfRaggedRows(keras.Model):
-    """Rows of different lengths: the mean of their tokens' vectors."""
+    """Takes rows of different lengths, and averages the vectors of their tokens."""
 
     def __init__(self) -> None:
         super().__init__()

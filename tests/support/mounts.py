@@ -1,4 +1,4 @@
-"""A small file system in the place of a folder: a disk that is soon full."""
+"""Mounts a small file system at a folder, as a disk that is soon full."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file
 
 @contextlib.contextmanager
 def mounted(folder: Path, size: str) -> Iterator[None]:
-    """Puts a file system of its own, of that size, in the place of a folder."""
+    """Mounts a file system of the given size at a folder."""
     options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     subprocess.run(["mount", *options], check=True)
     try:

@@ -1,4 +1,4 @@
-"""Places where tests run functions in processes of their own.
+"""Runs test functions in separate processes, at the places of training.
 
 A place is `one_device`, `mirrored-N` (N replicas in one process) or `workers-N` (N processes of
 one replica). At `plain` Keras runs alone, without tfmulti.

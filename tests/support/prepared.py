@@ -1,4 +1,4 @@
-"""Data sets that tensorflow-datasets prepares, of examples made here."""
+"""Makes data sets that tensorflow-datasets prepares, with examples made here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import tensorflow_datasets
 class Made(tensorflow_datasets.core.GeneratorBasedBuilder, skip_registration=True):
     """A data set of images and labels; a subclass gives the form and the examples.
 
-    `form` are the features' names and kinds. tensorflow-datasets takes each class name once.
+    `form` has the names and kinds of the features. tensorflow-datasets accepts a class name only
+    once.
     """
 
     VERSION = tensorflow_datasets.core.Version("1.0.0")
     pkg_dir_path = Path(__file__).parent
-    code_path = None  # there are no checksums of downloads beside it
+    # This file has no checksums of downloads next to it.
+    code_path = None
     form: ClassVar[dict[str, Any]]
 
     def _info(self) -> Any:

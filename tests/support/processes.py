@@ -1,4 +1,4 @@
-"""Real processes for tests: ports without a race, time limits, logs on failure, no survivors."""
+"""Starts processes for tests, with time limits and logs on failure, and ends all of them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tfmulti.launch.addresses import reserved
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For processes beside each other: tracing takes the time, on one thread, and more threads would
-# only wait for each other.
+# For processes that run at the same time. Most of their time is tracing on one thread, so more
+# threads would only compete for the cores.
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def at_a_time() -> int:
-    """Returns how many processes a test starts beside each other: two cores, two in all."""
+    """Returns how many processes a test starts at the same time, so that two run in all."""
     return 1 if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1" else 2
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Whether a process runs. A zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -38,9 +38,9 @@ def is_alive(pid: int) -> bool:
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns this environment without what describes a cluster, with `extra` put in."""
+    """Returns this environment without the variables that describe a cluster, and with `extra`."""
     left_out = {"CUDA_VISIBLE_DEVICES"}.union(*(of.VARIABLES for of in ENVIRONMENTS.values()))
-    # Kubernetes has a HOSTNAME, and so do shells.
+    # HOSTNAME belongs to Kubernetes, but shells set it, too.
     env = {k: v for k, v in os.environ.items() if k not in left_out - {"HOSTNAME"}}
     env.update({"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"})
     env.update(extra or {})
@@ -66,7 +66,7 @@ class Finished:
 
 
 class Processes:
-    """A group of processes that end together, by their ids, whatever happens."""
+    """A group of processes that are always ended together, by their ids."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,7 +79,7 @@ class Processes:
         cwd: Path = ROOT,
         before: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Starts Python with arguments; `before` are words before it, such as ip netns exec."""
+        """Starts Python with arguments. `before` is a command prefix, such as `ip netns exec`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         number = len(self._started)
         with (
@@ -99,7 +99,7 @@ class Processes:
         return process
 
     def wait(self, limit_s: float) -> list[Finished]:
-        """Waits for all; one that outlasts the limit fails the test with everybody's log."""
+        """Waits for all processes. If one exceeds the limit, the test fails with all logs."""
         deadline = time.monotonic() + limit_s
         finished = []
         for number, (process, started) in enumerate(self._started):
@@ -120,7 +120,7 @@ class Processes:
         return finished
 
     def logs(self) -> str:
-        """Returns the ends of all logs, headed by process."""
+        """Returns the ends of all logs, each with its process as the heading."""
         parts = []
         for number, (process, _) in enumerate(self._started):
             for kind in ("stdout", "stderr"):
@@ -149,7 +149,7 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(folder: Path) -> Iterator[Processes]:
-    """Gives a group that is killed at the end of the context."""
+    """Yields a group of processes, which is killed at the end of the context."""
     group = Processes(folder)
     try:
         yield group
@@ -169,7 +169,7 @@ def run_workers(
     """Runs the same command as `count` workers with TF_CONFIG on loopback.
 
     Raises:
-        AssertionError: one of them failed or hung; the message holds every worker's log.
+        AssertionError: a worker failed or hung. The message has the logs of all workers.
     """
     with reserved(count) as addresses, processes(folder) as group:
         for index in range(count):
@@ -188,7 +188,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> Finished:
-    """Runs one command to its end, within a limit."""
+    """Runs one command to its end, within a time limit."""
     with processes(folder) as group:
         group.start(argv, env, cwd)
         return group.wait(limit_s)[0]

@@ -1,4 +1,4 @@
-"""TFRecord files, written by hand: no TensorFlow in the process."""
+"""Writes TFRecord files without importing TensorFlow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_records(path: Path, records: Sequence[bytes]) -> Path:
 
 
 def write_features(folder: Path, **content: Any) -> Path:
-    """Writes a features.json: image and label, unless something else is given."""
+    """Writes a features.json, by default for an image and a label."""
     features = {"image": {"type": "image", "shape": [8, 8, 3]}, "label": {"type": "int64"}}
     whole = {"features": features, "x": "image", "y": "label", "classes": 3} | content
     path = folder / "features.json"

@@ -1,9 +1,9 @@
-"""Goes on with a Dataset from the checkpoint of every step, and counts the files that are opened.
+"""Resumes training on a Dataset from the checkpoint of each step, and counts the opened files.
 
 python -m tests.support.resumed_data FOLDER OUT_RANK.json PIPELINE STEP...
 
-Trains on one file a row, first without a stop where FOLDER has no checkpoints yet, with a
-checkpoint after each step, and then on from each STEP.
+Each row of the data is a file. If FOLDER has no checkpoints, the program first trains without a
+stop, and makes a checkpoint after each step. Then it resumes from each STEP.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from tfmulti import make_strategy, prepare
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.training.checkpoint.callback import Checkpoint
 
-ROWS, BATCH, STEPS, EPOCHS = 36, 5, 15, 2  # 2 × 36 rows make 15 batches, the last of 2 rows
+# 2 × 36 rows are 15 batches, the last of 2 rows.
+ROWS, BATCH, STEPS, EPOCHS = 36, 5, 15, 2
 IN_OPEN, IN_NONBLOCK = 0x20, 0o4000
 
 
 class Opened:
-    """Counts the files of a folder that are opened, by inotify."""
+    """Counts by inotify how often files of a folder are opened."""
 
     def __init__(self, folder: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +42,7 @@ class Opened:
         assert watch >= 0
 
     def count(self) -> int:
-        """Returns how many were opened since it was asked last."""
+        """Returns how many files were opened since the last call."""
         found = 0
         while True:
             try:
@@ -54,7 +55,7 @@ class Opened:
 
 
 class Losses(keras.callbacks.Callback):
-    """Notes the loss after each step; on the chief each checkpoint is written before the next."""
+    """Records the loss after each step. The chief finishes each checkpoint before the next step."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
@@ -87,11 +88,13 @@ def dataset_of(rows: Path, pipeline: str) -> tf.data.Dataset:
 
 
 def main(folder: str, out: str, pipeline: str, *steps: str) -> None:
-    gc.freeze()  # the collector need not look through TensorFlow
+    # TensorFlow's modules are never garbage, so the collector need not look through them.
+    gc.freeze()
     strategy = make_strategy()
     place = placement_of(strategy)
     base = Path(folder)
-    rows = base / f"rows-{place.workers}-{place.rank}"  # each worker has its own
+    # Each worker has a folder of its own, so that its opened files are counted separately.
+    rows = base / f"rows-{place.workers}-{place.rank}"
     rows.mkdir()
     for row in range(ROWS):
         values = np.random.default_rng(row).standard_normal(5).astype(np.float32)

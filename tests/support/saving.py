@@ -1,8 +1,8 @@
-"""A training program that saves its model each epoch, from a Dataset whose position is kept.
+"""A training program that saves its model after each epoch, and resumes at a Dataset's position.
 
     python -m tests.support.saving FOLDER [STOP]
 
-With STOP worker 1 ends with exit code 3 after so many steps. The chief leaves the weights in
+With STOP, worker 1 ends with exit code 3 after STOP steps. The chief writes the weights to
 FOLDER/out.npz.
 """
 
@@ -23,7 +23,7 @@ ROWS, BATCH, EPOCHS = 48, 8, 3
 
 
 class Stops(keras.callbacks.Callback):
-    """Ends the process after a number of steps; 0 is never."""
+    """Ends the process after a number of steps, or never if the number is 0."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()

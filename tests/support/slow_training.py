@@ -1,9 +1,9 @@
-"""A user's own script that trains slowly, saves checkpoints, and writes what it has learned.
+"""A user's own script that trains slowly, saves checkpoints, and writes its weights.
 
     python -m tests.support.slow_training FOLDER EPOCHS [wait]
 
-Each step takes at least 20 ms, so that a test can stop it midway on a fast machine. With `wait`
-the steps after the fifth epoch take half a second until Slurm has started the job again.
+Each step takes at least 20 ms, so that a test can stop the training midway on a fast machine. With
+`wait`, each step after the fifth epoch takes half a second until Slurm has started the job again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LABELS = np.arange(len(ROWS)) % 3
 
 
 class Slow(keras.callbacks.Callback):
-    """Makes each step slow, and tells after each epoch how far the run is."""
+    """Makes each step slow, and writes the progress of the run after each epoch."""
 
     def __init__(self, progress: Path, *, waits: bool) -> None:
         super().__init__()
         self._progress, self._waits, self._epoch = progress, waits, 0
 
     def get_state(self) -> dict[str, int]:
-        """Returns nothing: the attributes belong to this process."""
+        """Returns an empty state, because the attributes belong to this process."""
         return {}
 
     def set_state(self, state: dict[str, int]) -> None:

@@ -1,9 +1,9 @@
-"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, ended by their ids.
+"""Starts a Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd.
 
-Each node is a network namespace with an address of its own. Debian's packages slurmctld, slurmd,
-slurm-client, munge and iproute2 are needed, and root. The traps: the names of the nodes must
-resolve, so they are put into /etc/hosts for a while; munge refuses folders that others may write
-to; without a TaskPlugin and cgroups `linuxproc` tracks the processes.
+Each node is a network namespace with its own address. The daemons are ended by their process ids.
+Root and Debian's packages slurmctld, slurmd, slurm-client, munge and iproute2 are needed. The names
+of the nodes must resolve, so they are in /etc/hosts while Slurm runs. munge refuses folders that
+others may write to. There is no TaskPlugin and no cgroup, so `linuxproc` tracks the processes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def why_not() -> str | None:
 
 @dataclass
 class Slurm:
-    """A Slurm that runs.
+    """A running Slurm cluster.
 
     Attributes:
-        folder: its files, and the folder in which jobs run.
-        config: its configuration.
+        folder: the folder of Slurm's files, in which the jobs also run.
+        config: Slurm's configuration.
     """
 
     folder: Path
@@ -81,30 +81,30 @@ class Slurm:
         return done.stdout.strip().partition(";")[0]
 
     def about(self, job: str) -> Mapping[str, str]:
-        """Returns what Slurm knows of a job."""
+        """Returns Slurm's description of a job."""
         done = self.run("scontrol", "show", "job", job)
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
     def wait(self, job: str, limit_s: float, *states: str) -> Mapping[str, str]:
-        """Waits until a job has one of the states, by default one in which it has ended."""
+        """Waits until a job has one of the states, by default a state of an ended job."""
         deadline = time.monotonic() + limit_s
         while True:
             about = self.about(job)
-            # A job that has ended is put back into the queue a moment later.
+            # A requeued job has ended first, and is in the queue again a moment later.
             if about.get("JobState") in (states or _ENDED):
                 return about
             assert time.monotonic() < deadline, f"{dict(about)}\n{self.logs()}"
             time.sleep(0.3)
 
     def logs(self) -> str:
-        """Returns what the jobs have printed, and what Slurm says of itself."""
+        """Returns the output of the jobs, and the logs of Slurm's daemons."""
         files = [*self.folder.glob("*.out"), *(self.folder / "log").glob("*")]
         return "\n".join(f"== {file.name}\n{file.read_text()[-3000:]}" for file in files)
 
 
 @contextlib.contextmanager
 def started(folder: Path, cores: int = 4) -> Iterator[Slurm]:
-    """Gives a Slurm of two nodes, which ends with the context."""
+    """Yields a Slurm cluster of two nodes, which ends with the context."""
     (folder / "network").mkdir()
     with contextlib.ExitStack() as at_end:
         hosts = at_end.enter_context(networks.hosts(len(NODES), folder / "network"))
@@ -127,7 +127,7 @@ def started(folder: Path, cores: int = 4) -> Iterator[Slurm]:
 
 
 def _resolve(addresses: Mapping[str, str], at_end: contextlib.ExitStack) -> None:
-    """Lets the names of the nodes resolve to their addresses, until the end."""
+    """Makes the names of the nodes resolve to their addresses, until the end."""
     before = HOSTS.read_text()
     lines = [f"{address} {node}\n" for node, address in addresses.items()]
     HOSTS.write_text(f"{before.rstrip()}\n{''.join(lines)}")
@@ -135,13 +135,13 @@ def _resolve(addresses: Mapping[str, str], at_end: contextlib.ExitStack) -> None
 
 
 def _start_munge(folder: Path, at_end: contextlib.ExitStack) -> None:
-    """Starts munged, by which Slurm's programs trust each other, on a socket of its own."""
+    """Starts munged, by which Slurm's programs authenticate each other, on a socket of its own."""
     for part in (folder, folder / "run"):
         part.mkdir(mode=0o755, parents=True)
     key = folder / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    # munged runs as root here; it insists on folders that nobody else may write to.
+    # munged runs as root here, and accepts only folders that no other user may write to.
     argv = ["munged", "--force", "--foreground", f"--key-file={key}"]
     argv += [f"--{name}-file={folder / 'run' / name}" for name in ("pid", "log", "seed")]
     munged = subprocess.Popen(
@@ -160,7 +160,7 @@ def _start_munge(folder: Path, at_end: contextlib.ExitStack) -> None:
 
 
 def _configured(folder: Path, munge: Path, cores: int, addresses: Mapping[str, str]) -> Path:
-    """Returns the written configuration, with ports that are free now.
+    """Writes the configuration, with ports that are free now, and returns its path.
 
     The addresses are those of slurmctld (the empty name) and of the nodes.
     """

@@ -1,4 +1,4 @@
-"""Which threads a run has left."""
+"""Finds the threads that a run has left."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tfmulti.distribution.transport.channel import THREAD
 def left_since(before: Collection[threading.Thread]) -> list[str]:
     """Returns the names of the threads that are alive now and were not before, sorted.
 
-    That of the connections between workers stays as long as the process, as TensorFlow's own do.
+    The thread of the connections between workers is not counted. It lives as long as the process,
+    like TensorFlow's own threads.
     """
     return sorted({each.name for each in threading.enumerate() if each not in before} - {THREAD})

@@ -1,9 +1,9 @@
-"""A worker whose own texts would give another vocabulary than the chief's.
+"""Loads texts on a worker whose own texts would give another vocabulary than the chief's.
 
     python -m tests.support.vocabularies OUT
 
-writes OUT (RANK in it becomes the worker's rank): the vocabulary, its size in the data's form,
-the tokens of the worker's first text, and what is said where the chief's texts have no words.
+writes OUT, in which RANK becomes the worker's rank: the vocabulary, its size in the data's spec,
+the tokens of the worker's first text, and the error if the chief's texts have no words.
 """
 
 from __future__ import annotations

@@ -218,7 +218,8 @@ def npy_folder(folder: Path, **arrays: Any) -> str:
 def test_npy_is_mapped_and_needs_no_tensorflow(tmp_path: Path) -> None:
     folder = npy_folder(tmp_path, x_train=X, y_train=Y, x_val=X, y_val=Y)
     data = npy.load(folder, 0)
-    assert data.train.arrays() is None  # so rows are read when they are needed
+    # There are no arrays in memory, so rows are read when they are needed.
+    assert data.train.arrays() is None
     assert isinstance(data.train.data[0].base, np.memmap)
     assert data.train.read(np.array([3]))[1].tolist() == [Y[3]]
     assert len(data.validation) == len(X)

@@ -59,7 +59,8 @@ def load(name: str, folder: Path) -> Source:
     data = load_data(config)
     assert data is not None
     if data.share is not None:
-        data = data.share(data, lambda make: make())  # the chief alone
+        # One worker is the chief, so its own result is shared.
+        data = data.share(data, lambda make: make())
     made: Source = data.train
     return made
 
@@ -109,7 +110,8 @@ def test_it_has_the_form_that_it_says(source: Source) -> None:
 def test_examples_are_read_at_random(source: Source) -> None:
     everything = source.read(np.arange(EXAMPLES))
     each = [digest(everything, row) for row in range(EXAMPLES)]
-    assert len(set(each)) == EXAMPLES  # the tests below tell them apart
+    # The other tests identify examples by their digests.
+    assert len(set(each)) == EXAMPLES
     some = np.array([EXAMPLES - 1, 0, 7, 7])
     again = source.read(some)
     assert [digest(again, row) for row in range(4)] == [each[i] for i in some]
@@ -122,7 +124,8 @@ def test_each_epoch_has_each_example_once(whole: list[str], request: pytest.Fixt
     assert set(Counter(first).values()) == {1}
     assert first != second
     if request.node.callspec.params["source"] == "augmented":
-        assert not set(first) & set(second)  # changed anew
+        # Each epoch augments the examples in another way.
+        assert not set(first) & set(second)
     else:
         assert sorted(first) == sorted(second)
 

@@ -47,7 +47,8 @@ def test_another_part_has_the_labels_of_the_training_part(tmp_path: Path) -> Non
             ["train/a/1", "validation/a/1", "test/a/1", "notes.md"],
             {"train": "train", "validation": "validation", "test": "test"},
         ),
-        (["train/1.txt", "car/1.txt"], {"train": ""}),  # a class that is called train
+        # Here `train` is the name of a class.
+        (["train/1.txt", "car/1.txt"], {"train": ""}),
     ],
 )
 def test_parts(tmp_path: Path, names: list[str], parts: dict[str, str]) -> None:
@@ -107,7 +108,8 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("os.scandir", refuse)  # root may read any folder
+    # Root may read any folder, so the refusal is simulated.
+    monkeypatch.setattr("os.scandir", refuse)
     with pytest.raises(DataError, match="Permission denied"):
         folders.find_parts(PLACE, str(tmp_path))
 
@@ -124,7 +126,8 @@ def test_patterns_mean_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found(f"{root}/**/*.csv") == ["b.csv", "deep/e.csv"]
     monkeypatch.setenv("HOME", root)
     assert found("~/b.csv") == ["b.csv"]
-    every = files.matching(PLACE, root)  # hidden ones and folders left out
+    # Hidden files and folders are left out.
+    every = files.matching(PLACE, root)
     assert [Path(p).name for p in every] == ["a.CSV", "b.csv", "c.txt"]
     assert [Path(p).name for p in files.matching(PLACE, f"{root}/d*/*")] == ["e.csv"]
 

@@ -68,7 +68,8 @@ def test_resizing() -> None:
     pixels.resize_into(image, half)
     assert half[0, :, 0].tolist() == [0, 0, 200, 200]
     pixels.resize_into(image, twice)
-    assert twice[5, [0, 6, 7, 8, 15], 0].tolist() == [0, 0, 50, 150, 200]  # half-pixel centers
+    # These values follow from half-pixel centers.
+    assert twice[5, [0, 6, 7, 8, 15], 0].tolist() == [0, 0, 50, 150, 200]
 
 
 @pytest.mark.parametrize("ending", [".png", ".jpg"])
@@ -175,12 +176,15 @@ def test_what_the_changes_do() -> None:
     CHANGES["flip"](kept, np.array([0.6, 0, 0, 0]))
     assert np.array_equal(kept, image)
     moved = image.copy()
-    CHANGES["shift"](moved, np.array([0.999, 0.5, 0, 0]))  # 3 rows up, no column
+    # The numbers shift the image by 3 rows up and by no column.
+    CHANGES["shift"](moved, np.array([0.999, 0.5, 0, 0]))
     assert np.array_equal(moved[:-3], image[3:])
-    assert np.array_equal(moved[-3:], image[:-4:-1])  # the edge is mirrored
+    # The new rows are the mirrored edge.
+    assert np.array_equal(moved[-3:], image[:-4:-1])
     brighter = image.copy()
     CHANGES["brightness"](brighter, np.array([0.5, 0, 0, 0]))
-    assert np.array_equal(brighter, image)  # times one
+    # This number multiplies the brightness by one.
+    assert np.array_equal(brighter, image)
     flat = np.full((4, 4, 3), 90, np.uint8)
     CHANGES["contrast"](flat, np.array([0.9, 0, 0, 0]))
     assert flat.tolist() == np.full((4, 4, 3), 90).tolist()

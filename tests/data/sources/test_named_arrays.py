@@ -20,7 +20,8 @@ X, Y = np.arange(60, dtype=np.float64).reshape(20, 3), np.arange(20) % 4
 
 def put(path: str, content: bytes) -> str:
     if tf.io.gfile.exists(path):
-        tf.io.gfile.remove(path)  # what is written to ram:// is added to what is there
+        # TensorFlow appends to an existing file of ram://.
+        tf.io.gfile.remove(path)
     with tf.io.gfile.GFile(path, "wb") as file:
         file.write(content)
     return path
@@ -48,7 +49,8 @@ def test_arrays_of_a_file_system_of_tensorflows(folder: str) -> None:
         x, y = data.train.read(np.array([7, 0]))
         assert (x.tolist(), y.tolist()) == (X[[7, 0]].tolist(), [3, 0])
         assert x.dtype == np.float32
-        assert data.train.arrays() is not None  # in memory: the steps gather the rows
+        # The arrays are in memory, so the steps gather the rows.
+        assert data.train.arrays() is not None
 
 
 @pytest.mark.parametrize(

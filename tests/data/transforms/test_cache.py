@@ -122,7 +122,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small_is_an_error_at_once(tmp_path: Path) -> None:
     """Without its whole size reserved, a write to the mapped file would end the process."""
     with mounted(tmp_path, "256k"):
-        OnDisk(Known(2000, "small"), tmp_path).read(np.arange(2000))  # 40 KB, and checksums
+        # The cache needs 40 KB and the checksums.
+        OnDisk(Known(2000, "small"), tmp_path).read(np.arange(2000))
         with pytest.raises(
             DataError, match=r"--cache disk: /.*: No space left on device\. Set TFMULTI"
         ):

@@ -30,7 +30,8 @@ def forward(layer: keras.layers.Layer, *shape: int, dtype: tf.DType = tf.float32
 
 
 def test_dense_layers() -> None:
-    assert forward(layers.Dense(5), 7) == 75  # 5 sums of 7 products, and 5 biases
+    # There are 5 sums of 7 products, and 5 biases.
+    assert forward(layers.Dense(5), 7) == 75
     assert forward(layers.Dense(5), 6, 7) == 6 * 75
     assert forward(layers.EinsumDense("abc,cde->abde", (None, 2, 4)), 5, 8) == 2 * 5 * 8 * (2 * 4)
     assert forward(layers.EinsumDense("...x,xy->...y", 3), 5, 8) == 2 * 5 * 8 * 3
@@ -74,9 +75,11 @@ def test_convolutions(layer: keras.layers.Layer, operations: int) -> None:
 def test_attention() -> None:
     x = keras.Input((16, 8))
     attention = keras.Model(x, layers.MultiHeadAttention(2, 4, use_bias=False)(x, x))
-    projections = 4 * 2 * 16 * 8 * (2 * 4)  # query, key, value, output
+    # The projections are those of query, key, value and output.
+    projections = 4 * 2 * 16 * 8 * (2 * 4)
     scores = 2 * 16 * 16
-    products = 2 * 2 * scores * 4  # the scores, and the values that they weigh
+    # The products are the scores, and the values weighted by them.
+    products = 2 * 2 * scores * 4
     counted = training_flops(attention, one(16, 8))
     assert counted is not None
     softmax = counted / 3 - projections - products
@@ -86,14 +89,18 @@ def test_attention() -> None:
 def test_embeddings_take_no_products() -> None:
     counted = forward(layers.Embedding(1000, 64), 5, dtype=tf.int32)
     assert counted is not None
-    assert counted <= 2 * 5  # whether each index is in the table
+    # The few operations check that each index is in the table.
+    assert counted <= 2 * 5
 
 
 def test_an_unrolled_lstm() -> None:
-    products = 2 * (4 * 4) * (3 + 4)  # four gates of 4 units, from 3 inputs and 4 states
-    elementwise = (4 * 4) + (4 * 4) + 3 * 4 + 4  # both products, bias; f·c + i·g; o·tanh(c)
+    # Four gates of 4 units have 3 inputs and 4 states.
+    products = 2 * (4 * 4) * (3 + 4)
+    # The terms are the sum of both products, the bias, f·c + i·g, and o·tanh(c).
+    elementwise = (4 * 4) + (4 * 4) + 3 * 4 + 4
     assert forward(layers.LSTM(4, unroll=True), 5, 3) == 5 * (products + elementwise)
-    assert forward(layers.LSTM(4), 5, 3) is None  # a loop, which the profiler counts once
+    # The profiler counts the body of a loop once, so there is no figure.
+    assert forward(layers.LSTM(4), 5, 3) is None
 
 
 def test_an_einsum_of_one_tensor_multiplies_nothing() -> None:
@@ -130,7 +137,8 @@ def test_a_function_without_its_python_is_not_counted(eagerly: bool) -> None:
         def call(self, inputs: Any) -> Any:
             return product(inputs)
 
-        def compute_output_spec(self, inputs: Any) -> Any:  # with no call: its batch is 1
+        # Without a call, the batch of the spec is 1.
+        def compute_output_spec(self, inputs: Any) -> Any:
             return keras.KerasTensor((*inputs.shape[:-1], 5), inputs.dtype)
 
     tf.config.run_functions_eagerly(eagerly)

@@ -107,12 +107,14 @@ def test_a_second_fit_leaves_its_first_execution_out() -> None:
 def test_logs_have_the_figures_of_the_epoch_so_far() -> None:
     made = model()
     found, seen = trained(made, peak_tflops=1e-6)
-    assert not set(module.LOGS) & set(seen.batches[0])  # traced: nothing is known yet
+    # The first step was traced, so no figure is known yet.
+    assert not set(module.LOGS) & set(seen.batches[0])
     for logs in (seen.batches[1], seen.batches[-1], *seen.epochs):
         assert set(module.LOGS) <= set(logs)
     assert seen.batches[1]["examples_per_sec"] == 8 / 2
     assert seen.epochs[1]["examples_per_sec"] == 50 / 14
-    flops = 3 * (2 * 4 * 3)  # a forward pass and two as long backward; one product of 4 × 3
+    # The model is one product of 4 × 3. The backward pass counts as two forward passes.
+    flops = 3 * (2 * 4 * 3)
     assert found.flops_per_example == flops
     assert seen.epochs[1]["device_tflops_per_sec"] == pytest.approx(50 / 14 * flops / 1e12)
     assert seen.epochs[1]["mfu"] == pytest.approx(50 / 14 * flops / 1e6)
@@ -164,7 +166,8 @@ def test_a_run_reports_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert plain.throughput is None
     saved = json.loads((tmp_path / "r" / "report.json").read_text())["throughput"]
     assert saved == report.throughput
-    assert saved["examples"] == 2 * 1197 - 64  # without the first step
+    # The first step does not count.
+    assert saved["examples"] == 2 * 1197 - 64
     assert saved["steps"] == 2 * 19 - 1
     assert saved["examples_per_sec"] == pytest.approx(saved["examples"] / saved["seconds"])
     assert saved["examples_per_sec"] == report.examples_per_second

@@ -81,7 +81,8 @@ def test_a_slow_dataset_is_waited_for_too() -> None:
 
     form = tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None, 1], tf.float32)
     unknown = tf.data.Dataset.from_generator(batches, output_signature=form)
-    assert share(model(), unknown) > 0.7  # its length is not known: asked for outside the step
+    # If the length is not known, the batch is taken outside of the step.
+    assert share(model(), unknown) > 0.7
     known = unknown.apply(tf.data.experimental.assert_cardinality(12))
     assert share(model(), known) > 0.7
 

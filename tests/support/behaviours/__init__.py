@@ -9,7 +9,7 @@ and returns values that JSON can hold. A test names its behaviour and its places
 
 The fixture `results` is a list with what the behaviour returned on each worker, `errors` a list
 with the type and the message of what it raised there, and `one_device` what it returns on one
-device. The parameter `case` of a test, where it has one, is the argument of its behaviour.
+device. If a test has a parameter `case`, it is the argument of the behaviour.
 All behaviours of the selected tests run together, in the same processes.
 """
 

@@ -1,4 +1,4 @@
-"""What behaviours share: the strategy, a small model, and data."""
+"""Provides what all behaviours need: the strategy, a small model, and data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The costs of a step in counts: collectives, calls of TensorFlow, traces, threads."""
+"""Counts the costs of a step: collectives, calls of TensorFlow, traces, threads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tfmulti.training.input.prefetcher import Prefetcher
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 
 ROUND_TRIPS = {
-    # A call of a function, and one of a single operation.
+    # The first is a call of a function, the second of a single operation.
     "TFE_Py_Execute": "calls",
     "TFE_Py_FastPathExecute": "calls",
-    # float(), int(), np.asarray() and numpy() of a tensor.
+    # float(), int(), np.asarray() and numpy() of a tensor call this.
     "_numpy_internal": "reads",
 }
 
@@ -48,7 +48,7 @@ def collectives_of_a_step() -> Any:
 
 
 def operations_before_each_wait() -> Any:
-    """Returns the types of the operations that each wait for other workers is ordered after."""
+    """Returns, for each wait for other workers, the types of the operations that precede it."""
     layers: list[keras.layers.Layer] = [keras.layers.BatchNormalization()]
     layers += [keras.layers.Dense(5, kernel_regularizer="l2"), keras.layers.BatchNormalization()]
     model = classifier(*layers)
@@ -67,7 +67,7 @@ def operations_before_each_wait() -> Any:
 def replicas_with_and_without_collectives() -> Any:
     """Returns the collectives and the weights of each network, with plain sums on CPUs.
 
-    Then the same with TensorFlow's collectives, which replicas on GPUs take.
+    The second result is the same with TensorFlow's collectives, which replicas on GPUs use.
     """
 
     def trained(name: str) -> Any:
@@ -189,7 +189,7 @@ def traces_of_a_custom_step() -> Any:
 
 
 def inter_op_threads() -> Any:
-    """Returns the number of threads that run operations beside each other; 0 is the default."""
+    """Returns the number of threads that run operations in parallel. 0 is the default."""
     return tf.config.threading.get_inter_op_parallelism_threads()
 
 
@@ -210,7 +210,7 @@ def automatic_steps_per_execution() -> Any:
     """Returns the steps after which callbacks were called, and the weights, of three runs.
 
     The runs have one step per execution, an automatic number, and an automatic number with a
-    loss that gathers rows. As the best number, each worker measures another one.
+    loss that gathers rows. Each worker measures another number as the best one.
     """
     seen: list[int] = []
 
@@ -232,7 +232,7 @@ def automatic_steps_per_execution() -> Any:
 def training_without_connections() -> Any:
     """Returns the kinds of the collectives and the weights, with connections between workers.
 
-    Then the same where nobody can connect to the last worker.
+    The second result is the same if no worker can connect to the last worker.
     """
     layers = LAYERS["normalized"]
 

@@ -1,4 +1,4 @@
-"""Custom steps with batches that are not (x, y), and other code of public programs."""
+"""Trains custom steps whose batches are not (x, y), and other code of public programs."""
 
 from __future__ import annotations
 

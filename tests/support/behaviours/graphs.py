@@ -1,4 +1,4 @@
-"""The compiled graph of an execution, and its collectives."""
+"""Reads the compiled graph of an execution, and finds its collectives."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The cases of Keras' own tests of distribution, with prepared models.
+"""Runs the cases of Keras' own tests of distribution with prepared models.
 
 Keras tests optimizers and variables under a MirroredStrategy by themselves
 (`keras/src/backend/tensorflow/distribute_test.py`, `optimizer_distribute_test.py`). Here each
-case is a training step of a prepared model under any strategy. The rows do not divide evenly.
+case is a training step of a prepared model under any strategy. The rows cannot be divided evenly.
 """
 
 from __future__ import annotations

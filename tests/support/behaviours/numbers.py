@@ -1,4 +1,4 @@
-"""Numbers of a run that depend on the replicas: statistics, random numbers, losses, and logs."""
+"""Returns numbers that replicas could change: statistics, random numbers, losses, and logs."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def augmented_images() -> Any:
 
 
 class Chooses(keras.layers.Layer):
-    """Draws categories, for which Keras has no draw row by row."""
+    """Draws categories, which Keras cannot draw row by row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def initial_weights_of_differently_seeded_workers() -> Any:
 def overflow_on_one_replica() -> Any:
     """Returns the steps taken, the loss scale, whether all is finite, and the weights.
 
-    A row of the last replica in the second batch overflows float16, which ends at 65504.
+    A row of the last replica in the second batch overflows float16, whose largest number is 65504.
     """
     x = X.copy()
     x[47] = 6e4

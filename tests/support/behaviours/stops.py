@@ -1,4 +1,4 @@
-"""Runs that stop and resume from their checkpoint, compared with a run that does not stop."""
+"""Compares runs that stop and resume from their checkpoint with a run that does not stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPOCHS, BATCH, ROWS = 3, 24, 61
 
 
 class Stopped(Exception):
-    """Ends a fit as SIGKILL would: nothing of it is used again."""
+    """Ends a fit in place of SIGKILL: none of its objects is used afterwards."""
 
 
 class StopsAt(keras.callbacks.Callback):
@@ -148,7 +148,7 @@ def run(
 ) -> Any:
     """Returns the history, losses, weights and callbacks' states of a fit, or None if it stopped.
 
-    With `same_process` Keras keeps counting layers, as when a cell of a notebook runs again.
+    With `same_process` Keras continues to count layers, as if a cell of a notebook runs again.
     """
     if not same_process:
         keras.utils.clear_session()
@@ -205,7 +205,7 @@ def stopped_within_epochs(case: str) -> bool:
 
 
 class EachEpoch(Checkpoint):
-    """Makes a checkpoint after each epoch alone, and notes where."""
+    """Makes checkpoints only after epochs, and records their positions."""
 
     every_epoch = True
     places: tuple[tuple[int, int], ...] = ()
@@ -222,7 +222,7 @@ class EachEpoch(Checkpoint):
 def stopped_after_an_epoch(case: str) -> Any:
     """Returns whether the run resumes, and the epochs and steps of its checkpoints.
 
-    It stops in the second epoch, so its newest checkpoint is from between the two.
+    The run stops in the second epoch, so its newest checkpoint is from the end of the first.
     """
     return resumes(StopsAt(5), feed=case, checkpoint=EachEpoch), EachEpoch.places
 

@@ -1,4 +1,4 @@
-"""Results of Keras alone, beside those of tfmulti: the reasons for `keras_patches`."""
+"""Returns results of Keras alone and of tfmulti, which are the reasons for `keras_patches`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _slice(weight: float, rows: int) -> ReplicaSlice:
 
 
 def mean_squared_error_on_a_replica() -> Any:
-    """Returns an error of 1 as Keras has it on one of two replicas, and as tfmulti has it."""
+    """Returns the loss of errors of 1 on one of two replicas, as Keras and as tfmulti scale it."""
     installation.install()
 
     def losses() -> Any:
@@ -194,7 +194,7 @@ def update_and_weight_decay_in_a_condition() -> Any:
 
 
 def _loss_of_two_rows(name: str) -> list[Any]:
-    """Returns the result of a function of TensorFlow by itself, and in a step of tfmulti."""
+    """Returns the result of a TensorFlow function without tfmulti, and in a step of tfmulti."""
 
     def step() -> Any:
         values = tf.constant([1.0, 3.0])

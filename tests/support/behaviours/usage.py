@@ -1,4 +1,4 @@
-"""What users do besides plain training, and the mistakes that they make."""
+"""Does what users do besides plain training, and makes their mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfmulti.training.input import pipeline
 
 
 def files_of_callbacks_in_a_shared_folder() -> Any:
-    """Returns the number of lines of the log, that of event files, and all names: on the chief."""
+    """Returns on the chief the numbers of log lines and of event files, and all names of files."""
     c = keras.callbacks
     fit(
         classifier(),
@@ -158,7 +158,7 @@ class NoisyInEvaluation(Noisy):
 
 
 def every_worker_saves_to_one_file() -> Any:
-    """Each worker loads the file after its own save: it is whole, whoever wrote it last."""
+    """Each worker loads the file after its own save. It is complete, whoever wrote it last."""
     model = classifier()
     fit(model)
     path, weights = here.shared / "model.keras", here.shared / "model.weights.h5"
@@ -265,7 +265,7 @@ def different_data_on_each_worker() -> Any:
 
 
 def batches_whose_digests_differ_by_one() -> Any:
-    """Sums of digests in float32 would be too coarse to show the difference."""
+    """Reads batches whose digests differ too little for sums in float32."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
     digest = tf.constant(2**24 - 1 - here.placement.rank, tf.int32)
     with mock.patch.object(pipeline, "_digest", return_value=digest):
@@ -273,7 +273,7 @@ def batches_whose_digests_differ_by_one() -> Any:
 
 
 def numbers_gathered_from_each_worker() -> Any:
-    """Returns numbers that float32 and int32 would round, and whether bytes of any length came."""
+    """Returns numbers that float32 and int32 would round, and whether all bytes arrived."""
     rank = here.placement.rank
     # Longer than one all-reduce.
     long = bytes(range(256)) * 20_000
@@ -354,7 +354,7 @@ def optimizer_in_a_dict_of_lists() -> Any:
 
 
 class Container:
-    """Returns an optimizer like a dict of lists, but shows it in no attribute."""
+    """Returns an optimizer by index, like a dict of lists, but has no attribute that holds it."""
 
     def __init__(self) -> None:
         optimizer = keras.optimizers.SGD(0.5)

@@ -1,4 +1,4 @@
-"""Models made outside the scope, and the comparison of the first steps with one device."""
+"""Trains models made outside the scope, and compares the first steps with one device."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def _result_under_another_name() -> keras.Model:
 
 
 class Patch(NamedTuple):
-    """A model that trains wrongly where each of `parts` of tfmulti is replaced."""
+    """A model that trains wrongly if the `parts` of tfmulti are replaced."""
 
     build: Callable[[], keras.Model]
     parts: list[tuple[Any, str, Any]]
@@ -351,7 +351,7 @@ def verified_with_and_without_a_patch(case: str) -> Any:
 
 
 def verified_biases_before_batch_normalization() -> Any:
-    """The gradients of these biases are nothing but rounding, which Adam makes whole steps of."""
+    """The gradients of these biases are only rounding errors, which Adam scales to whole steps."""
 
     class Steps(keras.Model):
         def train_step(self, data: Any) -> Any:
@@ -376,7 +376,7 @@ def verified_biases_before_batch_normalization() -> Any:
 def verified_again_from_other_weights() -> Any:
     """Returns the verdict, the number of comparisons, and whether the weights are as before.
 
-    The first comparison finds a difference, as where rounding decides about a ReLU.
+    The first comparison finds a difference, as if rounding had decided about a ReLU.
     """
     calls = []
 

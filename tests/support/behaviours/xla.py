@@ -1,4 +1,4 @@
-"""Steps whose forward and backward passes XLA compiles: their graphs and their results."""
+"""Returns the graphs and the results of steps whose passes XLA compiles."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def passes_compiled_by_xla() -> Any:
 
 
 def jit_compile_options() -> Any:
-    """Returns the compiled functions if `compile` asks for XLA, nobody asks, and both disagree."""
+    """Returns the compiled functions with XLA, without a choice, and with conflicting options."""
     return [
         _trained(classifier(prepared={"jit_compile": prepared}, jit_compile=compiled))["functions"]
         for prepared, compiled in ((None, True), (None, "auto"), (False, True))

@@ -83,7 +83,8 @@ def test_attributes_come_back_with_their_keys_and_classes() -> None:
 def test_what_get_state_returns_is_copied_and_comes_back() -> None:
     before, after = Speaks({1: [1], "a": (2, {3})}), Speaks(None)
     saved = CallbackStates([before]).capture()
-    before.state[1].append(2)  # training goes on while the checkpoint is written
+    # Training may change the state while the checkpoint is written.
+    before.state[1].append(2)
     CallbackStates([after]).restore(through_a_file(saved))
     assert after.state == {1: [1], "a": (2, {3})}
 

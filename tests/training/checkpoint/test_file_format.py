@@ -121,7 +121,8 @@ def test_a_flipped_bit_is_found_or_changes_nothing(data: st.DataObject) -> None:
         found = file_format.from_bytes(bytes(damaged))
     except DamagedCheckpointError:
         return
-    assert same(found.tree, record().tree)  # zip has fields that nobody reads: dates, versions
+    # The change may be in a field of zip that is never read, such as a date or a version.
+    assert same(found.tree, record().tree)
     assert found.step == 7
 
 

@@ -47,7 +47,8 @@ def test_data_that_ends_with_an_epoch_starts_anew(steps: int) -> None:
         counted = Steps()
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # two steps of three: the second epoch has one
+            # Keras warns, because the second epoch has only one of its two steps.
+            warnings.simplefilter("ignore")
             history = model.fit(
                 data, epochs=4, steps_per_epoch=steps, verbose=0, callbacks=[counted]
             ).history
@@ -98,7 +99,8 @@ def test_a_pydataset_that_changes_its_order_gives_that_of_plain_keras() -> None:
         losses: list[float] = []
 
         def note(batch: int, logs: Any, losses: list[float] = losses) -> None:
-            losses.append(logs["loss"])  # of the batches of an epoch so far
+            # This is the mean over the batches of the epoch so far.
+            losses.append(logs["loss"])
 
         told = keras.callbacks.LambdaCallback(on_train_batch_end=note)
         told.on_test_batch_end = note
@@ -138,7 +140,8 @@ def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
     data = Noted(count)
     prepare(small_model()).fit(data, epochs=4, steps_per_epoch=3, verbose=0)
     if count is None:
-        assert data.ends - 2 == ends  # at the beginning, and of its only pass
+        # One call is made at the beginning, and one at the end of the only pass.
+        assert data.ends - 2 == ends
     else:
         assert data.ends - 1 == ends
         passes = data.read[-(12 // count) * count :]

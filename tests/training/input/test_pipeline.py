@@ -67,8 +67,10 @@ def test_workers_read_each_row_of_an_epoch_once(
                 batches[step] += x.numpy()[: int(own)].tolist()
                 read += x.numpy().tolist()
                 without_rows += int(own) == 0
-    assert without_rows == max(0, workers * local - 1)  # of the last batch's one row
-    assert len(read) == 25 + without_rows  # one more each, which does not count
+    # The last batch has one row, so only one replica has a row.
+    assert without_rows == max(0, workers * local - 1)
+    # Each replica without rows reads one row that does not count.
+    assert len(read) == 25 + without_rows
     assert sorted(itertools.chain(*batches)) == list(range(25))
     assert batches == [[float(i) for i in epoch_of(plan, 0)[8 * k : 8 * k + 8]] for k in range(4)]
 
@@ -116,9 +118,11 @@ def test_a_tensor_is_the_memory_of_its_array() -> None:
     array[:] = 1
     tensor = as_tensor(array)
     array[0, 0] = 5
-    assert float(tensor[0, 0]) == 5  # the same memory: nothing was copied
+    # The tensor shares the memory of the array, so nothing was copied.
+    assert float(tensor[0, 0]) == 5
     elsewhere = np.ones(13, np.float32)[1:]
-    assert as_tensor(elsewhere).numpy().tolist() == [1] * 12  # unaligned: copied
+    # This memory is not aligned, so the tensor is a copy.
+    assert as_tensor(elsewhere).numpy().tolist() == [1] * 12
 
 
 def test_an_evaluation_begins_where_the_last_one_ended() -> None:
@@ -131,7 +135,8 @@ def test_an_evaluation_begins_where_the_last_one_ended() -> None:
         feed.end_pass(whole=True)
     feed.begin_pass()
     next(feed)
-    feed.end_pass()  # part of a pass: the next one begins anew
+    # The pass ends early, and the next one begins at the start.
+    feed.end_pass()
     feed.begin_pass()
     assert next(feed).data[0][0].numpy()[0] == 0
     feed.close()

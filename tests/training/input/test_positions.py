@@ -215,7 +215,8 @@ def passes_of(make: Make) -> list[list[Any]]:
     for _ in range(PASSES):
         passes.append([batch.numpy().tolist() for batch in dataset])
         if int(dataset.cardinality()) > 0:
-            iter(dataset)  # Keras makes it, and reads nothing from it
+            # Keras makes this iterator, and reads nothing from it.
+            iter(dataset)
     return passes
 
 
@@ -249,7 +250,8 @@ def test_data_that_ends_goes_on_from_every_batch(name: str) -> None:
         iterator = begun(again, batches)
         reads.append(0 if iterator is None else iterator.reads)
         assert reads[-1] in (0, batches)
-        del iterator  # random numbers of TensorFlow's own go on while it is there
+        # As long as the iterator exists, TensorFlow continues its sequence of random numbers.
+        del iterator
         assert rest_of_pass(again) == whole[1][batches:]
         again.end_pass(whole=True)
         for number in range(2, PASSES):
@@ -281,7 +283,8 @@ def test_a_checkpoint_of_an_older_version_goes_on() -> None:
 @pytest.mark.parametrize("name", ["shuffled", "shuffled twice", "side by side", "drawn by a seed"])
 def test_the_state_of_each_part_that_draws_is_in_a_whole_position(name: str) -> None:
     options = tf.data.Options()
-    options.autotune.enabled = False  # which would read ahead, up to the end
+    # The autotuner would read ahead, up to the end.
+    options.autotune.enabled = False
     dataset = ENDING[name]().with_options(options)
     iterator = iter(dataset)
     next(iterator)
@@ -330,7 +333,8 @@ def test_data_that_ends_goes_on_between_two_passes(name: str, known: bool) -> No
     again.begin_pass()
     assert rest_of_pass(again) == whole[2]
 
-    again = new_feed(ENDING[name])  # after the evaluation
+    # The second feed begins after the evaluation.
+    again = new_feed(ENDING[name])
     again.set_state(feed.get_state(0))
     again.begin_pass()
     assert rest_of_pass(again) == whole[2]
@@ -405,7 +409,8 @@ def test_a_position_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(positions, "MOST_BYTES", 100)
     assert "iterator" not in feed.get_state(5)
     monkeypatch.undo()
-    assert "iterator" not in feed.get_state(5)  # it is not tried again
+    # The feed does not try to save a position again.
+    assert "iterator" not in feed.get_state(5)
 
 
 class Batches(keras.utils.PyDataset):
@@ -449,7 +454,8 @@ def test_a_pydataset_goes_on_without_reading_what_came_before(
         assert rest_of(begun(again)) == expected
         again.end_pass(whole=True)
     values(begun(again), 3)
-    again.end_pass()  # given up
+    # The pass ends before all batches were read.
+    again.end_pass()
     if seed is None:
         assert rest_of(begun(again)) == whole[0]
     again.end_pass()

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.multiworker
 LAST = EPOCHS * STEPS
 AT = {"ends": (*range(1, STEPS + 2), 22, 29), "repeated": (9, 16, 22)}
 ELSEWHERE = (4, 14, 15, 22)
-READ_AHEAD = 8 + 6 * BATCH  # the shuffle's buffer, and two prefetches
+# These are the shuffle's buffer and two prefetches.
+READ_AHEAD = 8 + 6 * BATCH
 # In the last batches of a pass the shuffle of data that ends may have given its last row.
 PREFETCHED = 5
 

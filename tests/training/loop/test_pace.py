@@ -32,7 +32,8 @@ def test_a_given_number_stays() -> None:
 def test_as_many_steps_as_last_the_target() -> None:
     pace = measured(0.002, 0.001 - CALL_S, 10**6)
     assert pace.wish == pytest.approx(TARGET_S / 0.001, abs=1)
-    assert pace.at_once == 1  # until all agree
+    # The number stays 1 until all workers agree.
+    assert pace.at_once == 1
     pace.agree(0)
     assert pace.at_once == 1
     pace.agree(pace.wish)

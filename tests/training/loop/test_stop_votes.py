@@ -107,7 +107,8 @@ def test_a_long_checkpoint_is_finished_after_sigterm(
         watch.stop = asked.append
         os.kill(os.getpid(), number)
         wait_for(lambda: asked)
-        time.sleep(0.5)  # the checkpoint is written
+        # The checkpoint is being written during this time.
+        time.sleep(0.5)
         watch.finished()
     assert bool(exits) is ends
 
