@@ -1,4 +1,4 @@
-"""The measurement command without TensorFlow: its flags, its order, what it leaves."""
+"""Tests the measurement command without TensorFlow: its flags, its order, and its files."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_rounds_turn_the_order_and_tell_each_process_its_part(tmp_path: Path) ->
     assert first.cores == ((4, 5),)
     assert second.cores == ((4, 5, 6, 7),)
     assert third.cores == ((4, 5), (6, 7))
-    # One device has all rows where replicas share the cores, and a worker's share on a worker's.
+    # One device gets all rows if replicas share the cores, or the rows of a worker on its cores.
     assert [order.rows_alone for order in launched.orders[:3]] == [None, 64, 32]
     assert [bool(order.profile) for order in launched.orders] == [True] * 3 + [False] * 3
     assert {order.steps for order in launched.orders} == {7}

@@ -1,4 +1,4 @@
-"""The measurement's arithmetic and words: parts, the cost model, predictions, limits."""
+"""Tests the arithmetic of the measurement: parts, cost model, predictions, limits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
     assert link.parts_s(2, 100, collectives=5) == pytest.approx((5 * 0.501, 100 * 0.01))
     # Each worker sends a short message to all others.
     assert link.parts_s(4, 100, collectives=5)[0] == pytest.approx(5 * 0.503)
-    # Of 1.2 MB three packs go in pieces, and come back as sums.
+    # Three packs of 1.2 MB are sent in pieces, whose sums are sent back.
     seconds = (5 + 3) * 0.503, 2 * 3 / 4 * 1_200_000 * 0.01
     assert link.parts_s(4, 1_200_000, collectives=5) == pytest.approx(seconds)
     assert link.all_reduce_s(1, 100) == 0

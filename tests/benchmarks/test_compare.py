@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compare` and the programs that it sets beside each other."""
+"""Tests `python -m benchmarks.compare` and the programs that it compares."""
 
 from __future__ import annotations
 

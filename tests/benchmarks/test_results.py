@@ -1,4 +1,4 @@
-"""The figures of the docs are those of the results."""
+"""Tests that the docs show the figures of the result files."""
 
 from __future__ import annotations
 

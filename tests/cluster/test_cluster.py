@@ -1,4 +1,4 @@
-"""Cluster: every rule of TF_CONFIG, and the way there and back."""
+"""Tests `Cluster`: every rule of TF_CONFIG, and the conversion in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm's host lists, beside ClusterShell's: brackets, suffixes, zeros, order."""
+"""Compares Slurm's host lists with ClusterShell's: brackets, suffixes, zeros, order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = st.sampled_from(["", "-ib", "x"])
 
 @st.composite
 def ranges(draw: st.DrawFn) -> str:
-    """Draws a bracket of numbers of one width, as Slurm writes it: in order, each once."""
+    """Draws a bracket as Slurm writes it: distinct numbers of one width, in order."""
     width = draw(st.integers(1, 3))
     ends = sorted(draw(st.sets(st.integers(0, 10**width - 1), min_size=1, max_size=6)))
     found = []

@@ -1,4 +1,4 @@
-"""Processes that agree on their addresses, here as threads with real sockets."""
+"""Tests how processes agree on their addresses, by threads with real sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _jobs = itertools.count()
 
 
 def layouts(size: int, **changed: Any) -> list[Layout]:
-    """Returns the layouts of a job on this machine, which has its own ports."""
+    """Returns the layouts of a job on this machine, whose ports no other job uses."""
     job = f"test {os.getpid()} {next(_jobs)}"
     local = ("127.0.0.1",)
     return [
@@ -38,7 +38,7 @@ def layouts(size: int, **changed: Any) -> list[Layout]:
 def agree(
     jobs: list[Layout], envs: list[dict[str, str]] | None = None, **options: Any
 ) -> list[Future[Cluster]]:
-    """Returns what each process gets, or raises."""
+    """Returns the cluster that each process gets, or raises the error of a process."""
     given = envs or [{}] * len(jobs)
     gpus = options.pop("gpus", [0] * len(jobs))
     options = {"timeout_s": 20.0, **options}

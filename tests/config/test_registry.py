@@ -1,4 +1,4 @@
-"""Names of data sets and of the user's own functions, before anything is imported."""
+"""Tests that names of data sets and functions are checked before anything is imported."""
 
 from __future__ import annotations
 

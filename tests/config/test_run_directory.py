@@ -1,4 +1,4 @@
-"""The run directory: whole files or none, and one run a folder."""
+"""Tests the run directory: its files are complete or absent, and it belongs to one run."""
 
 from __future__ import annotations
 

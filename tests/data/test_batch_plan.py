@@ -1,4 +1,4 @@
-"""The plan, without TensorFlow: each epoch holds each example once, in an order of its own."""
+"""Tests the batch plan: each epoch has each example once, in a new order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfmulti.data.permutation import HELD, Permutation
 
 
 def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> list[int]:
-    """Returns the examples of an epoch, in order, as the replicas' shares put together."""
+    """Returns the examples of an epoch in order, joined from the slices of the replicas."""
     found: list[int] = []
     for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
         for rank in range(workers):
@@ -101,7 +101,7 @@ def test_fixed_points_between_epochs_are_those_of_chance() -> None:
 
 
 def check_uniform(counts: np.ndarray, expected: float, freedom: int) -> None:
-    """Fails where chi-square is five standard deviations off its mean, to either side."""
+    """Fails if chi-square is more than five standard deviations away from its mean."""
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 

@@ -1,4 +1,4 @@
-"""The sharding arithmetic as properties: a partition, in order, balanced, by nobody's count."""
+"""Tests properties of sharding: a balanced partition in order, for any number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed gradients of more than two workers, where the order of rounding and adding matters."""
+"""Tests compressed gradients of more than two workers, whose sums depend on the rounding."""
 
 from __future__ import annotations
 

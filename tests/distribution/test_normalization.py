@@ -1,4 +1,4 @@
-"""The gradient of BatchNormalization as one kernel: what uses it, and how close it is."""
+"""Tests the gradient of BatchNormalization as one kernel: its use and its precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def whole(rows: int) -> ReplicaSlice:
 
 
 def part(rows: int, *, counts: bool = True) -> ReplicaSlice:
-    """A share that may be less than the whole, though there is no other replica."""
+    """Returns a slice that may be less than the whole batch, although there is no other replica."""
     none = tf.constant(0, tf.int64)
     return whole(rows)._replace(is_whole=False, own_rows=whole(rows).own_rows if counts else none)
 
@@ -33,7 +33,7 @@ def part(rows: int, *, counts: bool = True) -> ReplicaSlice:
 def gradients_of(
     layer: Any, x: np.ndarray, upstream: np.ndarray, share: ReplicaSlice | None = None
 ) -> tuple[Any, set[str]]:
-    """Returns the gradients in a share (None: the whole), and the kinds of what computes them."""
+    """Returns the gradients in a slice (None: the whole batch), and the types of the operations."""
     installation.install()
     layer.build(x.shape)
 
@@ -52,7 +52,7 @@ def gradients_of(
 
 
 def expected(x: np.ndarray, upstream: np.ndarray, epsilon: float) -> list[np.ndarray]:
-    """The gradients in 64 bits, of Ioffe and Szegedy's formulas."""
+    """Returns the gradients of Ioffe and Szegedy's formulas in 64 bits."""
     x, upstream = x.astype(np.float64), upstream.astype(np.float64)
     axes = tuple(range(x.ndim - 1))
     scale = 1 / np.sqrt(x.var(axes) + epsilon)
@@ -170,9 +170,9 @@ def test_moments_of_images_lose_no_digits_to_a_large_mean(channels: int, mean: f
 
 
 def kinds_of_kernels(make: Any) -> set[str]:
-    """Returns the types of operations that run for what `make` makes of images, and its gradient.
+    """Returns the types of the operations that compute `make` of images, and its gradient.
 
-    After TensorFlow's optimization: a session, since functions do not say.
+    The types are those after TensorFlow's optimization. Only a session shows them.
     """
     metadata = tf.compat.v1.RunMetadata()
     options = tf.compat.v1.RunOptions(output_partition_graphs=True)

@@ -1,4 +1,4 @@
-"""What the labels of a graph's tensors say of rows holds for the numbers."""
+"""Tests that the labels of a graph's tensors are true for the numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGES = (2, 2, 1)
 
 
 def _given_out(first: Any, given: Any) -> Any:
-    """As a layer that is given tensors and returns a tensor that was there before."""
+    """Returns a tensor that existed before the call, as a layer may do."""
     row_labels.mark_call(given, first)
     return first
 

@@ -1,4 +1,4 @@
-"""What make_strategy gives, and what it says where a process cannot have it."""
+"""Tests the result of `make_strategy`, and its errors."""
 
 from __future__ import annotations
 

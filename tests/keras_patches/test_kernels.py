@@ -1,4 +1,4 @@
-"""Keras' layers in fewer operations: forward to the bit, gradients as close as Keras' own."""
+"""Tests the faster kernels: Keras' outputs to the bit, and gradients as precise as Keras' own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of(kind: type[layers.Layer], *args: Any, **options: Any) -> Make:
 
 
 def mask(*shape: int) -> np.ndarray:
-    """Of which the first target sees nothing at all."""
+    """Returns a mask that hides all inputs from the first target."""
     seen = np.random.default_rng(1).random(shape) < 0.6
     seen[:, :, 0] = False
     return seen
@@ -73,9 +73,9 @@ LEFT: dict[str, tuple[Make, Shapes]] = {
 
 
 def found(make: Make, shapes: Shapes, share: ReplicaSlice | None, dtype: str = "float32") -> Any:
-    """Returns outputs, gradients, second derivatives, and the kinds of what computes them.
+    """Returns outputs, gradients, second derivatives, and the types of their operations.
 
-    They are Keras' own without a share.
+    Without a replica slice they are Keras' own.
     """
     installation.install()
     rng = np.random.default_rng(0)

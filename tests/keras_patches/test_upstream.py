@@ -1,4 +1,4 @@
-"""For each patch of Keras, a test that fails when Keras no longer needs the patch.
+"""Tests, for each patch of Keras, that Keras still needs the patch.
 
 When one fails after an upgrade of Keras, try to remove the function that the test names.
 """

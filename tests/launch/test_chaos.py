@@ -1,6 +1,7 @@
-"""Runs of two real workers under the launcher, with faults; what they leave equals the bit.
+"""Tests that runs of two workers with faults give the results of a run without them.
 
-Each run has several faults, each of which costs a start. `whole` is the run without any.
+The results are equal to the bit. Each run has several faults, because each fault costs a start.
+`whole` is the run without faults.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def running(words: str) -> bool:
 
 
 def guards_of(launcher: int) -> list[int]:
-    """Returns the guard of a launcher: a copy of it, or a program of its own."""
+    """Returns the guard of a launcher: a fork of the launcher, or a separate program."""
     return [pid for pid, args in children_of(launcher) if _is_guard(args)]
 
 

@@ -1,4 +1,4 @@
-"""Machines of a job: their names, which of them take part, and the messages between them."""
+"""Tests the machines of a job: their names, their membership, and their messages."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_an_unsafe_folder_for_locks_is_told_to_the_launcher(
 
 
 def agent_in(folder: Path) -> None:
-    """Lets an agent begin a job in a folder; raises what the launcher would."""
+    """Lets an agent begin a job in a folder, and raises the error that the launcher would raise."""
     ours, theirs = socket.socketpair()
     begin = {**begin_of(JOB, {}, "h", "r"), "folder": str(folder)}
     server = threading.Thread(target=serve, args=(link_of_pair(theirs), None, {}))
@@ -361,7 +361,7 @@ def agent_in(folder: Path) -> None:
 def ended_after(
     request: pytest.FixtureRequest, process: subprocess.Popen[Any]
 ) -> subprocess.Popen[Any]:
-    """Returns a process that does not outlive the test, also where that fails."""
+    """Returns a process that ends with the test, even if the test fails."""
     request.addfinalizer(process.wait)
     # The finalizer that was added last is called first.
     request.addfinalizer(process.kill)

@@ -1,7 +1,7 @@
-"""Manifests for Kubernetes: they are valid, and the pods that they describe train.
+"""Tests that the manifests for Kubernetes are valid, and that their pods train.
 
 No Kubernetes runs here. The commands of the pods run as processes in network namespaces, with the
-hostnames and the environment of the manifest, and start again as its policy says.
+hostnames and the environment of the manifest, and are restarted by the manifest's policy.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Pods:
         return subprocess.run([sys.executable, *command[1:]], cwd=ROOT, env=self.env).returncode
 
     def action(self, code: int) -> str:
-        """Returns what the Job's policy says of an exit code."""
+        """Returns the action of the Job's policy for an exit code."""
         for rule in self._job["spec"]["podFailurePolicy"]["rules"]:
             if code in rule.get("onExitCodes", {}).get("values", []):
                 return str(rule["action"])

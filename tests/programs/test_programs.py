@@ -1,8 +1,8 @@
-"""Programs that were written for one device, run on several, compared with plain Keras.
+"""Tests that programs written for one device give the same numbers on several.
 
 Weights, optimizer slots, history, evaluation and predictions are those of one device, within
 1e-6 of the largest number of an array, or ten times what one unit in the last place of the initial
-weights changes on one device. Where a program cannot be the same, an error must say so.
+weights changes on one device. If a program cannot give these numbers, an error must say so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.programs.catalogue import CHOSEN, PROGRAMS
 from tests.programs.registry import EQUAL, PLACES
 from tests.programs.running import ProgramPlaces, differences, excess
 
-# A perturbation of 6e-8 that grows beyond this would hide errors of the same size.
+# If a perturbation of 6e-8 grows to more than this, it would hide errors of the same size.
 MOST_SENSITIVE = 1e-3
 
 

@@ -1,4 +1,4 @@
-"""The script that runs public programs: what needs no checkout of them."""
+"""Tests the script that runs public programs, as far as it needs no checkout of them."""
 
 from __future__ import annotations
 

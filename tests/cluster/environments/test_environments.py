@@ -1,4 +1,4 @@
-"""Each environment as its documents describe it: recognised, read, or refused if it is wrong."""
+"""Tests that each environment is recognised and read as documented, or refused if it is wrong."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_slurm_step() -> None:
         ({"SLURM_DISTRIBUTION": "cyclic", "SLURM_PROCID": "1"}, ("n1", "n2", "n1"), ("n1",)),
         ({"SLURM_DISTRIBUTION": "plane=4"}, (), ("n1",)),
         ({"SLURM_DISTRIBUTION": "arbitrary"}, (), ("n1", "n2")),
-        # What is said of the distribution contradicts the ranks: the processes find out.
+        # The distribution contradicts the ranks, so the processes find their hosts themselves.
         ({"SLURM_PROCID": "1"}, (), ("n1",)),
     ],
 )

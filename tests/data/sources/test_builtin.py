@@ -1,4 +1,4 @@
-"""The built-in data sets, and every way in which a file can be wrong."""
+"""Tests the built-in data sets, and the errors for wrong files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every kind of data: read at random, shared out once, resumed at every step."""
+"""Tests every kind of data: random access, each example once, resuming at every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN = BatchPlan(EXAMPLES, BATCH, seed=4)
 STEPS = EPOCHS * PLAN.steps_per_epoch
 
 
-# Every kind as it comes, and what is made of it on the way.
+# Every kind of data by itself, and with the transforms of a run.
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "cached in memory": ("images", {"cache": "memory"}),
     "cached on disk": ("tfrecord", {"cache": "disk"}),
@@ -40,7 +40,7 @@ PARAMS = [*KINDS, *CHANGED]
 
 @pytest.fixture(scope="module", params=PARAMS)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """Gives the training part of each kind of data: all of its examples."""
+    """Yields the training part of each kind of data, with all examples."""
     folder = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TFMULTI_CACHE", str(folder / "cache"))
@@ -67,7 +67,7 @@ def load(name: str, folder: Path) -> Source:
 
 @pytest.fixture
 def whole(source: Source) -> list[str]:
-    """Gives all examples of two epochs in order, each as a digest."""
+    """Returns the digests of all examples of two epochs, in order."""
     return rows_of(read(source, Place(), STEPS))
 
 

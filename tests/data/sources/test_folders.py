@@ -1,4 +1,4 @@
-"""Folders as classes, and files by patterns."""
+"""Tests folders as classes, and files that match patterns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = (".txt",)
 
 
 def made(root: Path, *names: str) -> str:
-    """Makes files, and folders (names with a slash at their end); returns the root."""
+    """Makes files, and folders for names that end in a slash. Returns the root."""
     for name in names:
         path = root / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Folders of images, decoding, and augmentation by example and epoch."""
+"""Tests folders of images, decoding, and augmentation by example and epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of a table takes the columns as they are, also in plain Keras."""
+"""Tests that a model of a table takes raw columns, also in plain Keras."""
 
 from __future__ import annotations
 

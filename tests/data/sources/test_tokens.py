@@ -1,4 +1,4 @@
-"""Texts become tokens of the training texts' vocabulary."""
+"""Tests that texts become tokens of the training texts' vocabulary."""
 
 from __future__ import annotations
 

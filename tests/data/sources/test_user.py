@@ -1,4 +1,4 @@
-"""The data that a user's own function may return, and the errors for all other values."""
+"""Tests the data that a user's function may return, and the errors for all other values."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_tell_is_refused(layers: Any) -> None:
 
 
 class Noting(keras.Model):
-    """Notes the types that its steps get."""
+    """Records the types that its steps get."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

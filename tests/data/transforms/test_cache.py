@@ -1,4 +1,4 @@
-"""Caches: the same examples, read once; shared, checked, and bounded."""
+"""Tests that caches read each example once, are checked, and respect their limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfmulti.errors import DataError
 
 
 class Known(Counting):
-    """A source that can be told from others, of which each example is three numbers."""
+    """A source with a fingerprint, whose examples are three numbers each."""
 
     def __init__(self, rows: int = 20, name: str = "a") -> None:
         super().__init__(rows)

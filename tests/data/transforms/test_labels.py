@@ -1,4 +1,4 @@
-"""The classes of examples, read without the rest of them."""
+"""Tests reading the labels of examples without their inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAVES = {"x": Leaf((4, 4, 1), "uint8"), "y": Leaf((1,), "uint8")}
 
 
 def parse(records: Sequence[bytes], out: Mapping[str, np.ndarray]) -> None:
-    """A record is its label; one of 9 cannot be read."""
+    """Returns the label that a record consists of. A record of 9 cannot be read."""
     assert set(out) == {"y"}, "more than the label was read"
     if b"9" in records:
         raise DataError("it is a 9")

@@ -1,4 +1,4 @@
-"""Splits: in words or as a fraction, seeded, disjoint, and without an index in memory."""
+"""Tests splits by slices or a fraction: seeded, disjoint, and without an index in memory."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_example_is_as_likely_as_any_to_be_held_out() -> None:
     counts = np.zeros(40)
     for seed in range(1500):
         counts[examples(with_validation(data(40), 0.25, seed).validation)] += 1
-    # Drawn without putting back: the variance is 3/4 of that of independent draws.
+    # The draws are without replacement, so the variance is 3/4 of that of independent draws.
     check_uniform(np.sqrt(4 / 3) * (counts - 375) + 375, 375, freedom=39)
 
 
