@@ -1,4 +1,4 @@
-"""Imported modules stay out of Python's garbage collector."""
+"""Tests that imported modules stay out of Python's garbage collector."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
 
 
 def test_rows_go_whole_to_each_other_worker() -> None:
-    """16 examples of 1 KB to three workers at 1 GB/s, besides the sums; nothing with one worker."""
+    """A worker sends 16 examples of 1 KB to three workers at 1 GB/s, in addition to the sums."""
     rows = dataclasses.replace(WITH_ROWS, example_bytes=1_000)
     assert rows.told_ms(4, 16) - DIRECT.told_ms(4, 16) == pytest.approx(3 * 16 * 1_000 / 1e9 * 1e3)
     assert rows.communication_ms(1, 16) == 0

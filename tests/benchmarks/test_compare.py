@@ -48,7 +48,7 @@ PARAMETERS = {"mlp": 1_863_690, "cnn": 225_034, "resnet20": 272_474, "transforme
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_networks_have_the_same_parameters_in_all_frameworks(name: str) -> None:
-    """Counted by hand, layer by layer."""
+    """The parameters are counted by hand, layer by layer."""
     ours = keras_model(name, keras)
     assert sum(weight.numpy().size for weight in ours.trainable_weights) == PARAMETERS[name]
 

@@ -36,7 +36,7 @@ def test_the_docs_show_how_long_steps_take() -> None:
 
 
 def test_the_best_peer_is_no_side_of_our_own() -> None:
-    """The compared steps are exact, except where the table says that they are not."""
+    """The compared steps are exact, except in columns that say otherwise."""
     found = {
         "tfmulti": {"step_ms": 20.0},
         "tfmulti, float16 between workers": {"step_ms": 5.0},

@@ -75,7 +75,7 @@ def test_default_folder_of_a_users_data(tmp_path: Path) -> None:
 def test_after_a_power_cut_a_file_is_whole_or_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes reach the disk before the name does, and the name before anything else is done."""
+    """The bytes are synchronised with the disk before the rename, and the folder after it."""
     done: list[str] = []
     sync, replace = os.fsync, os.replace
 

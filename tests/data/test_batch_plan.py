@@ -64,7 +64,7 @@ def test_an_order_holds_each_number_once(size: int) -> None:
 def test_positions_are_uniform_over_epochs(
     size: int, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square of example against position over 2,000 epochs, both ways of making an order."""
+    """Computes chi-square of example and position over 2,000 epochs, for both kinds of orders."""
     if not held:
         monkeypatch.setattr("tfmulti.data.permutation.HELD", 0)
     counts, epochs = np.zeros((size, size)), 2000
@@ -74,7 +74,7 @@ def test_positions_are_uniform_over_epochs(
 
 
 def test_positions_of_a_large_order_are_uniform() -> None:
-    """Chi-square over 128×128 blocks of examples and positions, 30 epochs of 131,072."""
+    """Computes chi-square over 128×128 blocks of examples and positions, 30 epochs of 131,072."""
     size, blocks, epochs = 1 << 17, 128, 30
     counts = np.zeros((blocks, blocks))
     block = np.arange(size) // (size // blocks)
@@ -94,7 +94,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 
 def test_fixed_points_between_epochs_are_those_of_chance() -> None:
-    """Two random orders agree at one place on average; over 300 pairs the sum is 300 ± 17."""
+    """Two random orders agree at one position on average. Over 300 pairs the sum is 300 ± 17."""
     orders = [Permutation(500, key_of(9, epoch)).at(np.arange(500)) for epoch in range(301)]
     agreeing = sum(int((a == b).sum()) for a, b in itertools.pairwise(orders))
     assert abs(agreeing - 300) < 5 * 300**0.5
@@ -107,7 +107,7 @@ def check_uniform(counts: np.ndarray, expected: float, freedom: int) -> None:
 
 
 def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No list of all examples is made: only the numbers of the rows that are read are permuted."""
+    """No list of all examples is made: only the indices of the rows that are read are permuted."""
     asked: list[int] = []
     once = Permutation._once
     monkeypatch.setattr(
@@ -134,7 +134,7 @@ def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.Monke
 def test_shares_know_where_they_stand(
     examples: int, batch: int, shape: tuple[int, int], step: int
 ) -> None:
-    """Each share begins where the one before ends, on any number of workers."""
+    """Each slice begins where the previous one ends, on any number of workers."""
     workers, local = shape
     plan = BatchPlan(examples, batch, seed=2)
     at = 0

@@ -75,7 +75,7 @@ def test_the_gradients_are_those_of_the_formulas(shape: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_statistics_of_a_replica_by_itself_are_by_the_kernel_too(counts: bool) -> None:
-    """Without `sync_batch_norm`; a replica without rows learns nothing of the one that it reads."""
+    """`sync_batch_norm` is off. A replica without rows learns nothing from the row it reads."""
     x = (2 + np.random.default_rng(0).standard_normal((ROWS, 4, 5, 3))).astype(np.float32)
     upstream = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
     layer = keras.layers.BatchNormalization(momentum=0.5)
@@ -113,7 +113,7 @@ def test_without_scale_or_center(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("make", [whole, part])
 def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
-    """Of a gradient penalty, which differentiates the gradient."""
+    """A gradient penalty differentiates the gradient."""
     x = tf.constant(np.random.default_rng(0).standard_normal((ROWS, 4, 4, 3)).astype(np.float32))
     layer = keras.layers.BatchNormalization()
     layer.build(x.shape)
@@ -136,7 +136,7 @@ def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
 
 
 def test_of_no_rows_nothing_is_learned() -> None:
-    """A pass, or a batch all of whose rows were lost, reads a row that does not count."""
+    """A pass or a batch without rows reads a row that does not count."""
     installation.install()
     x = tf.constant(np.random.default_rng(0).standard_normal((1, 4, 4, 3)).astype(np.float32))
     layer = keras.layers.BatchNormalization(moving_mean_initializer="ones")
@@ -148,7 +148,7 @@ def test_of_no_rows_nothing_is_learned() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 4, 4, 3)])
 def test_no_values_at_all_are_no_numbers_for_nobody(shape: tuple[int, ...]) -> None:
-    """Of a part that the model has chosen: the other replicas' are merged with it."""
+    """The model chooses an empty part of its rows, which is merged with other replicas' parts."""
     ones = tf.ones([3])
     y, count, mean, variance = normalization.normalized(part(2), tf.zeros(shape), ones, ones, 1e-3)
     assert y.shape == shape
@@ -160,7 +160,7 @@ def test_no_values_at_all_are_no_numbers_for_nobody(shape: tuple[int, ...]) -> N
 )
 @pytest.mark.parametrize("mean", [0.0, 1.0, 3.0, 1000.0])
 def test_moments_of_images_lose_no_digits_to_a_large_mean(channels: int, mean: float) -> None:
-    """Of few channels too, where squares are summed: 1000 deviations would cost all digits."""
+    """With few channels squares are summed. A mean of 1000 deviations would lose all digits."""
     rng = np.random.default_rng(0)
     x = (mean + rng.standard_normal((8, 16, 16, channels))).astype(np.float32)
     found_mean, found = (part.numpy() for part in tf.function(normalization._moments)(x))
@@ -186,7 +186,7 @@ def kinds_of_kernels(make: Any) -> set[str]:
 
 
 def test_a_rectifier_is_drawn_into_the_kernel() -> None:
-    """TensorFlow takes it in behind a function with a gradient of its own, if that has one use."""
+    """TensorFlow fuses it after a function with its own gradient, if one result of it is used."""
     ones = np.ones(16, np.float32)
 
     def plain(x: tf.Tensor) -> tf.Tensor:

@@ -54,7 +54,7 @@ def test_moving_statistics_are_averaged_by_rows(results: list[Any]) -> None:
 
 @behaviour(numbers.moving_statistics_of_several_steps_per_execution, at=SEVERAL)
 def test_moving_statistics_are_averaged_once_per_execution(results: list[Any]) -> None:
-    """An execution has two steps with 25 rows: in the second, one replica has no rows."""
+    """An execution has two steps with 25 rows. In the second step, one replica has no rows."""
     mean, variance = moving_averages(25, 24, 2, steps_per_execution=3)
     for means, variances in results:
         assert all(found == pytest.approx(mean, abs=1e-6) for found in means)

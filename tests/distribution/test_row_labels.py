@@ -197,7 +197,7 @@ def doubled(x: Any) -> Any:
 
 
 def test_a_gradient_of_the_users_own_is_not_taken_for_that_of_the_operations() -> None:
-    """It is of the replica's tensors, so nothing can be built of it for the global batch."""
+    """It depends on the replica's tensors, so it cannot be computed for the global batch."""
     assert _traced(doubled)[1].kind is Kind.ROWS
     _, label = _traced(lambda x: doubled(x - tf.reduce_mean(x, 0)))
     assert label.kind is Kind.LOCAL

@@ -114,7 +114,7 @@ print("lives")
 
 
 def test_sigterm_between_the_strategy_and_the_training_is_not_lost(tmp_path: Path) -> None:
-    """TensorFlow's own handler would do nothing."""
+    """TensorFlow's own handler would ignore the signal."""
     with reserved(1) as (address,):
         done = run(["-c", SIGNALLED % address], tmp_path, limit_s=60)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "made\n")

@@ -142,7 +142,7 @@ def test_other_types_are_left_to_keras() -> None:
 
 
 def test_attention_without_einsum_takes_no_more_than_six_products() -> None:
-    """Of its output and its gradient; Keras takes six `Einsum`s."""
+    """They compute the output and the gradient. Keras takes six `Einsum`s."""
     query = tf.ones([2, 3, 1, 4])
 
     @tf.function
@@ -160,7 +160,7 @@ def test_attention_without_einsum_takes_no_more_than_six_products() -> None:
 
 
 def test_softmax_leaves_its_logits_for_the_loss() -> None:
-    """A loss of probabilities would take their logarithm, of rounded numbers."""
+    """A loss of probabilities would take the logarithm of rounded numbers."""
     installation.install()
     layer = layers.Dense(2, "softmax", kernel_initializer="identity")
     with computing(whole(1)):
@@ -171,7 +171,7 @@ def test_softmax_leaves_its_logits_for_the_loss() -> None:
 
 
 def test_keras_still_takes_einsum_for_attention() -> None:
-    """The reason for `kernels.attention`: where this fails, it can go."""
+    """The reason for `kernels.attention`. If this test fails, that function can be removed."""
     assert "Einsum" in found(*KNOWN["attention"], None)[1]
 
 
@@ -205,7 +205,7 @@ sys.exit(f"same={same} replaced={replaced}")
     ("switch", "words"), [("0", "same=True replaced=False"), ("1", "same=False replaced=True")]
 )
 def test_the_environment_switches_the_kernels_off(switch: str, words: str) -> None:
-    """Without them one device has Keras' numbers to the bit; they round otherwise."""
+    """Without the kernels one device has Keras' numbers to the bit."""
     env = {**os.environ, "TFMULTI_CPU_KERNELS": switch, "TF_CPP_MIN_LOG_LEVEL": "3"}
     argv = [sys.executable, "-c", WITHOUT_KERNELS]
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)

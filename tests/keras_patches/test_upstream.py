@@ -103,7 +103,7 @@ class CountingCell(keras.layers.Layer):
 
 
 def test_upstream_still_calls_a_cell_once_more_before_its_loop() -> None:
-    """The reason for the call in `_unrolled`: states of the cell move once more."""
+    """The reason for the call in `_unrolled`, which updates the states of the cell once more."""
     counts = []
     for unroll in (False, True):
         layer = keras.layers.RNN(CountingCell(), unroll=unroll)
@@ -158,7 +158,7 @@ def test_upstream_statistics_of_replicas_still_differ(results: list[Any]) -> Non
 
 
 def test_statistics_are_those_that_move() -> None:
-    """Of layers that learn and are not synchronized; no weights, no seeds, no metrics."""
+    """They belong to layers that train and are not synchronized, and are no weights or seeds."""
     frozen, moving, together = (
         keras.layers.BatchNormalization(name=name) for name in ("frozen", "moving", "together")
     )
@@ -173,7 +173,7 @@ def test_statistics_are_those_that_move() -> None:
 
 @behaviour(upstream.synchronized_variance, at=[TWO_REPLICAS])
 def test_upstream_synchronized_statistics_still_lose_digits(results: list[Any]) -> None:
-    """A reason for `BatchNormalization._moments`: 0, 1, 2, 3 have the variance 1.25 anywhere."""
+    """A reason for `BatchNormalization._moments`: 0, 1, 2, 3 and any offset have variance 1.25."""
     [(keras_alone, patched)] = results
     assert patched == [1.25]
     assert abs(keras_alone[0] - 1.25) > 0.1
@@ -243,7 +243,7 @@ def test_tensorboard_still_has_no_flush_of_its_own(tmp_path: Path) -> None:
 
 
 def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
-    """The reason for `step_generator`: replicas are traced in threads of their own."""
+    """The reason for `step_generator`: each replica is traced in its own thread."""
     found = [random_numbers.global_seed_generator()]
     thread = threading.Thread(target=lambda: found.append(random_numbers.global_seed_generator()))
     thread.start()
@@ -253,7 +253,7 @@ def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
 
 
 def test_tensorflow_still_does_not_tell_what_a_dataset_is_made_of() -> None:
-    """The reason for `parts_of` and `kind_of`: whether a shuffle is in it decides how to go on."""
+    """The reason for `parts_of` and `kind_of`: resuming depends on the shuffles of a Dataset."""
     assert not hasattr(tf.data.Dataset, "inputs")
     dataset = tf.data.Dataset.range(3).shuffle(3).cache().repeat()
     kinds = []
@@ -269,7 +269,7 @@ def test_tensorflow_still_does_not_tell_what_a_dataset_is_made_of() -> None:
 
 
 def test_keras_still_makes_its_generator_by_a_draw_from_pythons() -> None:
-    """The reason for `_next_global_seed`, which tells the state without that draw."""
+    """The reason for `_next_global_seed`, which returns the state without that draw."""
     keras.utils.clear_session()
     random.seed(1)
     before = random.getstate()
@@ -281,7 +281,7 @@ def test_keras_still_makes_its_generator_by_a_draw_from_pythons() -> None:
 
 
 def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
-    """The reason for `last_operations`: whether a model ends in probabilities or in logits."""
+    """The reason for `last_operations`, which shows if a model returns probabilities or logits."""
     inputs = keras.Input((2,))
     outputs = keras.layers.Dense(3, "softmax")(inputs)
     assert not hasattr(outputs, "operation")
@@ -293,7 +293,7 @@ def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
 
 
 def test_a_variable_still_holds_its_value_in_one_place() -> None:
-    """The reason for `_value` and `_initialize`: no public name gives a variable another one."""
+    """The reason for `_value` and `_initialize`: no public name replaces the value's variable."""
     variable = keras.Variable([1.0, 2.0], trainable=False)
     other = new_tf_variable(variable, np.array([3.0, 4.0], np.float32))
     assert isinstance(other, tf.Variable)

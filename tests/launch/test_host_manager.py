@@ -227,7 +227,7 @@ time.sleep(60)
 
 @pytest.fixture
 def there(tmp_path: Path) -> Iterator[tuple[RemoteMachine, list[tuple[int, str, bytes]], int]]:
-    """Gives a machine whose agent is a process of its own, the lines that come, and its number."""
+    """Yields a machine with an agent in another process, received lines, and the process id."""
     (tmp_path / "script.py").write_text(SCRIPT)
     config = LaunchConfig(program=(str(tmp_path / "script.py"),), shutdown_grace_s=1.0)
     ours, theirs = socket.socketpair()
@@ -291,7 +291,7 @@ def test_a_machine_behind_a_connection(
 def test_workers_of_a_machine_that_is_cut_off_end(
     there: tuple[RemoteMachine, list[tuple[int, str, bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher notices after a time without a word; the agent does as soon."""
+    """The launcher and the agent notice it after the same time without a message."""
     machine, lines, agent = there
     machine.start([order(machine.reserve(1))])
     wait_for(lambda: len(lines) == 2)
@@ -316,7 +316,7 @@ def test_workers_of_a_machine_that_is_cut_off_end(
 def test_an_ssh_that_does_not_start(
     monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], words: str
 ) -> None:
-    """Another try may find descriptors; it finds no other program."""
+    """A lack of descriptors may be temporary, but a missing program is not."""
 
     def popen(*args: Any, **kwargs: Any) -> None:
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""What is checked before TensorFlow starts, beyond the mistakes of the command line."""
+"""Tests the checks before TensorFlow starts, except for mistakes of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strangers at the launcher's door and behind its connections cost the job no more than a line."""
+"""Tests that strangers at the launcher's port and connections cost a job at most a line."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def proven(port: int, secret: str = SECRET, name: str = "b") -> AgentConnection | None:
-    """Returns a connection on which both sides have proven themselves."""
+    """Returns a connection on which both sides have proven that they know the secret."""
     link = connect.link_of(knock(port))
     return link if connect._prove(link, secret.encode(), name) else None
 
 
 def comes_in(door: JoinListener, port: int, name: str = "b") -> bool:
-    """Whether a machine of the job is still let in."""
+    """Returns whether a machine of the job is still accepted."""
     link = proven(port, name=name)
     assert link is not None
     link.send({"program": "\0".join(PROGRAM)})
@@ -126,7 +126,7 @@ def test_who_is_no_machine_is_shown_out(door: tuple[JoinListener, int], data: by
 def test_who_knows_all_but_the_secret_is_shown_out(
     door: tuple[JoinListener, int], second: bytes
 ) -> None:
-    """The machine's name and the program are no secrets: ps shows them to all users."""
+    """The machine's name and the program are not secret, because ps shows them to all users."""
     link = connect.link_of(stranger := knock(door[1]))
     link.send({"name": "b", "nonce": NONCE, "program": "\0".join(PROGRAM)})
     assert len((link.receive() or {})["proof"]) == 64
@@ -177,7 +177,7 @@ def test_what_was_said_before_proves_nothing(door: tuple[JoinListener, int]) -> 
 
 @pytest.mark.parametrize("name", ["\ud800", "b\n", "\0", "b" * 300, 3, None, {}, "\x1b[2J"])
 def test_no_greeting_takes_a_place_for_good(door: tuple[JoinListener, int], name: Any) -> None:
-    """64 names that cannot be encoded once closed the door."""
+    """In an earlier version 64 names that cannot be encoded blocked all later connections."""
     made, port = door
     for _ in range(3):
         line = json.dumps({"name": name, "nonce": NONCE}).encode() + b"\n"
@@ -255,7 +255,7 @@ def test_a_secret_is_text() -> None:
 
 
 def test_a_first_machine_that_says_nothing_is_told(tmp_path: Path) -> None:
-    """A launcher that is stopped still takes connections; once a joiner waited without end."""
+    """The kernel accepts connections for a stopped launcher, so a joining machine needs a limit."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = str(silent.getsockname()[1])
         flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
@@ -285,7 +285,7 @@ def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], ask: str
 
 
 def test_who_answers_without_the_secret_gets_no_proof() -> None:
-    """A program that took the first machine's port learns the name, and nothing else."""
+    """A program that took the first machine's port learns only the machine's name."""
     for answer in ({}, {"nonce": NONCE}, {"nonce": NONCE, "proof": "00" * 32}):
         ours, theirs = over_pair()
         theirs.sendall(json.dumps(answer).encode() + b"\n")
@@ -386,7 +386,7 @@ def test_the_secret_is_in_no_message_and_no_repr() -> None:
 
 
 def test_an_endless_line_is_not_kept(door: tuple[JoinListener, int]) -> None:
-    """It ends after the bytes that a greeting may have, however many come."""
+    """The connection ends after the largest number of bytes that a greeting may have."""
     data = b"x" * connect.GREETING_BYTES
     with knock(door[1]) as stranger:
         assert sent_until_it_ends(stranger, data, most=2_000) < 2_000
@@ -465,7 +465,7 @@ def over_pair() -> tuple[AgentConnection, socket.socket]:
     "hello", [{}, None, [], "x", {"cores": 1}, {"cores": "1", "gpus": 0}, {"cores": -1, "gpus": 0}]
 )
 def test_an_agent_that_says_no_proper_hello_is_not_reached(hello: Any) -> None:
-    """And so it is looked for again, as any machine that does not answer."""
+    """The launcher tries it again later, like any machine that does not answer."""
     link, theirs = over_pair()
     theirs.sendall(json.dumps({"hello": hello}).encode() + b"\n")
     with pytest.raises(Unreachable, match="no agent"):
@@ -517,7 +517,7 @@ def test_lines_of_workers_come_through() -> None:
 
 
 class LocalMachine:
-    """What an agent has, of which only some may be asked."""
+    """An agent's machine, of which an order may call only some methods."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

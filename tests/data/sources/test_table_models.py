@@ -45,7 +45,7 @@ def test_the_saved_model_takes_raw_columns(tmp_path: Path) -> None:
 
 
 def test_tables_of_a_file_system_of_tensorflows() -> None:
-    """`ram://` stands for stores such as `gs://`: TensorFlow reads both."""
+    """`ram://` is used in place of stores such as `gs://`, because TensorFlow reads both."""
     gfile = tf.io.gfile
     gfile.makedirs("ram://tables/in")
     for name, rows in (("1", "1,a\n2,b\n"), ("2", "3,a\n")):

@@ -55,7 +55,7 @@ def tokens_of(part: Any) -> list[list[int]]:
 
 
 def test_tokens_are_places_in_the_vocabulary(root: str) -> None:
-    """Padding is 0, a word that only the test part has is 1, and `tokens` words are read."""
+    """Padding is 0, and a word that only the test part has is 1. `tokens` words are read."""
     data = on_one_device(f"{root},tokens=4,vocabulary=5")
     assert data.vocabulary == ("the", "cat", "dog")
     assert tokens_of(data.train) == [[2, 3, 2, 4], [3, 1, 2, 0], [4, 3, 0, 0]]
@@ -92,7 +92,7 @@ def test_several_threads_make_tokens(root: str) -> None:
 
 
 def test_what_cannot_be_read_is_left_to_the_reader(root: str) -> None:
-    """The vocabulary is that of the others; the file is named when its turn comes."""
+    """The vocabulary comes from the other files. The file is named when its example is read."""
     Path(root, "train/a/2.txt").write_bytes(b"\xff")
     data = on_one_device(f"{root},tokens=4,vocabulary=5")
     assert data.vocabulary == ("the", "dog", "cat")
@@ -109,7 +109,7 @@ def test_no_words(root: str) -> None:
 
 
 def test_a_file_system_of_tensorflows() -> None:
-    """`ram://` stands for stores such as `gs://`: TensorFlow reads both."""
+    """`ram://` is used in place of stores such as `gs://`, because TensorFlow reads both."""
     for name in ("b/1", "a/deep/1", "a/2"):
         tf.io.gfile.makedirs(f"ram://texts/{name.rpartition('/')[0]}")
         with tf.io.gfile.GFile(f"ram://texts/{name}.txt", "w") as file:

@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_disk_that_is_too_small_is_an_error_at_once(tmp_path: Path) -> None:
-    """Without its whole size reserved, a write to the mapped file would end the process."""
+    """If the whole size were not reserved, a write to the mapped file would end the process."""
     with mounted(tmp_path, "256k"):
         # The cache needs 40 KB and the checksums.
         OnDisk(Known(2000, "small"), tmp_path).read(np.arange(2000))

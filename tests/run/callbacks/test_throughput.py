@@ -1,4 +1,4 @@
-"""What `Throughput` counts: examples, steps and operations; never by this machine's clock."""
+"""Tests how `Throughput` counts examples, steps and operations, with a clock of the tests."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def model(*, steps_per_execution: int = 1, eager: bool = False) -> keras.Model:
 
 
 def ticks() -> Iterator[float]:
-    """A clock that is a second later at each look."""
+    """A clock that advances by a second with each reading."""
     return map(float, itertools.count())
 
 
 class Seen(keras.callbacks.Callback):
-    """What comes after `Throughput` sees in the logs."""
+    """A callback that records the logs that it gets after `Throughput`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ def trained(made: keras.Model, epochs: int = 2, **options: Any) -> tuple[Through
 
 
 def test_whole_executions_count_and_traces_do_not() -> None:
-    """Seven steps an epoch, of 8, 8, … and 2 rows; the first of all is traced."""
+    """An epoch has seven steps, of 8, 8, … and 2 rows. The very first step is traced."""
     found, _ = trained(model())
-    # Two looks a step: its begin, and its end, which is where the next one is counted from.
+    # The clock is read twice for each step, at its begin and at its end, where the next one starts.
     assert (found.examples, found.steps) == (42 + 50, 13)
     assert found.seconds == 2 * 13
     assert found.executing_s == 13
@@ -82,7 +82,7 @@ def test_what_lies_between_epochs_does_not_count() -> None:
 
 
 def test_executions_of_several_steps() -> None:
-    """Three executions an epoch, of 3, 3 and 1 steps: two compiled functions, each traced once."""
+    """An epoch has executions of 3, 3 and 1 steps, by two functions that are each traced once."""
     found, _ = trained(model(steps_per_execution=3))
     assert (found.examples, found.steps) == (24 + 24 + 24 + 2, 3 + 3 + 3 + 1)
     assert found.seconds == 4 * 2

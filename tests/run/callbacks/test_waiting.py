@@ -1,4 +1,4 @@
-"""Waiting for data: measured inside the compiled step, logged, and told with what to do."""
+"""Tests that waiting for data is measured in the compiled step, logged, and explained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.mirrored
 
 
 class Slow(ArraySource):
-    """Takes its time to read, whatever it reads."""
+    """A source whose reads are always slow."""
 
     pause_s = 0.05
 
@@ -32,7 +32,7 @@ class Slow(ArraySource):
 
 
 class Busy(keras.layers.Layer):
-    """Takes its time to compute."""
+    """A layer whose computing is slow."""
 
     def call(self, inputs: Any) -> Any:
         value = tf.ones((600, 600)) + inputs[0, 0] * 0
@@ -66,7 +66,7 @@ def test_slow_data_is_waited_for(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_what_is_read_while_a_step_runs_is_no_waiting(steps: int) -> None:
-    """TensorFlow takes the next batch of a loop early: that time is the step's."""
+    """TensorFlow takes the next batch of a loop early, while the step computes."""
     made = model(Busy(), steps_per_execution=steps, reader_threads=0)
     data = Slow((X, X[:, :1]))
     data.pause_s = 0.0

@@ -1,4 +1,4 @@
-"""What callbacks know goes into a checkpoint and comes back, or is named in one line."""
+"""Tests that states of callbacks are saved and restored, or named in one line if they cannot be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a source to what the replicas get: each row once, from any step on, no thread left."""
+"""Tests the path from a source to the replicas: each row once, from any step on."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_an_evaluation_begins_where_the_last_one_ended() -> None:
 
 
 class Broken(ArraySource):
-    """Cannot read its example 7."""
+    """A source that cannot read example 7."""
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
         if 7 in indices:

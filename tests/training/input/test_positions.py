@@ -1,4 +1,4 @@
-"""A tf.data iterator goes on where another was, without reading what came before."""
+"""Tests that a tf.data iterator continues at the saved position of another iterator."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WITHOUT_SOME = "read ahead to the ends"
 
 
 def begun(feed: Any, skipped: int = 0) -> Any:
-    """Begins a pass, or goes on in one, and returns its iterator."""
+    """Begins a pass, or continues one, and returns its iterator."""
     feed.begin_pass(0, skipped)
     return feed.source(1)
 
@@ -71,7 +71,7 @@ def batch_of(taken: Any) -> Any:
 
 
 class Watched:
-    """An iterator that tells how often it was read, and how often all were."""
+    """An iterator that counts its reads, and the reads of all its kind."""
 
     reads_of_all = 0
 
@@ -103,7 +103,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("name", list(DATASETS))
 def test_it_goes_on_at_once_from_every_batch(name: str) -> None:
-    """Or it reads from the start, if the position lacks the state of a shuffle that has ended."""
+    """If the position lacks the state of an ended shuffle, the pass is read from its start."""
     whole = values(begun(make_feed(GivenData(DATASETS[name]()), ALONE)), 50)
     at_once = 0
     for batches in (1, 3, 5, 6, 7, 8, 9, 12, 24, 25, 26):
@@ -208,7 +208,7 @@ PASSES = 3
 
 
 def passes_of(make: Make) -> list[list[Any]]:
-    """The batches of each pass, by the iterators that Keras makes."""
+    """Returns the batches of each pass, by the iterators that Keras makes."""
     tf.random.set_seed(5)
     dataset = make()
     passes = []
@@ -232,7 +232,7 @@ def new_feed(make: Make) -> Any:
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("name", list(ENDING))
 def test_data_that_ends_goes_on_from_every_batch(name: str) -> None:
-    """And the passes after it are what they would have been."""
+    """The later passes are also those of a run without a stop."""
     whole = passes_of(ENDING[name])
     last = len(whole[1])
     reads = []
@@ -265,7 +265,7 @@ def test_data_that_ends_goes_on_from_every_batch(name: str) -> None:
 
 
 def test_a_checkpoint_of_an_older_version_goes_on() -> None:
-    """It held positions of other kinds, which are read again, and positions of earlier batches."""
+    """Its position is of another kind, which is not used, or of an earlier batch."""
     whole = passes_of(ENDING["shuffled"])
     feed = new_feed(ENDING["shuffled"])
     feed.begin_pass()
@@ -295,7 +295,7 @@ def test_the_state_of_each_part_that_draws_is_in_a_whole_position(name: str) -> 
 
 
 def test_words_of_the_data_are_not_counted() -> None:
-    """What a shuffle holds stands in the same files as the state of its generator."""
+    """The rows of a shuffle's buffer are in the same files as the state of its generator."""
     words = "Iterator::Root::Shuffle@@epoch_num_random_samples@@num_random_samples "
     dataset = tf.data.Dataset.from_tensor_slices(tf.constant([words] * 8)).shuffle(8, seed=1)
     iterator = iter(dataset)
@@ -309,7 +309,7 @@ def test_words_of_the_data_are_not_counted() -> None:
 @pytest.mark.parametrize("name", list(ENDING))
 @pytest.mark.parametrize("known", [True, False])
 def test_data_that_ends_goes_on_between_two_passes(name: str, known: bool) -> None:
-    """In the evaluation after a pass: that one is over, also where reading on would tell it."""
+    """The run stops in the evaluation after a pass, whose end no read may have shown."""
     whole = passes_of(ENDING[name])
     last = len(whole[1])
     feed = new_feed(ENDING[name])
@@ -347,7 +347,7 @@ PLACES = [Placement(0, 1, 1), Placement(0, 1, 2), Placement(1, 2, 1), Placement(
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_position_is_of_no_place(place: Placement, ends: bool) -> None:
-    """What an iterator holds are global batches, so the chief's of two goes on anywhere."""
+    """Iterators give global batches, so the chief's position is valid on any number of workers."""
 
     def make() -> tf.data.Dataset:
         dataset = numbers().shuffle(20, seed=1)
@@ -384,7 +384,7 @@ def test_a_pass_that_is_given_up_is_not_gone_on_with(name: str) -> None:
 
 
 def test_a_position_is_not_ahead_of_the_steps() -> None:
-    """A trial takes the first batches together, and the steps get them again one by one."""
+    """`verify` takes the first batches together, and the steps get them again one by one."""
     feed = new_feed(ENDING["shuffled"])
     Trial(feed, 2, 2, sure=True)
     feed.begin_pass()
@@ -414,7 +414,7 @@ def test_a_position_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Batches(keras.utils.PyDataset):
-    """Ten batches; notes which were read."""
+    """Has ten batches, and records which of them were read."""
 
     def __init__(self, workers: int = 1) -> None:
         super().__init__(workers=workers)
@@ -437,7 +437,7 @@ def rest_of(iterator: Any) -> list[Any]:
 def test_a_pydataset_goes_on_without_reading_what_came_before(
     seed: int | None, workers: int
 ) -> None:
-    """The readers of several threads hold batches that were not taken; they must not come later."""
+    """Reader threads hold batches that no step has taken. These batches must not appear later."""
     feed = make_feed(GivenData(Batches(workers), seed=seed), ALONE, is_training=True)
     whole = []
     for _ in range(4):

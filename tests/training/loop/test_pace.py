@@ -1,4 +1,4 @@
-"""How many steps an execution has, from measured times; without TensorFlow."""
+"""Tests how the number of steps of an execution follows from measured times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPILED_S = 1.0
 def measured(
     step_s: float, outside_s: float, steps_left: int, *, most: int | None = None
 ) -> StepsPerExecution:
-    """A pace that has seen its trials: the first was compiled, and lasted a second."""
+    """Returns a pace after its trials, of which the first was compiled and took a second."""
     pace = StepsPerExecution(None, most=most)
     for number in range(TRIALS + 2):
         inside_s = COMPILED_S if number == 0 else step_s - outside_s

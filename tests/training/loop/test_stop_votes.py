@@ -1,4 +1,4 @@
-"""Votes to stop, and signals that become votes."""
+"""Tests votes to stop, and signals that become votes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_grace_that_is_no_time_is_refused(given: str) -> None:
 def test_a_long_checkpoint_is_finished_after_sigterm(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ends: bool
 ) -> None:
-    """Ctrl-C keeps its five seconds, whatever the launcher waits."""
+    """After Ctrl-C the limit is five seconds, whatever the launcher's grace period is."""
     monkeypatch.setattr("tfmulti.launch.signals.GRACE_S", 0.05)
     monkeypatch.setenv("TFMULTI_GRACE_S", "60")
     exits: list[int] = []

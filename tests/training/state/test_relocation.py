@@ -1,4 +1,4 @@
-"""A model and the strategy that it is made of, in a process of one device."""
+"""Tests how a model is moved to its strategy, in a process with one device."""
 
 from __future__ import annotations
 

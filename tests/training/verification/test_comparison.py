@@ -1,4 +1,4 @@
-"""What counts as a difference, and the message that tells it."""
+"""Tests which numbers count as different, and the messages for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rounding_is_no_difference_and_more_is_one() -> None:
 
 
 def test_a_small_update_of_a_large_weight_counts() -> None:
-    """Half of an update of a thousandth shows, although the weight is nearly the same."""
+    """Half of an update of a thousandth is found, although the weight is nearly the same."""
     before = 1000 * ONES
     found = compare(WEIGHT, before + 0.5 * ONES, before + ONES, before + ONES, before)
     assert found.excess > 1

@@ -1,4 +1,4 @@
-"""Models made outside the scope, and the comparison of the first steps with one device."""
+"""Tests models made outside the scope, and the comparison of first steps with one device."""
 
 from __future__ import annotations
 
