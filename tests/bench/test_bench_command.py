@@ -59,7 +59,7 @@ def test_the_parts_of_each_place_add_up(measured: Measured) -> None:
         assert place["efficiency"] == pytest.approx(rate)
 
 
-def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
+def test_measured_quantities_match_the_model(measured: Measured) -> None:
     _, _, found = measured
     assert found["parameters"] == 28 * 28 * 10 + 10
     # The bytes include those of metrics and votes.
@@ -78,7 +78,7 @@ def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
     assert len(found["limits"]) >= 2
 
 
-def test_it_says_and_draws_it(measured: Measured) -> None:
+def test_the_report_is_printed_and_drawn(measured: Measured) -> None:
     folder, done, _ = measured
     for words in (
         "round 1/1  2 workers: ",
@@ -119,7 +119,7 @@ def data():
         ([], 16 * 4 * (8 * 4 + 4) + 4 * 90, 4 * (8 * 4 + 4)),
     ],
 )
-def test_what_travels_is_counted(
+def test_bytes_between_workers_are_counted(
     argv: list[str], travels: float, rows: float, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(EMBEDDING)

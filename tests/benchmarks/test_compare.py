@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 KINDS = ("workers", "mirrored")
 
 
-def test_all_sides_that_are_installed_are_measured(tmp_path: Path) -> None:
+def test_all_installed_frameworks_are_measured(tmp_path: Path) -> None:
     before = training_table.RESULTS.read_text()
     argv = ["--rounds", "1", "--workloads", "mlp", "--kinds", ",".join(KINDS), "--dry"]
     done = run(["-m", "benchmarks.compare", *argv], tmp_path, limit_s=240)
@@ -54,7 +54,7 @@ def test_networks_have_the_same_parameters_in_all_frameworks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_pytorchs_networks_have_them_too(name: str) -> None:
+def test_pytorchs_networks_have_the_same_parameters(name: str) -> None:
     pytest.importorskip("torch", reason="torch is in the extra `benchmarks`")
     from benchmarks.peers.training_torch import model_of
 

@@ -11,7 +11,7 @@ from tfmulti.config.fit_config import FitConfig
 from tfmulti.errors import ConfigError
 
 
-def test_a_missing_function_is_told_before_its_batch_size(
+def test_a_missing_function_is_reported_before_its_batch_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_data_here.py").write_text("def load_digits():\n    raise SystemExit\n")

@@ -60,7 +60,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         RunDir(tmp_path / "f" / "below").create()
 
 
-def test_default_folders_do_not_meet(tmp_path: Path) -> None:
+def test_default_folders_are_different(tmp_path: Path) -> None:
     first = default_run_dir("npz:/a/b.npz", "pkg.mod:build", NOW, str(tmp_path))
     assert first.path.name == "npz-build-20260102-030405"
     first.create()

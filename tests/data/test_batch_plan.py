@@ -28,7 +28,7 @@ def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> l
 
 
 @pytest.mark.parametrize(("workers", "local"), [(1, 1), (1, 3), (3, 1), (2, 4), (1, 8)])
-def test_each_example_once_whatever_the_replicas(workers: int, local: int) -> None:
+def test_each_example_is_read_once_on_any_number_of_replicas(workers: int, local: int) -> None:
     plan = BatchPlan(examples=25, global_batch_size=6, seed=3)
     found = epoch_of(plan, 0, workers, local)
     assert sorted(found) == list(range(25))
@@ -36,7 +36,7 @@ def test_each_example_once_whatever_the_replicas(workers: int, local: int) -> No
 
 
 @pytest.mark.parametrize("examples", [200, HELD + 300])
-def test_each_epoch_is_shuffled_anew(examples: int) -> None:
+def test_each_epoch_has_a_new_order(examples: int) -> None:
     plan = BatchPlan(examples, examples, seed=3)
     orders = [plan.examples_at(epoch, 0, examples) for epoch in range(3)]
     orders += [
@@ -49,7 +49,7 @@ def test_each_epoch_is_shuffled_anew(examples: int) -> None:
     assert np.array_equal(orders[0], BatchPlan(examples, 7, seed=3).examples_at(0, 0, examples))
 
 
-def test_without_a_seed_the_order_stays() -> None:
+def test_without_a_seed_the_order_does_not_change() -> None:
     assert epoch_of(BatchPlan(25, 6), 1, 3) == list(range(25))
 
 
@@ -131,7 +131,7 @@ def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.Monke
     step=st.integers(0, 100),
 )
 @settings(max_examples=200, deadline=None)
-def test_shares_know_where_they_stand(
+def test_slices_know_their_position_in_the_batch(
     examples: int, batch: int, shape: tuple[int, int], step: int
 ) -> None:
     """Each slice begins where the previous one ends, on any number of workers."""

@@ -74,7 +74,7 @@ def test_the_gradients_are_those_of_the_formulas(shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_statistics_of_a_replica_by_itself_are_by_the_kernel_too(counts: bool) -> None:
+def test_a_replicas_own_statistics_also_use_the_kernel(counts: bool) -> None:
     """`sync_batch_norm` is off. A replica without rows learns nothing from the row it reads."""
     x = (2 + np.random.default_rng(0).standard_normal((ROWS, 4, 5, 3))).astype(np.float32)
     upstream = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
@@ -92,7 +92,7 @@ def test_statistics_of_a_replica_by_itself_are_by_the_kernel_too(counts: bool) -
     "options",
     [{"renorm": True}, {"axis": 1}, {"trainable": False}, {"dtype": "mixed_bfloat16"}],
 )
-def test_what_the_kernel_does_not_know_stays_with_keras(options: dict[str, Any]) -> None:
+def test_cases_that_the_kernel_does_not_support_stay_with_keras(options: dict[str, Any]) -> None:
     x = np.random.default_rng(0).standard_normal((ROWS, 4, 4, 4)).astype(np.float32)
     found, kinds = gradients_of(keras.layers.BatchNormalization(**options), x, x)
     assert KERNEL not in kinds
@@ -135,7 +135,7 @@ def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
     assert np.abs(plain - mine).max() < 1e-4 * np.abs(plain).max()
 
 
-def test_of_no_rows_nothing_is_learned() -> None:
+def test_a_batch_without_rows_changes_no_statistics() -> None:
     """A pass or a batch without rows reads a row that does not count."""
     installation.install()
     x = tf.constant(np.random.default_rng(0).standard_normal((1, 4, 4, 3)).astype(np.float32))
@@ -147,7 +147,7 @@ def test_of_no_rows_nothing_is_learned() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 4, 4, 3)])
-def test_no_values_at_all_are_no_numbers_for_nobody(shape: tuple[int, ...]) -> None:
+def test_a_part_without_rows_has_statistics_of_weight_zero(shape: tuple[int, ...]) -> None:
     """The model chooses an empty part of its rows, which is merged with other replicas' parts."""
     ones = tf.ones([3])
     y, count, mean, variance = normalization.normalized(part(2), tf.zeros(shape), ones, ones, 1e-3)
@@ -185,7 +185,7 @@ def kinds_of_kernels(make: Any) -> set[str]:
     return {node.op for graph in metadata.partition_graphs for node in graph.node}
 
 
-def test_a_rectifier_is_drawn_into_the_kernel() -> None:
+def test_a_relu_is_fused_into_the_kernel() -> None:
     """TensorFlow fuses it after a function with its own gradient, if one result of it is used."""
     ones = np.ones(16, np.float32)
 

@@ -156,7 +156,7 @@ def test_a_step_with_microbatches_counts_once(results: list[Any]) -> None:
 
 
 @behaviour(numbers.prepared_three_times, at=SEVERAL)
-def test_the_last_prepare_decides(results: list[Any]) -> None:
+def test_the_options_of_the_last_prepare_count(results: list[Any]) -> None:
     for synchronized, unsynchronized, again in results:
         assert again == synchronized
         assert abs(unsynchronized - synchronized) > 1e-4

@@ -87,7 +87,7 @@ def test_workers_of_one_host_share_its_cores(
     assert threads_of(Cluster(tuple(workers), Task("worker", 0)), allowed, cores) == threads
 
 
-def test_a_number_of_threads_that_the_user_gave_stays(tmp_path: Path) -> None:
+def test_a_given_number_of_threads_is_kept(tmp_path: Path) -> None:
     code = """
     from tfmulti.cluster.cluster import Cluster, Task
     from tfmulti.distribution.strategies import _share_cores

@@ -128,7 +128,7 @@ def test_outputs_are_keras_own_and_gradients_those_of_64_bits(
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_known_is_left_to_keras(name: str) -> None:
+def test_unknown_cases_are_left_to_keras(name: str) -> None:
     (outputs, *_), kinds = found(*LEFT[name], whole(6))
     (keras_outputs, *_), keras_kinds = found(*LEFT[name], None)
     assert kinds == keras_kinds

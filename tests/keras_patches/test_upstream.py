@@ -82,7 +82,7 @@ def test_upstream_still_divides_the_losses_that_rows_add(
     assert np.abs(keras_alone - keras_on_one_device).max() > 1e-2
 
 
-def test_upstream_orders_no_operations_that_are_there() -> None:
+def test_upstream_still_cannot_order_existing_operations() -> None:
     """The reason for `_add_control_inputs`: its public counterpart can only be read."""
     names = [name for name in dir(tf.Operation) if "control_input" in name]
     assert {"control_inputs", "_add_control_inputs"} <= set(names)
@@ -157,7 +157,7 @@ def test_upstream_statistics_of_replicas_still_differ(results: list[Any]) -> Non
     assert np.abs(first - second).max() > 1e-3
 
 
-def test_statistics_are_those_that_move() -> None:
+def test_moving_statistics_of_trained_and_unsynchronized_layers() -> None:
     """They belong to layers that train and are not synchronized, and are no weights or seeds."""
     frozen, moving, together = (
         keras.layers.BatchNormalization(name=name) for name in ("frozen", "moving", "together")
@@ -228,7 +228,7 @@ def test_data_adapters_are_still_not_exported() -> None:
     assert callable(datasets.data_adapters.get_data_adapter)
 
 
-def test_backup_and_restore_still_speaks_through_a_private_name() -> None:
+def test_backup_and_restore_still_uses_a_private_name() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     assert initial_epoch_of(model, 2) == 2
     model._initial_epoch = 5
@@ -292,7 +292,7 @@ def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
     assert last_operations(keras.Model()) is None
 
 
-def test_a_variable_still_holds_its_value_in_one_place() -> None:
+def test_a_variables_value_still_has_no_public_setter() -> None:
     """The reason for `_value` and `_initialize`: no public name replaces the value's variable."""
     variable = keras.Variable([1.0, 2.0], trainable=False)
     other = new_tf_variable(variable, np.array([3.0, 4.0], np.float32))
@@ -324,7 +324,7 @@ def test_optimizers_still_know_variables_by_keys_of_their_own() -> None:
         optimizer.apply([gradient], [variable])
 
 
-def test_models_and_optimizers_still_keep_the_strategy_they_were_made_in() -> None:
+def test_models_and_optimizers_still_keep_their_first_strategy() -> None:
     model, optimizer = keras.Sequential(), keras.optimizers.SGD()
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     for each in (model, optimizer):
@@ -360,7 +360,7 @@ def test_operations_metrics_and_traces_are_still_private() -> None:
     assert len(traces_of(function)) == 1
 
 
-def test_a_version_that_was_not_tested_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     warn_of_untested.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -107,14 +107,14 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     assert re.search(words, done.stderr)
 
 
-def test_what_cannot_go_on_ends_with_the_cause(tmp_path: Path) -> None:
+def test_a_job_that_cannot_continue_ends_with_the_cause(tmp_path: Path) -> None:
     done = launched(tmp_path, "0.0.1.exit 0.1.1.raise 0.1.0.raise", "--max-restarts", "0")
     assert done.returncode == 3
     assert "[launch] worker 1 exited with 3 at step 1" in done.stderr
     assert "[launch] ending with exit code 3" in done.stderr
 
 
-def test_one_worker_goes_on_where_two_stopped(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+def test_one_worker_resumes_a_run_of_two(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
     """The run stops within an epoch, so the metrics of two replicas are merged into one."""
     done = launched(tmp_path, "1.2.1.exit", "--max-restarts", "0")
     assert done.returncode == 3

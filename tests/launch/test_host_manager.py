@@ -161,7 +161,7 @@ def test_workers_on_a_machine() -> None:
 LIMITS = Limits(min_nodes=1, max_nodes=2, min_workers=2)
 
 
-def test_who_takes_part() -> None:
+def test_which_machines_take_part() -> None:
     hosts = [("a", 1), ("b", 2), ("c", 4)]
     assert choose(hosts, Standing(), LIMITS, 0.0) == (("a", 1), ("b", 2))
     assert choose(hosts[2:], Standing(), LIMITS, 0.0) == (("c", 4),)
@@ -181,7 +181,7 @@ def failed(rank: int) -> Attempt:
     return Attempt((Failure(rank, "", 137, 0.0),), 3)
 
 
-def test_who_fails_again_and_again_is_left_out_longer_and_longer() -> None:
+def test_repeated_failures_lead_to_longer_absences() -> None:
     standing = Standing()
     for now, until in ((0.0, 60.0), (100.0, 220.0), (300.0, 540.0)):
         standing = after(standing, failed(1), HOSTS, progressed=False, now_s=now)
@@ -205,7 +205,7 @@ def test_a_notice_leaves_a_worker_out_at_once() -> None:
     assert standing.absent == {"b": Absence(2, 70.0, 2)}
 
 
-def test_what_goes_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_that_other_machines_get(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     env = {"PYTHONPATH": "p", "TF_X": "1", "HOME": "h", "PATH": "b", "CUDA_VISIBLE_DEVICES": "1"}
     assert forwarded(env) == {"PYTHONPATH": "p", "TF_X": "1"}
@@ -331,13 +331,13 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         agent_in(tmp_path / "none")
 
 
-def test_a_folder_that_cannot_be_used_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_reported_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"h: the folder .*file cannot be used: Not a directory"):
         agent_in(tmp_path / "file")
 
 
-def test_an_unsafe_folder_for_locks_is_told_to_the_launcher(
+def test_an_unsafe_folder_for_locks_is_reported_to_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))

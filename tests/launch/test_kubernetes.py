@@ -100,7 +100,7 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 ODD = ["train.py", 'a: "b"\n- c', "yes", "null", "'", "1", "#", "%", "\u2028", "&x", "-"]
 
 
-def test_no_word_of_the_program_leaves_its_place() -> None:
+def test_the_programs_arguments_are_not_changed() -> None:
     command = pod_of(parts_of(program=tuple(ODD))["Job"])["containers"][0]["command"]
     assert command[3:] == ODD
 

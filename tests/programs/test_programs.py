@@ -21,7 +21,7 @@ MOST_SENSITIVE = 1e-3
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_one_device_tells_an_error_from_rounding(left: ProgramPlaces, name: str) -> None:
+def test_one_device_distinguishes_errors_from_rounding(left: ProgramPlaces, name: str) -> None:
     plain, perturbed = (found[name] for found in left["plain"])
     assert "error" not in plain, plain["error"]
     if PROGRAMS[name].expects == EQUAL and PROGRAMS[name].tolerance <= MOST_SENSITIVE:
@@ -51,7 +51,7 @@ def test_a_program_is_the_same_or_refused(left: ProgramPlaces, name: str, place:
             assert re.search(wanted.expects, str(found["error"][1])), ": ".join(found["error"])
 
 
-def test_the_measure_tells_what_differs() -> None:
+def test_the_comparison_names_the_difference() -> None:
     plain = {"weight/0": np.array([1.0, 2.0]), "history/loss": np.array([0.5])}
     assert excess(plain, plain, [plain], 1e-6)[0] == 0
     wrong = {**plain, "history/loss": np.array([0.5005])}

@@ -55,7 +55,7 @@ def test_a_crafted_checkpoint_writes_nothing_elsewhere(
     np.testing.assert_equal(left_in(tmp_path), weights)
 
 
-def test_a_packed_checkpoint_is_passed_over(tmp_path: Path, weights: list[np.ndarray]) -> None:
+def test_a_compressed_checkpoint_is_ignored(tmp_path: Path, weights: list[np.ndarray]) -> None:
     """A file that would unpack to more than its size is not unpacked. The previous one is used."""
     interrupted(tmp_path)
     newest = file_format.Checkpoints(tmp_path / "checkpoints").files()[0]

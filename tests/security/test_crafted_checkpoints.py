@@ -137,7 +137,9 @@ def test_a_run_whose_workers_trained_alone_is_not_resumed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("key", ["seed", "data"])
 @pytest.mark.parametrize("value", [[], "text", 1.5])
-def test_what_is_checked_before_has_its_form_too(tmp_path: Path, key: str, value: Any) -> None:
+def test_values_that_are_checked_early_must_have_their_form(
+    tmp_path: Path, key: str, value: Any
+) -> None:
     trained(tmp_path)
     crafted(tmp_path, lambda tree: tree.update({key: value}))
     with pytest.raises(ResumeError, match=r"the newest checkpoint (in .* )?is not as this version"):
@@ -213,7 +215,7 @@ def test_types_of_arrays_are_those_that_are_known(tmp_path: Path) -> None:
         file_format.from_bytes(data.replace(b'\\"types\\": [\\"\\"]', b'\\"types\\": [\\"os\\"]'))
 
 
-def test_what_a_run_learned_still_comes_back(tmp_path: Path) -> None:
+def test_valid_attributes_of_callbacks_are_still_restored(tmp_path: Path) -> None:
     assert trained(tmp_path).batches == 8
     counts = trained(tmp_path, epochs=3)
     assert counts.batches == 12

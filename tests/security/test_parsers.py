@@ -206,7 +206,7 @@ LOOK = asdict(
 )
 
 
-def test_a_look_as_an_agent_says_it() -> None:
+def test_a_worker_status_as_an_agent_sends_it() -> None:
     seen = json_values.build(WorkerStatus, json.loads(json.dumps(LOOK)))
     assert asdict(seen) == LOOK
     assert json_values.build(
@@ -222,7 +222,7 @@ def test_what_is_no_number_is_refused() -> None:
 
 @fuzzed
 @given(like(LOOK))
-def test_looks_of_an_agent(values: Any) -> None:
+def test_worker_statuses_from_an_agent(values: Any) -> None:
     try:
         seen = json_values.build(WorkerStatus, values)
     except ValueError:

@@ -52,7 +52,7 @@ def test_a_job_listens_where_its_workers_call(
         )
 
 
-def test_workers_of_one_name_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_one_host_name_connect_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers with another machine's name do not use loopback."""
     asked: list[list[str]] = []
     monkeypatch.setattr(connections, "listen", lambda own, hosts: asked.append([own, *hosts]))
@@ -66,7 +66,7 @@ def test_workers_of_one_name_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [["127.0.0.1"] * 3, [there] * 3, [here, here, there]]
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with listen("127.0.0.1", ["127.0.0.1"]) as first, pytest.raises(OSError, match="in use"):
         listen("127.0.0.1", ["127.0.0.1"], first.getsockname()[1])
 
@@ -138,7 +138,7 @@ print(json.dumps(float(strategy.experimental_local_results(total)[0])))
         {"grpc_proxy": DEAD_PROXY, "no_grpc_proxy": "example.org"},
     ],
 )
-def test_workers_meet_past_a_proxy(tmp_path: Path, proxies: dict[str, str]) -> None:
+def test_workers_connect_without_the_proxy(tmp_path: Path, proxies: dict[str, str]) -> None:
     """The workers have TF_CONFIG and no launcher. Through the proxy they would wait for ever."""
     script = tmp_path / "meets.py"
     script.write_text(MEETS)
@@ -157,7 +157,9 @@ time.sleep(1e6)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_who_waits_for_ever_before_the_first_step_is_named(tmp_path: Path, workers: int) -> None:
+def test_a_worker_that_waits_for_ever_before_the_first_step_is_named(
+    tmp_path: Path, workers: int
+) -> None:
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     flags = ["--nproc-per-node", str(workers), "--start-timeout", "3", "--max-restarts", "0"]

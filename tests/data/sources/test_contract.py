@@ -95,7 +95,7 @@ def digest(data: Any, row: int) -> str:
     return found.hexdigest()
 
 
-def test_it_has_the_form_that_it_says(source: Source) -> None:
+def test_data_has_the_declared_form(source: Source) -> None:
     assert len(source) == EXAMPLES
     rows = source.read(np.array([3, 1]))
 
@@ -131,7 +131,7 @@ def test_each_epoch_has_each_example_once(whole: list[str], request: pytest.Fixt
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_it_goes_on_from_every_step(source: Source, whole: list[str], threads: int) -> None:
+def test_reading_resumes_at_every_step(source: Source, whole: list[str], threads: int) -> None:
     sizes = [0, *(len(b.data[0][1]) for b in read(source, Place(), STEPS))]
     starts = list(itertools.accumulate(sizes))
     for step in range(STEPS):
@@ -140,7 +140,7 @@ def test_it_goes_on_from_every_step(source: Source, whole: list[str], threads: i
 
 
 @pytest.mark.parametrize(("workers", "local"), [(2, 1), (3, 1), (2, 3), (7, 1)])
-def test_workers_have_it_together(
+def test_workers_together_read_each_example(
     source: Source, whole: list[str], workers: int, local: int
 ) -> None:
     parts = [read(source, Place(rank, workers, local), STEPS, 0, 2) for rank in range(workers)]
@@ -148,7 +148,7 @@ def test_workers_have_it_together(
     assert list(itertools.chain(*together)) == whole
 
 
-def test_many_threads_read_it_at_once(source: Source) -> None:
+def test_many_threads_can_read_at_once(source: Source) -> None:
     expected = [digest(source.read(np.arange(EXAMPLES)), row) for row in range(EXAMPLES)]
     wrong: list[Any] = []
 
@@ -167,11 +167,11 @@ def test_many_threads_read_it_at_once(source: Source) -> None:
     assert not wrong
 
 
-def test_each_example_says_where_it_is(source: Source) -> None:
+def test_each_example_has_its_own_place_in_messages(source: Source) -> None:
     assert len({source.where(index) for index in range(EXAMPLES)}) == EXAMPLES
 
 
-def test_a_source_is_loaded_alike_every_time(
+def test_loading_a_source_again_gives_the_same(
     source: Source, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TFMULTI_CACHE", str(tmp_path / "cache"))

@@ -44,7 +44,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return path
 
 
-def test_arrays_of_a_file_system_of_tensorflows(folder: str) -> None:
+def test_arrays_on_a_file_system_of_tensorflow(folder: str) -> None:
     for data in (npy.load(folder, 0), npz.load(f"{folder}/a.npz,classes=4", 0)):
         x, y = data.train.read(np.array([7, 0]))
         assert (x.tolist(), y.tolist()) == (X[[7, 0]].tolist(), [3, 0])

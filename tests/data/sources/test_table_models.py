@@ -44,7 +44,7 @@ def test_the_saved_model_takes_raw_columns(tmp_path: Path) -> None:
     )
 
 
-def test_tables_of_a_file_system_of_tensorflows() -> None:
+def test_tables_on_a_file_system_of_tensorflow() -> None:
     """`ram://` is used in place of stores such as `gs://`, because TensorFlow reads both."""
     gfile = tf.io.gfile
     gfile.makedirs("ram://tables/in")

@@ -54,7 +54,7 @@ def tokens_of(part: Any) -> list[list[int]]:
     return [row.tolist() for row in tokens]
 
 
-def test_tokens_are_places_in_the_vocabulary(root: str) -> None:
+def test_tokens_are_indices_in_the_vocabulary(root: str) -> None:
     """Padding is 0, and a word that only the test part has is 1. `tokens` words are read."""
     data = on_one_device(f"{root},tokens=4,vocabulary=5")
     assert data.vocabulary == ("the", "cat", "dog")
@@ -64,7 +64,7 @@ def test_tokens_are_places_in_the_vocabulary(root: str) -> None:
     assert (data.spec.vocabulary_size, data.share) == (5, None)
 
 
-def test_a_small_vocabulary_is_as_small_as_it_is(root: str) -> None:
+def test_a_small_vocabulary_is_not_padded(root: str) -> None:
     data = on_one_device(root)
     assert data.spec is not None
     assert data.vocabulary is not None
@@ -91,7 +91,7 @@ def test_several_threads_make_tokens(root: str) -> None:
     batches.close()
 
 
-def test_what_cannot_be_read_is_left_to_the_reader(root: str) -> None:
+def test_unreadable_files_are_reported_when_they_are_read(root: str) -> None:
     """The vocabulary comes from the other files. The file is named when its example is read."""
     Path(root, "train/a/2.txt").write_bytes(b"\xff")
     data = on_one_device(f"{root},tokens=4,vocabulary=5")
@@ -121,7 +121,7 @@ def test_a_file_system_of_tensorflows() -> None:
         text.load("ram://none", 0)
 
 
-def test_the_run_directory_has_what_the_inputs_mean(root: str, tmp_path: Path) -> None:
+def test_the_run_directory_describes_the_inputs(root: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("n,c,y\n1,u,a\n2,v,b\n3,u,a\n4,u,b\n")
     for dataset, file, words in (
         (f"text:{root}", RunDir(tmp_path / "text").vocabulary, ["the", "cat", "dog"]),

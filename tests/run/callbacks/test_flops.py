@@ -149,7 +149,7 @@ def test_a_function_without_its_python_is_not_counted(eagerly: bool) -> None:
         tf.config.run_functions_eagerly(False)
 
 
-def test_counting_draws_nothing() -> None:
+def test_counting_draws_no_random_numbers() -> None:
     class Draws(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
             return inputs * random.random() * np.random.random()

@@ -41,7 +41,7 @@ def test_steps_of_an_execution_share_its_time() -> None:
     assert [made.percentile(p) for p in (50, 80, 90, 99)] == [1, 1, 5, 6]
 
 
-def test_two_merge() -> None:
+def test_two_sets_of_times_are_merged() -> None:
     made = times(5, 1)
     made.merge(times(3, 9))
     assert [made.percentile(p) for p in (25, 50, 75, 100)] == [1, 3, 5, 9]

@@ -73,7 +73,7 @@ def test_whole_executions_count_and_traces_do_not() -> None:
     assert [figures[f"step_ms_p{p}"] for p in (50, 90, 99)] == [2000, 2000, 2000]
 
 
-def test_what_lies_between_epochs_does_not_count() -> None:
+def test_time_between_epochs_does_not_count() -> None:
     clock = ticks()
     idle = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: [next(clock) for _ in range(99)])
     found = Throughput(clock=clock.__next__)
@@ -121,7 +121,7 @@ def test_logs_have_the_figures_of_the_epoch_so_far() -> None:
     assert set(module.LOGS) <= set(made.history.history)
 
 
-def test_off_it_adds_nothing_and_counts_no_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_flag_nothing_is_added_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "training_flops", None)
     found, seen = trained(model(), in_logs=False)
     assert not set(module.LOGS) & {*seen.batches[-1], *seen.epochs[-1]}

@@ -41,7 +41,7 @@ def small_model() -> keras.Model:
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_data_that_ends_with_an_epoch_starts_anew(steps: int) -> None:
+def test_data_that_ends_with_an_epoch_begins_again(steps: int) -> None:
     found = []
     for model in (small_model(), prepare(small_model())):
         counted = Steps()
@@ -118,7 +118,7 @@ def test_a_pydataset_that_changes_its_order_gives_that_of_plain_keras() -> None:
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_pydataset_that_changes_its_order_goes_on_in_it(is_training: bool) -> None:
+def test_a_pydataset_that_changes_its_order_resumes_in_it(is_training: bool) -> None:
     """All passes of training are one call, and each evaluation is a separate call."""
     data, again = Rolled(), Rolled()
     feed = make_feed(GivenData(data), Placement(0, 1, 1), is_training=is_training)
@@ -135,7 +135,7 @@ def test_a_pydataset_that_changes_its_order_goes_on_in_it(is_training: bool) -> 
 
 
 @pytest.mark.parametrize(("count", "ends"), [(None, 4), (6, 2), (3, 4)])
-def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
+def test_on_epoch_end_of_a_pydataset_is_called(count: int | None, ends: int) -> None:
     """The end of each epoch counts if the data has no end, and otherwise the end of each pass."""
     data = Noted(count)
     prepare(small_model()).fit(data, epochs=4, steps_per_epoch=3, verbose=0)
@@ -149,7 +149,7 @@ def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_each_trace_of_an_execution_is_told(
+def test_each_trace_of_an_execution_is_reported(
     monkeypatch: pytest.MonkeyPatch, steps_per_execution: int
 ) -> None:
     """Otherwise a trace of a minute would count as a hanging step among steps of a millisecond."""

@@ -56,7 +56,7 @@ def given(step: int) -> int:
 
 
 @pytest.mark.parametrize("pipeline", list(AT))
-def test_what_follows_is_that_of_the_run_without_a_stop(found: Any, pipeline: str) -> None:
+def test_a_resumed_run_equals_the_run_without_a_stop(found: Any, pipeline: str) -> None:
     for worker in found(pipeline, 2):
         whole = worker["whole"]
         assert len(whole["losses"]) == LAST
@@ -71,7 +71,7 @@ def most_opened(step: int) -> int:
     return EPOCHS * 2 * ROWS - before
 
 
-def test_no_worker_reads_again_what_came_before(found: Any) -> None:
+def test_no_worker_reads_earlier_batches_again(found: Any) -> None:
     """For finite data, each file is opened as often as it occurs, and not more often."""
     for worker in found("ends", 2):
         assert worker["whole"]["opened"] == EPOCHS * 2 * ROWS
@@ -79,14 +79,14 @@ def test_no_worker_reads_again_what_came_before(found: Any) -> None:
             assert worker[str(step)]["opened"] <= most_opened(step)
 
 
-def test_of_data_without_end_they_read_what_follows_and_a_little_ahead(found: Any) -> None:
+def test_endless_data_is_read_only_a_little_ahead(found: Any) -> None:
     for worker in found("repeated", 2):
         for step in AT["repeated"]:
             assert worker[str(step)]["opened"] <= (LAST - step) * BATCH + READ_AHEAD
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_checkpoint_of_two_workers_goes_on_on_other_numbers_of_them(
+def test_a_checkpoint_of_two_workers_resumes_on_other_numbers_of_workers(
     found: Any, workers: int
 ) -> None:
     whole = found("ends", 2)[0]["whole"]
