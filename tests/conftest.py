@@ -1,4 +1,4 @@
-"""Fixtures of several folders, and the markers of tests."""
+"""Defines the fixtures that several folders use, and the markers of tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIERS = ("unit", "mirrored", "multiworker", "processes", "hosts", *CLUSTERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives each test without a marker of a tier the one of its folder, or `unit`."""
+    """Gives each test that has no marker of a tier the marker of its folder, or `unit`."""
     for item in items:
         if not any(item.get_closest_marker(tier) for tier in TIERS):
             folder = item.nodeid.split("/")[1]
@@ -75,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByRu
 
 
 def pytest_collection_finish() -> None:
-    # The garbage collector need not look through TensorFlow and two thousand tests each time.
+    # The collector then does not look through TensorFlow and two thousand tests each time.
     gc.freeze()
 
 
@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 def behaviours(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BehaviourPlaces]:
-    """Gives what the behaviours of the selected tests returned or raised at their places."""
+    """Yields the results and errors of the selected tests' behaviours, at their places."""
     wanted = []
     for item in request.session.items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -108,7 +108,7 @@ Outcomes = Callable[[str], list[dict[str, Any]]]
 def outcomes(
     behaviours: BehaviourPlaces, behaviour: Callable[..., Any], case: str | None
 ) -> Outcomes:
-    """Gives `outcomes(place)`: what the test's behaviour returned or raised on each worker."""
+    """Yields a function of a place: the result or error of the test's behaviour on each worker."""
     return lambda place: [worker[name_of(behaviour, case)] for worker in behaviours[place]]
 
 
@@ -120,19 +120,19 @@ def _result(outcome: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def results(outcomes: Outcomes, place: str) -> list[Any]:
-    """Returns what the test's behaviour returned on each worker of the test's place."""
+    """Returns the results of the test's behaviour on the workers of the test's place."""
     return [_result(outcome) for outcome in outcomes(place)]
 
 
 @pytest.fixture
 def one_device(outcomes: Outcomes) -> Any:
-    """Returns what the test's behaviour returned on one device."""
+    """Returns the result of the test's behaviour on one device."""
     return _result(outcomes(ONE_DEVICE)[0])
 
 
 @pytest.fixture
 def errors(outcomes: Outcomes, place: str) -> list[list[str]]:
-    """Returns the type and the message of what the test's behaviour raised on each worker."""
+    """Returns the type and the message of the behaviour's error on each worker."""
     found = outcomes(place)
     assert all("error" in outcome for outcome in found), found
     return [outcome["error"] for outcome in found]

@@ -1,4 +1,4 @@
-"""How the code is written: few parameters, and a docstring for each public name."""
+"""Tests how the code is written: few parameters, and a docstring for each public name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_function_has_many_parameters() -> None:
 
 
 def test_public_names_say_what_they_take_return_and_raise() -> None:
-    """Google's sections: Args of each parameter, Returns where the first line does not say it."""
+    """They have Google's sections: Args, and Returns if the first line does not say it."""
     lacking = []
     for name in tfmulti.__all__:
         thing = getattr(tfmulti, name)

@@ -1,4 +1,4 @@
-"""Imported modules stay out of Python's garbage collector."""
+"""Tests that imported modules stay out of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def as_before() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_is_imported_is_not_looked_through() -> None:
+def test_imported_modules_are_not_collected() -> None:
     before = gc.get_freeze_count()
     with garbage_collection.importing():
         assert not gc.isenabled()

@@ -1,4 +1,4 @@
-"""The contract of imports holds, and the packages below TensorFlow stay light."""
+"""Tests the contract of imports, and which packages import no TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tfmulti
 PACKAGE = Path(tfmulti.__file__).parent
 STANDARD_LIBRARY_ALONE = ("errors", "config", "cluster", "launch")
 WITHOUT_TENSORFLOW = ("data", "run.validation", "bench.__main__", "fit")
-# What these need on top: flags need absl, and numbers NumPy.
+# Some modules may import more: flags need absl, and numbers need NumPy.
 HEAVIER = {"config": ("config.flags",), "data": ("data.__main__", "data.sources.user")}
 
 

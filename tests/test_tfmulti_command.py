@@ -1,4 +1,4 @@
-"""The command `tfmulti`, and the public names."""
+"""Tests the command `tfmulti`, and the public names."""
 
 from __future__ import annotations
 

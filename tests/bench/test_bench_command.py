@@ -1,4 +1,4 @@
-"""`python -m tfmulti.bench` as a user runs it: real processes, real figures."""
+"""Tests `python -m tfmulti.bench` as a user runs it, with real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished, dict[str, Any]]:
-    """A tiny model at one replica, two replicas and two workers, once."""
+    """Measures a tiny model once, at one replica, two replicas and two workers."""
     folder = tmp_path_factory.mktemp("bench")
     argv = ["--model", "linear", "--replicas", "1,2", "--workers", "1,2", "--rounds", "1"]
     argv += ["--steps", "6", "--steps_per_execution", "2", "--global_batch_size", "32"]
@@ -59,10 +59,10 @@ def test_the_parts_of_each_place_add_up(measured: Measured) -> None:
         assert place["efficiency"] == pytest.approx(rate)
 
 
-def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
+def test_measured_quantities_match_the_model(measured: Measured) -> None:
     _, _, found = measured
     assert found["parameters"] == 28 * 28 * 10 + 10
-    # With what metrics and votes take.
+    # The bytes include those of metrics and votes.
     assert 0 <= found["gradient_bytes"] - 4 * found["parameters"] < 1000
     assert found["flops_per_example"] >= 3 * 2 * 28 * 28 * 10
     for kind in ("replicas", "workers"):
@@ -78,7 +78,7 @@ def test_what_was_measured_is_what_was_asked_for(measured: Measured) -> None:
     assert len(found["limits"]) >= 2
 
 
-def test_it_says_and_draws_it(measured: Measured) -> None:
+def test_the_report_is_printed_and_drawn(measured: Measured) -> None:
     folder, done, _ = measured
     for words in (
         "round 1/1  2 workers: ",
@@ -115,11 +115,11 @@ def data():
 @pytest.mark.parametrize(
     ("argv", "travels", "rows"),
     [
-        # Of each of 16 rows 4 values of 8 floats and their places, and of a Dense(10) all.
+        # 16 rows send 4 values of 8 floats with their indices, and a Dense(10) sends all values.
         ([], 16 * 4 * (8 * 4 + 4) + 4 * 90, 4 * (8 * 4 + 4)),
     ],
 )
-def test_what_travels_is_counted(
+def test_bytes_between_workers_are_counted(
     argv: list[str], travels: float, rows: float, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(EMBEDDING)

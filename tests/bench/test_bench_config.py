@@ -1,4 +1,4 @@
-"""The measurement command without TensorFlow: its flags, its order, what it leaves."""
+"""Tests the measurement command without TensorFlow: its flags, its order, and its files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.1 s" not in shown
 
 
-def test_flags_become_what_is_measured() -> None:
+def test_flags_become_the_configuration_of_the_measurement() -> None:
     now = datetime(2026, 5, 4, 3, 2, 1)
     argv = "bench --model resnet20 --replicas 2,1 --workers 2 --weak --rounds 5 --steps 7 --profile"
     config = flags.parse([*argv.split(), "--peak_tflops=2", "--precision=mixed_bfloat16"], "", now)
@@ -133,7 +133,7 @@ def test_flags_become_what_is_measured() -> None:
     assert str(own.output_dir) == "o"
 
 
-def test_rounds_turn_the_order_and_tell_each_process_its_part(tmp_path: Path) -> None:
+def test_rounds_alternate_the_order_and_give_each_process_its_part(tmp_path: Path) -> None:
     config = bench(
         replicas=(1, 2), workers=(2,), rounds=2, profile=True, output_dir=tmp_path / "o", steps=7
     )
@@ -151,7 +151,7 @@ def test_rounds_turn_the_order_and_tell_each_process_its_part(tmp_path: Path) ->
     assert first.cores == ((4, 5),)
     assert second.cores == ((4, 5, 6, 7),)
     assert third.cores == ((4, 5), (6, 7))
-    # One device has all rows where replicas share the cores, and a worker's share on a worker's.
+    # One device gets all rows if replicas share the cores, or the rows of a worker on its cores.
     assert [order.rows_alone for order in launched.orders[:3]] == [None, 64, 32]
     assert [bool(order.profile) for order in launched.orders] == [True] * 3 + [False] * 3
     assert {order.steps for order in launched.orders} == {7}
@@ -159,7 +159,7 @@ def test_rounds_turn_the_order_and_tell_each_process_its_part(tmp_path: Path) ->
     assert all(len(rounds) == 2 for rounds in matrix.found.values())
 
 
-def test_gpus_are_given_out(tmp_path: Path) -> None:
+def test_gpus_are_divided_among_processes(tmp_path: Path) -> None:
     config = bench(replicas=(1, 2), workers=(2,), rounds=1, output_dir=tmp_path / "o")
     launched = Launched(config)
     Matrix(config, (0, 1), ("3", "5", "7"), {}, lambda *_: None, launched).measure()
@@ -179,7 +179,7 @@ def test_a_process_that_fails_ends_the_command(code: int, words: str, tmp_path: 
     assert len(launched.orders) == 1
 
 
-def test_what_is_left(
+def test_the_command_writes_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = bench(workers=(1, 2), output_dir=tmp_path / "o", rounds=1)
@@ -211,7 +211,7 @@ def test_what_is_left(
     assert not (tmp_path / "p" / "bench.png").exists()
 
 
-def test_a_full_disk_is_told_in_a_line_after_the_table(
+def test_a_full_disk_is_reported_in_a_line_after_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -225,7 +225,7 @@ def test_a_full_disk_is_told_in_a_line_after_the_table(
     assert "1 replica" in capsys.readouterr().out
 
 
-def test_too_many_replicas_for_the_cores_are_told(tmp_path: Path) -> None:
+def test_more_replicas_than_cores_are_reported(tmp_path: Path) -> None:
     said: list[str] = []
     config = bench(replicas=(1, 8), output_dir=tmp_path / "o")
     for load in (0.0, 3.0):

@@ -1,4 +1,4 @@
-"""The measurement's arithmetic and words: parts, the cost model, predictions, limits."""
+"""Tests the arithmetic of the measurement: parts, cost model, predictions, limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tfmulti.config.fit_config import FitConfig
 
 @pytest.mark.parametrize("latency_s", [20e-6, 800e-6])
 @pytest.mark.parametrize("bandwidth", [50e6, 12e9])
-def test_the_link_is_found_again_from_noisy_points(latency_s: float, bandwidth: float) -> None:
+def test_latency_and_bandwidth_are_fitted_to_noisy_points(
+    latency_s: float, bandwidth: float
+) -> None:
     rng, truth = random.Random(1), NetworkModel(latency_s, 1 / bandwidth)
     points = [
         (n, size, truth.all_reduce_s(n, size) * rng.uniform(0.95, 1.05))
@@ -35,7 +37,7 @@ def test_the_link_is_found_again_from_noisy_points(latency_s: float, bandwidth: 
     assert 1 / found.byte_s == pytest.approx(bandwidth, rel=0.15)
 
 
-def test_a_ring_takes_what_the_papers_say() -> None:
+def test_a_ring_takes_the_time_of_the_papers() -> None:
     link = NetworkModel(latency_s=0.5, byte_s=0.01)
     assert link.parts_s(4, 100) == (2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
     assert link.parts_s(4, 100, collectives=5) == (5 * 2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
@@ -43,12 +45,12 @@ def test_a_ring_takes_what_the_papers_say() -> None:
     assert NetworkModel(0, 1.0).all_reduce_s(1000, 1) == pytest.approx(2, rel=0.01)
 
 
-def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
+def test_workers_that_send_to_all_at_once_take_one_or_two_rounds() -> None:
     link = NetworkModel(latency_s=0.5, byte_s=0.01, message_s=0.001)
     assert link.parts_s(2, 100, collectives=5) == pytest.approx((5 * 0.501, 100 * 0.01))
     # Each worker sends a short message to all others.
     assert link.parts_s(4, 100, collectives=5)[0] == pytest.approx(5 * 0.503)
-    # Of 1.2 MB three packs go in pieces, and come back as sums.
+    # Three packs of 1.2 MB are sent in pieces, whose sums are sent back.
     seconds = (5 + 3) * 0.503, 2 * 3 / 4 * 1_200_000 * 0.01
     assert link.parts_s(4, 1_200_000, collectives=5) == pytest.approx(seconds)
     assert link.all_reduce_s(1, 100) == 0
@@ -58,14 +60,14 @@ def test_who_sends_to_all_at_once_takes_a_round_or_two() -> None:
     assert (found.latency_s, found.byte_s) == pytest.approx((0.5, 0.01), rel=1e-3)
 
 
-def test_rows_go_whole_to_each_other_worker() -> None:
-    """16 examples of 1 KB to three workers at 1 GB/s, besides the sums; nothing with one worker."""
+def test_rows_are_sent_whole_to_each_other_worker() -> None:
+    """A worker sends 16 examples of 1 KB to three workers at 1 GB/s, in addition to the sums."""
     rows = dataclasses.replace(WITH_ROWS, example_bytes=1_000)
     assert rows.told_ms(4, 16) - DIRECT.told_ms(4, 16) == pytest.approx(3 * 16 * 1_000 / 1e9 * 1e3)
     assert rows.communication_ms(1, 16) == 0
 
 
-def test_nothing_is_below_zero() -> None:
+def test_fitted_values_are_not_negative() -> None:
     falling = fit_network([(2, 1000, 0.02), (2, 10_000_000, 0.01)])
     assert falling is not None
     assert falling.latency_s > 0
@@ -78,7 +80,7 @@ def test_nothing_is_below_zero() -> None:
     assert fit_network([(1, 100, 1.0)]) is None
 
 
-def test_computing_is_found_again() -> None:
+def test_the_time_of_computing_is_fitted() -> None:
     found = fit_computing([(rows, 3.0 + 0.25 * rows) for rows in (8, 32, 64)])
     assert (found.fixed_ms, found.row_ms) == pytest.approx((3.0, 0.25))
     assert found.ms(16) == pytest.approx(7.0)
@@ -86,7 +88,7 @@ def test_computing_is_found_again() -> None:
     assert same.ms(32) == pytest.approx(12.0)
 
 
-def test_what_is_beyond_the_model_is_waiting_and_does_not_grow() -> None:
+def test_time_beyond_the_model_is_waiting_and_does_not_grow() -> None:
     assert fit_exposed([(2.0, 1.0), (6.0, 3.0)]) == pytest.approx((0.5, 0))
     assert fit_exposed([(0.0, 5.0)]) == (0, 0)
     assert fit_exposed([]) == (0, 0)
@@ -111,7 +113,7 @@ def test_the_parts_add_up_to_the_step(together: Phase, alone: Phase | None) -> N
     assert twice.step_ms == pytest.approx(parts.step_ms)
 
 
-def test_what_each_part_is() -> None:
+def test_each_part_has_its_time() -> None:
     together = Phase(steps=10, examples=80, seconds=1.0, executing_s=0.9, waited_s=0.2)
     alone = Phase(steps=5, examples=20, seconds=0.9, executing_s=0.25, waited_s=0.05)
     parts = TimeParts.of(together, alone)
@@ -134,7 +136,7 @@ WITH_ROWS = dataclasses.replace(DIRECT, example_bytes=8_000)
 
 @pytest.mark.parametrize("truth", [TRUTH, DIRECT, WITH_ROWS], ids=["ring", "direct", "rows"])
 @pytest.mark.parametrize("weak", [False, True])
-def test_a_prediction_is_that_of_the_world_that_was_measured(weak: bool, truth: CostModel) -> None:
+def test_a_prediction_follows_from_the_measured_costs(weak: bool, truth: CostModel) -> None:
     config = bench(workers=(1, 2, 4), weak=weak)
     found = {place: [answers(config, place, truth=truth)] for place in config.places}
     results = results_of(config, found)
@@ -162,7 +164,7 @@ def test_a_prediction_is_that_of_the_world_that_was_measured(weak: bool, truth: 
     assert "mfu" not in results[1].as_dict()
 
 
-def test_workers_that_share_cores_tell_nothing_of_those_that_do_not() -> None:
+def test_measurements_on_shared_cores_are_not_used_for_the_prediction() -> None:
     config = bench(workers=(1, 2, 4), weak=True)
     slow = {4: 3.0}
     found = {p: [answers(config, p, slow.get(p.devices, 1.0))] for p in config.places}
@@ -182,7 +184,7 @@ def test_no_more_workers_than_rows_are_predicted() -> None:
     assert [p["workers"] for p in prediction(config, TRUTH, results)] == [1, 2, 4, 8]
 
 
-def test_the_round_in_the_middle_counts_whole() -> None:
+def test_the_median_round_is_reported_as_a_whole() -> None:
     config = bench(rounds=3)
     found = {MatrixPoint(1, 1): [answers(config, MatrixPoint(1, 1), f) for f in (3.0, 1.0, 2.0)]}
     (result,) = results_of(config, found)
@@ -229,7 +231,7 @@ def test_each_limit_has_its_advice() -> None:
     assert ["input-bound" in both[0], "host-bound" in both[1]] == [True, True]
 
 
-def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
+def test_the_advice_names_bytes_messages_or_waiting() -> None:
     at = situation(compute=50, communication=50)
     (words,) = limits(at)
     assert "communication-bound: 50 % of the step" in words
@@ -255,7 +257,7 @@ def test_communication_is_of_bytes_of_messages_or_of_waiting() -> None:
     assert "--gradient_compression" not in words
 
 
-def test_slow_computing_and_shared_cores_are_told() -> None:
+def test_slow_computing_and_shared_cores_are_reported() -> None:
     at = situation(compute=100)
     (words,) = but(at, computing_alone=50.0)
     assert "computing takes 2.00 × its part" in words

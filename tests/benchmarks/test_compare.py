@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compare` and the programs that it sets beside each other."""
+"""Tests `python -m benchmarks.compare` and the programs that it compares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 KINDS = ("workers", "mirrored")
 
 
-def test_all_sides_that_are_installed_are_measured(tmp_path: Path) -> None:
+def test_all_installed_frameworks_are_measured(tmp_path: Path) -> None:
     before = training_table.RESULTS.read_text()
     argv = ["--rounds", "1", "--workloads", "mlp", "--kinds", ",".join(KINDS), "--dry"]
     done = run(["-m", "benchmarks.compare", *argv], tmp_path, limit_s=240)
@@ -48,13 +48,13 @@ PARAMETERS = {"mlp": 1_863_690, "cnn": 225_034, "resnet20": 272_474, "transforme
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_networks_have_the_same_parameters_in_all_frameworks(name: str) -> None:
-    """Counted by hand, layer by layer."""
+    """The parameters are counted by hand, layer by layer."""
     ours = keras_model(name, keras)
     assert sum(weight.numpy().size for weight in ours.trainable_weights) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_pytorchs_networks_have_them_too(name: str) -> None:
+def test_pytorchs_networks_have_the_same_parameters(name: str) -> None:
     pytest.importorskip("torch", reason="torch is in the extra `benchmarks`")
     from benchmarks.peers.training_torch import model_of
 

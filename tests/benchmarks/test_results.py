@@ -1,4 +1,4 @@
-"""The figures of the docs are those of the results."""
+"""Tests that the docs show the figures of the result files."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_the_docs_show_how_long_steps_take() -> None:
     assert shown == expected, "run python -m benchmarks.training_table"
 
 
-def test_the_best_peer_is_no_side_of_our_own() -> None:
-    """The compared steps are exact, except where the table says that they are not."""
+def test_the_best_peer_is_not_tfmulti_itself() -> None:
+    """The compared steps are exact, except in columns that say otherwise."""
     found = {
         "tfmulti": {"step_ms": 20.0},
         "tfmulti, float16 between workers": {"step_ms": 5.0},
@@ -50,7 +50,7 @@ def test_the_best_peer_is_no_side_of_our_own() -> None:
     assert training_table.gain(alone, "one") == 2
 
 
-def test_what_of_a_run_is_neither_start_nor_steps() -> None:
+def test_time_beyond_start_and_steps_is_computed() -> None:
     work = Workload("mlp", 8, steps=90, warm_up=11)
     figures = {"step_ms": 10.0, "mean_ms": 10.0, "start_s": 3.0, "after_s": 0.0}
     assert training_table.beyond(figures, work) == 0

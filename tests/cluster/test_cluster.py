@@ -1,4 +1,4 @@
-"""Cluster: every rule of TF_CONFIG, and the way there and back."""
+"""Tests `Cluster`: every rule of TF_CONFIG, and the conversion in both directions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_ranks_put_the_chief_first() -> None:
     assert cluster.for_rank(1).task == Task("worker", 0)
 
 
-def test_worker_zero_is_the_chief_where_none_is_named() -> None:
+def test_worker_zero_is_the_chief_if_none_is_named() -> None:
     assert Cluster.from_tf_config(config({"worker": ["a:1", "b:1"]})).is_chief
 
 
@@ -48,7 +48,7 @@ def test_accepts_master_extra_keys_and_a_text_index() -> None:
     assert (cluster.chief, cluster.task.type, cluster.size) == ("m:1", "chief", 2)
 
 
-def test_an_evaluator_stands_outside() -> None:
+def test_an_evaluator_is_outside_of_the_cluster() -> None:
     text = config({"worker": ["a:1", "b:1"]}, {"type": "evaluator", "index": 0})
     cluster = Cluster.from_tf_config(text)
     assert cluster.is_evaluator

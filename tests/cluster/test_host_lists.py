@@ -1,4 +1,4 @@
-"""Slurm's host lists, beside ClusterShell's: brackets, suffixes, zeros, order."""
+"""Compares Slurm's host lists with ClusterShell's: brackets, suffixes, zeros, order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = st.sampled_from(["", "-ib", "x"])
 
 @st.composite
 def ranges(draw: st.DrawFn) -> str:
-    """Draws a bracket of numbers of one width, as Slurm writes it: in order, each once."""
+    """Draws a bracket as Slurm writes it: distinct numbers of one width, in order."""
     width = draw(st.integers(1, 3))
     ends = sorted(draw(st.sets(st.integers(0, 10**width - 1), min_size=1, max_size=6)))
     found = []
@@ -59,7 +59,7 @@ def test_the_order_is_that_of_the_list(text: str, hosts: list[str]) -> None:
 
 
 @given(st.text(alphabet="n1[]-,0 (x)", max_size=20))
-def test_any_other_text_is_a_mistake_and_nothing_else(text: str) -> None:
+def test_any_other_text_is_a_mistake(text: str) -> None:
     for parse in (parse_hosts, expand_counts):
         with contextlib.suppress(HostListError):
             assert parse(text)
@@ -71,7 +71,9 @@ def test_a_list_of_too_many_hosts_takes_no_memory(text: str) -> None:
         parse_hosts(text)
 
 
-def test_scontrol_is_asked_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scontrol_is_used_if_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "scontrol"
     program.write_text('#!/bin/sh\n[ "$3" = "n[1-2]" ] && printf "real1\\nreal2\\n"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)

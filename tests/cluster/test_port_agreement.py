@@ -1,4 +1,4 @@
-"""Processes that agree on their addresses, here as threads with real sockets."""
+"""Tests how processes agree on their addresses, by threads with real sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _jobs = itertools.count()
 
 
 def layouts(size: int, **changed: Any) -> list[Layout]:
-    """Returns the layouts of a job on this machine, which has its own ports."""
+    """Returns the layouts of a job on this machine, whose ports no other job uses."""
     job = f"test {os.getpid()} {next(_jobs)}"
     local = ("127.0.0.1",)
     return [
@@ -38,7 +38,7 @@ def layouts(size: int, **changed: Any) -> list[Layout]:
 def agree(
     jobs: list[Layout], envs: list[dict[str, str]] | None = None, **options: Any
 ) -> list[Future[Cluster]]:
-    """Returns what each process gets, or raises."""
+    """Returns the cluster that each process gets, or raises the error of a process."""
     given = envs or [{}] * len(jobs)
     gpus = options.pop("gpus", [0] * len(jobs))
     options = {"timeout_s": 20.0, **options}
@@ -83,7 +83,7 @@ def test_ports_that_are_taken_are_replaced() -> None:
     assert len(set(addresses)) == 3
 
 
-def test_a_secret_keeps_out_who_does_not_have_it() -> None:
+def test_a_process_without_the_secret_is_kept_out() -> None:
     jobs = layouts(2)
     secret = {"TFMULTI_SECRET": "x" * 32}
     assert [f.result().rank for f in agree(jobs, [secret, secret])] == [0, 1]
@@ -94,7 +94,7 @@ def test_a_secret_keeps_out_who_does_not_have_it() -> None:
         other.result()
 
 
-def test_a_secret_that_cannot_be_one_is_a_mistake() -> None:
+def test_an_invalid_secret_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match="a secret has 16 to"):
         port_agreement.agree(layouts(2)[0], {"TFMULTI_SECRET": "short"})
 
@@ -117,14 +117,14 @@ def test_a_chief_that_is_not_there_is_named() -> None:
         port_agreement.agree(nowhere, {}, timeout_s=1.0)
 
 
-def test_another_job_at_the_same_port_is_passed_by() -> None:
+def test_another_job_at_the_same_port_is_ignored() -> None:
     jobs, others = layouts(2), layouts(2)
     with taken(jobs[0].port(1000)):
         found = [future.result() for future in agree(jobs + others)]
     assert found[0].addresses == found[1].addresses != found[2].addresses
 
 
-def test_strangers_do_not_hold_up_the_chief() -> None:
+def test_strangers_do_not_delay_the_chief() -> None:
     jobs = layouts(2)
     port, done = jobs[0].port(1000), threading.Event()
     said = [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"rank": 1}\n', b"[" * 9000 + b"\n"]
@@ -147,7 +147,7 @@ def test_strangers_do_not_hold_up_the_chief() -> None:
         crowd.join()
 
 
-def test_different_numbers_of_gpus_are_told_to_all() -> None:
+def test_different_numbers_of_gpus_are_an_error_on_all() -> None:
     words = "process 0 has 2 GPUs for itself, but process 1 has 1"
     for future in agree(layouts(2), gpus=[2, 1]):
         with pytest.raises(ClusterError, match=words):

@@ -1,4 +1,4 @@
-"""Which strategy is chosen, and why."""
+"""Tests which strategy is chosen, and the reason that is given."""
 
 from __future__ import annotations
 

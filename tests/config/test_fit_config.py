@@ -1,4 +1,4 @@
-"""FitConfig: its rules, its defaults, and its JSON."""
+"""Tests the rules, the defaults and the JSON of `FitConfig`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of data sets and of the user's own functions, before anything is imported."""
+"""Tests that names of data sets and functions are checked before anything is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfmulti.config.fit_config import FitConfig
 from tfmulti.errors import ConfigError
 
 
-def test_a_missing_function_is_told_before_its_batch_size(
+def test_a_missing_function_is_reported_before_its_batch_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_data_here.py").write_text("def load_digits():\n    raise SystemExit\n")

@@ -1,4 +1,4 @@
-"""The run directory: whole files or none, and one run a folder."""
+"""Tests the run directory: its files are complete or absent, and it belongs to one run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         RunDir(tmp_path / "f" / "below").create()
 
 
-def test_default_folders_do_not_meet(tmp_path: Path) -> None:
+def test_default_folders_are_different(tmp_path: Path) -> None:
     first = default_run_dir("npz:/a/b.npz", "pkg.mod:build", NOW, str(tmp_path))
     assert first.path.name == "npz-build-20260102-030405"
     first.create()
@@ -75,7 +75,7 @@ def test_default_folder_of_a_users_data(tmp_path: Path) -> None:
 def test_after_a_power_cut_a_file_is_whole_or_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes reach the disk before the name does, and the name before anything else is done."""
+    """The bytes are synchronised with the disk before the rename, and the folder after it."""
     done: list[str] = []
     sync, replace = os.fsync, os.replace
 

@@ -1,4 +1,4 @@
-"""The options of training: their rules, and one declaration for flags, help, checks and prepare."""
+"""Tests the rules of the training options, which flags, help, checks and `prepare` share."""
 
 from __future__ import annotations
 

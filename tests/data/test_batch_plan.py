@@ -1,4 +1,4 @@
-"""The plan, without TensorFlow: each epoch holds each example once, in an order of its own."""
+"""Tests the batch plan: each epoch has each example once, in a new order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfmulti.data.permutation import HELD, Permutation
 
 
 def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> list[int]:
-    """Returns the examples of an epoch, in order, as the replicas' shares put together."""
+    """Returns the examples of an epoch in order, joined from the slices of the replicas."""
     found: list[int] = []
     for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
         for rank in range(workers):
@@ -28,7 +28,7 @@ def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> l
 
 
 @pytest.mark.parametrize(("workers", "local"), [(1, 1), (1, 3), (3, 1), (2, 4), (1, 8)])
-def test_each_example_once_whatever_the_replicas(workers: int, local: int) -> None:
+def test_each_example_is_read_once_on_any_number_of_replicas(workers: int, local: int) -> None:
     plan = BatchPlan(examples=25, global_batch_size=6, seed=3)
     found = epoch_of(plan, 0, workers, local)
     assert sorted(found) == list(range(25))
@@ -36,7 +36,7 @@ def test_each_example_once_whatever_the_replicas(workers: int, local: int) -> No
 
 
 @pytest.mark.parametrize("examples", [200, HELD + 300])
-def test_each_epoch_is_shuffled_anew(examples: int) -> None:
+def test_each_epoch_has_a_new_order(examples: int) -> None:
     plan = BatchPlan(examples, examples, seed=3)
     orders = [plan.examples_at(epoch, 0, examples) for epoch in range(3)]
     orders += [
@@ -49,7 +49,7 @@ def test_each_epoch_is_shuffled_anew(examples: int) -> None:
     assert np.array_equal(orders[0], BatchPlan(examples, 7, seed=3).examples_at(0, 0, examples))
 
 
-def test_without_a_seed_the_order_stays() -> None:
+def test_without_a_seed_the_order_does_not_change() -> None:
     assert epoch_of(BatchPlan(25, 6), 1, 3) == list(range(25))
 
 
@@ -64,7 +64,7 @@ def test_an_order_holds_each_number_once(size: int) -> None:
 def test_positions_are_uniform_over_epochs(
     size: int, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square of example against position over 2,000 epochs, both ways of making an order."""
+    """Computes chi-square of example and position over 2,000 epochs, for both kinds of orders."""
     if not held:
         monkeypatch.setattr("tfmulti.data.permutation.HELD", 0)
     counts, epochs = np.zeros((size, size)), 2000
@@ -74,7 +74,7 @@ def test_positions_are_uniform_over_epochs(
 
 
 def test_positions_of_a_large_order_are_uniform() -> None:
-    """Chi-square over 128×128 blocks of examples and positions, 30 epochs of 131,072."""
+    """Computes chi-square over 128×128 blocks of examples and positions, 30 epochs of 131,072."""
     size, blocks, epochs = 1 << 17, 128, 30
     counts = np.zeros((blocks, blocks))
     block = np.arange(size) // (size // blocks)
@@ -94,20 +94,20 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 
 def test_fixed_points_between_epochs_are_those_of_chance() -> None:
-    """Two random orders agree at one place on average; over 300 pairs the sum is 300 ± 17."""
+    """Two random orders agree at one position on average. Over 300 pairs the sum is 300 ± 17."""
     orders = [Permutation(500, key_of(9, epoch)).at(np.arange(500)) for epoch in range(301)]
     agreeing = sum(int((a == b).sum()) for a, b in itertools.pairwise(orders))
     assert abs(agreeing - 300) < 5 * 300**0.5
 
 
 def check_uniform(counts: np.ndarray, expected: float, freedom: int) -> None:
-    """Fails where chi-square is five standard deviations off its mean, to either side."""
+    """Fails if chi-square is more than five standard deviations away from its mean."""
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 
 
 def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No list of all examples is made: only the numbers of the rows that are read are permuted."""
+    """No list of all examples is made: only the indices of the rows that are read are permuted."""
     asked: list[int] = []
     once = Permutation._once
     monkeypatch.setattr(
@@ -131,10 +131,10 @@ def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.Monke
     step=st.integers(0, 100),
 )
 @settings(max_examples=200, deadline=None)
-def test_shares_know_where_they_stand(
+def test_slices_know_their_position_in_the_batch(
     examples: int, batch: int, shape: tuple[int, int], step: int
 ) -> None:
-    """Each share begins where the one before ends, on any number of workers."""
+    """Each slice begins where the previous one ends, on any number of workers."""
     workers, local = shape
     plan = BatchPlan(examples, batch, seed=2)
     at = 0

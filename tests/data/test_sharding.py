@@ -1,4 +1,4 @@
-"""The sharding arithmetic as properties: a partition, in order, balanced, by nobody's count."""
+"""Tests properties of sharding: a balanced partition in order, for any number of workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_batches_hold_each_position_once(examples: int, batch: int) -> None:
 @given(
     rows=ROWS, replicas=st.sampled_from([1, 2, 3, 4, 6, 8, 12]), workers=st.sampled_from([1, 2, 3])
 )
-def test_workers_do_not_matter(rows: int, replicas: int, workers: int) -> None:
+def test_the_number_of_workers_does_not_matter(rows: int, replicas: int, workers: int) -> None:
     if replicas % workers:
         return
     local = replicas // workers

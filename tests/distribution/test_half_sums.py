@@ -1,4 +1,4 @@
-"""Compressed gradients of more than two workers, where the order of rounding and adding matters."""
+"""Tests compressed gradients of more than two workers, whose sums depend on the rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rounded(values: np.ndarray, digits: int) -> np.ndarray:
 def test_compressed_gradients_are_added_in_float32(
     results: list[Any], name: str, digits: int
 ) -> None:
-    """They are rounded before they are sent and after they are added, and not in between."""
+    """They are rounded before they are sent, and again after all of them are added."""
     shares = [
         np.random.default_rng(rank).standard_normal([40, 50]).astype(np.float32)
         for rank in range(len(results))

@@ -1,4 +1,4 @@
-"""The gradient of BatchNormalization as one kernel: what uses it, and how close it is."""
+"""Tests the gradient of BatchNormalization as one kernel: its use and its precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def whole(rows: int) -> ReplicaSlice:
 
 
 def part(rows: int, *, counts: bool = True) -> ReplicaSlice:
-    """A share that may be less than the whole, though there is no other replica."""
+    """Returns a slice that may be less than the whole batch, although there is no other replica."""
     none = tf.constant(0, tf.int64)
     return whole(rows)._replace(is_whole=False, own_rows=whole(rows).own_rows if counts else none)
 
@@ -33,7 +33,7 @@ def part(rows: int, *, counts: bool = True) -> ReplicaSlice:
 def gradients_of(
     layer: Any, x: np.ndarray, upstream: np.ndarray, share: ReplicaSlice | None = None
 ) -> tuple[Any, set[str]]:
-    """Returns the gradients in a share (None: the whole), and the kinds of what computes them."""
+    """Returns the gradients in a slice (None: the whole batch), and the types of the operations."""
     installation.install()
     layer.build(x.shape)
 
@@ -52,7 +52,7 @@ def gradients_of(
 
 
 def expected(x: np.ndarray, upstream: np.ndarray, epsilon: float) -> list[np.ndarray]:
-    """The gradients in 64 bits, of Ioffe and Szegedy's formulas."""
+    """Returns the gradients of Ioffe and Szegedy's formulas in 64 bits."""
     x, upstream = x.astype(np.float64), upstream.astype(np.float64)
     axes = tuple(range(x.ndim - 1))
     scale = 1 / np.sqrt(x.var(axes) + epsilon)
@@ -74,8 +74,8 @@ def test_the_gradients_are_those_of_the_formulas(shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_statistics_of_a_replica_by_itself_are_by_the_kernel_too(counts: bool) -> None:
-    """Without `sync_batch_norm`; a replica without rows learns nothing of the one that it reads."""
+def test_a_replicas_own_statistics_also_use_the_kernel(counts: bool) -> None:
+    """`sync_batch_norm` is off. A replica without rows learns nothing from the row it reads."""
     x = (2 + np.random.default_rng(0).standard_normal((ROWS, 4, 5, 3))).astype(np.float32)
     upstream = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
     layer = keras.layers.BatchNormalization(momentum=0.5)
@@ -92,7 +92,7 @@ def test_statistics_of_a_replica_by_itself_are_by_the_kernel_too(counts: bool) -
     "options",
     [{"renorm": True}, {"axis": 1}, {"trainable": False}, {"dtype": "mixed_bfloat16"}],
 )
-def test_what_the_kernel_does_not_know_stays_with_keras(options: dict[str, Any]) -> None:
+def test_cases_that_the_kernel_does_not_support_stay_with_keras(options: dict[str, Any]) -> None:
     x = np.random.default_rng(0).standard_normal((ROWS, 4, 4, 4)).astype(np.float32)
     found, kinds = gradients_of(keras.layers.BatchNormalization(**options), x, x)
     assert KERNEL not in kinds
@@ -113,7 +113,7 @@ def test_without_scale_or_center(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("make", [whole, part])
 def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
-    """Of a gradient penalty, which differentiates the gradient."""
+    """A gradient penalty differentiates the gradient."""
     x = tf.constant(np.random.default_rng(0).standard_normal((ROWS, 4, 4, 3)).astype(np.float32))
     layer = keras.layers.BatchNormalization()
     layer.build(x.shape)
@@ -135,8 +135,8 @@ def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
     assert np.abs(plain - mine).max() < 1e-4 * np.abs(plain).max()
 
 
-def test_of_no_rows_nothing_is_learned() -> None:
-    """A pass, or a batch all of whose rows were lost, reads a row that does not count."""
+def test_a_batch_without_rows_changes_no_statistics() -> None:
+    """A pass or a batch without rows reads a row that does not count."""
     installation.install()
     x = tf.constant(np.random.default_rng(0).standard_normal((1, 4, 4, 3)).astype(np.float32))
     layer = keras.layers.BatchNormalization(moving_mean_initializer="ones")
@@ -147,8 +147,8 @@ def test_of_no_rows_nothing_is_learned() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 4, 4, 3)])
-def test_no_values_at_all_are_no_numbers_for_nobody(shape: tuple[int, ...]) -> None:
-    """Of a part that the model has chosen: the other replicas' are merged with it."""
+def test_a_part_without_rows_has_statistics_of_weight_zero(shape: tuple[int, ...]) -> None:
+    """The model chooses an empty part of its rows, which is merged with other replicas' parts."""
     ones = tf.ones([3])
     y, count, mean, variance = normalization.normalized(part(2), tf.zeros(shape), ones, ones, 1e-3)
     assert y.shape == shape
@@ -160,7 +160,7 @@ def test_no_values_at_all_are_no_numbers_for_nobody(shape: tuple[int, ...]) -> N
 )
 @pytest.mark.parametrize("mean", [0.0, 1.0, 3.0, 1000.0])
 def test_moments_of_images_lose_no_digits_to_a_large_mean(channels: int, mean: float) -> None:
-    """Of few channels too, where squares are summed: 1000 deviations would cost all digits."""
+    """With few channels squares are summed. A mean of 1000 deviations would lose all digits."""
     rng = np.random.default_rng(0)
     x = (mean + rng.standard_normal((8, 16, 16, channels))).astype(np.float32)
     found_mean, found = (part.numpy() for part in tf.function(normalization._moments)(x))
@@ -170,9 +170,9 @@ def test_moments_of_images_lose_no_digits_to_a_large_mean(channels: int, mean: f
 
 
 def kinds_of_kernels(make: Any) -> set[str]:
-    """Returns the types of operations that run for what `make` makes of images, and its gradient.
+    """Returns the types of the operations that compute `make` of images, and its gradient.
 
-    After TensorFlow's optimization: a session, since functions do not say.
+    The types are those after TensorFlow's optimization. Only a session shows them.
     """
     metadata = tf.compat.v1.RunMetadata()
     options = tf.compat.v1.RunOptions(output_partition_graphs=True)
@@ -185,8 +185,8 @@ def kinds_of_kernels(make: Any) -> set[str]:
     return {node.op for graph in metadata.partition_graphs for node in graph.node}
 
 
-def test_a_rectifier_is_drawn_into_the_kernel() -> None:
-    """TensorFlow takes it in behind a function with a gradient of its own, if that has one use."""
+def test_a_relu_is_fused_into_the_kernel() -> None:
+    """TensorFlow fuses it after a function with its own gradient, if one result of it is used."""
     ones = np.ones(16, np.float32)
 
     def plain(x: tf.Tensor) -> tf.Tensor:

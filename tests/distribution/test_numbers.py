@@ -1,4 +1,4 @@
-"""Random numbers, moving statistics, overflow and decisions, on replicas and on workers."""
+"""Tests random numbers, moving statistics, overflow and decisions on replicas and workers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def moving_averages(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the moving mean and variance of the first rows of `X`, in their order.
 
-    With each step in which a replica has rows, its statistics move by half, from 0 and 1. After
-    each execution they are averaged over the replicas, by the rows that each had in it.
+    The statistics of a replica begin at 0 and 1. Each step in which the replica has rows moves
+    them halfway. After each execution they are averaged over the replicas, weighted by rows.
     """
     steps = range(-(-rows // batch))
     common = np.stack([np.zeros(6), np.ones(6)])
@@ -54,7 +54,7 @@ def test_moving_statistics_are_averaged_by_rows(results: list[Any]) -> None:
 
 @behaviour(numbers.moving_statistics_of_several_steps_per_execution, at=SEVERAL)
 def test_moving_statistics_are_averaged_once_per_execution(results: list[Any]) -> None:
-    """An execution has two steps with 25 rows: in the second, one replica has no rows."""
+    """An execution has two steps with 25 rows. In the second step, one replica has no rows."""
     mean, variance = moving_averages(25, 24, 2, steps_per_execution=3)
     for means, variances in results:
         assert all(found == pytest.approx(mean, abs=1e-6) for found in means)
@@ -156,7 +156,7 @@ def test_a_step_with_microbatches_counts_once(results: list[Any]) -> None:
 
 
 @behaviour(numbers.prepared_three_times, at=SEVERAL)
-def test_the_last_prepare_decides(results: list[Any]) -> None:
+def test_the_options_of_the_last_prepare_count(results: list[Any]) -> None:
     for synchronized, unsynchronized, again in results:
         assert again == synchronized
         assert abs(unsynchronized - synchronized) > 1e-4
@@ -197,7 +197,7 @@ def test_compressed_gradients_change_little(results: list[Any], place: str) -> N
 def test_dense_gradients_are_sent_in_the_compressed_type(results: list[Any]) -> None:
     """Each of two gradients is a bucket and one collective: 2.4 and 1.6 MB, or half of it.
 
-    The rows of an embedding keep their type, and are sent with their numbers.
+    The rows of an embedding keep their type, and are sent with their indices.
     """
     for worker in results:
         for name, types in worker.items():

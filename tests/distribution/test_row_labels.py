@@ -1,4 +1,4 @@
-"""What the labels of a graph's tensors say of rows holds for the numbers."""
+"""Tests that the labels of a graph's tensors are true for the numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGES = (2, 2, 1)
 
 
 def _given_out(first: Any, given: Any) -> Any:
-    """As a layer that is given tensors and returns a tensor that was there before."""
+    """Returns a tensor that existed before the call, as a layer may do."""
     row_labels.mark_call(given, first)
     return first
 
@@ -130,7 +130,7 @@ def _traced(function: Callable[[Any], Any]) -> tuple[tf.types.experimental.Concr
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
-def test_rows_that_are_labelled_so_depend_on_their_own_row_alone(name: str) -> None:
+def test_values_labelled_as_rows_depend_only_on_their_own_row(name: str) -> None:
     compute, label = _traced(BY_ROWS[name])
     assert label.kind is Kind.ROWS
     (entries,) = label.parts
@@ -141,7 +141,7 @@ def test_rows_that_are_labelled_so_depend_on_their_own_row_alone(name: str) -> N
 
 
 @pytest.mark.parametrize("name", NOT_BY_ROWS)
-def test_what_depends_on_other_rows_is_not_labelled_as_rows(name: str) -> None:
+def test_values_that_depend_on_other_rows_are_not_labelled_as_rows(name: str) -> None:
     _, label = _traced(NOT_BY_ROWS[name])
     assert label.kind not in (Kind.ROWS, Kind.ALIKE)
 
@@ -178,7 +178,7 @@ KINDS: dict[str, tuple[Kind, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_label_tells_how_a_value_depends_on_the_rows(name: str) -> None:
+def test_a_label_describes_how_a_value_depends_on_the_rows(name: str) -> None:
     kind, function = KINDS[name]
     _, label = _traced(function)
     assert label.kind is kind
@@ -196,15 +196,15 @@ def doubled(x: Any) -> Any:
     return 2.0 * x, lambda upstream: -upstream
 
 
-def test_a_gradient_of_the_users_own_is_not_taken_for_that_of_the_operations() -> None:
-    """It is of the replica's tensors, so nothing can be built of it for the global batch."""
+def test_a_custom_gradient_is_not_mistaken_for_that_of_the_operations() -> None:
+    """It depends on the replica's tensors, so it cannot be computed for the global batch."""
     assert _traced(doubled)[1].kind is Kind.ROWS
     _, label = _traced(lambda x: doubled(x - tf.reduce_mean(x, 0)))
     assert label.kind is Kind.LOCAL
     assert "custom gradient" in label.reason
 
 
-def test_what_is_known_to_be_a_formula_is_built_of_its_operations() -> None:
+def test_a_value_marked_as_a_formula_is_labelled_by_its_operations() -> None:
     def known(x: Any) -> Any:
         found = doubled(x - tf.reduce_mean(x, 0))
         row_labels.mark_formula(found)

@@ -1,4 +1,4 @@
-"""Sums and gathers between the replicas of a process: the same on each of three."""
+"""Tests sums and gathers between the replicas of a process: all get the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What make_strategy gives, and what it says where a process cannot have it."""
+"""Tests the result of `make_strategy`, and its errors."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_workers_of_one_host_share_its_cores(
     assert threads_of(Cluster(tuple(workers), Task("worker", 0)), allowed, cores) == threads
 
 
-def test_a_number_of_threads_that_the_user_gave_stays(tmp_path: Path) -> None:
+def test_a_given_number_of_threads_is_kept(tmp_path: Path) -> None:
     code = """
     from tfmulti.cluster.cluster import Cluster, Task
     from tfmulti.distribution.strategies import _share_cores
@@ -114,7 +114,7 @@ print("lives")
 
 
 def test_sigterm_between_the_strategy_and_the_training_is_not_lost(tmp_path: Path) -> None:
-    """TensorFlow's own handler would do nothing."""
+    """TensorFlow's own handler would ignore the signal."""
     with reserved(1) as (address,):
         done = run(["-c", SIGNALLED % address], tmp_path, limit_s=60)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "made\n")

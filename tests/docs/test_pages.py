@@ -1,4 +1,4 @@
-"""The pages are true: their Python runs, their commands work, and they are short."""
+"""Tests the pages of the docs: their Python runs, their commands work, and they are short."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LIMIT_S = 180
-# Of a page whose blocks stand on each other: what comes before them.
+# The code that the blocks of a page need before them.
 BEFORE = {
     "verify.md": """
 import keras, numpy as np
@@ -48,7 +48,7 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yields (page:line, command) of each command of tfmulti, in blocks of the shell."""
+    """Yields (page:line, command) of each command of tfmulti in the shell blocks."""
     for place, text in blocks("bash"):
         for number, line in enumerate(text.replace("\\\n", " ").splitlines(), 1):
             command = line.partition("  #")[0].partition(" > ")[0].strip()
@@ -102,7 +102,7 @@ def test_a_command_of_a_page_has_flags_that_exist(
         assert fit_flags.parse(["fit", *argv]) is not None
 
 
-# What is added so that a command runs here in seconds; without a line it is not run by this test.
+# The commands that this test runs, with the flags that make them run in seconds.
 RUN = {
     "quickstart.md:2:1": [],
     "quickstart.md:3:1": [],
@@ -116,7 +116,7 @@ RUN = {
 
 
 def things(folder: Path) -> None:
-    """Makes what the commands name: a model, data, a script, images."""
+    """Makes the files that the commands name: a model, data, a script, images."""
     package = folder / "my_package"
     package.mkdir()
     (package / "models.py").write_text(

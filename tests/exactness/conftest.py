@@ -13,7 +13,7 @@ from tests.support.cases import CASES
 def places(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CasePlaces]:
-    """Gives what the cases that were selected left at their places, and at what they equal."""
+    """Yields the results of the selected cases, at their places and at the references."""
     wanted = (
         (place, str(params["case"]))
         for item in request.session.items
@@ -28,7 +28,7 @@ def places(
 
 @pytest.fixture(scope="session")
 def measured(request: pytest.FixtureRequest) -> Iterator[table.Found]:
-    """Gives a place for the differences that are found; `--write-table` keeps them."""
+    """Yields a dictionary for the measured differences, which `--write-table` writes."""
     found: table.Found = {}
     yield found
     if request.config.getoption("--write-table"):

@@ -16,7 +16,7 @@ Arrays = dict[str, dict[str, np.ndarray]]
 
 
 class CasePlaces(Places):
-    """What the cases left at each place: case -> name -> array, an entry a worker."""
+    """The results of the cases at each place: for each worker, case -> name -> array."""
 
     def _run(self, place: str) -> list[Arrays]:
         folder = self._folder / place

@@ -1,4 +1,4 @@
-"""The table of docs/exactness.md: how far each promise is from one device, at each place."""
+"""Makes the table of docs/exactness.md: the largest difference of each row at each place."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_whole(found: Found) -> bool:
 
 
 def of_promises(found: Found) -> str:
-    """Returns the table in Markdown: the worst case of each promise at each place."""
+    """Returns the table in Markdown: for each row, the worst case at each place."""
     lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---" * (len(HEADS) + 1) + "|"]
     for row, words in PROMISES.items():
         cells = []
@@ -55,9 +55,9 @@ def of_promises(found: Found) -> str:
 
 
 def write(measured: Found) -> None:
-    """Writes each case's differences, and the page's table of the worst.
+    """Writes each case's differences, and the page's table of the largest ones.
 
-    What was not measured this time stays as it was written before.
+    Cases that were not measured this time keep their earlier differences.
     """
     before = json.loads(FILE.read_text())
     found = {name: {**before.get(name, {}), **measured.get(name, {})} for name in CASES}

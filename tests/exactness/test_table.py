@@ -1,6 +1,6 @@
-"""The promise: what one device computes, any number of replicas and workers compute.
+"""Tests that any number of replicas and workers compute the numbers of one device.
 
-`pytest tests/exactness --write-table` writes what is measured here to docs/exactness.md and
+`pytest tests/exactness --write-table` writes the differences to docs/exactness.md and
 docs/exactness.json; `pytest -m core` runs one case of each kind.
 """
 

@@ -1,4 +1,4 @@
-"""Each example runs as its first lines say, and ends as they say."""
+"""Tests that each example runs, and ends, as its first lines say."""
 
 from __future__ import annotations
 

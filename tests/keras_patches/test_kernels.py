@@ -1,4 +1,4 @@
-"""Keras' layers in fewer operations: forward to the bit, gradients as close as Keras' own."""
+"""Tests the faster kernels: Keras' outputs to the bit, and gradients as precise as Keras' own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of(kind: type[layers.Layer], *args: Any, **options: Any) -> Make:
 
 
 def mask(*shape: int) -> np.ndarray:
-    """Of which the first target sees nothing at all."""
+    """Returns a mask that hides all inputs from the first target."""
     seen = np.random.default_rng(1).random(shape) < 0.6
     seen[:, :, 0] = False
     return seen
@@ -73,9 +73,9 @@ LEFT: dict[str, tuple[Make, Shapes]] = {
 
 
 def found(make: Make, shapes: Shapes, share: ReplicaSlice | None, dtype: str = "float32") -> Any:
-    """Returns outputs, gradients, second derivatives, and the kinds of what computes them.
+    """Returns outputs, gradients, second derivatives, and the types of their operations.
 
-    They are Keras' own without a share.
+    Without a replica slice they are Keras' own.
     """
     installation.install()
     rng = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_outputs_are_keras_own_and_gradients_those_of_64_bits(
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_known_is_left_to_keras(name: str) -> None:
+def test_unknown_cases_are_left_to_keras(name: str) -> None:
     (outputs, *_), kinds = found(*LEFT[name], whole(6))
     (keras_outputs, *_), keras_kinds = found(*LEFT[name], None)
     assert kinds == keras_kinds
@@ -142,7 +142,7 @@ def test_other_types_are_left_to_keras() -> None:
 
 
 def test_attention_without_einsum_takes_no_more_than_six_products() -> None:
-    """Of its output and its gradient; Keras takes six `Einsum`s."""
+    """They compute the output and the gradient. Keras takes six `Einsum`s."""
     query = tf.ones([2, 3, 1, 4])
 
     @tf.function
@@ -160,7 +160,7 @@ def test_attention_without_einsum_takes_no_more_than_six_products() -> None:
 
 
 def test_softmax_leaves_its_logits_for_the_loss() -> None:
-    """A loss of probabilities would take their logarithm, of rounded numbers."""
+    """A loss of probabilities would take the logarithm of rounded numbers."""
     installation.install()
     layer = layers.Dense(2, "softmax", kernel_initializer="identity")
     with computing(whole(1)):
@@ -171,7 +171,7 @@ def test_softmax_leaves_its_logits_for_the_loss() -> None:
 
 
 def test_keras_still_takes_einsum_for_attention() -> None:
-    """The reason for `kernels.attention`: where this fails, it can go."""
+    """The reason for `kernels.attention`. If this test fails, that function can be removed."""
     assert "Einsum" in found(*KNOWN["attention"], None)[1]
 
 
@@ -205,7 +205,7 @@ sys.exit(f"same={same} replaced={replaced}")
     ("switch", "words"), [("0", "same=True replaced=False"), ("1", "same=False replaced=True")]
 )
 def test_the_environment_switches_the_kernels_off(switch: str, words: str) -> None:
-    """Without them one device has Keras' numbers to the bit; they round otherwise."""
+    """Without the kernels one device has Keras' numbers to the bit."""
     env = {**os.environ, "TFMULTI_CPU_KERNELS": switch, "TF_CPP_MIN_LOG_LEVEL": "3"}
     argv = [sys.executable, "-c", WITHOUT_KERNELS]
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)

@@ -1,4 +1,4 @@
-"""For each patch of Keras, a test that fails when Keras no longer needs the patch.
+"""Tests, for each patch of Keras, that Keras still needs the patch.
 
 When one fails after an upgrade of Keras, try to remove the function that the test names.
 """
@@ -82,7 +82,7 @@ def test_upstream_still_divides_the_losses_that_rows_add(
     assert np.abs(keras_alone - keras_on_one_device).max() > 1e-2
 
 
-def test_upstream_orders_no_operations_that_are_there() -> None:
+def test_upstream_still_cannot_order_existing_operations() -> None:
     """The reason for `_add_control_inputs`: its public counterpart can only be read."""
     names = [name for name in dir(tf.Operation) if "control_input" in name]
     assert {"control_inputs", "_add_control_inputs"} <= set(names)
@@ -103,7 +103,7 @@ class CountingCell(keras.layers.Layer):
 
 
 def test_upstream_still_calls_a_cell_once_more_before_its_loop() -> None:
-    """The reason for the call in `_unrolled`: states of the cell move once more."""
+    """The reason for the call in `_unrolled`, which updates the states of the cell once more."""
     counts = []
     for unroll in (False, True):
         layer = keras.layers.RNN(CountingCell(), unroll=unroll)
@@ -157,8 +157,8 @@ def test_upstream_statistics_of_replicas_still_differ(results: list[Any]) -> Non
     assert np.abs(first - second).max() > 1e-3
 
 
-def test_statistics_are_those_that_move() -> None:
-    """Of layers that learn and are not synchronized; no weights, no seeds, no metrics."""
+def test_moving_statistics_of_trained_and_unsynchronized_layers() -> None:
+    """They belong to layers that train and are not synchronized, and are no weights or seeds."""
     frozen, moving, together = (
         keras.layers.BatchNormalization(name=name) for name in ("frozen", "moving", "together")
     )
@@ -173,7 +173,7 @@ def test_statistics_are_those_that_move() -> None:
 
 @behaviour(upstream.synchronized_variance, at=[TWO_REPLICAS])
 def test_upstream_synchronized_statistics_still_lose_digits(results: list[Any]) -> None:
-    """A reason for `BatchNormalization._moments`: 0, 1, 2, 3 have the variance 1.25 anywhere."""
+    """A reason for `BatchNormalization._moments`: 0, 1, 2, 3 and any offset have variance 1.25."""
     [(keras_alone, patched)] = results
     assert patched == [1.25]
     assert abs(keras_alone[0] - 1.25) > 0.1
@@ -228,7 +228,7 @@ def test_data_adapters_are_still_not_exported() -> None:
     assert callable(datasets.data_adapters.get_data_adapter)
 
 
-def test_backup_and_restore_still_speaks_through_a_private_name() -> None:
+def test_backup_and_restore_still_uses_a_private_name() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     assert initial_epoch_of(model, 2) == 2
     model._initial_epoch = 5
@@ -243,7 +243,7 @@ def test_tensorboard_still_has_no_flush_of_its_own(tmp_path: Path) -> None:
 
 
 def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
-    """The reason for `step_generator`: replicas are traced in threads of their own."""
+    """The reason for `step_generator`: each replica is traced in its own thread."""
     found = [random_numbers.global_seed_generator()]
     thread = threading.Thread(target=lambda: found.append(random_numbers.global_seed_generator()))
     thread.start()
@@ -253,7 +253,7 @@ def test_draws_without_a_seed_still_have_a_generator_in_each_thread() -> None:
 
 
 def test_tensorflow_still_does_not_tell_what_a_dataset_is_made_of() -> None:
-    """The reason for `parts_of` and `kind_of`: whether a shuffle is in it decides how to go on."""
+    """The reason for `parts_of` and `kind_of`: resuming depends on the shuffles of a Dataset."""
     assert not hasattr(tf.data.Dataset, "inputs")
     dataset = tf.data.Dataset.range(3).shuffle(3).cache().repeat()
     kinds = []
@@ -269,7 +269,7 @@ def test_tensorflow_still_does_not_tell_what_a_dataset_is_made_of() -> None:
 
 
 def test_keras_still_makes_its_generator_by_a_draw_from_pythons() -> None:
-    """The reason for `_next_global_seed`, which tells the state without that draw."""
+    """The reason for `_next_global_seed`, which returns the state without that draw."""
     keras.utils.clear_session()
     random.seed(1)
     before = random.getstate()
@@ -281,7 +281,7 @@ def test_keras_still_makes_its_generator_by_a_draw_from_pythons() -> None:
 
 
 def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
-    """The reason for `last_operations`: whether a model ends in probabilities or in logits."""
+    """The reason for `last_operations`, which shows if a model returns probabilities or logits."""
     inputs = keras.Input((2,))
     outputs = keras.layers.Dense(3, "softmax")(inputs)
     assert not hasattr(outputs, "operation")
@@ -292,8 +292,8 @@ def test_keras_still_has_no_public_name_for_what_makes_a_tensor() -> None:
     assert last_operations(keras.Model()) is None
 
 
-def test_a_variable_still_holds_its_value_in_one_place() -> None:
-    """The reason for `_value` and `_initialize`: no public name gives a variable another one."""
+def test_a_variables_value_still_has_no_public_setter() -> None:
+    """The reason for `_value` and `_initialize`: no public name replaces the value's variable."""
     variable = keras.Variable([1.0, 2.0], trainable=False)
     other = new_tf_variable(variable, np.array([3.0, 4.0], np.float32))
     assert isinstance(other, tf.Variable)
@@ -324,7 +324,7 @@ def test_optimizers_still_know_variables_by_keys_of_their_own() -> None:
         optimizer.apply([gradient], [variable])
 
 
-def test_models_and_optimizers_still_keep_the_strategy_they_were_made_in() -> None:
+def test_models_and_optimizers_still_keep_their_first_strategy() -> None:
     model, optimizer = keras.Sequential(), keras.optimizers.SGD()
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     for each in (model, optimizer):
@@ -360,7 +360,7 @@ def test_operations_metrics_and_traces_are_still_private() -> None:
     assert len(traces_of(function)) == 1
 
 
-def test_a_version_that_was_not_tested_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     warn_of_untested.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,6 +1,7 @@
-"""Runs of two real workers under the launcher, with faults; what they leave equals the bit.
+"""Tests that runs of two workers with faults give the results of a run without them.
 
-Each run has several faults, each of which costs a start. `whole` is the run without any.
+The results are equal to the bit. Each run has several faults, because each fault costs a start.
+`whole` is the run without faults.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SLOW = {"TFMULTI_TEST_STEP_S": "0.3"}
 
 
 def test_kills_of_any_worker_at_any_time(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    """Worker 0, worker 1, both, in a checkpoint, in the evaluation: five kills in one run."""
+    """Worker 0, worker 1 or both are killed, also in a checkpoint and in the evaluation."""
     schedule = "0.0.0.kill 0.4.1.kill 0.v.0.kill 1.1.0.half 1.3.*.kill"
     done = launched(tmp_path, schedule)
     assert done.returncode == 0, done.stderr
@@ -45,7 +46,7 @@ def test_kills_of_any_worker_at_any_time(tmp_path: Path, whole: dict[str, np.nda
 
 
 def test_errors_freezes_and_notices(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    """An exception, an exit, a frozen worker, a damaged checkpoint, and SIGTERM to one worker."""
+    """The faults: an exception, an exit, a frozen worker, a damaged checkpoint, and a SIGTERM."""
     schedule = "0.1.1.raise 0.3.0.exit 1.0.1.stop 1.4.0.damage 2.2.1.term"
     done = launched(tmp_path, schedule)
     assert done.returncode == 0, done.stderr
@@ -73,7 +74,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, whole: dict[str, np.ndarray])
 
 
 def test_a_deadlock_is_seen_and_named(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    """In a collective that one worker enters alone, and in a callback that never returns."""
+    """One worker alone enters a collective, or a callback never returns."""
     done = launched(tmp_path, "0.2.1.deadlock 1.3.0.hang", "--stall-timeout-s", "8")
     assert done.returncode == 0, done.stderr
     assert_as_if_nothing_had_happened(tmp_path, whole)
@@ -89,7 +90,7 @@ def test_a_deadlock_is_seen_and_named(tmp_path: Path, whole: dict[str, np.ndarra
 
 
 def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
-    """The chief alone would wait for ever."""
+    """Without the launcher, the chief would wait for ever."""
     script = tmp_path / "late.py"
     script.write_text(
         "import os, time, tensorflow as tf\n"
@@ -106,15 +107,15 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     assert re.search(words, done.stderr)
 
 
-def test_what_cannot_go_on_ends_with_the_cause(tmp_path: Path) -> None:
+def test_a_job_that_cannot_continue_ends_with_the_cause(tmp_path: Path) -> None:
     done = launched(tmp_path, "0.0.1.exit 0.1.1.raise 0.1.0.raise", "--max-restarts", "0")
     assert done.returncode == 3
     assert "[launch] worker 1 exited with 3 at step 1" in done.stderr
     assert "[launch] ending with exit code 3" in done.stderr
 
 
-def test_one_worker_goes_on_where_two_stopped(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    """In the midst of an epoch: the metrics' parts of two replicas become one."""
+def test_one_worker_resumes_a_run_of_two(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
+    """The run stops within an epoch, so the metrics of two replicas are merged into one."""
     done = launched(tmp_path, "1.2.1.exit", "--max-restarts", "0")
     assert done.returncode == 3
     done = launched(tmp_path, "", "--nproc-per-node", "1")
@@ -126,7 +127,7 @@ def test_one_worker_goes_on_where_two_stopped(tmp_path: Path, whole: dict[str, n
 def test_the_launcher_itself_is_ended(
     tmp_path: Path, whole: dict[str, np.ndarray], number: signal.Signals
 ) -> None:
-    """Nothing is left running; the same command goes on."""
+    """No process is left, and the same command resumes."""
     group = Processes(tmp_path / "launcher")
     try:
         launcher = group.start(argv(tmp_path, ""))
@@ -146,7 +147,7 @@ def test_the_launcher_itself_is_ended(
 
 
 def test_a_guard_that_is_killed_is_replaced(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:
-    """The job does not notice; and a worker that fails later is started again."""
+    """The job continues, and a worker that fails later is started again."""
     with processes(tmp_path / "launcher") as group:
         launcher = group.start(argv(tmp_path, "0.3.1.kill"), SLOW)
         wait_for(lambda: has_checkpoint(tmp_path))
@@ -167,7 +168,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time
 def test_nothing_outlives_launcher_and_guard_killed_at_once(
     tmp_path: Path, program: str, replaced: bool
 ) -> None:
-    """Who writes would end by itself, since nobody reads; these write nothing."""
+    """A worker that prints would fail, because the pipe is closed. These workers print nothing."""
     (tmp_path / "deaf.py").write_text(DEAF)
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(1e6)")
     words = [str(tmp_path / f"{program}.py")]
@@ -214,7 +215,7 @@ def running(words: str) -> bool:
 
 
 def guards_of(launcher: int) -> list[int]:
-    """Returns the guard of a launcher: a copy of it, or a program of its own."""
+    """Returns the guard of a launcher: a fork of the launcher, or a separate program."""
     return [pid for pid, args in children_of(launcher) if _is_guard(args)]
 
 

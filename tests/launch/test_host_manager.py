@@ -1,4 +1,4 @@
-"""Machines of a job: their names, which of them take part, and the messages between them."""
+"""Tests the machines of a job: their names, their membership, and their messages."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_workers_on_a_machine() -> None:
 LIMITS = Limits(min_nodes=1, max_nodes=2, min_workers=2)
 
 
-def test_who_takes_part() -> None:
+def test_which_machines_take_part() -> None:
     hosts = [("a", 1), ("b", 2), ("c", 4)]
     assert choose(hosts, Standing(), LIMITS, 0.0) == (("a", 1), ("b", 2))
     assert choose(hosts[2:], Standing(), LIMITS, 0.0) == (("c", 4),)
@@ -181,7 +181,7 @@ def failed(rank: int) -> Attempt:
     return Attempt((Failure(rank, "", 137, 0.0),), 3)
 
 
-def test_who_fails_again_and_again_is_left_out_longer_and_longer() -> None:
+def test_repeated_failures_lead_to_longer_absences() -> None:
     standing = Standing()
     for now, until in ((0.0, 60.0), (100.0, 220.0), (300.0, 540.0)):
         standing = after(standing, failed(1), HOSTS, progressed=False, now_s=now)
@@ -205,7 +205,7 @@ def test_a_notice_leaves_a_worker_out_at_once() -> None:
     assert standing.absent == {"b": Absence(2, 70.0, 2)}
 
 
-def test_what_goes_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_that_other_machines_get(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     env = {"PYTHONPATH": "p", "TF_X": "1", "HOME": "h", "PATH": "b", "CUDA_VISIBLE_DEVICES": "1"}
     assert forwarded(env) == {"PYTHONPATH": "p", "TF_X": "1"}
@@ -227,7 +227,7 @@ time.sleep(60)
 
 @pytest.fixture
 def there(tmp_path: Path) -> Iterator[tuple[RemoteMachine, list[tuple[int, str, bytes]], int]]:
-    """Gives a machine whose agent is a process of its own, the lines that come, and its number."""
+    """Yields a machine with an agent in another process, received lines, and the process id."""
     (tmp_path / "script.py").write_text(SCRIPT)
     config = LaunchConfig(program=(str(tmp_path / "script.py"),), shutdown_grace_s=1.0)
     ours, theirs = socket.socketpair()
@@ -291,7 +291,7 @@ def test_a_machine_behind_a_connection(
 def test_workers_of_a_machine_that_is_cut_off_end(
     there: tuple[RemoteMachine, list[tuple[int, str, bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher notices after a time without a word; the agent does as soon."""
+    """The launcher and the agent notice it after the same time without a message."""
     machine, lines, agent = there
     machine.start([order(machine.reserve(1))])
     wait_for(lambda: len(lines) == 2)
@@ -316,7 +316,7 @@ def test_workers_of_a_machine_that_is_cut_off_end(
 def test_an_ssh_that_does_not_start(
     monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], words: str
 ) -> None:
-    """Another try may find descriptors; it finds no other program."""
+    """A lack of descriptors may be temporary, but a missing program is not."""
 
     def popen(*args: Any, **kwargs: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -331,13 +331,13 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         agent_in(tmp_path / "none")
 
 
-def test_a_folder_that_cannot_be_used_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_reported_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"h: the folder .*file cannot be used: Not a directory"):
         agent_in(tmp_path / "file")
 
 
-def test_an_unsafe_folder_for_locks_is_told_to_the_launcher(
+def test_an_unsafe_folder_for_locks_is_reported_to_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
@@ -347,7 +347,7 @@ def test_an_unsafe_folder_for_locks_is_told_to_the_launcher(
 
 
 def agent_in(folder: Path) -> None:
-    """Lets an agent begin a job in a folder; raises what the launcher would."""
+    """Lets an agent begin a job in a folder, and raises the error that the launcher would raise."""
     ours, theirs = socket.socketpair()
     begin = {**begin_of(JOB, {}, "h", "r"), "folder": str(folder)}
     server = threading.Thread(target=serve, args=(link_of_pair(theirs), None, {}))
@@ -361,7 +361,7 @@ def agent_in(folder: Path) -> None:
 def ended_after(
     request: pytest.FixtureRequest, process: subprocess.Popen[Any]
 ) -> subprocess.Popen[Any]:
-    """Returns a process that does not outlive the test, also where that fails."""
+    """Returns a process that ends with the test, even if the test fails."""
     request.addfinalizer(process.wait)
     # The finalizer that was added last is called first.
     request.addfinalizer(process.kill)

@@ -1,7 +1,7 @@
-"""Manifests for Kubernetes: they are valid, and the pods that they describe train.
+"""Tests that the manifests for Kubernetes are valid, and that their pods train.
 
 No Kubernetes runs here. The commands of the pods run as processes in network namespaces, with the
-hostnames and the environment of the manifest, and start again as its policy says.
+hostnames and the environment of the manifest, and are restarted by the manifest's policy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"gpus": 8, "workers": 16}, {"claim": "data.claim-1"}])
 def test_the_objects_are_valid(options: dict[str, Any]) -> None:
-    """By the schemas of the first and the newest Kubernetes that this manifest is for."""
+    """They fit the schemas of the oldest and the newest supported Kubernetes."""
     parts = parts_of(**options)
     assert set(parts) >= {"Service", "NetworkPolicy", "Job"}
     assert ("PersistentVolumeClaim" in parts) == ("claim" not in options)
@@ -65,7 +65,7 @@ def test_a_wrong_field_is_not_valid() -> None:
 
 
 def test_a_job_set_is_valid() -> None:
-    """Kubeflow has JobSet's schema as classes, which leave out a field that it does not have."""
+    """Kubeflow has JobSet's schema as classes, which drop unknown fields."""
     made = parts_of(kind="jobset", workers=3)["JobSet"]
     assert JobsetV1alpha2JobSet.from_dict(made).to_dict() == made
     (replicated,) = made["spec"]["replicatedJobs"]
@@ -100,7 +100,7 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 ODD = ["train.py", 'a: "b"\n- c', "yes", "null", "'", "1", "#", "%", "\u2028", "&x", "-"]
 
 
-def test_no_word_of_the_program_leaves_its_place() -> None:
+def test_the_programs_arguments_are_not_changed() -> None:
     command = pod_of(parts_of(program=tuple(ODD))["Job"])["containers"][0]["command"]
     assert command[3:] == ODD
 
@@ -140,7 +140,7 @@ def test_a_name_that_fits_gives_hostnames_that_fit() -> None:
 
 
 def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
-    """What it copies is enough to build the package. No container engine is here to do the rest."""
+    """The copied files are enough to build the package. No other step of the file runs here."""
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     allowed = (ROOT / ".dockerignore").read_text().split()
@@ -210,7 +210,7 @@ class Pods:
         return subprocess.run([sys.executable, *command[1:]], cwd=ROOT, env=self.env).returncode
 
     def action(self, code: int) -> str:
-        """Returns what the Job's policy says of an exit code."""
+        """Returns the action of the Job's policy for an exit code."""
         for rule in self._job["spec"]["podFailurePolicy"]["rules"]:
             if code in rule.get("onExitCodes", {}).get("values", []):
                 return str(rule["action"])

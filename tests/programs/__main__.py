@@ -1,13 +1,14 @@
-"""Runs the programs of one place in one process, and keeps what each left.
+"""Runs the programs of one place in one process, and writes their results.
 
     python -m tests.programs OUT PLACE 'NAME|NAME|…'
 
 `OUT` is a folder; PLACE is `plain` (Keras alone, without tfmulti), `mirrored-N` or `workers-N`
-(with TF_CONFIG). A program leaves `OUT/rank_R/NAME.npz`: weights, optimizer slots, history,
-evaluation and predictions, or the class and the message of its error. At the place `plain` each
-program runs twice: the second time its initial weights are moved by one unit in the last place,
-and the results lie in `OUT/rank_1`. A program that is to be refused runs once. One that takes
-longer than `LIMIT_S` ends the process, with the stacks of its threads on stderr.
+(with TF_CONFIG). The results of a program are in `OUT/rank_R/NAME.npz`: weights, optimizer slots,
+history, evaluation and predictions, or the class and the message of its error. At the place
+`plain` each program runs twice. The second time its initial weights are moved by one unit in the
+last place, and the results are in `OUT/rank_1`. A program that is expected to be refused runs
+once. A program that takes longer than `LIMIT_S` ends the process, with the stacks of its threads
+on stderr.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SEED = 7
 
 
 def nudged(next_creator: Callable[..., Any], draw: int = 0, **options: Any) -> Any:
-    """Makes a variable as TensorFlow does; trainable floats begin one unit further on.
+    """Makes a variable as TensorFlow does, but moves trainable floats by one unit.
 
     Half of the elements are moved up and half down, as drawn from the variable's size and `draw`.
     """
@@ -58,7 +59,7 @@ def nudged(next_creator: Callable[..., Any], draw: int = 0, **options: Any) -> A
 def run(
     program: Program, strategy: tf.distribute.Strategy, plain: bool, perturbed: bool
 ) -> dict[str, Any]:
-    """Returns what a program leaves, as arrays by name."""
+    """Runs a program, and returns its results as arrays by name."""
     # This also removes the creators of variables.
     keras.utils.clear_session()
     keras.config.set_floatx(program.floatx)
@@ -115,7 +116,7 @@ def _optimizers(made: Made) -> dict[str, keras.optimizers.Optimizer]:
 def attempt(
     program: Program, strategy: tf.distribute.Strategy, plain: bool, perturbed: bool = False
 ) -> dict[str, Any]:
-    """Returns what a program leaves, or the class and the message of its error."""
+    """Returns the results of a program, or the class and the message of its error."""
     try:
         return run(program, strategy, plain, perturbed)
     except Exception as error:

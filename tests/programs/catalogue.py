@@ -27,8 +27,8 @@ for family in FAMILIES:
     importlib.import_module(f"tests.programs.{family}")
 
 
-# A program takes some seconds at each place. The tests run these, one of each kind of the step's
-# values; `PROGRAMS=all pytest tests/programs` runs all programs, before a release.
+# A program takes some seconds at each place. So the tests run only these programs, one of each kind
+# of value in a step. Before a release, `PROGRAMS=all pytest tests/programs` runs all programs.
 CORE = (
     "logs_of_all_metrics",
     "gradient_of_a_vector",

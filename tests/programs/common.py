@@ -19,7 +19,7 @@ def rng() -> np.random.Generator:
 
 
 def features(*shape: int, rows: int = ROWS) -> np.ndarray:
-    """Returns `[rows, *shape]` numbers whose rows differ in size."""
+    """Returns `[rows, *shape]` numbers. The rows differ in magnitude."""
     found = rng().standard_normal((rows, *shape)) * np.linspace(0.5, 1.5, rows).reshape(
         (rows,) + (1,) * len(shape)
     )
@@ -45,7 +45,7 @@ def tokens(length: int = 6, vocabulary: int = 9, rows: int = ROWS) -> np.ndarray
 
 
 def batches(*arrays: Any, batch: int = BATCH) -> tf.data.Dataset:
-    """Returns a Dataset of batches: of tuples, or of arrays where there is one."""
+    """Returns a Dataset of batches, which are tuples, or arrays if there is only one array."""
     given = arrays if len(arrays) > 1 else arrays[0]
     return tf.data.Dataset.from_tensor_slices(given).batch(batch)
 
@@ -78,7 +78,7 @@ def sgd(rate: float = 0.1) -> keras.optimizers.Optimizer:
 
 
 def adam(rate: float = 0.01) -> keras.optimizers.Optimizer:
-    """Returns Adam, whose second moment shows what each step's gradient was."""
+    """Returns Adam, whose second moment depends on the size of each gradient."""
     return keras.optimizers.Adam(rate)
 
 

@@ -11,7 +11,7 @@ from tests.programs.running import ProgramPlaces
 def left(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProgramPlaces]:
-    """Gives what the selected programs left at their places, and on one device."""
+    """Yields the results of the selected programs, at their places and on one device."""
     wanted = (
         (place, str(params["name"]))
         for item in request.session.items

@@ -1,4 +1,4 @@
-"""The public programs that `public` runs: name -> the repository and the path in it."""
+"""Lists the public programs that `public` runs: their repositories and paths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a program is, and the table of all programs.
+"""Defines what a program is, and holds the table of all programs.
 
-A program is written for one device: it makes a model and data and says how to compile and
-train. The runner alone decides where it runs.
+A program is written for one device. It makes a model and data, and gives the arguments of `compile`
+and `fit`. The runner decides where it runs.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 import keras
 
-# Two replicas in one process show nothing that three, or two workers, do not; they are left to
-# release checks, by EXACTNESS_EVERYWHERE=1, so that the programs take minutes.
+# Two replicas in one process find no error that three replicas or two workers do not find. They run
+# only before a release (EXACTNESS_EVERYWHERE=1), so that the programs take minutes.
 EVERYWHERE = os.environ.get("EXACTNESS_EVERYWHERE") == "1"
 PLACES = ("mirrored-2", "mirrored-3", "workers-2") if EVERYWHERE else ("mirrored-3", "workers-2")
 EQUAL = "equal"
-# What the message of a refusal must say. A step that replicas cannot take as one device does is
-# found by comparison with one device.
+# A pattern of the messages of refusals. If replicas cannot take a step as one device does, the
+# comparison with one device finds it.
 TF_RANDOM = r"(?i)tf\.random|\bdiffers?\b"
 
 
 @dataclass
 class Made:
-    """A program's model, and what it does with it.
+    """A program's model, and the calls that it makes.
 
     Attributes:
         compile: the arguments of `compile`.
-        fit: the arguments of `fit`; without `verbose`.
-        evaluate: the arguments of `evaluate`, where the program evaluates after training.
-        predict: the arguments of `predict`, where it predicts after training.
-        use: what it does instead of `fit`; returns numbers by name.
-        after: what else it looks at after training; returns numbers by name.
-        optimizers: those that the model does not hold as attributes.
+        fit: the arguments of `fit`, without `verbose`.
+        evaluate: the arguments of `evaluate`, if the program evaluates after training.
+        predict: the arguments of `predict`, if the program predicts after training.
+        use: a function that is called instead of `fit`. It returns numbers by name.
+        after: a function that is called after training. It returns numbers by name.
+        optimizers: the optimizers that are no attributes of the model.
     """
 
     model: keras.Model
@@ -53,12 +53,12 @@ class Program:
 
     Attributes:
         make: makes the model and the data, inside the strategy's scope.
-        kind: what it stands for.
+        kind: a description of the program.
         like: titles of public programs of this kind.
         expects: `equal` to one device, or a pattern that the message of an error must match.
-        tolerance: the least difference that is an error, relative, for float32.
+        tolerance: the smallest relative difference that is an error, for float32.
         floatx: Keras' default float type while the program runs.
-        apart: beginnings of names of arrays that plain Keras alone gets wrong.
+        apart: the prefixes of the names of arrays that are wrong in plain Keras.
     """
 
     make: Callable[[], Made]

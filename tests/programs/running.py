@@ -1,4 +1,4 @@
-"""Starts the programs of each place, and says how far they are from plain Keras."""
+"""Runs the programs at each place, and measures their differences from plain Keras."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Left = dict[str, np.ndarray]
 
 
 class ProgramPlaces(Places):
-    """What the programs left at each place: a dictionary a worker, program -> name -> array.
+    """The results of the programs at each place: for each worker, program -> name -> array.
 
-    At the place `plain` the second dictionary is that of the perturbed weights. A program that
-    ends its process has the error `Died`, and the others go on in a new process.
+    At the place `plain` the second entry has the results of the perturbed weights. A program that
+    ends its process has the error `Died`, and the next programs run in a new process.
     """
 
     def _run(self, place: str) -> list[Arrays]:
@@ -43,7 +43,7 @@ class ProgramPlaces(Places):
         ]
 
     def _attempt(self, place: str, folder: Path, names: list[str]) -> str | None:
-        """Runs programs; returns the end of the log where they did not end well."""
+        """Runs programs, and returns the end of the log if they failed."""
         argv = ["-m", "tests.programs", str(folder), place, "|".join(names)]
         try:
             run_at(place, argv, folder / f"logs_{len(names)}", limit_s=LIMIT_S)
@@ -61,15 +61,15 @@ def _read(file: Path) -> Left:
         return {name: archive[name] for name in archive.files}
 
 
-# An array that is small beside the others of its group is measured by this part of their size:
-# the gradient of a bias before a normalization is nothing but rounding.
+# The difference of a small array is relative to at least this part of the largest number in its
+# group. For example, the gradient of a bias before a normalization is only rounding.
 FLOOR = 0.01
 
 
 def differences(left: Left, right: Left) -> dict[str, float]:
-    """Returns how far each array is off, relative to the largest number in it.
+    """Returns the difference of each array, relative to the largest number in the array.
 
-    Another shape, a NaN on one side alone or a name on one side alone is infinitely far.
+    The difference is infinite if shapes or names differ, or if only one side has a NaN.
     """
     sizes: dict[str, float] = {}
     for name, array in right.items():
@@ -87,7 +87,7 @@ def differences(left: Left, right: Left) -> dict[str, float]:
 
 
 def _group(name: str) -> str:
-    """Returns what an array is compared among: the weights, one optimizer's velocities, …."""
+    """Returns the group of an array: the weights, the velocities of one optimizer, …."""
     return name.rpartition("/")[0]
 
 
@@ -98,10 +98,10 @@ def _size(array: np.ndarray) -> float:
 def excess(
     found: Left, plain: Left, perturbed: Sequence[Left], tolerance: float
 ) -> tuple[float, str]:
-    """Returns the largest difference over what is allowed, and what differs by how much.
+    """Returns the largest quotient of a difference and its limit, and a description of it.
 
-    Allowed is the tolerance, or ten times the most that one unit in the last place of the initial
-    weights changed on one device.
+    The limit is the tolerance, or ten times the largest change on one device after the initial
+    weights were moved by one unit in the last place.
     """
     sensitivity: dict[str, float] = {}
     for each in perturbed:

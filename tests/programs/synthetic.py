@@ -1,4 +1,4 @@
-"""Data of the form of what public programs download, and shorter data of any form."""
+"""Replaces the downloads of public programs by synthetic data, and shortens data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMS = {
     "cifar10": ((32, 32, 3), 10),
     "cifar100": ((32, 32, 3), 100),
 }
-# Modules that programs draw or show with, or use after training; of no account for its numbers.
+# Modules that programs use for plots or after training, and that do not affect its numbers.
 SHOWING = (
     "imageio",
     "sklearn",
@@ -37,7 +37,7 @@ SHOWING = (
 
 
 def install(folder: Path) -> None:
-    """Puts synthetic data in the place of downloads, in this process. `folder` takes files."""
+    """Replaces downloads by synthetic data in this process. Files are written to `folder`."""
     for name, (shape, classes) in FORMS.items():
         module = getattr(keras.datasets, name)
         module.load_data = _images(shape, classes, column=name.startswith("cifar"))
@@ -209,7 +209,7 @@ def _without_pretrained_weights() -> None:
 
 
 def _read_text(folder: Path) -> None:
-    """Gives `numpy.loadtxt` of an address a table of two classes of series."""
+    """Returns a table of two classes of series for `numpy.loadtxt` of an address."""
     original = np.loadtxt
 
     def loadtxt(source: Any, *args: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Programs that were written for one device, run on several, compared with plain Keras.
+"""Tests that programs written for one device give the same numbers on several.
 
 Weights, optimizer slots, history, evaluation and predictions are those of one device, within
 1e-6 of the largest number of an array, or ten times what one unit in the last place of the initial
-weights changes on one device. Where a program cannot be the same, an error must say so.
+weights changes on one device. If a program cannot give these numbers, an error must say so.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tests.programs.catalogue import CHOSEN, PROGRAMS
 from tests.programs.registry import EQUAL, PLACES
 from tests.programs.running import ProgramPlaces, differences, excess
 
-# A perturbation of 6e-8 that grows beyond this would hide errors of the same size.
+# If a perturbation of 6e-8 grows to more than this, it would hide errors of the same size.
 MOST_SENSITIVE = 1e-3
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_one_device_tells_an_error_from_rounding(left: ProgramPlaces, name: str) -> None:
+def test_one_device_distinguishes_errors_from_rounding(left: ProgramPlaces, name: str) -> None:
     plain, perturbed = (found[name] for found in left["plain"])
     assert "error" not in plain, plain["error"]
     if PROGRAMS[name].expects == EQUAL and PROGRAMS[name].tolerance <= MOST_SENSITIVE:
@@ -51,7 +51,7 @@ def test_a_program_is_the_same_or_refused(left: ProgramPlaces, name: str, place:
             assert re.search(wanted.expects, str(found["error"][1])), ": ".join(found["error"])
 
 
-def test_the_measure_tells_what_differs() -> None:
+def test_the_comparison_names_the_difference() -> None:
     plain = {"weight/0": np.array([1.0, 2.0]), "history/loss": np.array([0.5])}
     assert excess(plain, plain, [plain], 1e-6)[0] == 0
     wrong = {**plain, "history/loss": np.array([0.5005])}

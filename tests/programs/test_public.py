@@ -1,4 +1,4 @@
-"""The script that runs public programs: what needs no checkout of them."""
+"""Tests the script that runs public programs, as far as it needs no checkout of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_error_is_one_line_of_the_table() -> None:
     assert public._line(error) == "ModelError: a / b"
 
 
-def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_program_is_reported(tmp_path: Path) -> None:
     found = public.verdicts("vae", tmp_path / "vae.py", ["mirrored-2"], tmp_path, 1)
     assert found == ["cannot run here: not in this checkout"]
 
@@ -51,7 +51,7 @@ def test_a_program_that_fails_alone_cannot_run(
     ("value", "words"),
     [(1.0, "equal (fit_0/weight/0 differs by 0.00e+00"), (2.0, "fit_0/weight/0")],
 )
-def test_what_differs_is_told(
+def test_differences_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, words: str
 ) -> None:
     def run(file: Path, place: str, *more: object) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Each built-in model on each kind of data it takes, saved and loaded by plain Keras."""
+"""Tests each built-in model on each kind of data, saved and loaded by plain Keras."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each optimizer of the command is Keras' own, with the rate and the decay that were asked for."""
+"""Tests that the optimizers of the command are Keras' own, with the given rate and decay."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SLOTS = [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
 
 
 def rows_of_a_table(values: np.ndarray) -> tf.IndexedSlices:
-    """Returns an embedding's gradient: some rows twice, others not at all."""
+    """Returns the gradient of an embedding, with some rows twice and others missing."""
     places = np.arange(len(values)) // 2
     return tf.IndexedSlices(tf.constant(values), tf.constant(places), tf.constant(values.shape))
 

@@ -1,4 +1,4 @@
-"""What is checked before TensorFlow starts, beyond the mistakes of the command line."""
+"""Tests the checks before TensorFlow starts, except for mistakes of the command line."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_job_is_resolved_and_has_its_data(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_depends_on_the_training_rows_is_there_before_the_run(
+def test_statistics_of_the_training_rows_are_computed_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

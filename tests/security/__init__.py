@@ -1,1 +1,1 @@
-"""Attacks from outside, each against the real thing."""
+"""Attacks from outside, against real jobs, sockets and files."""

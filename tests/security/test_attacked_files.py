@@ -1,4 +1,4 @@
-"""Crafted checkpoints and data files in real jobs of two workers: right numbers, or one line."""
+"""Tests that crafted files change no numbers of a real job, or end it with one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attributes_of_a_callback(tree: dict[str, Any], outside: str) -> None:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
-    """Returns the weights of a run that nothing interrupts."""
+    """Returns the weights of a run without interruption."""
     folder = tmp_path_factory.mktemp("whole")
     assert saving(folder).returncode == 0
     return left_in(folder)
@@ -44,7 +44,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
 def test_a_crafted_checkpoint_writes_nothing_elsewhere(
     tmp_path: Path, weights: list[np.ndarray], change: Callable[[dict[str, Any], str], None]
 ) -> None:
-    """The newest checkpoint was changed, with all its checksums: the job ends with its numbers."""
+    """The newest checkpoint was changed, with correct checksums. The job ends with its numbers."""
     outside = str(tmp_path / "outside.weights.h5")
     interrupted(tmp_path)
     change_newest(tmp_path, lambda tree: change(tree, outside))
@@ -55,8 +55,8 @@ def test_a_crafted_checkpoint_writes_nothing_elsewhere(
     np.testing.assert_equal(left_in(tmp_path), weights)
 
 
-def test_a_packed_checkpoint_is_passed_over(tmp_path: Path, weights: list[np.ndarray]) -> None:
-    """What unpacks to more than the file is not unpacked: the checkpoint before it is taken."""
+def test_a_compressed_checkpoint_is_ignored(tmp_path: Path, weights: list[np.ndarray]) -> None:
+    """A file that would unpack to more than its size is not unpacked. The previous one is used."""
     interrupted(tmp_path)
     newest = file_format.Checkpoints(tmp_path / "checkpoints").files()[0]
     with zipfile.ZipFile(newest, "a", zipfile.ZIP_DEFLATED) as archive:
@@ -85,13 +85,13 @@ def saving(folder: Path, *stop: str) -> Finished:
 
 
 def interrupted(folder: Path) -> None:
-    """Runs a job that ends in the midst of its second epoch, and leaves some checkpoints."""
+    """Runs a job that ends within its second epoch, and leaves some checkpoints."""
     done = saving(folder, "10")
     assert done.returncode == 3, done.stderr
 
 
 def change_newest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the newest checkpoint, with all its checksums."""
+    """Changes the newest checkpoint, and corrects all its checksums."""
     path = file_format.Checkpoints(folder / "checkpoints").files()[0]
     record = file_format.from_bytes(path.read_bytes())
     change(record.tree)

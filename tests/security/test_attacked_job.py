@@ -1,4 +1,4 @@
-"""Strangers at every port of a real job, all the time: it ends with the same numbers."""
+"""Tests that a job whose ports are attacked all the time ends with the same numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AT_ONCE = 100
 def test_strangers_at_all_ports_change_nothing(
     tmp_path: Path, whole: dict[str, np.ndarray]
 ) -> None:
-    """At first one sits where the second machine looks for the first one."""
+    """At first an attacker listens where the second machine expects the first one."""
     env = {"TFMULTI_SECRET": SECRET, "TFMULTI_TEST_STEP_S": "0.3"}
     imposter = socket.create_server((FIRST, 0))
     port = imposter.getsockname()[1]
@@ -163,7 +163,7 @@ ATTACKS = (nonsense, an_endless_line, many_at_once, without_the_secret, as_anoth
 
 @contextlib.contextmanager
 def without_end(attack: Callable[[Place], None], place: Place) -> Iterator[list[float]]:
-    """Attacks again and again in a thread; gives when each attempt ended."""
+    """Attacks repeatedly in a thread, and yields the times at which the attempts ended."""
     over, tries = threading.Event(), list[float]()
 
     def go_on() -> None:

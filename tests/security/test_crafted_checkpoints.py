@@ -1,4 +1,4 @@
-"""A checkpoint is a file that somebody else may have written: it sets numbers, and nothing else."""
+"""Tests that a checkpoint which somebody else has written sets numbers, and nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trained(folder: Path, epochs: int = 2) -> Counts:
 
 
 def crafted(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the checkpoint in the midst of a pass, with all its checksums; others are removed."""
+    """Changes a checkpoint from within a pass, corrects its checksums, and removes the others."""
     *newer, path = file_format.Checkpoints(folder / "checkpoints").files()
     for other in newer:
         other.unlink()
@@ -86,7 +86,7 @@ def test_a_run_from_a_crafted_position_writes_nothing_elsewhere(tmp_path: Path) 
 
 
 def test_a_position_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
-    """The iterator that was tried has drawn a seed: the next ones would give other orders."""
+    """The trial's iterator has drawn a seed, so later iterators would have other orders."""
     trained(tmp_path)
 
     def change(tree: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def test_a_position_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_position", [True, False])
 def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path: Path, has_position: bool) -> None:
-    """It has the parts of the feeds' states in entries of their own."""
+    """The older version stores the parts of the feeds' states as separate entries."""
     whole = trained(tmp_path / "whole", epochs=3)
     trained(tmp_path)
 
@@ -126,7 +126,7 @@ def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: A
 
 
 def test_a_run_whose_workers_trained_alone_is_not_resumed(tmp_path: Path) -> None:
-    """An older version had `sync_every`, and kept what it needs in the checkpoint."""
+    """An older version had `sync_every`, and stored the state of that option in the checkpoint."""
     trained(tmp_path)
     crafted(tmp_path, lambda tree: tree.update(apart={"sync_every": 5, "velocities": []}))
     with pytest.raises(ResumeError, match="saved sync_every=5, which this version does not have"):
@@ -137,7 +137,9 @@ def test_a_run_whose_workers_trained_alone_is_not_resumed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("key", ["seed", "data"])
 @pytest.mark.parametrize("value", [[], "text", 1.5])
-def test_what_is_checked_before_has_its_form_too(tmp_path: Path, key: str, value: Any) -> None:
+def test_values_that_are_checked_early_must_have_their_form(
+    tmp_path: Path, key: str, value: Any
+) -> None:
     trained(tmp_path)
     crafted(tmp_path, lambda tree: tree.update({key: value}))
     with pytest.raises(ResumeError, match=r"the newest checkpoint (in .* )?is not as this version"):
@@ -168,7 +170,7 @@ def test_attributes_that_are_not_set(tmp_path: Path, key: str, value: Any, why: 
 
 
 class Keeps(keras.callbacks.Callback):
-    """Removes what it has written but for the last few, as many people's callbacks do."""
+    """Removes all but the last few files that it has written, as many users' callbacks do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +215,7 @@ def test_types_of_arrays_are_those_that_are_known(tmp_path: Path) -> None:
         file_format.from_bytes(data.replace(b'\\"types\\": [\\"\\"]', b'\\"types\\": [\\"os\\"]'))
 
 
-def test_what_a_run_learned_still_comes_back(tmp_path: Path) -> None:
+def test_valid_attributes_of_callbacks_are_still_restored(tmp_path: Path) -> None:
     assert trained(tmp_path).batches == 8
     counts = trained(tmp_path, epochs=3)
     assert counts.batches == 12

@@ -1,4 +1,4 @@
-"""Strangers at the launcher's door and behind its connections cost the job no more than a line."""
+"""Tests that strangers at the launcher's port and connections cost a job at most a line."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def proven(port: int, secret: str = SECRET, name: str = "b") -> AgentConnection | None:
-    """Returns a connection on which both sides have proven themselves."""
+    """Returns a connection on which both sides have proven that they know the secret."""
     link = connect.link_of(knock(port))
     return link if connect._prove(link, secret.encode(), name) else None
 
 
 def comes_in(door: JoinListener, port: int, name: str = "b") -> bool:
-    """Whether a machine of the job is still let in."""
+    """Returns whether a machine of the job is still accepted."""
     link = proven(port, name=name)
     assert link is not None
     link.send({"program": "\0".join(PROGRAM)})
@@ -113,7 +113,9 @@ def comes_in(door: JoinListener, port: int, name: str = "b") -> bool:
         b'{"name": "b", "nonce": "' + NONCE.encode() * 2 + b'"}\n',
     ],
 )
-def test_who_is_no_machine_is_shown_out(door: tuple[JoinListener, int], data: bytes) -> None:
+def test_a_caller_that_is_no_machine_is_rejected(
+    door: tuple[JoinListener, int], data: bytes
+) -> None:
     with knock(door[1], data) as stranger:
         assert is_closed(stranger)
     assert comes_in(*door)
@@ -123,10 +125,10 @@ def test_who_is_no_machine_is_shown_out(door: tuple[JoinListener, int], data: by
     "second",
     [b"", b"{}", b'{"proof": ""}', b'{"proof": "' + b"00" * 32 + b'"}', b'{"program": "train"}'],
 )
-def test_who_knows_all_but_the_secret_is_shown_out(
+def test_a_caller_without_the_secret_is_rejected(
     door: tuple[JoinListener, int], second: bytes
 ) -> None:
-    """The machine's name and the program are no secrets: ps shows them to all users."""
+    """The machine's name and the program are not secret, because ps shows them to all users."""
     link = connect.link_of(stranger := knock(door[1]))
     link.send({"name": "b", "nonce": NONCE, "program": "\0".join(PROGRAM)})
     assert len((link.receive() or {})["proof"]) == 64
@@ -149,7 +151,7 @@ def accept_machine(door: JoinListener) -> RemoteMachine:
     return door.accept_machine(Host("b"), {}, "r", lambda *line: None)
 
 
-def test_what_was_said_before_proves_nothing(door: tuple[JoinListener, int]) -> None:
+def test_recorded_messages_prove_nothing(door: tuple[JoinListener, int]) -> None:
     """A message can neither be repeated nor sent back to its sender."""
     said: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -176,8 +178,10 @@ def test_what_was_said_before_proves_nothing(door: tuple[JoinListener, int]) -> 
 
 
 @pytest.mark.parametrize("name", ["\ud800", "b\n", "\0", "b" * 300, 3, None, {}, "\x1b[2J"])
-def test_no_greeting_takes_a_place_for_good(door: tuple[JoinListener, int], name: Any) -> None:
-    """64 names that cannot be encoded once closed the door."""
+def test_no_greeting_blocks_a_connection_for_ever(
+    door: tuple[JoinListener, int], name: Any
+) -> None:
+    """In an earlier version 64 names that cannot be encoded blocked all later connections."""
     made, port = door
     for _ in range(3):
         line = json.dumps({"name": name, "nonce": NONCE}).encode() + b"\n"
@@ -186,7 +190,7 @@ def test_no_greeting_takes_a_place_for_good(door: tuple[JoinListener, int], name
     assert comes_in(made, port)
 
 
-def test_threads_that_cannot_be_started_do_not_close_the_door(
+def test_a_lack_of_threads_does_not_stop_the_listener(
     door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, port = door
@@ -199,7 +203,7 @@ def test_threads_that_cannot_be_started_do_not_close_the_door(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "x"), OSError(errno.ECONNABORTED, "x")])
-def test_workers_meet_although_a_connection_cannot_be_taken(
+def test_workers_connect_although_an_accept_fails(
     error: OSError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
@@ -254,8 +258,8 @@ def test_a_secret_is_text() -> None:
         secret_of({"TFMULTI_SECRET": "sixteen or more \udcff"})
 
 
-def test_a_first_machine_that_says_nothing_is_told(tmp_path: Path) -> None:
-    """A launcher that is stopped still takes connections; once a joiner waited without end."""
+def test_a_silent_first_machine_is_reported(tmp_path: Path) -> None:
+    """The kernel accepts connections for a stopped launcher, so a joining machine needs a limit."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = str(silent.getsockname()[1])
         flags = ["--hosts", "127.0.0.1:1,b:1", "--node-rank", "1", "--master-port", port]
@@ -284,8 +288,8 @@ def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], ask: str
         machine.close()
 
 
-def test_who_answers_without_the_secret_gets_no_proof() -> None:
-    """A program that took the first machine's port learns the name, and nothing else."""
+def test_an_answer_without_the_secret_gets_no_proof() -> None:
+    """A program that took the first machine's port learns only the machine's name."""
     for answer in ({}, {"nonce": NONCE}, {"nonce": NONCE, "proof": "00" * 32}):
         ours, theirs = over_pair()
         theirs.sendall(json.dumps(answer).encode() + b"\n")
@@ -307,7 +311,7 @@ def sealed_pair() -> tuple[AgentConnection, AgentConnection, socket.socket, sock
 
 
 @pytest.mark.parametrize("tampering", ["changed", "left out", "repeated", "swapped", "unsigned"])
-def test_what_somebody_between_has_changed_ends_the_connection(tampering: str) -> None:
+def test_a_message_changed_on_the_way_ends_the_connection(tampering: str) -> None:
     one, two, from_one, to_two = sealed_pair()
     lines = []
     with from_one.makefile("rb") as heard:
@@ -386,7 +390,7 @@ def test_the_secret_is_in_no_message_and_no_repr() -> None:
 
 
 def test_an_endless_line_is_not_kept(door: tuple[JoinListener, int]) -> None:
-    """It ends after the bytes that a greeting may have, however many come."""
+    """The connection ends after the largest number of bytes that a greeting may have."""
     data = b"x" * connect.GREETING_BYTES
     with knock(door[1]) as stranger:
         assert sent_until_it_ends(stranger, data, most=2_000) < 2_000
@@ -437,7 +441,7 @@ def _is_over(connection: socket.socket) -> bool:
         return True
 
 
-def test_too_many_open_files_do_not_close_the_door(
+def test_too_many_open_files_do_not_stop_the_listener(
     door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept, failed = socket.socket.accept, []
@@ -464,8 +468,8 @@ def over_pair() -> tuple[AgentConnection, socket.socket]:
 @pytest.mark.parametrize(
     "hello", [{}, None, [], "x", {"cores": 1}, {"cores": "1", "gpus": 0}, {"cores": -1, "gpus": 0}]
 )
-def test_an_agent_that_says_no_proper_hello_is_not_reached(hello: Any) -> None:
-    """And so it is looked for again, as any machine that does not answer."""
+def test_an_agent_without_a_valid_hello_is_unreachable(hello: Any) -> None:
+    """The launcher tries it again later, like any machine that does not answer."""
     link, theirs = over_pair()
     theirs.sendall(json.dumps({"hello": hello}).encode() + b"\n")
     with pytest.raises(Unreachable, match="no agent"):
@@ -517,7 +521,7 @@ def test_lines_of_workers_come_through() -> None:
 
 
 class LocalMachine:
-    """What an agent has, of which only some may be asked."""
+    """An agent's machine, of which an order may call only some methods."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -580,9 +584,7 @@ def answer_to(order: dict[str, Any], here: LocalMachine, folder: Path) -> dict[s
         {"do": "start", "with": [3]},
     ],
 )
-def test_an_agent_does_what_it_is_for_and_nothing_else(
-    tmp_path: Path, order: dict[str, Any]
-) -> None:
+def test_an_agent_obeys_only_known_orders(tmp_path: Path, order: dict[str, Any]) -> None:
     here = LocalMachine()
     answer = answer_to({"id": 5, **order}, here, tmp_path)
     assert (answer["id"], "fails" in answer) == (5, True)

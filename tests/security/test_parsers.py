@@ -1,7 +1,8 @@
-"""Every parser of what a socket or a file gives: it accepts, or raises the error it documents.
+"""Tests every parser of messages and files: it accepts, or raises its documented error.
 
-Each gets any bytes, and its own format with bytes changed, cut off or repeated; parsers of JSON get
-any JSON, and their own messages with one value replaced. None takes more than MOST_BYTES of memory.
+Each parser gets any bytes, and its own format with bytes changed, cut off or repeated. Parsers of
+JSON also get any JSON, and their own messages with one value replaced. No parser takes more than
+MOST_BYTES of memory.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ fuzzed = settings(
 
 @pytest.fixture(autouse=True)
 def little_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test takes no more than MOST_BYTES at any time; the kernel counts what any library has.
+    """Checks that a test takes at most MOST_BYTES; the kernel counts the memory of all libraries.
 
-    It counts also what threads of earlier tests take meanwhile, but a parser takes as much each
-    time: a test with too much runs once more.
+    The count includes memory that threads of earlier tests take at the same time. A parser takes
+    the same memory each time, so a test with too much memory is repeated once.
     """
     with _memory() as taken:
         yield
@@ -87,7 +88,7 @@ def little_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory() -> Iterator[Callable[[], int]]:
-    """Gives a function for the most bytes that the process took over what it had."""
+    """Yields a function that returns the largest additional memory of the process, in bytes."""
     # This resets the peak of the process to its current memory.
     Path("/proc/self/clear_refs").write_text("5")
     before = _kb("VmRSS")
@@ -152,7 +153,7 @@ def like(draw: Callable[[Any], Any], *messages: Any) -> Any:
 
 @st.composite
 def damaged(draw: Callable[[Any], Any], *contents: bytes) -> bytes:
-    """Returns any bytes, or one of these with some changed, cut off, or twice."""
+    """Returns any bytes, or one of these with some bytes changed, cut off, or repeated."""
     content = draw(st.sampled_from([b"", *contents]))
     if not content:
         return bytes(draw(st.binary(max_size=300)))
@@ -172,7 +173,7 @@ def damaged(draw: Callable[[Any], Any], *contents: bytes) -> bytes:
 
 @contextlib.contextmanager
 def only(*errors: type[Exception]) -> Iterator[None]:
-    """Inside, these may be raised, each with a message of one line."""
+    """Allows these errors in the context, if their messages have one line."""
     words = ""
     try:
         yield
@@ -181,7 +182,7 @@ def only(*errors: type[Exception]) -> Iterator[None]:
     assert "\n" not in words
 
 
-# What comes from sockets.
+# Parsers of messages from sockets.
 
 
 @fuzzed
@@ -205,7 +206,7 @@ LOOK = asdict(
 )
 
 
-def test_a_look_as_an_agent_says_it() -> None:
+def test_a_worker_status_as_an_agent_sends_it() -> None:
     seen = json_values.build(WorkerStatus, json.loads(json.dumps(LOOK)))
     assert asdict(seen) == LOOK
     assert json_values.build(
@@ -221,7 +222,7 @@ def test_what_is_no_number_is_refused() -> None:
 
 @fuzzed
 @given(like(LOOK))
-def test_looks_of_an_agent(values: Any) -> None:
+def test_worker_statuses_from_an_agent(values: Any) -> None:
     try:
         seen = json_values.build(WorkerStatus, values)
     except ValueError:
@@ -339,7 +340,7 @@ def test_the_first_message_to_an_agent(first: Any) -> None:
 @settings(fuzzed, max_examples=60)
 @given(st.binary(max_size=80))
 def test_callers_of_a_worker(data: bytes) -> None:
-    """Who says anything else than the handshake is not taken for a worker."""
+    """A caller that sends anything but the handshake is not accepted as a worker."""
     listener = socket.create_server(("127.0.0.1", 0))
     place = listener.getsockname()
     found: list[Any] = []
@@ -360,7 +361,7 @@ def test_callers_of_a_worker(data: bytes) -> None:
     assert isinstance(found[0], ChannelError)
 
 
-# What the environment and small files hold.
+# Parsers of the environment and of small files.
 
 
 TF_CONFIG = {
@@ -482,7 +483,7 @@ def test_descriptions_of_records(data: bytes) -> None:
         read_features("features.json", data)
 
 
-# Data and checkpoints.
+# Parsers of data and checkpoints.
 
 
 def bytes_of_npz() -> bytes:
@@ -534,7 +535,7 @@ def parts_of(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def sealed(head: Any, blobs: list[bytes]) -> bytes:
-    """Returns a checkpoint whose checksums are right, whatever it says."""
+    """Returns a checkpoint with correct checksums and any description."""
     text, out = json.dumps(head), io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         seal = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
@@ -572,7 +573,7 @@ def test_tfrecord_files(tmp_path: Path, data: st.DataObject) -> None:
 @fuzzed
 @given(data=st.data())
 def test_kept_indices_of_records(tmp_path: Path, data: st.DataObject) -> None:
-    """An index that does not fit its file is made anew, whatever it says."""
+    """An index that does not fit its file is made again, whatever its content."""
     path = write_records(tmp_path / "r", [b"x" * 20, b"y" * 5])
     kept = tmp_path / ".r.tfmulti-index.npy"
     kept.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which ports a job opens and to whom, and how its connections find their way past proxies."""
+"""Tests which ports a job opens and who reaches them, and that connections avoid proxies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEAD_PROXY = "http://127.0.0.1:9"
         ("127.0.0.2", ["127.0.0.2"], "127.0.0.2"),
         ("127.0.0.2", ["127.0.0.1", "127.0.0.2"], "127.0.0.2"),
         ("localhost", ["localhost", "127.0.0.1"], "127.0.0.1"),
-        # Debian names a machine 127.0.1.1 for itself, and no other one can call it there.
+        # On Debian a machine's own name means 127.0.1.1, at which no other machine can reach it.
         ("127.0.1.1", ["127.0.1.1", "192.0.2.1"], None),
         # The machine is behind network address translation.
         ("192.0.2.1", ["192.0.2.1", "192.0.2.2"], None),
@@ -52,8 +52,8 @@ def test_a_job_listens_where_its_workers_call(
         )
 
 
-def test_workers_of_one_name_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As TF_CONFIG with this machine's name twice; not where the name is another machine's."""
+def test_workers_of_one_host_name_connect_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers with another machine's name do not use loopback."""
     asked: list[list[str]] = []
     monkeypatch.setattr(connections, "listen", lambda own, hosts: asked.append([own, *hosts]))
     here, there = socket.gethostname(), "192.0.2.1"
@@ -66,12 +66,12 @@ def test_workers_of_one_name_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [["127.0.0.1"] * 3, [there] * 3, [here, here, there]]
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with listen("127.0.0.1", ["127.0.0.1"]) as first, pytest.raises(OSError, match="in use"):
         listen("127.0.0.1", ["127.0.0.1"], first.getsockname()[1])
 
 
-# A worker that listens at its address of TF_CONFIG on all interfaces, as TensorFlow's server does.
+# A worker that listens on all interfaces at its port of TF_CONFIG, as TensorFlow's server does.
 LISTENS = """
 import json, os, pathlib, socket, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
@@ -85,7 +85,7 @@ while not os.path.exists(sys.argv[1] + ".seen"):
 
 
 def why_not() -> str | None:
-    """Returns why a process may have no network of its own here, or None."""
+    """Returns why this machine does not allow `--isolate`, or None."""
     words = "from tfmulti.launch.isolation import isolate; isolate()"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
     return (done.stderr.strip().splitlines() or ["?"])[-1] if done.returncode else None
@@ -138,15 +138,15 @@ print(json.dumps(float(strategy.experimental_local_results(total)[0])))
         {"grpc_proxy": DEAD_PROXY, "no_grpc_proxy": "example.org"},
     ],
 )
-def test_workers_meet_past_a_proxy(tmp_path: Path, proxies: dict[str, str]) -> None:
-    """Each with TF_CONFIG, without the launcher; through the proxy they would wait for ever."""
+def test_workers_connect_without_the_proxy(tmp_path: Path, proxies: dict[str, str]) -> None:
+    """The workers have TF_CONFIG and no launcher. Through the proxy they would wait for ever."""
     script = tmp_path / "meets.py"
     script.write_text(MEETS)
     for done in run_workers([str(script)], 2, tmp_path / "logs", limit_s=LIMIT_S, env=proxies):
         assert json.loads(done.stdout.splitlines()[-1]) == 2.0
 
 
-# It listens, as a worker does that waits in TensorFlow for one that its proxy keeps from it.
+# The program listens, like a worker that waits in TensorFlow for a worker behind a proxy.
 WAITS = """
 import json, os, socket, time
 config = json.loads(os.environ["TF_CONFIG"])
@@ -157,7 +157,9 @@ time.sleep(1e6)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_who_waits_for_ever_before_the_first_step_is_named(tmp_path: Path, workers: int) -> None:
+def test_a_worker_that_waits_for_ever_before_the_first_step_is_named(
+    tmp_path: Path, workers: int
+) -> None:
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     flags = ["--nproc-per-node", str(workers), "--start-timeout", "3", "--max-restarts", "0"]

@@ -1,4 +1,4 @@
-"""The cases of Keras' own tests of distribution, with numbers worked out by hand."""
+"""Tests the cases of Keras' own tests of distribution, with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multiworker
 
 
 def on_all(expected: Any, values: Any) -> bool:
-    """Whether all local replicas hold the expected value."""
+    """Returns whether all local replicas hold the expected value."""
     return all(value == pytest.approx(expected, abs=1e-6) for value in values)
 
 

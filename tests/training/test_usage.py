@@ -1,4 +1,4 @@
-"""What users do besides plain training, on two workers and on two replicas of one process."""
+"""Tests what users do besides plain training, on two workers and on two replicas."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_model_checkpoint_has_its_path_after_a_fit(results: list[Any]) -> None
 
 @behaviour(usage.one_worker_stops_within_an_epoch, at=SEVERAL)
 def test_one_worker_stops_all_within_an_epoch(results: list[Any], place: str) -> None:
-    # Other workers learn of it with the next step.
+    # The vote of the worker reaches the others with the next step.
     steps = 6 if place == TWO_REPLICAS else 7
     assert all(worker == [steps, 2] for worker in results)
 
@@ -103,7 +103,7 @@ def test_no_call_draws_from_the_global_generators(results: list[Any]) -> None:
 
 @behaviour(usage.global_generators_after_a_draw_without_a_seed, at=EVERYWHERE)
 def test_a_step_that_draws_without_a_seed_draws_one_seed(results: list[Any]) -> None:
-    """As with Keras: one draw from Python's generator, with any number of replicas."""
+    """As in Keras, it is one draw from Python's generator, with any number of replicas."""
     for before, after_one_draw, after_fit in results:
         assert after_fit == after_one_draw != before
 
@@ -137,7 +137,7 @@ def test_logs_that_are_not_metrics_are_averaged_by_rows(
 
 @behaviour(usage.mixed_float16, at=SEVERAL)
 def test_mixed_float16_trains_alike_on_all_workers(results: list[Any]) -> None:
-    """Not compared with one device: rounding decides which steps overflow and are skipped."""
+    """There is no comparison with one device, because rounding decides which steps overflow."""
     first, *others = results
     losses, scale = first
     assert losses[-1] < losses[0]

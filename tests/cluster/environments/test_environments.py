@@ -1,4 +1,4 @@
-"""Each environment as its documents describe it: recognised, read, or refused if it is wrong."""
+"""Tests that each environment is recognised and read as documented, or refused if it is wrong."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_flag_knows_each_environment() -> None:
     assert ("auto", "none", *ENVIRONMENTS) == fit_config.ENVIRONMENTS
 
 
-def test_nothing_is_found_where_nothing_is() -> None:
+def test_no_environment_is_recognised_without_variables() -> None:
     assert described({"PATH": "/bin", "HOSTNAME": "laptop"}) is None
 
 
@@ -152,7 +152,7 @@ def test_a_slurm_step() -> None:
         ({"SLURM_DISTRIBUTION": "cyclic", "SLURM_PROCID": "1"}, ("n1", "n2", "n1"), ("n1",)),
         ({"SLURM_DISTRIBUTION": "plane=4"}, (), ("n1",)),
         ({"SLURM_DISTRIBUTION": "arbitrary"}, (), ("n1", "n2")),
-        # What is said of the distribution contradicts the ranks: the processes find out.
+        # The distribution contradicts the ranks, so the processes find their hosts themselves.
         ({"SLURM_PROCID": "1"}, (), ("n1",)),
     ],
 )
@@ -172,11 +172,11 @@ def test_other_distributions_of_slurm(
         {"SLURM_JOB_NAME": "interactive", "SLURM_PTY_PORT": "1"},
     ],
 )
-def test_a_batch_script_or_a_shell_is_no_step(changed: dict[str, str]) -> None:
+def test_a_batch_script_or_a_shell_trains_alone(changed: dict[str, str]) -> None:
     assert described(SLURM | changed) is None
 
 
-def test_a_step_that_is_named_after_its_command_is_one() -> None:
+def test_a_step_that_is_named_after_a_shell_is_a_step() -> None:
     """`srun -n 3 bash -c …` is named bash, but has no terminal."""
     assert layout_of(SLURM | {"SLURM_JOB_NAME": "bash"}).rank == 2
 
@@ -237,9 +237,7 @@ def test_lsf(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_environments_that_tell_addresses(
-    env: dict[str, str], rank: int, addresses: list[str]
-) -> None:
+def test_environments_with_addresses(env: dict[str, str], rank: int, addresses: list[str]) -> None:
     found = cluster_of(env)
     assert (found.rank, list(found.addresses)) == (rank, addresses)
 
@@ -262,7 +260,7 @@ def test_azureml() -> None:
         AZUREML | {"WORLD_SIZE": "1"},
     ],
 )
-def test_a_job_of_one_process_is_none(env: dict[str, str]) -> None:
+def test_a_job_of_one_process_has_no_cluster(env: dict[str, str]) -> None:
     assert described(env) is None
 
 

@@ -1,4 +1,4 @@
-"""The built-in data sets, and every way in which a file can be wrong."""
+"""Tests the built-in data sets, and the errors for wrong files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = np.arange(20 * 6, dtype=np.float32).reshape(20, 6)
 Y = np.arange(20) % 4
 
 
-def test_digits_are_whole() -> None:
+def test_digits_are_complete() -> None:
     data = digits.load("", 0)
     assert [len(p) for p in (data.train, data.validation, data.test)] == [1197, 300, 300]
     x = np.concatenate([p.data[0] for p in (data.train, data.validation, data.test)])
@@ -38,7 +38,7 @@ def test_digits_do_not_depend_on_the_seed() -> None:
     assert np.array_equal(first.train.data[0], second.train.data[0])
 
 
-def test_regression_is_the_articles_shape() -> None:
+def test_regression_has_the_shape_of_the_article() -> None:
     x, y = regression.load("", 0).train.data
     assert (x.shape, y.shape, x.dtype) == ((100, 10), (100, 1), np.float32)
     assert abs(float(x.mean())) < 0.1

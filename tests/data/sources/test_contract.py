@@ -1,4 +1,4 @@
-"""What holds for every kind of data: read at random, shared out once, resumed at every step."""
+"""Tests every kind of data: random access, each example once, resuming at every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN = BatchPlan(EXAMPLES, BATCH, seed=4)
 STEPS = EPOCHS * PLAN.steps_per_epoch
 
 
-# Every kind as it comes, and what is made of it on the way.
+# Every kind of data by itself, and with the transforms of a run.
 CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "cached in memory": ("images", {"cache": "memory"}),
     "cached on disk": ("tfrecord", {"cache": "disk"}),
@@ -40,7 +40,7 @@ PARAMS = [*KINDS, *CHANGED]
 
 @pytest.fixture(scope="module", params=PARAMS)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """Gives the training part of each kind of data: all of its examples."""
+    """Yields the training part of each kind of data, with all examples."""
     folder = tmp_path_factory.mktemp("data")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TFMULTI_CACHE", str(folder / "cache"))
@@ -67,7 +67,7 @@ def load(name: str, folder: Path) -> Source:
 
 @pytest.fixture
 def whole(source: Source) -> list[str]:
-    """Gives all examples of two epochs in order, each as a digest."""
+    """Returns the digests of all examples of two epochs, in order."""
     return rows_of(read(source, Place(), STEPS))
 
 
@@ -95,7 +95,7 @@ def digest(data: Any, row: int) -> str:
     return found.hexdigest()
 
 
-def test_it_has_the_form_that_it_says(source: Source) -> None:
+def test_data_has_the_declared_form(source: Source) -> None:
     assert len(source) == EXAMPLES
     rows = source.read(np.array([3, 1]))
 
@@ -131,7 +131,7 @@ def test_each_epoch_has_each_example_once(whole: list[str], request: pytest.Fixt
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_it_goes_on_from_every_step(source: Source, whole: list[str], threads: int) -> None:
+def test_reading_resumes_at_every_step(source: Source, whole: list[str], threads: int) -> None:
     sizes = [0, *(len(b.data[0][1]) for b in read(source, Place(), STEPS))]
     starts = list(itertools.accumulate(sizes))
     for step in range(STEPS):
@@ -140,7 +140,7 @@ def test_it_goes_on_from_every_step(source: Source, whole: list[str], threads: i
 
 
 @pytest.mark.parametrize(("workers", "local"), [(2, 1), (3, 1), (2, 3), (7, 1)])
-def test_workers_have_it_together(
+def test_workers_together_read_each_example(
     source: Source, whole: list[str], workers: int, local: int
 ) -> None:
     parts = [read(source, Place(rank, workers, local), STEPS, 0, 2) for rank in range(workers)]
@@ -148,7 +148,7 @@ def test_workers_have_it_together(
     assert list(itertools.chain(*together)) == whole
 
 
-def test_many_threads_read_it_at_once(source: Source) -> None:
+def test_many_threads_can_read_at_once(source: Source) -> None:
     expected = [digest(source.read(np.arange(EXAMPLES)), row) for row in range(EXAMPLES)]
     wrong: list[Any] = []
 
@@ -167,11 +167,11 @@ def test_many_threads_read_it_at_once(source: Source) -> None:
     assert not wrong
 
 
-def test_each_example_says_where_it_is(source: Source) -> None:
+def test_each_example_has_its_own_place_in_messages(source: Source) -> None:
     assert len({source.where(index) for index in range(EXAMPLES)}) == EXAMPLES
 
 
-def test_a_source_is_loaded_alike_every_time(
+def test_loading_a_source_again_gives_the_same(
     source: Source, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TFMULTI_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Folders as classes, and files by patterns."""
+"""Tests folders as classes, and files that match patterns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = (".txt",)
 
 
 def made(root: Path, *names: str) -> str:
-    """Makes files, and folders (names with a slash at their end); returns the root."""
+    """Makes files, and folders for names that end in a slash. Returns the root."""
     for name in names:
         path = root / name
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
         folders.find_parts(PLACE, str(tmp_path))
 
 
-def test_patterns_mean_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_match_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = made(tmp_path, "b.csv", "a.CSV", "c.txt", ".d.csv", "deep/e.csv")
 
     def found(pattern: str) -> list[str]:
@@ -132,7 +132,7 @@ def test_patterns_mean_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [Path(p).name for p in files.matching(PLACE, f"{root}/d*/*")] == ["e.csv"]
 
 
-def test_a_pattern_means_no_folder(tmp_path: Path) -> None:
+def test_a_pattern_matches_no_folder(tmp_path: Path) -> None:
     root = made(tmp_path, "data/", "data-1")
     assert files.matching(PLACE, f"{root}/d*") == [f"{root}/data-1"]
 

@@ -1,4 +1,4 @@
-"""Folders of images, decoding, and augmentation by example and epoch."""
+"""Tests folders of images, decoding, and augmentation by example and epoch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_thumbnail_does_not_hide_that_a_jpeg_is_cut_off() -> None:
         pixels.decode(with_thumbnail[:-100])
 
 
-def test_a_folder_a_class(tmp_path: Path) -> None:
+def test_each_folder_is_a_class(tmp_path: Path) -> None:
     data = images.load(f"{make_folder(tmp_path)},size=20x30", 0)
     assert data.spec is not None
     assert (data.spec.input_shape, data.spec.outputs, data.spec.input_dtype) == (
@@ -115,7 +115,7 @@ def test_parts_have_the_classes_of_training(tmp_path: Path) -> None:
     assert data.test is None
 
 
-def test_what_tells_one_folder_from_another(tmp_path: Path) -> None:
+def test_the_identity_of_a_folder_of_images(tmp_path: Path) -> None:
     before = images.load(str(make_folder(tmp_path)), 0).train.identity()
     assert before == images.load(str(tmp_path), 0).train.identity()
     assert before != images.load(f"{tmp_path},size=9x9", 0).train.identity()
@@ -167,7 +167,7 @@ def test_an_example_looks_the_same_however_it_is_read(change: str, dtype: str) -
     assert not np.array_equal(everything, other)
 
 
-def test_what_the_changes_do() -> None:
+def test_augmentations_change_images_as_described() -> None:
     image = picture(1, 24, 32)
     flipped = image.copy()
     CHANGES["flip"](flipped, np.array([0.4, 0, 0, 0]))
@@ -193,7 +193,7 @@ def test_what_the_changes_do() -> None:
     assert np.abs(whole.astype(int) - image).mean() < 30
 
 
-def test_the_names_of_changes() -> None:
+def test_the_names_of_augmentations() -> None:
     assert parse_changes("crop,flip") == ("flip", "crop")
     assert parse_changes("flip+shift") == ("flip", "shift")
     with pytest.raises(ConfigError, match="no change 'flop' for --augment; did you mean 'flip'"):
@@ -211,7 +211,7 @@ def test_the_names_of_changes() -> None:
         (Leaf((8, 8, 3), "uint8"), False),
     ],
 )
-def test_what_can_be_changed(specs: Any, taken: bool) -> None:
+def test_which_data_can_be_augmented(specs: Any, taken: bool) -> None:
     assert takes(specs) is taken
 
 

@@ -1,4 +1,4 @@
-"""Keras' data sets from cached files made to their formats, without a network."""
+"""Tests Keras' data sets with cached files of their formats, without a network."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_cached_files_are_used(
     cache = tmp_path / "home" / "datasets"
     cache.mkdir(parents=True)
     make(cache)
-    # Keras compares the files' SHA-256 with the real ones'; made ones pass for this test.
+    # Keras compares the SHA-256 of a file with the original. For this test it accepts any file.
     code = textwrap.dedent(f"""
         import json
         from keras.src.utils import file_utils

@@ -1,4 +1,4 @@
-"""`npz:` and `npy:` where TensorFlow reads the files: `ram://` stands for `gs://` and the like."""
+"""Tests `npz:` and `npy:` on file systems of TensorFlow: `ram://` in place of `gs://`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bytes_by(save: Any, *arrays: np.ndarray, **named: np.ndarray) -> bytes:
 
 @pytest.fixture(params=["ram://{}", "file://{}"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Gives a folder of x.npy, y.npy and a.npz."""
+    """Returns a folder of x.npy, y.npy and a.npz."""
     path: str = request.param.format(tmp_path)
     tf.io.gfile.makedirs(path)
     put(f"{path}/x.npy", bytes_by(np.save, X))
@@ -44,7 +44,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return path
 
 
-def test_arrays_of_a_file_system_of_tensorflows(folder: str) -> None:
+def test_arrays_on_a_file_system_of_tensorflow(folder: str) -> None:
     for data in (npy.load(folder, 0), npz.load(f"{folder}/a.npz,classes=4", 0)):
         x, y = data.train.read(np.array([7, 0]))
         assert (x.tolist(), y.tolist()) == (X[[7, 0]].tolist(), [3, 0])

@@ -1,4 +1,4 @@
-"""A model of a table takes the columns as they are, also in plain Keras."""
+"""Tests that a model of a table takes raw columns, also in plain Keras."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_the_saved_model_takes_raw_columns(tmp_path: Path) -> None:
     )
 
 
-def test_tables_of_a_file_system_of_tensorflows() -> None:
-    """`ram://` stands for stores such as `gs://`: TensorFlow reads both."""
+def test_tables_on_a_file_system_of_tensorflow() -> None:
+    """`ram://` is used in place of stores such as `gs://`, because TensorFlow reads both."""
     gfile = tf.io.gfile
     gfile.makedirs("ram://tables/in")
     for name, rows in (("1", "1,a\n2,b\n"), ("2", "3,a\n")):

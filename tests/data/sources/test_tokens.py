@@ -1,4 +1,4 @@
-"""Texts become tokens of the training texts' vocabulary."""
+"""Tests that texts become tokens of the training texts' vocabulary."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def tokens_of(part: Any) -> list[list[int]]:
     return [row.tolist() for row in tokens]
 
 
-def test_tokens_are_places_in_the_vocabulary(root: str) -> None:
-    """Padding is 0, a word that only the test part has is 1, and `tokens` words are read."""
+def test_tokens_are_indices_in_the_vocabulary(root: str) -> None:
+    """Padding is 0, and a word that only the test part has is 1. `tokens` words are read."""
     data = on_one_device(f"{root},tokens=4,vocabulary=5")
     assert data.vocabulary == ("the", "cat", "dog")
     assert tokens_of(data.train) == [[2, 3, 2, 4], [3, 1, 2, 0], [4, 3, 0, 0]]
@@ -64,7 +64,7 @@ def test_tokens_are_places_in_the_vocabulary(root: str) -> None:
     assert (data.spec.vocabulary_size, data.share) == (5, None)
 
 
-def test_a_small_vocabulary_is_as_small_as_it_is(root: str) -> None:
+def test_a_small_vocabulary_is_not_padded(root: str) -> None:
     data = on_one_device(root)
     assert data.spec is not None
     assert data.vocabulary is not None
@@ -91,8 +91,8 @@ def test_several_threads_make_tokens(root: str) -> None:
     batches.close()
 
 
-def test_what_cannot_be_read_is_left_to_the_reader(root: str) -> None:
-    """The vocabulary is that of the others; the file is named when its turn comes."""
+def test_unreadable_files_are_reported_when_they_are_read(root: str) -> None:
+    """The vocabulary comes from the other files. The file is named when its example is read."""
     Path(root, "train/a/2.txt").write_bytes(b"\xff")
     data = on_one_device(f"{root},tokens=4,vocabulary=5")
     assert data.vocabulary == ("the", "dog", "cat")
@@ -109,7 +109,7 @@ def test_no_words(root: str) -> None:
 
 
 def test_a_file_system_of_tensorflows() -> None:
-    """`ram://` stands for stores such as `gs://`: TensorFlow reads both."""
+    """`ram://` is used in place of stores such as `gs://`, because TensorFlow reads both."""
     for name in ("b/1", "a/deep/1", "a/2"):
         tf.io.gfile.makedirs(f"ram://texts/{name.rpartition('/')[0]}")
         with tf.io.gfile.GFile(f"ram://texts/{name}.txt", "w") as file:
@@ -121,7 +121,7 @@ def test_a_file_system_of_tensorflows() -> None:
         text.load("ram://none", 0)
 
 
-def test_the_run_directory_has_what_the_inputs_mean(root: str, tmp_path: Path) -> None:
+def test_the_run_directory_describes_the_inputs(root: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("n,c,y\n1,u,a\n2,v,b\n3,u,a\n4,u,b\n")
     for dataset, file, words in (
         (f"text:{root}", RunDir(tmp_path / "text").vocabulary, ["the", "cat", "dog"]),

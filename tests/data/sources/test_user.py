@@ -1,4 +1,4 @@
-"""The data that a user's own function may return, and the errors for all other values."""
+"""Tests the data that a user's function may return, and the errors for all other values."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Ten(keras.utils.PyDataset):
         ((X, Y), None),
     ],
 )
-def test_batches_of_the_users_own_tell_their_rows(train: Any, rows: int | None) -> None:
+def test_the_batch_size_of_users_batches_is_found(train: Any, rows: int | None) -> None:
     assert user.rows_of_batches(train) == rows
 
 
@@ -107,7 +107,7 @@ def ending_in(*layers: keras.layers.Layer) -> keras.Model:
         ([keras.layers.Dense(3, "softmax"), keras.layers.Activation("linear")], False),
     ],
 )
-def test_the_last_activation_tells_logits(layers: Any, logits: bool) -> None:
+def test_the_last_layers_decide_whether_outputs_are_logits(layers: Any, logits: bool) -> None:
     assert user_model.ends_in_logits("mine:model", ending_in(*layers)) is logits
 
 
@@ -115,7 +115,7 @@ def test_the_last_activation_tells_logits(layers: Any, logits: bool) -> None:
     "layers",
     [[keras.layers.Dense(3, "sigmoid")], [keras.layers.Dense(3), keras.layers.Dropout(0.1)]],
 )
-def test_a_model_that_does_not_tell_is_refused(layers: Any) -> None:
+def test_a_model_with_unclear_outputs_is_refused(layers: Any) -> None:
     with pytest.raises(ModelError, match=r"does not tell .* Call model.compile\(optimizer, loss\)"):
         user_model.ends_in_logits("mine:model", ending_in(*layers))
     with pytest.raises(ModelError, match=r"its layers do not tell"):
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_tell_is_refused(layers: Any) -> None:
 
 
 class Noting(keras.Model):
-    """Notes the types that its steps get."""
+    """Records the types that its steps get."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""All workers have the chief's vocabulary, though their own texts would give another."""
+"""Tests that all workers use the chief's vocabulary, even if their own texts differ."""
 
 from __future__ import annotations
 

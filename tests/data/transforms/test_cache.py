@@ -1,4 +1,4 @@
-"""Caches: the same examples, read once; shared, checked, and bounded."""
+"""Tests that caches read each example once, are checked, and respect their limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfmulti.errors import DataError
 
 
 class Known(Counting):
-    """A source that can be told from others, of which each example is three numbers."""
+    """A source with a fingerprint, whose examples are three numbers each."""
 
     def __init__(self, rows: int = 20, name: str = "a") -> None:
         super().__init__(rows)
@@ -74,7 +74,7 @@ def test_many_threads_get_the_same(kind: str, tmp_path: Path) -> None:
     assert not wrong
 
 
-def test_what_is_on_the_disk_is_found_again(tmp_path: Path) -> None:
+def test_cached_files_are_found_again(tmp_path: Path) -> None:
     OnDisk(Known(), tmp_path).read(np.arange(20))
     again = Known()
     assert OnDisk(again, tmp_path).read(np.arange(20))[1].tolist() == list(range(20))
@@ -84,7 +84,7 @@ def test_what_is_on_the_disk_is_found_again(tmp_path: Path) -> None:
     assert len(other.read_rows) == 3
 
 
-def test_what_is_damaged_on_the_disk_is_read_again(tmp_path: Path) -> None:
+def test_damaged_rows_of_a_cache_are_read_again(tmp_path: Path) -> None:
     OnDisk(Known(), tmp_path).read(np.arange(20))
     (file,) = tmp_path.glob("*/0.bin")
     content = bytearray(file.read_bytes())
@@ -96,7 +96,7 @@ def test_what_is_damaged_on_the_disk_is_read_again(tmp_path: Path) -> None:
     assert x[7].tolist() == [21, 22, 23]
 
 
-def test_a_file_that_is_cut_off_is_made_anew(tmp_path: Path) -> None:
+def test_a_truncated_cache_file_is_replaced(tmp_path: Path) -> None:
     OnDisk(Known(), tmp_path).read(np.arange(20))
     (file,) = tmp_path.glob("*/0.bin")
     file.write_bytes(file.read_bytes()[:50])
@@ -104,7 +104,7 @@ def test_a_file_that_is_cut_off_is_made_anew(tmp_path: Path) -> None:
     assert OnDisk(again, tmp_path).read(np.arange(20))[0][19].tolist() == [57, 58, 59]
 
 
-def test_memory_that_is_not_there() -> None:
+def test_too_little_memory_is_an_error() -> None:
     with pytest.raises(DataError, match=r"20 examples take 0.0 GB, and 0.0 GB .* --cache disk"):
         InMemory(Known(), free_bytes=100)
     assert cache.free_memory() > 1e6
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_disk_that_is_too_small_is_an_error_at_once(tmp_path: Path) -> None:
-    """Without its whole size reserved, a write to the mapped file would end the process."""
+    """If the whole size were not reserved, a write to the mapped file would end the process."""
     with mounted(tmp_path, "256k"):
         # The cache needs 40 KB and the checksums.
         OnDisk(Known(2000, "small"), tmp_path).read(np.arange(2000))
@@ -133,7 +133,7 @@ def test_a_disk_that_is_too_small_is_an_error_at_once(tmp_path: Path) -> None:
         assert not again.read_rows
 
 
-def test_text_is_kept_in_memory_alone(tmp_path: Path) -> None:
+def test_text_is_cached_only_in_memory(tmp_path: Path) -> None:
     class Text(ArraySource):
         def identity(self) -> str:
             return "text"
@@ -144,12 +144,12 @@ def test_text_is_kept_in_memory_alone(tmp_path: Path) -> None:
         OnDisk(source, tmp_path)
 
 
-def test_what_needs_no_cache_stays_as_it_is() -> None:
+def test_data_that_needs_no_cache_is_not_cached() -> None:
     source = Counting(5)
     assert cached(source, "memory") is source
 
 
-def test_a_part_is_cached_by_its_whole(tmp_path: Path) -> None:
+def test_slices_share_the_cache_of_the_whole(tmp_path: Path) -> None:
     source = Known()
     one = SourceSlice(source, 0, 12).changed(lambda s: OnDisk(s, tmp_path))
     one.read(np.arange(12))

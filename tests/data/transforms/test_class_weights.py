@@ -1,4 +1,4 @@
-"""Weights by class."""
+"""Tests the weights of examples by class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classes of examples, read without the rest of them."""
+"""Tests reading the labels of examples without their inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAVES = {"x": Leaf((4, 4, 1), "uint8"), "y": Leaf((1,), "uint8")}
 
 
 def parse(records: Sequence[bytes], out: Mapping[str, np.ndarray]) -> None:
-    """A record is its label; one of 9 cannot be read."""
+    """Returns the label that a record consists of. A record of 9 cannot be read."""
     assert set(out) == {"y"}, "more than the label was read"
     if b"9" in records:
         raise DataError("it is a 9")
@@ -52,7 +52,7 @@ def test_labels_are_read_alone(tmp_path: Path) -> None:
     assert np.array_equal(labels.found, np.arange(350) % 7)
 
 
-def test_they_are_those_of_the_examples_of_whatever_is_made_of_a_source(tmp_path: Path) -> None:
+def test_transforms_of_a_source_keep_the_labels(tmp_path: Path) -> None:
     train = source(tmp_path, "01234")
     part = SourceSlice(train, 1, 4, Backwards())
     for made in (part, InMemory(part), Augmented(part, ("flip",), 0), Weighted(part, {0: 1.0})):
@@ -64,7 +64,7 @@ def test_they_are_those_of_the_examples_of_whatever_is_made_of_a_source(tmp_path
     assert arrays.found.tolist() == [2, 0, 1]
 
 
-def test_the_time_is_bounded_and_the_order_that_of_the_plan(tmp_path: Path) -> None:
+def test_reading_labels_has_a_time_limit_and_the_order_of_the_plan(tmp_path: Path) -> None:
     train = source(tmp_path, "0123456" * 500)
     times = iter(range(100))
     labels = read_labels(
@@ -78,13 +78,13 @@ def test_the_time_is_bounded_and_the_order_that_of_the_plan(tmp_path: Path) -> N
     assert labels.found[:8].tolist() == [6, 5, 4, 3, 2, 1, 0, 6]
 
 
-def test_one_round_is_read_in_no_time(tmp_path: Path) -> None:
+def test_one_round_is_read_even_without_time(tmp_path: Path) -> None:
     labels = read_labels(source(tmp_path, "0123456" * 500), limit_s=0)
     assert labels is not None
     assert labels.examples == 32 * cores()
 
 
-def test_what_cannot_be_read_is_told_or_left_out(tmp_path: Path) -> None:
+def test_unreadable_labels_are_reported_or_left_out(tmp_path: Path) -> None:
     train = source(tmp_path, "0192")
     with pytest.raises(DataError, match=r"a, record 2: it is a 9\. Mend or remove it, or give"):
         read_labels(train)
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_told_or_left_out(tmp_path: Path) -> None:
         read_labels(SourceSlice(source(tmp_path, "0102", classes=2), 1, 4))
 
 
-def test_none_are_read_where_that_takes_all_of_an_example(tmp_path: Path) -> None:
+def test_labels_are_not_read_if_whole_examples_would_be_read(tmp_path: Path) -> None:
     assert read_labels(source(tmp_path, "0", classes=None)) is None
 
     class Own(Source):

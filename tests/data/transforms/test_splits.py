@@ -1,4 +1,4 @@
-"""Splits: in words or as a fraction, seeded, disjoint, and without an index in memory."""
+"""Tests splits by slices or a fraction: seeded, disjoint, and without an index in memory."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def split(rows: int, seed: int = 0, /, **splits: str | None) -> DataSet:
         ("train[33%:66%]", (16, 33)),
     ],
 )
-def test_what_slices_mean(text: str, bounds: tuple[int, int]) -> None:
+def test_slices_select_examples(text: str, bounds: tuple[int, int]) -> None:
     assert parse_split("training_split", text).bounds(50) == bounds
 
 
 @given(rows=st.integers(2, 300), percent=st.integers(0, 100), seed=st.integers(0, 2**32))
-def test_two_sides_of_a_bound_are_all_of_it(rows: int, percent: int, seed: int) -> None:
+def test_the_two_sides_of_a_bound_are_the_whole(rows: int, percent: int, seed: int) -> None:
     left = parse_split("training_split", f"train[:{percent}%]").bounds(rows)
     right = parse_split("validation_split", f"train[{percent}%:]").bounds(rows)
     assert left[1] == right[0]
@@ -78,15 +78,15 @@ def test_the_seed_draws_the_split() -> None:
     assert examples(one.train) == examples(split(200, 1, train="train[:50%]").train)
 
 
-def test_each_example_is_as_likely_as_any_to_be_held_out() -> None:
+def test_each_example_is_equally_likely_to_be_held_out() -> None:
     counts = np.zeros(40)
     for seed in range(1500):
         counts[examples(with_validation(data(40), 0.25, seed).validation)] += 1
-    # Drawn without putting back: the variance is 3/4 of that of independent draws.
+    # The draws are without replacement, so the variance is 3/4 of that of independent draws.
     check_uniform(np.sqrt(4 / 3) * (counts - 375) + 375, 375, freedom=39)
 
 
-def test_a_split_knows_its_labels_and_where_its_examples_are() -> None:
+def test_a_split_has_the_labels_and_places_of_its_examples() -> None:
     both = split(50, 3, train="train[:80%]")
     assert both.train.labels().tolist() == examples(both.train)
     assert both.train.where(7) == f"example {examples(both.train)[7]}"

@@ -1,4 +1,4 @@
-"""The run's own callbacks, with a clock that the tests turn."""
+"""Tests the run's own callbacks, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepClock:
 
 
 class SlowToSave:
-    """Stands for a model: saving it takes `seconds` of the clock."""
+    """A stand-in for a model. Saving it takes `seconds` of the clock."""
 
     def __init__(self, clock: StepClock, seconds: float) -> None:
         self.clock, self.seconds, self.saves = clock, seconds, 0
@@ -33,8 +33,8 @@ class SlowToSave:
 
 
 @pytest.mark.parametrize(("seconds", "saves"), [(0.1, 10), (2.0, 2)])
-def test_the_model_is_saved_now_and_then(tmp_path: Path, seconds: float, saves: int) -> None:
-    """Epochs of 3 s for a minute: every second one, or, if it takes 2 s, every 40 s."""
+def test_the_model_is_saved_at_intervals(tmp_path: Path, seconds: float, saves: int) -> None:
+    """Epochs take 3 s. Every second one saves, or one every 40 s if saving takes 2 s."""
     clock = StepClock()
     model = SlowToSave(clock, seconds)
     callback = ModelFile(tmp_path / "model.keras", clock)
@@ -46,7 +46,7 @@ def test_the_model_is_saved_now_and_then(tmp_path: Path, seconds: float, saves: 
     assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
 
 
-def test_a_short_run_saves_at_its_end_alone(tmp_path: Path) -> None:
+def test_a_short_run_saves_only_at_its_end(tmp_path: Path) -> None:
     clock = StepClock()
     callback = ModelFile(tmp_path / "model.keras", clock)
     callback.set_model(SlowToSave(clock, 0.1))

@@ -1,4 +1,4 @@
-"""Operations of models' training, beside counts by hand: forward, and twice as many backward."""
+"""Compares counts of a training step's operations with counts by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_type_changes_no_count(precision: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "operations"),
     [
-        # Places × filters × the products of one filter at one place, each also added.
+        # Positions × filters × the products of a filter at a position. Each product is also added.
         (layers.Conv2D(6, 3, **CONVOLUTION), 2 * (8 * 8) * 6 * (3 * 3 * 4)),
         (layers.Conv2D(6, 3, strides=2, **CONVOLUTION), 2 * (4 * 4) * 6 * (3 * 3 * 4)),
         (layers.Conv2D(6, 3, strides=2, use_bias=False), 2 * (3 * 3) * 6 * (3 * 3 * 4)),
@@ -63,7 +63,7 @@ def test_a_type_changes_no_count(precision: str) -> None:
             layers.SeparableConv2D(6, 3, **CONVOLUTION),
             2 * (8 * 8) * 4 * (3 * 3) + 2 * (8 * 8) * 6 * 4,
         ),
-        # Each of 8 × 8 × 4 numbers goes into 3 × 3 × 6.
+        # Each of the 8 × 8 × 4 numbers is multiplied 3 × 3 × 6 times.
         (layers.Conv2DTranspose(6, 3, strides=2, **CONVOLUTION), 2 * (8 * 8 * 4) * (3 * 3 * 6)),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_function_without_its_python_is_not_counted(eagerly: bool) -> None:
         tf.config.run_functions_eagerly(False)
 
 
-def test_counting_draws_nothing() -> None:
+def test_counting_draws_no_random_numbers() -> None:
     class Draws(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
             return inputs * random.random() * np.random.random()

@@ -1,4 +1,4 @@
-"""Percentiles of steps' times, and the peaks of GPUs by their names."""
+"""Tests the percentiles of step times, and the peaks of GPUs by their names."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_steps_of_an_execution_share_its_time() -> None:
     assert [made.percentile(p) for p in (50, 80, 90, 99)] == [1, 1, 5, 6]
 
 
-def test_two_merge() -> None:
+def test_two_sets_of_times_are_merged() -> None:
     made = times(5, 1)
     made.merge(times(3, 9))
     assert [made.percentile(p) for p in (25, 50, 75, 100)] == [1, 3, 5, 9]
 
 
-# As the driver reports them: float32, TF32, float16, bfloat16.
+# The names that the driver reports, with the peaks for float32, TF32, float16 and bfloat16.
 KNOWN = {
     "NVIDIA GB200": (80, 1250, 2500, 2500),
     "NVIDIA B200": (75, 1100, 2250, 2250),
@@ -96,7 +96,7 @@ def test_every_peak_is_of_some_name() -> None:
 
 
 def test_all_peaks_are_dense() -> None:
-    """A type of half the bits is twice as fast; a figure with sparsity would be four times."""
+    """A type with half the bits is twice as fast. With sparsity it would be four times as fast."""
     for pattern, peak in PEAKS:
         assert peak.bfloat16 in (peak.half, None), pattern
         if peak.tf32 is not None:

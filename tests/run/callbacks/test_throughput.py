@@ -1,4 +1,4 @@
-"""What `Throughput` counts: examples, steps and operations; never by this machine's clock."""
+"""Tests how `Throughput` counts examples, steps and operations, with a clock of the tests."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def model(*, steps_per_execution: int = 1, eager: bool = False) -> keras.Model:
 
 
 def ticks() -> Iterator[float]:
-    """A clock that is a second later at each look."""
+    """A clock that advances by a second with each reading."""
     return map(float, itertools.count())
 
 
 class Seen(keras.callbacks.Callback):
-    """What comes after `Throughput` sees in the logs."""
+    """A callback that records the logs that it gets after `Throughput`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ def trained(made: keras.Model, epochs: int = 2, **options: Any) -> tuple[Through
 
 
 def test_whole_executions_count_and_traces_do_not() -> None:
-    """Seven steps an epoch, of 8, 8, … and 2 rows; the first of all is traced."""
+    """An epoch has seven steps, of 8, 8, … and 2 rows. The very first step is traced."""
     found, _ = trained(model())
-    # Two looks a step: its begin, and its end, which is where the next one is counted from.
+    # The clock is read twice for each step, at its begin and at its end, where the next one starts.
     assert (found.examples, found.steps) == (42 + 50, 13)
     assert found.seconds == 2 * 13
     assert found.executing_s == 13
@@ -73,7 +73,7 @@ def test_whole_executions_count_and_traces_do_not() -> None:
     assert [figures[f"step_ms_p{p}"] for p in (50, 90, 99)] == [2000, 2000, 2000]
 
 
-def test_what_lies_between_epochs_does_not_count() -> None:
+def test_time_between_epochs_does_not_count() -> None:
     clock = ticks()
     idle = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: [next(clock) for _ in range(99)])
     found = Throughput(clock=clock.__next__)
@@ -82,7 +82,7 @@ def test_what_lies_between_epochs_does_not_count() -> None:
 
 
 def test_executions_of_several_steps() -> None:
-    """Three executions an epoch, of 3, 3 and 1 steps: two compiled functions, each traced once."""
+    """An epoch has executions of 3, 3 and 1 steps, by two functions that are each traced once."""
     found, _ = trained(model(steps_per_execution=3))
     assert (found.examples, found.steps) == (24 + 24 + 24 + 2, 3 + 3 + 3 + 1)
     assert found.seconds == 4 * 2
@@ -121,7 +121,7 @@ def test_logs_have_the_figures_of_the_epoch_so_far() -> None:
     assert set(module.LOGS) <= set(made.history.history)
 
 
-def test_off_it_adds_nothing_and_counts_no_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_flag_nothing_is_added_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "training_flops", None)
     found, seen = trained(model(), in_logs=False)
     assert not set(module.LOGS) & {*seen.batches[-1], *seen.epochs[-1]}

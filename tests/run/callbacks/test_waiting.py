@@ -1,4 +1,4 @@
-"""Waiting for data: measured inside the compiled step, logged, and told with what to do."""
+"""Tests that waiting for data is measured in the compiled step, logged, and explained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.mirrored
 
 
 class Slow(ArraySource):
-    """Takes its time to read, whatever it reads."""
+    """A source whose reads are always slow."""
 
     pause_s = 0.05
 
@@ -32,7 +32,7 @@ class Slow(ArraySource):
 
 
 class Busy(keras.layers.Layer):
-    """Takes its time to compute."""
+    """A layer whose computing is slow."""
 
     def call(self, inputs: Any) -> Any:
         value = tf.ones((600, 600)) + inputs[0, 0] * 0
@@ -65,8 +65,8 @@ def test_slow_data_is_waited_for(steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_what_is_read_while_a_step_runs_is_no_waiting(steps: int) -> None:
-    """TensorFlow takes the next batch of a loop early: that time is the step's."""
+def test_reading_while_a_step_runs_is_no_waiting(steps: int) -> None:
+    """TensorFlow takes the next batch of a loop early, while the step computes."""
     made = model(Busy(), steps_per_execution=steps, reader_threads=0)
     data = Slow((X, X[:, :1]))
     data.pause_s = 0.0
@@ -87,7 +87,7 @@ def test_a_slow_dataset_is_waited_for_too() -> None:
     assert share(model(), known) > 0.7
 
 
-def test_it_is_logged_and_told(tmp_path: Path) -> None:
+def test_waiting_is_logged_and_reported(tmp_path: Path) -> None:
     said: list[str] = []
     waiting = Waiting(tmp_path, lambda label, words: said.append(f"{label}: {words}"))
     made = model(reader_threads=0)
@@ -106,7 +106,7 @@ def test_it_is_logged_and_told(tmp_path: Path) -> None:
     assert all(0.5 < value <= 1 for value in values)
 
 
-def test_nothing_is_told_where_there_is_little() -> None:
+def test_little_waiting_is_not_reported() -> None:
     said: list[str] = []
     waiting = Waiting(None, lambda label, words: said.append(words))
     made = model(Busy())
@@ -125,7 +125,7 @@ def test_nothing_is_told_where_there_is_little() -> None:
         (None, False, "the Dataset yields too slowly"),
     ],
 )
-def test_what_is_advised(threads: int | None, cached: bool, words: str) -> None:
+def test_advice_against_waiting(threads: int | None, cached: bool, words: str) -> None:
     said = advice(0.614, threads, cached=cached, cores=4)
     assert said.startswith("input-bound: 61 % of the step is waiting for data; ")
     assert words in said

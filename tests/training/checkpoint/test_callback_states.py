@@ -1,4 +1,4 @@
-"""What callbacks know goes into a checkpoint and comes back, or is named in one line."""
+"""Tests that states of callbacks are saved and restored, or named in one line if they cannot be."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def through_a_file(states: Any) -> Any:
     return file_format.from_bytes(file_format.to_bytes(record)).tree["callbacks"]
 
 
-def test_attributes_come_back_with_their_keys_and_classes() -> None:
+def test_attributes_are_restored_with_their_keys_and_classes() -> None:
     before, after = Own(), Own()
     states = CallbackStates([before])
     before.learn()
@@ -80,7 +80,7 @@ def test_attributes_come_back_with_their_keys_and_classes() -> None:
     assert (states.left_out, after.last.maxlen, after.counts["new"]) == ([], 2, 0)
 
 
-def test_what_get_state_returns_is_copied_and_comes_back() -> None:
+def test_the_result_of_get_state_is_copied_and_restored() -> None:
     before, after = Speaks({1: [1], "a": (2, {3})}), Speaks(None)
     saved = CallbackStates([before]).capture()
     # Training may change the state while the checkpoint is written.
@@ -89,7 +89,7 @@ def test_what_get_state_returns_is_copied_and_comes_back() -> None:
     assert after.state == {1: [1], "a": (2, {3})}
 
 
-def test_what_cannot_be_held_is_named_and_the_rest_is_held() -> None:
+def test_attributes_that_cannot_be_saved_are_named_and_the_rest_is_saved() -> None:
     speaks, holds = Speaks({"a": [0, object()]}), Holds()
     states = CallbackStates([speaks, holds])
     holds.count = 5

@@ -76,7 +76,7 @@ def test_arrays_of_every_type_come_back(name: str) -> None:
 
 
 @given(value=PLAIN)
-def test_a_copy_is_the_same_and_shares_nothing(value: Any) -> None:
+def test_a_copy_is_equal_and_shares_no_memory(value: Any) -> None:
     array = np.arange(3)
     held = serialization.copied({"a": [value, array]})
     assert same(held, {"a": [value, array]})
@@ -98,12 +98,12 @@ class Point(NamedTuple):
         ([{1, 1j}], "an item of [0] is a complex"),
     ],
 )
-def test_what_is_not_plain_is_named(value: Any, words: str) -> None:
+def test_values_that_are_not_plain_are_named(value: Any, words: str) -> None:
     with pytest.raises(serialization.NotPlainError, match=re.escape(words)):
         serialization.copied(value)
 
 
-def test_what_contains_itself_is_named() -> None:
+def test_values_that_contain_themselves_are_named() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(serialization.NotPlainError, match="is a list that contains itself"):
@@ -133,7 +133,7 @@ def test_a_file_that_is_cut_off_is_found(part: float) -> None:
         file_format.from_bytes(whole[: int(part * len(whole))])
 
 
-def test_the_newest_whole_one_is_found_and_the_damaged_are_named(tmp_path: Path) -> None:
+def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "b", keep=3)
     assert checkpoints.newest() == (None, [])
     for step in (10, 20, 1_000_000_000):
@@ -145,7 +145,7 @@ def test_the_newest_whole_one_is_found_and_the_damaged_are_named(tmp_path: Path)
     assert [words.partition(":")[0] for words in wrong] == [str(path)]
 
 
-def test_as_many_stay_as_asked_for(tmp_path: Path) -> None:
+def test_the_given_number_of_checkpoints_is_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     (tmp_path / "notes.txt").write_text("not a checkpoint")
     for step in (1, 2, 3):
@@ -158,7 +158,7 @@ def test_as_many_stay_as_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["full", "other bytes"])
-def test_a_write_that_fails_leaves_what_was_there(
+def test_a_failed_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)

@@ -1,4 +1,4 @@
-"""A worker that does not see the chief's folder of checkpoints stops the job before it trains."""
+"""Tests that a job ends before training if a worker does not see the chief's checkpoint folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 LIMIT_S = 150
-# A worker waits long for a slow NFS client; here it waits for a second.
+# Normally a worker waits long enough for a slow NFS client. Here it waits for a second.
 FIT = """
 import runpy, sys
 from tfmulti.training.checkpoint import owner
@@ -26,7 +26,7 @@ runpy.run_module("tfmulti.fit", run_name="__main__")
 
 
 def fit_with_two_disks(folder: Path, *flags: str) -> list[Finished]:
-    """Runs two workers. The second one has an empty disk in the place of the run directory."""
+    """Runs two workers, of which the second sees an empty disk in place of the run directory."""
     disk = folder / "runs"
     disk.mkdir()
     own_disk = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {disk} && exec "$@"', "-"]

@@ -1,4 +1,4 @@
-"""Batches that are brought to the replicas' devices one step ahead; no GPU is needed for that."""
+"""Tests the transfer of batches to the replicas' devices one step ahead, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Dataset gives plain Keras' batches in plain Keras' order, over all calls that take it."""
+"""Tests that all calls take a Dataset's batches in the order of plain Keras."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("one_device", "with_checkpoint", "two_replicas")
 
 @pytest.fixture(scope="module")
 def orders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Kind -> Dataset -> the codes of the batches of each call."""
+    """Returns, for each kind and each Dataset, the codes of the batches of each call."""
     folder = tmp_path_factory.mktemp("orders")
     with processes(folder / "logs") as group:
         for kinds in (("plain", "one_device", "with_checkpoint"), ("two_replicas",)):
@@ -39,6 +39,6 @@ def test_the_order_is_that_of_plain_keras(orders: dict[str, Any], kind: str, nam
 
 
 def test_most_of_these_datasets_change_their_order(orders: dict[str, Any]) -> None:
-    """Else the test above would not tell which iterator gave a pass."""
+    """Otherwise the test above could not see which iterator a pass has used."""
     changing = [name for name, calls in orders["plain"].items() if calls[0] != calls[-1]]
     assert len(changing) >= len(DATASETS) - 4

@@ -1,4 +1,4 @@
-"""Where an epoch ends and where the data starts anew: as with plain Keras."""
+"""Tests that epochs end, and that the data begins again, where they do in plain Keras."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small_model() -> keras.Model:
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_data_that_ends_with_an_epoch_starts_anew(steps: int) -> None:
+def test_data_that_ends_with_an_epoch_begins_again(steps: int) -> None:
     found = []
     for model in (small_model(), prepare(small_model())):
         counted = Steps()
@@ -75,7 +75,7 @@ class Noted(keras.utils.PyDataset):
 
 
 class Rolled(keras.utils.PyDataset):
-    """Five batches, of which another one comes first after each end of an epoch."""
+    """Has five batches. After each end of an epoch, another batch comes first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Rolled(keras.utils.PyDataset):
 
 
 def test_a_pydataset_that_changes_its_order_gives_that_of_plain_keras() -> None:
-    """Keras tells it of an end before the first epoch and before each evaluation, too."""
+    """Keras calls `on_epoch_end` also before the first epoch and before each evaluation."""
     found = []
     for made in (small_model(), prepare(small_model())):
         losses: list[float] = []
@@ -118,8 +118,8 @@ def test_a_pydataset_that_changes_its_order_gives_that_of_plain_keras() -> None:
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_pydataset_that_changes_its_order_goes_on_in_it(is_training: bool) -> None:
-    """One call has all passes of training, and each evaluation is one of its own."""
+def test_a_pydataset_that_changes_its_order_resumes_in_it(is_training: bool) -> None:
+    """All passes of training are one call, and each evaluation is a separate call."""
     data, again = Rolled(), Rolled()
     feed = make_feed(GivenData(data), Placement(0, 1, 1), is_training=is_training)
     for passes in range(2):
@@ -135,8 +135,8 @@ def test_a_pydataset_that_changes_its_order_goes_on_in_it(is_training: bool) -> 
 
 
 @pytest.mark.parametrize(("count", "ends"), [(None, 4), (6, 2), (3, 4)])
-def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
-    """Of each epoch where it has no end of its own, else of each pass."""
+def test_on_epoch_end_of_a_pydataset_is_called(count: int | None, ends: int) -> None:
+    """The end of each epoch counts if the data has no end, and otherwise the end of each pass."""
     data = Noted(count)
     prepare(small_model()).fit(data, epochs=4, steps_per_epoch=3, verbose=0)
     if count is None:
@@ -149,10 +149,10 @@ def test_a_pydataset_is_told_of_its_ends(count: int | None, ends: int) -> None:
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_each_trace_of_an_execution_is_told(
+def test_each_trace_of_an_execution_is_reported(
     monkeypatch: pytest.MonkeyPatch, steps_per_execution: int
 ) -> None:
-    """Else a trace of a minute, among steps of a millisecond, would count as a step that hangs."""
+    """Otherwise a trace of a minute would count as a hanging step among steps of a millisecond."""
     traces: list[int] = []
     monkeypatch.setattr(heartbeat.Heartbeat, "tracing", lambda self: traces.append(1))
     made = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=1)

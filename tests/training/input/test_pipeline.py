@@ -1,4 +1,4 @@
-"""From a source to what the replicas get: each row once, from any step on, no thread left."""
+"""Tests the path from a source to the replicas: each row once, from any step on."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_iterator_starts_at_any_step(threads: int) -> None:
         assert second(9 - first, first) == whole[first:]
 
 
-def test_any_nest_of_any_types_arrives() -> None:
+def test_nests_of_all_types_are_passed_on() -> None:
     rows = np.arange(6)
     data = (
         {
@@ -143,7 +143,7 @@ def test_an_evaluation_begins_where_the_last_one_ended() -> None:
 
 
 class Broken(ArraySource):
-    """Cannot read its example 7."""
+    """A source that cannot read example 7."""
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
         if 7 in indices:
@@ -155,7 +155,7 @@ class Broken(ArraySource):
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_what_cannot_be_read_is_named_when_it_is_its_turn(threads: int) -> None:
+def test_an_unreadable_example_is_named_in_its_step(threads: int) -> None:
     source = Broken((np.arange(12, dtype=np.float32),))
     with contextlib.closing(
         prefetcher_of(source, BatchPlan(12, 4), ALONE, 0, ReadOptions(threads))

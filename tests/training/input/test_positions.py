@@ -1,4 +1,4 @@
-"""A tf.data iterator goes on where another was, without reading what came before."""
+"""Tests that a tf.data iterator continues at the saved position of another iterator."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WITHOUT_SOME = "read ahead to the ends"
 
 
 def begun(feed: Any, skipped: int = 0) -> Any:
-    """Begins a pass, or goes on in one, and returns its iterator."""
+    """Begins a pass, or continues one, and returns its iterator."""
     feed.begin_pass(0, skipped)
     return feed.source(1)
 
@@ -71,7 +71,7 @@ def batch_of(taken: Any) -> Any:
 
 
 class Watched:
-    """An iterator that tells how often it was read, and how often all were."""
+    """An iterator that counts its reads, and the reads of all its kind."""
 
     reads_of_all = 0
 
@@ -102,8 +102,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("name", list(DATASETS))
-def test_it_goes_on_at_once_from_every_batch(name: str) -> None:
-    """Or it reads from the start, if the position lacks the state of a shuffle that has ended."""
+def test_a_dataset_resumes_at_once_from_every_batch(name: str) -> None:
+    """If the position lacks the state of an ended shuffle, the pass is read from its start."""
     whole = values(begun(make_feed(GivenData(DATASETS[name]()), ALONE)), 50)
     at_once = 0
     for batches in (1, 3, 5, 6, 7, 8, 9, 12, 24, 25, 26):
@@ -141,7 +141,7 @@ def _generator() -> Iterator[np.ndarray]:
         lambda: numbers().map(lambda x: tf.random.uniform([]) * tf.cast(x, tf.float32)).batch(4),
     ],
 )
-def test_what_has_no_position_is_read_again(make: Make) -> None:
+def test_data_without_a_position_is_read_again(make: Make) -> None:
     feed = make_feed(GivenData(make()), ALONE)
     values(begun(feed), 3)
     assert "iterator" not in feed.get_state(3)
@@ -208,7 +208,7 @@ PASSES = 3
 
 
 def passes_of(make: Make) -> list[list[Any]]:
-    """The batches of each pass, by the iterators that Keras makes."""
+    """Returns the batches of each pass, by the iterators that Keras makes."""
     tf.random.set_seed(5)
     dataset = make()
     passes = []
@@ -231,8 +231,8 @@ def new_feed(make: Make) -> Any:
 
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("name", list(ENDING))
-def test_data_that_ends_goes_on_from_every_batch(name: str) -> None:
-    """And the passes after it are what they would have been."""
+def test_finite_data_resumes_from_every_batch(name: str) -> None:
+    """The later passes are also those of a run without a stop."""
     whole = passes_of(ENDING[name])
     last = len(whole[1])
     reads = []
@@ -264,8 +264,8 @@ def test_data_that_ends_goes_on_from_every_batch(name: str) -> None:
         assert reads[1:3] == [0, 0]
 
 
-def test_a_checkpoint_of_an_older_version_goes_on() -> None:
-    """It held positions of other kinds, which are read again, and positions of earlier batches."""
+def test_a_position_of_an_older_version_is_resumed() -> None:
+    """Its position is of another kind, which is not used, or of an earlier batch."""
     whole = passes_of(ENDING["shuffled"])
     feed = new_feed(ENDING["shuffled"])
     feed.begin_pass()
@@ -294,8 +294,8 @@ def test_the_state_of_each_part_that_draws_is_in_a_whole_position(name: str) -> 
     assert not positions.is_whole(position, tf.data.Dataset.zip(dataset, numbers().shuffle(2)))
 
 
-def test_words_of_the_data_are_not_counted() -> None:
-    """What a shuffle holds stands in the same files as the state of its generator."""
+def test_texts_of_the_data_are_not_counted_as_states() -> None:
+    """The rows of a shuffle's buffer are in the same files as the state of its generator."""
     words = "Iterator::Root::Shuffle@@epoch_num_random_samples@@num_random_samples "
     dataset = tf.data.Dataset.from_tensor_slices(tf.constant([words] * 8)).shuffle(8, seed=1)
     iterator = iter(dataset)
@@ -308,8 +308,8 @@ def test_words_of_the_data_are_not_counted() -> None:
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("name", list(ENDING))
 @pytest.mark.parametrize("known", [True, False])
-def test_data_that_ends_goes_on_between_two_passes(name: str, known: bool) -> None:
-    """In the evaluation after a pass: that one is over, also where reading on would tell it."""
+def test_finite_data_resumes_between_two_passes(name: str, known: bool) -> None:
+    """The run stops in the evaluation after a pass, whose end no read may have shown."""
     whole = passes_of(ENDING[name])
     last = len(whole[1])
     feed = new_feed(ENDING[name])
@@ -346,8 +346,8 @@ PLACES = [Placement(0, 1, 1), Placement(0, 1, 2), Placement(1, 2, 1), Placement(
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_position_is_of_no_place(place: Placement, ends: bool) -> None:
-    """What an iterator holds are global batches, so the chief's of two goes on anywhere."""
+def test_a_position_is_valid_on_any_number_of_workers(place: Placement, ends: bool) -> None:
+    """Iterators give global batches, so the chief's position is valid on any number of workers."""
 
     def make() -> tf.data.Dataset:
         dataset = numbers().shuffle(20, seed=1)
@@ -370,7 +370,7 @@ def test_a_position_is_of_no_place(place: Placement, ends: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["shuffled", "of unknown length"])
-def test_a_pass_that_is_given_up_is_not_gone_on_with(name: str) -> None:
+def test_an_abandoned_pass_is_not_continued(name: str) -> None:
     dataset = ENDING[name]()
     iterator = iter(dataset)
     next(iterator)
@@ -384,7 +384,7 @@ def test_a_pass_that_is_given_up_is_not_gone_on_with(name: str) -> None:
 
 
 def test_a_position_is_not_ahead_of_the_steps() -> None:
-    """A trial takes the first batches together, and the steps get them again one by one."""
+    """`verify` takes the first batches together, and the steps get them again one by one."""
     feed = new_feed(ENDING["shuffled"])
     Trial(feed, 2, 2, sure=True)
     feed.begin_pass()
@@ -393,7 +393,7 @@ def test_a_position_is_not_ahead_of_the_steps() -> None:
         assert ("iterator" in feed.get_state(batches)) == (batches == 2)
 
 
-def test_a_position_of_another_dataset_is_not_taken() -> None:
+def test_a_position_of_another_dataset_is_not_used() -> None:
     feed = new_feed(lambda: numbers().shuffle(60, seed=1).repeat().batch(4))
     values(begun(feed), 5)
     state = feed.get_state(5)
@@ -403,7 +403,7 @@ def test_a_position_of_another_dataset_is_not_taken() -> None:
     assert values(begun(other, 2), 1) == [[12, 13, 14, 15]]
 
 
-def test_a_position_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_position_that_is_too_large_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = new_feed(lambda: numbers().repeat().batch(4))
     values(begun(feed), 5)
     monkeypatch.setattr(positions, "MOST_BYTES", 100)
@@ -414,7 +414,7 @@ def test_a_position_that_is_too_large_is_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Batches(keras.utils.PyDataset):
-    """Ten batches; notes which were read."""
+    """Has ten batches, and records which of them were read."""
 
     def __init__(self, workers: int = 1) -> None:
         super().__init__(workers=workers)
@@ -434,10 +434,10 @@ def rest_of(iterator: Any) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("seed", [None, 4])
-def test_a_pydataset_goes_on_without_reading_what_came_before(
+def test_a_pydataset_resumes_without_reading_earlier_batches(
     seed: int | None, workers: int
 ) -> None:
-    """The readers of several threads hold batches that were not taken; they must not come later."""
+    """Reader threads hold batches that no step has taken. These batches must not appear later."""
     feed = make_feed(GivenData(Batches(workers), seed=seed), ALONE, is_training=True)
     whole = []
     for _ in range(4):
@@ -461,7 +461,7 @@ def test_a_pydataset_goes_on_without_reading_what_came_before(
     again.end_pass()
 
 
-def test_data_that_has_become_shorter_is_told() -> None:
+def test_data_that_has_become_shorter_is_an_error() -> None:
     feed = new_feed(lambda: numbers().filter(lambda x: x < 20).batch(4))
     with pytest.raises(DataError, match="ended after 5 batches, but 7 had been trained on"):
         begun(feed, 7)

@@ -1,4 +1,4 @@
-"""A stream that is closed: its threads end at once, and nothing more is read."""
+"""Tests that a closed prefetcher ends its threads at once and reads nothing more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mirrored
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_a_closed_stream_reads_no_more(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads that are in work when it is closed end after it was stopped, and no other begins."""
+    """Reads that are in progress when it is closed end by themselves, and no other read begins."""
     source, stop = Gated(64), Loader.stop
 
     def stopping(reader: Loader) -> None:

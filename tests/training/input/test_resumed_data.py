@@ -1,4 +1,4 @@
-"""A Dataset goes on from a checkpoint on any number of workers, and few read what came before."""
+"""Tests that a Dataset resumes from a checkpoint on any number of workers, with few reads."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ AT = {"ends": (*range(1, STEPS + 2), 22, 29), "repeated": (9, 16, 22)}
 ELSEWHERE = (4, 14, 15, 22)
 # These are the shuffle's buffer and two prefetches.
 READ_AHEAD = 8 + 6 * BATCH
-# In the last batches of a pass the shuffle of data that ends may have given its last row.
+# In the last batches of a pass, the shuffle of finite data may have given its last row.
 PREFETCHED = 5
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives `found(pipeline, workers)`: what each worker found; two make the checkpoints."""
+    """Returns a function that returns the workers' results. Two workers make the checkpoints."""
 
     @functools.cache
     def folder_of(pipeline: str) -> Path:
@@ -51,12 +51,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def given(step: int) -> int:
-    """Returns the rows of so many steps of both epochs."""
+    """Returns the rows of the given number of steps of both epochs."""
     return step // STEPS * 2 * ROWS + step % STEPS * BATCH
 
 
 @pytest.mark.parametrize("pipeline", list(AT))
-def test_what_follows_is_that_of_the_run_without_a_stop(found: Any, pipeline: str) -> None:
+def test_a_resumed_run_equals_the_run_without_a_stop(found: Any, pipeline: str) -> None:
     for worker in found(pipeline, 2):
         whole = worker["whole"]
         assert len(whole["losses"]) == LAST
@@ -66,27 +66,27 @@ def test_what_follows_is_that_of_the_run_without_a_stop(found: Any, pipeline: st
 
 
 def most_opened(step: int) -> int:
-    """Returns how many files a run from a step opens at most: its pass may be read again."""
+    """Returns how many files a run from a step opens at most, if its pass is read again."""
     before = given(step) if 0 < step % STEPS < STEPS - PREFETCHED else given(step - step % STEPS)
     return EPOCHS * 2 * ROWS - before
 
 
-def test_no_worker_reads_again_what_came_before(found: Any) -> None:
-    """Of data that ends each file is opened once a time that it is in it, and no more."""
+def test_no_worker_reads_earlier_batches_again(found: Any) -> None:
+    """For finite data, each file is opened as often as it occurs, and not more often."""
     for worker in found("ends", 2):
         assert worker["whole"]["opened"] == EPOCHS * 2 * ROWS
         for step in AT["ends"]:
             assert worker[str(step)]["opened"] <= most_opened(step)
 
 
-def test_of_data_without_end_they_read_what_follows_and_a_little_ahead(found: Any) -> None:
+def test_endless_data_is_read_only_a_little_ahead(found: Any) -> None:
     for worker in found("repeated", 2):
         for step in AT["repeated"]:
             assert worker[str(step)]["opened"] <= (LAST - step) * BATCH + READ_AHEAD
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_checkpoint_of_two_workers_goes_on_on_other_numbers_of_them(
+def test_a_checkpoint_of_two_workers_resumes_on_other_numbers_of_workers(
     found: Any, workers: int
 ) -> None:
     whole = found("ends", 2)[0]["whole"]

@@ -1,4 +1,4 @@
-"""How many steps an execution has, from measured times; without TensorFlow."""
+"""Tests how the number of steps of an execution follows from measured times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPILED_S = 1.0
 def measured(
     step_s: float, outside_s: float, steps_left: int, *, most: int | None = None
 ) -> StepsPerExecution:
-    """A pace that has seen its trials: the first was compiled, and lasted a second."""
+    """Returns a pace after its trials, of which the first was compiled and took a second."""
     pace = StepsPerExecution(None, most=most)
     for number in range(TRIALS + 2):
         inside_s = COMPILED_S if number == 0 else step_s - outside_s
@@ -29,7 +29,7 @@ def test_a_given_number_stays() -> None:
     assert (pace.at_once, pace.wish) == (7, 0)
 
 
-def test_as_many_steps_as_last_the_target() -> None:
+def test_an_execution_has_as_many_steps_as_fit_the_target_time() -> None:
     pace = measured(0.002, 0.001 - CALL_S, 10**6)
     assert pace.wish == pytest.approx(TARGET_S / 0.001, abs=1)
     # The number stays 1 until all workers agree.
@@ -53,13 +53,13 @@ def test_a_short_run_is_not_worth_compiling() -> None:
     assert measured(0.003, 0.001, 0).wish == 0
 
 
-def test_no_more_than_between_two_checkpoints() -> None:
+def test_an_execution_has_no_more_steps_than_between_two_checkpoints() -> None:
     assert measured(0.002, 0.001, 10**6, most=5).wish == 5
     assert measured(0.002, 0.001, 10**6, most=1).wish == 0
 
 
 @pytest.mark.parametrize("local_replicas", [1, 2, 8])
-def test_the_chief_alone_is_heard(local_replicas: int) -> None:
+def test_only_the_chiefs_number_counts(local_replicas: int) -> None:
     chief = stop_votes.votes(False, None, pace=37)
     other = stop_votes.votes(False, None)
     counted = [local_replicas * (a + b) for a, b in zip(chief, other, strict=True)]

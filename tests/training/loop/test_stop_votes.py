@@ -1,4 +1,4 @@
-"""Votes to stop, and signals that become votes."""
+"""Tests votes to stop, and signals that become votes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_signal_asks_to_stop(number: signal.Signals) -> None:
     assert exits == []
 
 
-def test_nothing_to_save_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_without_anything_to_save_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     exits: list[int] = []
     with SignalWatch(exit=exits.append):
         os.kill(os.getpid(), signal.SIGINT)
@@ -80,16 +80,14 @@ def test_a_training_that_hangs_is_ended(capfd: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("given", "grace_s"), [(None, 4), ("30", 29), ("120.5", 119.5), ("2", 1.5), ("0.4", 0.3)]
 )
-def test_the_grace_is_what_the_launcher_tells_but_a_margin(
-    given: str | None, grace_s: float
-) -> None:
+def test_the_grace_period_is_the_launchers_less_a_margin(given: str | None, grace_s: float) -> None:
     assert sigterm_grace_s({} if given is None else {"TFMULTI_GRACE_S": given}) == pytest.approx(
         grace_s
     )
 
 
 @pytest.mark.parametrize("given", ["soon", "", "0", "-1", "nan", "inf"])
-def test_a_grace_that_is_no_time_is_refused(given: str) -> None:
+def test_an_invalid_grace_period_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match=f"TFMULTI_GRACE_S is '{given}'"):
         sigterm_grace_s({"TFMULTI_GRACE_S": given})
 
@@ -98,7 +96,7 @@ def test_a_grace_that_is_no_time_is_refused(given: str) -> None:
 def test_a_long_checkpoint_is_finished_after_sigterm(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ends: bool
 ) -> None:
-    """Ctrl-C keeps its five seconds, whatever the launcher waits."""
+    """After Ctrl-C the limit is five seconds, whatever the launcher's grace period is."""
     monkeypatch.setattr("tfmulti.launch.signals.GRACE_S", 0.05)
     monkeypatch.setenv("TFMULTI_GRACE_S", "60")
     exits: list[int] = []
@@ -113,7 +111,7 @@ def test_a_long_checkpoint_is_finished_after_sigterm(
     assert bool(exits) is ends
 
 
-def test_everything_is_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     threads = threading.active_count()
     with SignalWatch():

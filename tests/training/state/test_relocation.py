@@ -1,4 +1,4 @@
-"""A model and the strategy that it is made of, in a process of one device."""
+"""Tests how a model is moved to its strategy, in a process with one device."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_variables_are_found_wherever_they_are_kept() -> None:
         ({"loss": keras.losses.Huber(), "optimizer": keras.optimizers.Adam()}, ""),
     ],
 )
-def test_parts_of_the_users_own_are_told(part: dict[str, object], words: str) -> None:
+def test_parts_of_users_are_named(part: dict[str, object], words: str) -> None:
     inputs = keras.Input((3,))
     hidden = keras.layers.Dense(3)(inputs) + inputs
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
@@ -92,7 +92,7 @@ def test_parts_of_the_users_own_are_told(part: dict[str, object], words: str) ->
     assert [words in each for each in found] == ([True] if words else [])
 
 
-def test_layers_and_operations_of_the_users_own_are_told() -> None:
+def test_layers_and_operations_of_users_are_named() -> None:
     class Own(keras.layers.Layer):
         def call(self, x: tf.Tensor) -> tf.Tensor:
             return x

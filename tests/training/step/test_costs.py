@@ -1,4 +1,4 @@
-"""The costs of a step in counts. No test here measures time."""
+"""Tests the costs of a step by counts of operations. No test here measures time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS_OF_AUTOMATIC_RUN = 40
 def test_a_step_has_one_collective_besides_its_gradients(
     results: list[Any], one_device: dict[str, Any]
 ) -> None:
-    """That of metrics, votes and digest.
+    """This collective sums metrics, votes and the digest of the batch.
 
     Gradients are sent in buckets of 0.5 MB, a larger gradient by itself: here 700 * 800 values.
     A BatchNormalization has one collective forward and one backward.
@@ -36,10 +36,10 @@ def test_a_step_has_one_collective_besides_its_gradients(
 
 @behaviour(costs.operations_before_each_wait, at=[TWO_WORKERS])
 def test_gradients_are_computed_before_a_wait_that_they_do_not_need(results: list[Any]) -> None:
-    """Of two BatchNormalizations, with a Dense between them and one behind.
+    """The model has two BatchNormalizations, with a Dense between them and a Dense at the end.
 
-    Only the backward pass has other gradients to compute. The forward pass and the wait for the
-    gradients themselves have nothing left.
+    Only a wait in the backward pass can be preceded by gradients that do not need it. In the
+    forward pass, and before the wait for the gradients, nothing is left to compute.
     """
     for worker in results:
         waits = [types for types in worker if types]
@@ -49,7 +49,7 @@ def test_gradients_are_computed_before_a_wait_that_they_do_not_need(results: lis
 
 @behaviour(costs.replicas_with_and_without_collectives, at=[TWO_REPLICAS])
 def test_replicas_of_one_process_need_no_collective(results: list[Any]) -> None:
-    """On CPUs. With TensorFlow's collectives, as on GPUs, the numbers are the same.
+    """This holds on CPUs. With TensorFlow's collectives, as on GPUs, the numbers are the same.
 
     Within a process a large gradient needs no collective of its own.
     """
@@ -73,7 +73,7 @@ def test_a_custom_step_is_traced_once_to_build_and_once_per_replica(
 
 @behaviour(costs.inter_op_threads, at=EVERYWHERE)
 def test_workers_of_one_machine_share_its_cores(results: list[Any], place: str) -> None:
-    """TensorFlow's default of 0 is as many threads as cores, on each worker."""
+    """TensorFlow's default of 0 means as many threads as cores, on each worker."""
     shared = place == TWO_WORKERS and len(os.sched_getaffinity(0)) == os.cpu_count()
     threads = max(1, (os.cpu_count() or 1) // 2) if shared else 0
     assert all(worker == threads for worker in results)
@@ -81,7 +81,7 @@ def test_workers_of_one_machine_share_its_cores(results: list[Any], place: str) 
 
 @behaviour(costs.training_without_connections, at=[TWO_WORKERS])
 def test_workers_that_cannot_connect_train_by_tensorflows_collectives(results: list[Any]) -> None:
-    """All of them do, where one cannot reach another. The numbers are the same."""
+    """If one worker cannot reach another, all workers do so. The numbers are the same."""
     for (own, weights), (tensorflows, same) in results:
         assert own == [SEND]
         assert all(kind.startswith("Collective") for kind in tensorflows)
@@ -96,7 +96,7 @@ def test_workers_that_cannot_connect_train_by_tensorflows_collectives(results: l
     ("place", "kernels"), [(ONE_DEVICE, 0), (TWO_REPLICAS, 2 * 4), (TWO_WORKERS, 4)]
 )
 def test_sgd_updates_by_a_kernel(results: list[Any], kernels: int) -> None:
-    """One for each of the four variables, on each local replica. One device updates as Keras."""
+    """It updates each of four variables on each local replica. One device updates as Keras does."""
     assert all(worker == kernels for worker in results)
 
 

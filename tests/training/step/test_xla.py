@@ -1,4 +1,4 @@
-"""XLA compiles what a replica computes by itself, and no communication between replicas."""
+"""Tests that XLA compiles the computing of a replica, and no communication."""
 
 from __future__ import annotations
 

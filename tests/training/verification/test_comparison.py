@@ -1,4 +1,4 @@
-"""What counts as a difference, and the message that tells it."""
+"""Tests which numbers count as different, and the messages for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT, QUEUE = Quantity("state", "count"), Quantity("state", "queue")
 ONES = np.ones(3, np.float32)
 
 
-def test_rounding_is_no_difference_and_more_is_one() -> None:
+def test_only_more_than_rounding_is_a_difference() -> None:
     there = np.array([1.0, 2.0, 3.0], np.float32)
     near = np.nextafter(there, np.float32(9))
     assert compare(WEIGHT, near, there, there, there - ONES).excess < 1
@@ -29,20 +29,20 @@ def test_rounding_is_no_difference_and_more_is_one() -> None:
 
 
 def test_a_small_update_of_a_large_weight_counts() -> None:
-    """Half of an update of a thousandth shows, although the weight is nearly the same."""
+    """Half of an update of a thousandth is found, although the weight is nearly the same."""
     before = 1000 * ONES
     found = compare(WEIGHT, before + 0.5 * ONES, before + ONES, before + ONES, before)
     assert found.excess > 1
     assert found.ratio == pytest.approx(0.5)
 
 
-def test_forty_times_what_a_digit_changes_is_allowed() -> None:
+def test_forty_times_the_effect_of_a_digit_is_allowed() -> None:
     moved = ONES + np.float32(0.01 * MOVED_BY)
     assert compare(LOSS, ONES + np.float32(0.39), ONES, moved).excess < 1
     assert compare(LOSS, ONES + np.float32(0.41), ONES, moved).excess > 1
 
 
-def test_whole_numbers_and_what_is_no_number() -> None:
+def test_integers_and_nan_are_compared() -> None:
     whole = np.array([1, 2])
     assert compare(COUNT, whole, whole, whole, whole * 0).excess == 0
     assert compare(COUNT, whole + 1, whole, whole, whole * 0).excess == float("inf")
@@ -52,7 +52,7 @@ def test_whole_numbers_and_what_is_no_number() -> None:
     assert compare(LOSS, one, nothing, nothing).excess == float("inf")
 
 
-def test_another_shape_differs() -> None:
+def test_another_shape_is_a_difference() -> None:
     assert compare(QUEUE, ONES, ONES[:2], ONES[:2], ONES[:2]).excess == float("inf")
 
 
@@ -67,7 +67,7 @@ def test_weights_are_moved_by_their_last_digits() -> None:
     assert np.abs(coarse / value - 1) == pytest.approx(np.full(3, 2.0**-8))
 
 
-def test_the_first_kind_is_told_and_of_it_the_worst() -> None:
+def test_the_worst_difference_of_the_first_kind_is_named() -> None:
     found = [
         Difference("log", "loss", 9.0, 1.0, 0, 0),
         Difference("weight", "a", 2.0, 1.0, 0, 0),
@@ -102,7 +102,7 @@ def test_a_message_says_what_to_do(kind: str, scale: float | None, words: str) -
     assert "\n" not in message
 
 
-def test_random_numbers_are_told_by_their_operations() -> None:
+def test_random_numbers_are_named_by_their_operations() -> None:
     message = draws_in_words(["RandomUniform"], "train.py:7 (tf.random.uniform([3]))")
     assert "(RandomUniform), in train.py:7" in message
     assert "Draw by keras.random" in message

@@ -1,4 +1,4 @@
-"""Models made outside the scope, and the comparison of the first steps with one device."""
+"""Tests models made outside the scope, and the comparison of first steps with one device."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_rounding_of_sums_that_cancel_out_is_no_difference(results: list[Any]) -
 
 
 @behaviour(verification.verified_again_from_other_weights, at=SEVERAL)
-def test_a_difference_that_other_weights_do_not_have_is_rounding(results: list[Any]) -> None:
+def test_a_difference_that_disappears_with_other_weights_is_rounding(results: list[Any]) -> None:
     assert all(worker == ["same", 2, True] for worker in results)
 
 
