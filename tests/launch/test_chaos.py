@@ -103,7 +103,7 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
         ["-m", "tfmulti.launch", *flags, str(script)], tmp_path / "launcher", limit_s=LIMIT_S
     )
     assert done.returncode == 1
-    words = r"\[launch\] worker 1 does not listen at 127\.0\.0\.1:\d+, 10 s after another worker did"
+    words = r"worker 1 does not listen at 127\.0\.0\.1:\d+, 10 s after another worker did"
     assert re.search(words, done.stderr)
 
 
