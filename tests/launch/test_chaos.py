@@ -97,13 +97,15 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
         "if os.environ['RANK'] == '1': time.sleep(1e6)\n"
         "tf.distribute.MultiWorkerMirroredStrategy()\n"
     )
-    flags = ["--nproc-per-node", "2", "--start-timeout", "10", "--max-restarts", "0"]
+    flags = ["--nproc-per-node", "2", "--start-timeout", "3", "--max-restarts", "0"]
     flags += ["--log-dir", str(tmp_path / "logs")]
     done = run(
         ["-m", "tfmulti.launch", *flags, str(script)], tmp_path / "launcher", limit_s=LIMIT_S
     )
     assert done.returncode == 1
-    words = r"worker 1 does not listen at 127\.0\.0\.1:\d+, 10 s after another worker did"
+    # On a loaded machine both workers may be idle for as long before one of them is missed.
+    late = r"does not listen at 127\.0\.0\.1:\d+, 3 s after another worker did"
+    words = rf"\[launch\] (then )?worker 1 ({late}|has done nothing for 3 s \(--start-timeout\))"
     assert re.search(words, done.stderr)
 
 
