@@ -18,7 +18,8 @@ from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.input import positions
 
-ROWS = np.arange(64, dtype=np.float32).reshape(16, 4)
+# Eight batches a pass. The oldest checkpoint is of step 10, far from the end of its pass.
+ROWS = np.arange(128, dtype=np.float32).reshape(32, 4)
 
 
 class Counts(keras.callbacks.Callback):
@@ -41,7 +42,7 @@ def trained(folder: Path, epochs: int = 2) -> Counts:
     model.compile("sgd", "mse")
     counts = Counts(folder, epochs)
     data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS[:, :1])).shuffle(16, seed=3).batch(4)
-    keeper = Checkpoint(folder / "checkpoints", every_steps=3)
+    keeper = Checkpoint(folder / "checkpoints", every_steps=10)
     model.fit(data, epochs=epochs, verbose=0, callbacks=[counts, keeper])
     return counts
 
@@ -81,7 +82,7 @@ def test_a_run_from_a_crafted_position_writes_nothing_elsewhere(tmp_path: Path) 
         position[str(outside)] = position["../" * 12 + str(outside)[1:]] = np.zeros(3, np.uint8)
 
     crafted(tmp_path, change)
-    assert trained(tmp_path, epochs=3).batches == 12
+    assert trained(tmp_path, epochs=3).batches == 24
     assert not outside.exists()
 
 
@@ -216,7 +217,7 @@ def test_types_of_arrays_are_those_that_are_known(tmp_path: Path) -> None:
 
 
 def test_valid_attributes_of_callbacks_are_still_restored(tmp_path: Path) -> None:
-    assert trained(tmp_path).batches == 8
+    assert trained(tmp_path).batches == 16
     counts = trained(tmp_path, epochs=3)
-    assert counts.batches == 12
+    assert counts.batches == 24
     assert os.path.basename(counts.filepath) == "mine.keras"

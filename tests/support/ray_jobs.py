@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -55,8 +56,32 @@ def build() -> keras.Model:
     return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, "softmax")])
 
 
+def storage() -> Path:
+    """The folder of the job in Ray's storage."""
+    return Path(ray.train.get_context().get_storage().experiment_fs_path)
+
+
 def is_first_attempt() -> bool:
-    return ray.train.get_checkpoint() is None
+    """Whether no worker was killed yet."""
+    return not (storage() / "killed").exists()
+
+
+def folders_of_checkpoints() -> list[str]:
+    return [path.name for path in storage().glob("checkpoint_*-*")]
+
+
+def kill_with(folder: Path, count: int) -> None:
+    """Kills this process as soon as Ray's controller knows `count` checkpoints.
+
+    The folder of a checkpoint exists before the controller knows it.
+    """
+    snapshot, known = folder / "checkpoint_manager_snapshot.json", 0
+    while known < count:
+        time.sleep(0.005)
+        with contextlib.suppress(FileNotFoundError):
+            known = len(set(re.findall(r"checkpoint_[\d_.-]+", snapshot.read_text())))
+    (folder / "killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def rank() -> int:
@@ -65,17 +90,10 @@ def rank() -> int:
 
 
 def killed(config: dict[str, Any]) -> Any:
-    """The whole run, of which worker 1 is killed once, when Ray has a second checkpoint."""
+    """The whole run, of which worker 1 is killed once, when Ray has its first checkpoint."""
     if rank() == 1 and is_first_attempt():
-        folder = Path(ray.train.get_context().get_storage().experiment_fs_path)
-        threading.Thread(target=kill_after, args=(folder,), daemon=True).start()
+        threading.Thread(target=kill_with, args=(storage(), 1), daemon=True).start()
     return tfmulti.ray.train_loop(config)
-
-
-def kill_after(folder: Path, count: int = 2) -> None:
-    while len(list(folder.glob("checkpoint_*-*"))) < count:
-        time.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class KilledOnce(keras.callbacks.Callback):
@@ -94,7 +112,7 @@ class KilledOnce(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         if is_killed and (self.begun[-1], batch) == (2, STEPS // 2) and rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_with(storage(), len(folders_of_checkpoints()))
 
 
 is_killed = False
