@@ -72,7 +72,7 @@ MISTAKES = [
     (["resnet20"], "the argument 'resnet20' belongs to no flag"),
     (["--per_replica_batch_size", "8"], "is kept by --weak alone"),
     (["--global_batch_size", "3", "--replicas", "4"], "has fewer rows than 4 replicas"),
-    (["--model", "my.place:build"], "--model my.place:build has no made-up data of its own"),
+    (["--model", "my.place:build"], "--model my.place:build has no synthetic data"),
     (["--model", "cnn", "--dataset", "regression"], "takes image data"),
     (["--dataset", "digits", "--global_batch_size", "5000"], "larger than the training data"),
     (["--dataset", "digits", "--weak", "--workers", "1,64"], "larger than the training data"),
@@ -219,7 +219,7 @@ def test_a_full_disk_is_reported_in_a_line_after_the_table(
 
     monkeypatch.setattr(command, "write_text", full)
     config = bench(output_dir=tmp_path / "o", rounds=1)
-    with pytest.raises(MeasurementError, match=r"stands above: No space left .*Make room") as told:
+    with pytest.raises(MeasurementError, match=r"printed above: No space left .*Make room") as told:
         command.measure(config, (), lambda *words: None, Launched(config))
     assert told.value.exit_code == 1
     assert "1 replica" in capsys.readouterr().out

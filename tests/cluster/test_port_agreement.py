@@ -88,7 +88,9 @@ def test_a_process_without_the_secret_is_kept_out() -> None:
     secret = {"TFMULTI_SECRET": "x" * 32}
     assert [f.result().rank for f in agree(jobs, [secret, secret])] == [0, 1]
     chief, other = agree(layouts(2), [secret, {}], timeout_s=2.0)
-    with pytest.raises(ClusterError, match=r"of 2 processes 1 have not come within 2 s \(ranks 1"):
+    with pytest.raises(
+        ClusterError, match=r"1 of 2 processes have not connected within 2 s \(ranks 1"
+    ):
         chief.result()
     with pytest.raises(ClusterError, match="another program or job answers"):
         other.result()
@@ -101,7 +103,7 @@ def test_an_invalid_secret_is_a_mistake() -> None:
 
 def test_a_process_that_does_not_come_is_named() -> None:
     chief, second, _ = layouts(3)
-    words = r"of 3 processes 1 have not come within 1 s \(ranks 2\)\. Did they start"
+    words = r"1 of 3 processes have not connected within 1 s \(ranks 2\)\. Did they start"
     futures = agree([chief, second], timeout_s=1.0)
     with pytest.raises(ClusterError, match=words):
         futures[0].result()

@@ -70,7 +70,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, whole: dict[str, np.ndarray])
         done = launched(tmp_path, "0.2.0.fill 1.0.0.kill 1.3.0.free 2.0.1.kill")
         assert done.returncode == 0, done.stderr
         assert_as_if_nothing_had_happened(tmp_path, whole)
-        assert "No space left on device. Training goes on; the older ones stay" in done.stderr
+        assert "No space left on device. Training continues; the older ones stay" in done.stderr
 
 
 def test_a_deadlock_is_seen_and_named(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:

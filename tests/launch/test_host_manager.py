@@ -129,7 +129,7 @@ def test_this_machine_among_the_hosts() -> None:
     assert name_here(by_hand, by_hand.hosts) == "b"
     assert name_here(JOB, (Host("198.51.100.1"), Host("198.51.100.2"))) is None
     assert name_here(JOB, (Host("localhost"),)) == "localhost"
-    with pytest.raises(ConfigError, match="a machine's name for itself alone"):
+    with pytest.raises(ConfigError, match="a name that no other machine can use"):
         name_here(JOB, (Host("localhost"), Host("198.51.100.1")))
     outside = LaunchConfig(program=("x",), module=True, hosts=(Host("a"),), node_rank=1)
     with pytest.raises(ConfigError, match="count from 0"):
@@ -299,7 +299,7 @@ def test_workers_of_a_machine_that_is_cut_off_end(
     monkeypatch.setattr(remote_machine, "LOST_S", 0.5)
     os.kill(agent, signal.SIGSTOP)
     time.sleep(0.8)
-    with pytest.raises(Unreachable, match="no word from it for 0"):
+    with pytest.raises(Unreachable, match="no message from it for 0"):
         machine.look()
     machine._link.close()
     os.kill(agent, signal.SIGCONT)
@@ -387,7 +387,7 @@ def test_a_machine_that_waits_for_the_first_can_be_stopped(
 @pytest.mark.parametrize(
     ("secret", "says"),
     [
-        (SECRET, "tfmulti: the first machine runs another program or other flags of it\n"),
+        (SECRET, "tfmulti: the first machine runs another program, or has other flags\n"),
         (SECRET[::-1], "does not know this job's secret (TFMULTI_SECRET or --secret-file); it is "),
         ("", "tfmulti: --node-rank over 2 machines needs a secret, else whoever reaches port "),
     ],

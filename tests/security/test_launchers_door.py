@@ -267,7 +267,7 @@ def test_a_silent_first_machine_is_reported(tmp_path: Path) -> None:
         env = {**os.environ, "TFMULTI_SECRET": SECRET}
         done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 1
-    assert "has not answered for 1 s (it does not begin)" in done.stderr
+    assert "has not answered for 1 s (it does not start the job)" in done.stderr
 
 
 @pytest.mark.parametrize(

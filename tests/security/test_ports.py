@@ -115,7 +115,7 @@ def test_isolation_that_is_not_allowed_is_one_line(monkeypatch: pytest.MonkeyPat
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(isolation, "_unshare", refused)
-    with pytest.raises(ConfigError, match=r"allow a network of its own \(Operation not"):
+    with pytest.raises(ConfigError, match=r"allow a separate network \(Operation not"):
         isolation.isolate()
     with pytest.raises(ConfigError, match="--isolate takes the network away, but --hosts names"):
         parse(["--isolate", "--hosts", "a:1,b:1", "-m", "x"], "", {})
@@ -167,7 +167,7 @@ def test_a_worker_that_waits_for_ever_before_the_first_step_is_named(
     done = run(["-m", "tfmulti.launch", *flags], tmp_path / "launcher", limit_s=LIMIT_S)
     assert done.returncode == 1
     assert re.search(r"worker \d has done nothing for 3 s \(--start-timeout\)", done.stderr)
-    assert done.stderr.count("stands at:\n") == workers
+    assert done.stderr.count("the stacks of worker ") == workers
     assert 'waits.py", line 6 in <module>' in done.stderr
 
 

@@ -155,7 +155,7 @@ def write(report: Report, say: Say) -> None:
         say("warning", "no bench.png: matplotlib is not installed (pip install matplotlib)")
     except OSError as error:
         raise MeasurementError(
-            f"{folder} lacks what was measured, which stands above: {error.strerror or error}. "
+            f"{folder} cannot take the results, which are printed above: {error.strerror or error}. "
             "Make room, and measure again for bench.json and bench.png.",
             1,
         ) from None

@@ -91,7 +91,7 @@ class BenchConfig:
         if self.run.model in registry.MODELS or self.run.dataset != "synthetic":
             return
         raise ConfigError(
-            f"--model {self.run.model} has no made-up data of its own. Give --dataset, such as "
+            f"--model {self.run.model} has no synthetic data. Give --dataset, such as "
             "synthetic:shape=32x32x3."
         )
 

@@ -299,10 +299,10 @@ def _candidates(layout: Layout) -> Iterator[tuple[str, int]]:
 
 
 def _missing(layout: Layout, ranks: list[int], timeout_s: float) -> str:
-    """Returns the message about processes that have not come."""
+    """Returns the message about processes that have not connected."""
     shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return (
-        f"{layout.environment}: of {layout.size} processes {len(ranks)} have not come within "
+        f"{layout.environment}: {len(ranks)} of {layout.size} processes have not connected within "
         f"{timeout_s:.0f} s (ranks {shown}). Did they start, and can they reach {layout.host}?"
     )
 

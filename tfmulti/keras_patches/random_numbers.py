@@ -162,7 +162,7 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
         mine = functools.partial(draw, original)
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            refuse_to_compile("draws random numbers, and XLA's are others")
+            refuse_to_compile("draws random numbers, and XLA would draw other ones")
             share = partial()
             if share is None:
                 return original(*args, **kwargs)

@@ -70,7 +70,9 @@ LONGEST_NAME = 255
 
 # Each proof and each key names its side, so that a message cannot be sent back to its sender.
 _FIRST, _OTHER = b"the first machine", b"another machine"
-_NO_PROOF = f"who answers there does not know this job's secret ({SECRET} or --secret-file)"
+_NO_PROOF = (
+    f"the program that answers there does not know this job's secret ({SECRET} or --secret-file)"
+)
 
 # Exit codes of the process that serves the first machine: the connection was lost, it ended before
 # the job began, or the other side does not know the secret.
@@ -341,9 +343,9 @@ class JoinListener:
         expected = "\0".join(self._config.program).encode()
         if not hmac.compare_digest(str(program).encode(), expected):
             with contextlib.suppress(OSError):
-                link.send({"fails": "the first machine runs another program or other flags of it"})
+                link.send({"fails": "the first machine runs another program, or has other flags"})
             link.close()
-            self._refuse(name, "it runs another program, or other flags of it")
+            self._refuse(name, "it runs another program, or has other flags")
             return
         with self._lock:
             before = self._waiting.get(name)
@@ -419,10 +421,10 @@ def join_job(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str
         env: the environment of the workers on this machine.
 
     Raises:
-        TfmultiError: the first machine cannot be reached, or does not begin the job, for
+        TfmultiError: the first machine cannot be reached, or does not start the job, for
             `start_timeout_s`.
     """
-    deadline, why = time.monotonic() + config.start_timeout_s, "it does not begin"
+    deadline, why = time.monotonic() + config.start_timeout_s, "it does not start the job"
     while True:
         try:
             address = (first.name.strip("[]"), config.master_port)

@@ -127,7 +127,7 @@ class HostManager:
             if time.monotonic() > deadline:
                 waited = f"{self._config.start_timeout_s:g} s (--start-timeout)"
                 why = "; ".join(f"{n}: {w}" for n, w in self.reasons.items()) or "none is named"
-                raise TooFew(f"too few machines for {waited}: {why}. Start them, or open the way.")
+                raise TooFew(f"too few machines for {waited}: {why}. Start them, or open the port.")
             time.sleep(0.02)
 
     def choice(self, standing: Standing) -> Placement | None:
@@ -342,7 +342,7 @@ def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
     here = [host.name for host in hosts if is_here(host.name)]
     if len(hosts) > 1 and any(name in LOOPBACK_NAMES for name in here):
         raise ConfigError(
-            f"{here[0]} is a machine's name for itself alone. Give the name or address under which "
+            f"{here[0]} is a name that no other machine can use. Give the name or address under which "
             "the other machines reach it."
         )
     return here[0] if here else None

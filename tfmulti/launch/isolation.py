@@ -1,4 +1,4 @@
-"""Gives a job a network of its own, which nothing outside can reach.
+"""Gives a job a separate network, which nothing outside can reach.
 
 TensorFlow's ports accept every connection, without any check. See
 https://github.com/tensorflow/tensorflow/blob/master/SECURITY.md, and network_namespaces(7).
@@ -43,7 +43,7 @@ def isolate() -> None:
         _begin_loopback()
     except OSError as error:
         raise ConfigError(
-            f"--isolate: this system does not allow a network of its own ({error.strerror}). Run "
+            f"--isolate: this system does not allow a separate network ({error.strerror}). Run "
             "it as root, allow user namespaces (sysctl kernel.unprivileged_userns_clone=1), or "
             "close TensorFlow's ports with a firewall."
         ) from None

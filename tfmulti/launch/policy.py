@@ -126,7 +126,7 @@ def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
         return Stop(EXIT_DONE)
     code = attempt.cause.exit_code
     if code == EXIT_USER:
-        return Stop(code, "a mistake in what was asked for is not tried again")
+        return Stop(code, "a user's mistake is not retried")
     if code == EXIT_INTERRUPTED:
         return Stop(code, "it was interrupted")
     furthest = max(budget.furthest, -1 if attempt.step is None else attempt.step)
@@ -152,7 +152,7 @@ def words_of_exit(returncode: int) -> tuple[str, int]:
     """Returns a return code in words, and the exit code that a shell would give for it.
 
     >>> words_of_exit(-9)
-    ('was killed by SIGKILL (by hand, or by the system for want of memory)', 137)
+    ('was killed by SIGKILL (by hand, or by the system when memory ran out)', 137)
     >>> words_of_exit(3)
     ('exited with 3', 3)
     """
@@ -164,7 +164,7 @@ def words_of_exit(returncode: int) -> tuple[str, int]:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
-    hint = " (by hand, or by the system for want of memory)" if name == "SIGKILL" else ""
+    hint = " (by hand, or by the system when memory ran out)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}", 128 - returncode
 
 

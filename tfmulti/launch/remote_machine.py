@@ -282,7 +282,7 @@ class RemoteMachine:
             why = self._why()
             raise Unreachable("its connection ended" + (f": {why}" if why else ""))
         if time.monotonic() - self._heard_s > lost_s and not self._is_showing:
-            raise Unreachable(f"no word from it for {lost_s:g} s")
+            raise Unreachable(f"no message from it for {lost_s:g} s")
 
     def _ping(self) -> None:
         """Sends a heartbeat every second, in a thread of its own."""

@@ -213,7 +213,7 @@ class Watch:
     def _show_stacks(self) -> None:
         """Shows the Python stacks of all running workers."""
         for rank, stacks in self._crew.stacks().items():
-            self._show(f"worker {rank} stands at:\n{stacks}")
+            self._show(f"the stacks of worker {rank}:\n{stacks}")
 
     def _stalled(self, seen: list[WorkerStatus]) -> list[Failure]:
         """Returns all running workers as failures if the job is stalled.

@@ -171,7 +171,7 @@ def summarize(setup: Setup, report: FitReport) -> None:
     """Prints the final metrics, the throughput and the written files."""
     say = say_for(setup)
     if report.stopped_by:
-        say("stopped", f"by {report.stopped_by} after step {report.steps}; saved what was reached")
+        say("stopped", f"by {report.stopped_by} after step {report.steps}; its state is saved")
         if setup.config.run_dir:
             say("go on", "with the same command")
         elif report.run_dir:

@@ -233,7 +233,7 @@ class Checkpoint(keras.callbacks.Callback):
         # An error of a checkpoint must not end the run.
         except Exception as error:
             say(
-                f"no checkpoint at step {record.step}: {error}. Training goes on; the older ones "
+                f"no checkpoint at step {record.step}: {error}. Training continues; the older ones "
                 "stay."
             )
 
