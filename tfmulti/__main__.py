@@ -6,10 +6,11 @@
     tfmulti bench       measure how a model's training scales, and what limits it
     tfmulti sbatch      write a batch script for Slurm that saves in time and goes on
     tfmulti kubernetes  print a manifest for Kubernetes that starts lost pods again
+    tfmulti doctor      check that training works here, on these devices and workers
     tfmulti env         show which launcher or scheduler started this process, and its cluster
 
-`tfmulti COMMAND --help` lists the flags of a command. `fit`, `launch`, `data` and `bench` are also
-`python -m tfmulti.fit` and so on.
+`tfmulti COMMAND --help` lists the flags of a command. `fit`, `launch`, `data`, `bench` and `doctor`
+are also `python -m tfmulti.fit` and so on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ COMMANDS = {
     "launch": "tfmulti.launch",
     "data": "tfmulti.data",
     "bench": "tfmulti.bench",
+    "doctor": "tfmulti.doctor",
     "sbatch": "tfmulti.launch.sbatch",
     "kubernetes": "tfmulti.launch.kubernetes",
     "env": "tfmulti.cluster",

@@ -155,8 +155,8 @@ def write(report: Report, say: Say) -> None:
         say("warning", "no bench.png: matplotlib is not installed (pip install matplotlib)")
     except OSError as error:
         raise MeasurementError(
-            f"{folder} cannot take the results, which are printed above: {error.strerror or error}. "
-            "Make room, and measure again for bench.json and bench.png.",
+            f"{folder} cannot take the results, which are printed above: "
+            f"{error.strerror or error}. Make room, and measure again for its files.",
             1,
         ) from None
     say("written", f"{folder}: {', '.join(files)}" + _profile_words(config, folder))

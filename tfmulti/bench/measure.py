@@ -230,7 +230,9 @@ def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
     return round(each * workers / 2), float(rows)
 
 
-def agreed(setup: Setup, model: keras.Model, warm: Phase, asked: int | None) -> int:
+def agreed(
+    setup: Setup, model: keras.Model, warm: Phase, asked: int | None, seconds: float = MEASURED_S
+) -> int:
     """Returns the number of executions to measure, which is the same in all processes.
 
     Every process must call this function. Without a given number of steps, the chief's time
@@ -241,12 +243,13 @@ def agreed(setup: Setup, model: keras.Model, warm: Phase, asked: int | None) -> 
         model: its model.
         warm: the measured steps of the warm-up.
         asked: the number of steps that the user has asked for, or None.
+        seconds: how long the measured steps shall take if no number was asked for.
     """
     each = int(model.steps_per_execution)
     if asked is not None:
         return -(-asked // each)
     execution_s = each * warm.seconds / warm.steps
-    own = int(np.clip(MEASURED_S / execution_s, _LEAST, _MOST))
+    own = int(np.clip(seconds / execution_s, _LEAST, _MOST))
     return gather(setup.strategy, [own])[0][0]
 
 

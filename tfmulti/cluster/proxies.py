@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
 
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 EXEMPT, _USUAL = "no_grpc_proxy", "no_proxy"
 
 
@@ -25,7 +25,7 @@ def go_past_proxies(hosts: Iterable[str], env: MutableMapping[str, str]) -> None
     >>> env["no_grpc_proxy"]
     'intranet,h1,h2'
     """
-    if not any(env.get(name) for name in _PROXIES):
+    if not any(env.get(name) for name in PROXIES):
         return
     known = env.get(EXEMPT, env.get(_USUAL, ""))
     names = [name.strip() for name in known.split(",") if name.strip()]

@@ -342,8 +342,8 @@ def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
     here = [host.name for host in hosts if is_here(host.name)]
     if len(hosts) > 1 and any(name in LOOPBACK_NAMES for name in here):
         raise ConfigError(
-            f"{here[0]} is a name that no other machine can use. Give the name or address under which "
-            "the other machines reach it."
+            f"{here[0]} is a name that no other machine can use. Give the name or address under "
+            "which the other machines reach it."
         )
     return here[0] if here else None
 

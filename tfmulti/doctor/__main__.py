@@ -1,0 +1,290 @@
+"""Answers "will it train here, and if not, what do I do?" in under a minute.
+
+    python -m tfmulti.doctor                      this machine, with --strategy auto
+    python -m tfmulti.doctor --strategy mirrored --replicas 2
+    python -m tfmulti.launch --nproc 2 -m tfmulti.doctor
+    srun python -m tfmulti.doctor --model resnet20 --run_dir /shared/runs/a
+
+It looks at versions, GPUs, cores, memory, files and proxies. Of several workers, started by any
+launcher or scheduler, it compares these, and measures every link between two workers. Then it sums
+over all devices, trains on the digits and compares the numbers with those of one device, and
+measures the model of --model on one device and on all.
+
+It takes the flags of python -m tfmulti.fit that say where and what is trained. The report has no
+secrets and no values of the environment but the hosts of proxies. The exit code is 0 if it will
+train, with or without warnings, 1 if a check has failed, and 2 for a mistake in the flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.environments import check_trains, find_cluster
+from tfmulti.cluster.gpus import gpus_of_task
+from tfmulti.cluster.selection import select
+from tfmulti.config.console import quiet_stderr
+from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.flags import config_of, exit_code, help_text, make_flags, parse_into
+from tfmulti.doctor import job, machine
+from tfmulti.doctor.finding import FAILED, OK, Finding, Report
+from tfmulti.doctor.network import Network, Result, holder_of
+from tfmulti.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DeviceError, TfmultiError
+
+_OWN = ("json", "training", "wait_s")
+_USED = (
+    *("strategy", "replicas", "environment", "ignore_cluster", "dataset", "model", "run_dir"),
+    *("shared_run_dir", "global_batch_size", "precision", "optimizer", "seed"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        config: the run that is tried.
+        json: whether the report is one JSON object.
+        training: whether the devices are tried by training.
+        wait_s: how long to wait for the other workers.
+    """
+
+    config: FitConfig
+    json: bool
+    training: bool
+    wait_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    codes = [EXIT_DONE]
+
+    def command() -> None:
+        asked = parse(sys.argv if argv is None else argv)
+        if asked is not None:
+            codes.append(examine(asked, os.environ))
+
+    return exit_code(command) or codes[-1]
+
+
+def parse(argv: Sequence[str]) -> Asked | None:
+    """Returns what a command line asks for, or None if it asked for (printed) help.
+
+    Raises:
+        ConfigError: a flag is unknown or wrong.
+    """
+    values = make_flags()
+    values.set_default("dataset", "synthetic")
+    values["dataset"].help = "The data whose speed is measured. Default: of the model's form."
+    values.set_default("model", "mlp")
+    values["model"].help += " Its speed is measured."
+    flags.DEFINE_boolean("json", False, "Print one JSON object.", flag_values=values)
+    flags.DEFINE_boolean("training", True, "Try the devices by training, too.", flag_values=values)
+    flags.DEFINE_string(
+        "wait_s", "30", "Seconds in which all workers must have come.", flag_values=values
+    )
+    rest = parse_into(values, argv)
+    unused = tuple(f.name for f in dataclasses.fields(FitConfig) if f.name not in _USED)
+    if values.help:
+        print(help_text(__doc__ or "", values, _OWN, unused))
+        return None
+    if rest:
+        raise ConfigError(
+            f"the argument {rest[0]!r} belongs to no flag. Write --flag=value, and see --help."
+        )
+    for name in unused:
+        if values[name].present:
+            raise ConfigError(f"--{name} has no effect on the doctor. Leave it out.")
+    try:
+        wait_s = float(values.wait_s)
+    except ValueError:
+        wait_s = -1.0
+    if not 0 < wait_s < 86400:
+        raise ConfigError(f"--wait_s is {values.wait_s!r}, but it must be seconds above 0.")
+    given: dict[str, Any] = {"dataset": values.dataset, "model": values.model}
+    if not values["global_batch_size"].present:
+        given["global_batch_size"] = None
+        given["per_replica_batch_size"] = 64
+    # A dry run writes nothing.
+    config = config_of(values, **given, dry_run=True, verbose="0", epochs=1)
+    return Asked(config, values.json, values.training, wait_s)
+
+
+def examine(asked: Asked, env: Mapping[str, str]) -> int:
+    """Does all checks, prints the report on the chief, and returns the exit code.
+
+    Args:
+        asked: what the command line asks for.
+        env: the environment variables.
+
+    Raises:
+        UserError: a flag does not fit the environment.
+    """
+    began, config = time.monotonic(), asked.config
+    cluster, _ = find_cluster(env, config.environment)
+    check_trains(cluster)
+    if config.ignore_cluster:
+        cluster = None
+    local = (0, 1) if cluster is None else (cluster.local_rank, cluster.local_size)
+    gpus = len(gpus_of_task(env, *local))
+    try:
+        select(config.strategy, replicas=config.replicas, cluster=cluster, gpus=gpus)
+    except DeviceError as error:
+        raise ConfigError(str(error)) from None
+    findings = machine.check_machine(env, cluster, config.run_dir)
+    links: list[dict[str, float]] = []
+    go_on = not job.worst(findings)
+    if cluster is not None and cluster.size > 1:
+        told = check_job(asked, cluster, env, findings, gpus)
+        if told is None:
+            return _cut_off(cluster, findings)
+        findings, links, go_on = told
+    if go_on and asked.training:
+        findings += _trained(asked, cluster, env, links)
+    if cluster is not None and not cluster.is_chief:
+        return EXIT_DONE if go_on and not job.worst(findings) else EXIT_FAILED
+    workers = 1 if cluster is None else cluster.size
+    report = Report(findings, workers, links, time.monotonic() - began)
+    print(report.to_json() if asked.json else "\n".join(report.lines()), flush=True)
+    return EXIT_FAILED if report.has_failed else EXIT_DONE
+
+
+def check_job(
+    asked: Asked, cluster: Cluster, env: Mapping[str, str], findings: list[Finding], gpus: int
+) -> tuple[list[Finding], list[dict[str, float]], bool] | None:
+    """Compares the workers and measures the links between them.
+
+    Args:
+        asked: what the command line asks for.
+        cluster: the cluster.
+        env: the environment variables.
+        findings: the findings about this worker's machine.
+        gpus: the number of its GPUs.
+
+    Returns:
+        The findings, the links, and whether nothing has failed. The findings and the links are
+        empty on workers other than the chief. None: the chief could not be reached.
+    """
+    run_dir = asked.config.run_dir if asked.config.shared_run_dir else None
+    with Token(cluster, run_dir):
+        try:
+            network = Network(cluster, env, asked.wait_s)
+        except OSError as error:
+            findings.append(_no_port(cluster, error))
+            return None
+        with network:
+            measured = network.measure()
+            measured.findings = [dataclasses.asdict(each) for each in findings]
+            measured.facts = {"versions": machine.versions(), "GPUs": gpus}
+            measured.facts["seen"] = _seen(run_dir)
+            kept: list[tuple[list[Finding], list[dict[str, float]]]] = []
+
+            def decide(results: Mapping[int, Result]) -> bool:
+                found = job.compare(cluster, results)
+                kept.append((found, job.links_of(results)))
+                return not job.worst(found)
+
+            verdict = network.exchange(measured, decide if cluster.is_chief else None)
+    if verdict is None:
+        return None
+    found, links = kept[0] if kept else ([], [])
+    return found, links, verdict is True
+
+
+class Token:
+    """The chief's mark in the run directory, as a context. It is removed at the end."""
+
+    def __init__(self, cluster: Cluster, run_dir: str | None) -> None:
+        self._path = None
+        self._made = False
+        if cluster.is_chief and run_dir is not None:
+            self._path = Path(run_dir) / machine.SEEN_FILE
+
+    def __enter__(self) -> None:
+        if self._path is not None:
+            try:
+                self._made = not self._path.parent.exists()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text(os.urandom(16).hex())
+            except OSError:
+                # The finding about the run directory tells it.
+                self._path = None
+
+    def __exit__(self, *error: object) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            if self._made and not any(self._path.parent.iterdir()):
+                self._path.parent.rmdir()
+
+
+def _seen(run_dir: str | None) -> str | None:
+    """Returns the chief's mark in the run directory as this worker sees it, or None."""
+    if run_dir is None:
+        return None
+    try:
+        return (Path(run_dir) / machine.SEEN_FILE).read_text()[:64]
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _no_port(cluster: Cluster, error: OSError) -> Finding:
+    """Returns the finding about a port at which this worker cannot listen."""
+    address = cluster.addresses[cluster.rank]
+    port = int(address.rpartition(":")[2])
+    return Finding(
+        "port",
+        FAILED,
+        f"cannot listen at {address}: {error.strerror}; {holder_of(port)} has it",
+        "the port of each worker is free",
+        "End that program, or give TF_CONFIG another port.",
+    )
+
+
+def _cut_off(cluster: Cluster, findings: Sequence[Finding]) -> int:
+    """Prints what a worker has found that the chief did not hear of, and returns the exit code."""
+    report = [each for each in findings if each.status != OK]
+    if not job.worst(report):
+        report.append(
+            Finding(
+                "chief",
+                FAILED,
+                f"worker 0 ({cluster.addresses[0]}) was not heard of",
+                "every worker runs the doctor at the same time, and reaches worker 0",
+                "Read what worker 0 prints; look at the firewalls between the two.",
+            )
+        )
+    for each in report:
+        for line in dataclasses.replace(each, worker=cluster.rank).lines():
+            print(line, file=sys.stderr, flush=True)
+    return EXIT_FAILED
+
+
+def _trained(
+    asked: Asked, cluster: Cluster | None, env: Mapping[str, str], links: list[dict[str, float]]
+) -> list[Finding]:
+    """Returns the findings of training, of which an error is one, too."""
+    try:
+        # TensorFlow is imported only when nothing before has failed.
+        with quiet_stderr():
+            from tfmulti.doctor.training import check_training
+
+        # What is said while a run is set up does not belong to the report.
+        with contextlib.redirect_stdout(sys.stderr):
+            return check_training(asked.config, cluster, env, links)
+    except ConfigError:
+        raise
+    except (TfmultiError, ImportError) as error:
+        return [Finding("training", FAILED, " ".join(str(error).split()))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""What the doctor has found: single findings, and the report of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfmulti.config import json_values
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+# From the best to the worst.
+_ORDER = (OK, WARNING, FAILED)
+_MOST_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked.
+
+    Attributes:
+        check: the name of the check, one or two words.
+        status: `OK`, `WARNING` or `FAILED`.
+        measured: what was measured.
+        rule: what should have been measured; empty if that is obvious.
+        advice: what to do; empty if nothing is to be done.
+        worker: the rank of the worker that it concerns, or None.
+    """
+
+    check: str
+    status: str
+    measured: str
+    rule: str = ""
+    advice: str = ""
+    worker: int | None = None
+
+    def lines(self) -> Iterable[str]:
+        """Yields the lines that tell this finding."""
+        where = "" if self.worker is None else f"worker {self.worker}: "
+        status = self.status if self.status == OK else self.status.upper()
+        yield f"{status:<8} {self.check:<13} {where}{self.measured}"
+        if self.status != OK:
+            for label, text in (("rule", self.rule), ("do", self.advice)):
+                if text:
+                    yield textwrap.fill(
+                        text,
+                        100,
+                        initial_indent=f"{'':<8} {label:<13} ",
+                        subsequent_indent=" " * 23,
+                        break_on_hyphens=False,
+                        break_long_words=False,
+                    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of a job.
+
+    Attributes:
+        findings: the findings, in the order of the checks.
+        workers: the number of workers.
+        links: the table of the links between the workers: for each pair the ranks, the round-trip
+            time in milliseconds and the megabytes of a second.
+        seconds: how long the doctor took.
+    """
+
+    findings: Sequence[Finding]
+    workers: int
+    links: Sequence[dict[str, float]] = ()
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """The worst status of all findings."""
+        return max((each.status for each in self.findings), key=_ORDER.index, default=OK)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a check has failed."""
+        return self.status == FAILED
+
+    def lines(self) -> Iterable[str]:
+        """Yields the lines of the report."""
+        for finding in self.findings:
+            # Of the other workers only what is wrong is shown.
+            if finding.status != OK or not finding.worker:
+                yield from finding.lines()
+        yield from self._table()
+        counts = {each: sum(f.status == each for f in self.findings) for each in _ORDER}
+        yield ""
+        verdict = {
+            OK: "It will train here",
+            WARNING: "It will train here, but see the warnings",
+            FAILED: "It will not train here as it is",
+        }[self.status]
+        yield (
+            f"{verdict}: {counts[OK]} checks are ok, {counts[WARNING]} gave a warning, "
+            f"{counts[FAILED]} failed ({self.seconds:.0f} s)."
+        )
+
+    def _table(self) -> Iterable[str]:
+        """Yields the matrix of the links: a row for each worker that sends."""
+        if not self.links:
+            return
+        known = {(int(each["from"]), int(each["to"])): each for each in self.links}
+        ranks = range(self.workers)
+        yield ""
+        yield "round trip in ms / bandwidth in MB/s, from the worker of the row to the column's"
+        yield " " * 10 + "".join(f"{rank:>16}" for rank in ranks)
+        for row in ranks:
+            cells = []
+            for column in ranks:
+                link = known.get((row, column))
+                text = f"{link['rtt_ms']:.2f} / {link['mb_s']:.0f}" if link else "none"
+                cells.append("-" if row == column else text)
+            yield f"{row:>10}" + "".join(f"{cell:>16}" for cell in cells)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON."""
+        return json.dumps(
+            {
+                "status": self.status,
+                "workers": self.workers,
+                "seconds": round(self.seconds, 1),
+                "findings": [dataclasses.asdict(each) for each in self.findings],
+                "links": list(self.links),
+            },
+            indent=1,
+        )
+
+
+def findings_of(values: Any, worker: int) -> list[Finding]:
+    """Returns the findings that another worker has sent.
+
+    Args:
+        values: a list of JSON objects.
+        worker: the rank of that worker.
+
+    Raises:
+        ValueError: the values are no list of findings.
+    """
+    if not isinstance(values, list):
+        raise ValueError("no list of findings")
+    found = []
+    for each in values:
+        finding = json_values.build(Finding, each)
+        if finding.status not in _ORDER:
+            raise ValueError("no status of a finding")
+        # Control characters of another machine must not reach the terminal.
+        texts = {
+            item.name: "".join(filter(str.isprintable, text))[:_MOST_CHARACTERS]
+            for item in dataclasses.fields(Finding)
+            if isinstance(text := getattr(finding, item.name), str)
+        }
+        found.append(dataclasses.replace(finding, **texts, worker=worker))
+    return found

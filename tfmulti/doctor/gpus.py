@@ -1,0 +1,216 @@
+"""Looks at the GPUs of this machine through NVIDIA's management library, without TensorFlow.
+
+Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import psutil
+import pynvml
+
+from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding
+
+# The reasons for which a GPU lowers its clock that cost speed, with the words for them.
+_SLOWED = {
+    "nvmlClocksEventReasonSwPowerCap": "the power limit",
+    "nvmlClocksThrottleReasonHwSlowdown": "the hardware's slowdown",
+    "nvmlClocksEventReasonSwThermalSlowdown": "heat",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "heat of the hardware",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power brake",
+}
+_LEVELS = {
+    "NVML_TOPOLOGY_INTERNAL": "one board",
+    "NVML_TOPOLOGY_SINGLE": "one PCIe switch",
+    "NVML_TOPOLOGY_MULTIPLE": "several PCIe switches",
+    "NVML_TOPOLOGY_HOSTBRIDGE": "a host bridge",
+    "NVML_TOPOLOGY_NODE": "one NUMA node",
+    "NVML_TOPOLOGY_SYSTEM": "the link between processors",
+}
+_SAMPLE_S = 0.2
+
+
+@contextlib.contextmanager
+def handles() -> Iterator[list[Any]]:
+    """Gives NVML's handles of all GPUs of this machine; none if there is no driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield []
+        return
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        yield [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def driver() -> tuple[str, int] | None:
+    """Returns the version of the driver and the newest CUDA that it supports; None without one.
+
+    The version of CUDA is a number: 1000 × its major part + 10 × its minor part.
+    """
+    with handles() as found:
+        if not found:
+            return None
+        return str(pynvml.nvmlSystemGetDriverVersion()), pynvml.nvmlSystemGetCudaDriverVersion()
+
+
+def check_gpus(has_device_files: bool) -> list[Finding]:
+    """Returns the findings about each GPU of this machine.
+
+    Args:
+        has_device_files: whether the system has device files of NVIDIA's GPUs.
+    """
+    with handles() as found:
+        if not found:
+            if not has_device_files:
+                return [Finding("GPUs", OK, "none; CPUs train")]
+            return [
+                Finding(
+                    "GPUs",
+                    FAILED,
+                    "there are device files of GPUs, but NVIDIA's library does not answer",
+                    "libnvidia-ml.so.1 of the driver must be found",
+                    "Install the driver; in a container start it with --gpus all.",
+                )
+            ]
+        findings = [each for index, gpu in enumerate(found) for each in _of_gpu(index, gpu)]
+        return findings + _topology(found)
+
+
+def _of_gpu(index: int, gpu: Any) -> list[Finding]:
+    """Returns the findings about one GPU."""
+    name, label = _text(pynvml.nvmlDeviceGetName(gpu)), f"GPU {index}"
+    memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+    parts = _asked(lambda: pynvml.nvmlDeviceGetMigMode(gpu)[0], 0)
+    words = f"{name}, {memory.total / 2**30:.1f} GiB" + (", MIG is on" if parts else "")
+    findings = [Finding(label, OK, words)]
+    errors = _asked(
+        lambda: pynvml.nvmlDeviceGetTotalEccErrors(
+            gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        ),
+        0,
+    )
+    if errors:
+        findings.append(
+            Finding(
+                label,
+                FAILED,
+                f"{errors} uncorrected memory errors since the last start",
+                "a GPU with uncorrected errors computes wrong numbers or stops",
+                "Reset or replace it (nvidia-smi -q -d ECC), and leave it out until then: "
+                "CUDA_VISIBLE_DEVICES.",
+            )
+        )
+    others = [
+        process
+        for process in _asked(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(gpu), [])
+        if process.pid != os.getpid()
+    ]
+    if others:
+        findings.append(
+            Finding(
+                label,
+                WARNING,
+                "other processes use it: " + ", ".join(map(_process, others)),
+                "a GPU belongs to one job",
+                "End them, or choose other GPUs by CUDA_VISIBLE_DEVICES.",
+            )
+        )
+    slowed = _slowed(gpu)
+    if slowed:
+        findings.append(
+            Finding(
+                label,
+                WARNING,
+                f"its clock is lowered by {' and '.join(slowed)}",
+                "the slowest GPU sets the pace of all",
+                "Look at its cooling and its power limit: nvidia-smi -q -d PERFORMANCE,POWER.",
+            )
+        )
+    return findings
+
+
+def _process(process: Any) -> str:
+    """Returns the name, the id and the memory of a process that uses a GPU."""
+    try:
+        name = psutil.Process(process.pid).name()
+    except psutil.Error:
+        name = "a process of another user or container"
+    used = process.usedGpuMemory
+    return f"{name} ({process.pid}" + (f", {used / 2**30:.1f} GiB)" if used else ")")
+
+
+def _slowed(gpu: Any) -> list[str]:
+    """Returns for which reasons a GPU has lowered its clock now."""
+    found = _asked(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu), 0)
+    return [words for name, words in _SLOWED.items() if found & getattr(pynvml, name)]
+
+
+def _topology(found: list[Any]) -> list[Finding]:
+    """Returns a finding that says over what each pair of GPUs is connected."""
+    levels = {getattr(pynvml, name): words for name, words in _LEVELS.items()}
+    pairs = []
+    for first in range(len(found)):
+        for second in range(first + 1, len(found)):
+            pair = found[first], found[second]
+            level = _asked(
+                functools.partial(pynvml.nvmlDeviceGetTopologyCommonAncestor, *pair), None
+            )
+            if level is not None:
+                pairs.append(f"{first}–{second} {levels.get(level, level)}")
+    return [Finding("topology", OK, "; ".join(pairs))] if pairs else []
+
+
+class Utilization:
+    """Samples how busy each GPU is, as a context.
+
+    Attributes:
+        mean: the mean share of the time in which each GPU has computed, in percent, by its index
+            among those of the machine. It is empty without GPUs.
+    """
+
+    def __init__(self) -> None:
+        self.mean: Mapping[int, float] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Utilization:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        samples: dict[int, list[int]] = {}
+        with handles() as found:
+            while found and not self._stop.wait(_SAMPLE_S):
+                for index, gpu in enumerate(found):
+                    rates = _asked(
+                        functools.partial(pynvml.nvmlDeviceGetUtilizationRates, gpu), None
+                    )
+                    if rates is not None:
+                        samples.setdefault(index, []).append(rates.gpu)
+        self.mean = {index: sum(each) / len(each) for index, each in samples.items()}
+
+
+def _asked(ask: Callable[[], Any], otherwise: Any) -> Any:
+    """Returns what NVML answers, or another value where the GPU does not support the question."""
+    try:
+        return ask()
+    except pynvml.NVMLError:
+        return otherwise
+
+
+def _text(name: str | bytes) -> str:
+    """Returns NVML's text, which older versions give as bytes."""
+    return name.decode() if isinstance(name, bytes) else name

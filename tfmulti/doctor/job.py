@@ -1,0 +1,225 @@
+"""Compares the workers of a job on the chief, by what each of them has found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding, findings_of
+from tfmulti.doctor.network import NO_NAME, NO_ROUTE, REFUSED, TIMED_OUT, Result
+
+_CLOCK_S = 1.0
+# A link this slow takes eight seconds for the gradients of a ResNet-50, 100 MB.
+_SLOW_MB_S = 12.5
+# A link that is so much slower than the median of all links.
+_SLOWER = 4.0
+_MEANING = {
+    TIMED_OUT: (
+        "nothing answers: a firewall drops the packets, or the machine is off",
+        "Open the port {port} on {host} for the machines of the job, and start all workers.",
+    ),
+    REFUSED: (
+        "nobody listens there",
+        "Look whether this worker has started, and whether {address} is its own address.",
+    ),
+    NO_ROUTE: (
+        "no route leads there, or a firewall refuses the packets",
+        "Look at the routes and the firewalls between the machines.",
+    ),
+    NO_NAME: (
+        "the name {host} does not resolve",
+        "Add {host} to DNS or /etc/hosts on that machine, or use the number of the address.",
+    ),
+}
+
+
+def compare(cluster: Cluster, results: Mapping[int, Result]) -> list[Finding]:
+    """Returns the findings about the job, of the results of its workers by rank.
+
+    Args:
+        cluster: the cluster.
+        results: what each worker that was heard of has found, the chief included.
+    """
+    own = []
+    for rank, result in sorted(results.items()):
+        try:
+            own += findings_of(result.findings, rank)
+        except ValueError as error:
+            own.append(Finding("result", FAILED, f"it cannot be read: {error}", worker=rank))
+    return [
+        *own,
+        *_missing(cluster, results),
+        *_unreachable(cluster, results),
+        *_equal(results, "versions", "the same versions on all workers", "Install the same ones."),
+        *_equal(
+            results,
+            "GPUs",
+            "as many on each worker",
+            "Start as many workers on each machine, or set CUDA_VISIBLE_DEVICES.",
+        ),
+        *_clocks(results),
+        *_run_folder(results),
+        *_links(results),
+    ]
+
+
+def links_of(results: Mapping[int, Result]) -> list[dict[str, float]]:
+    """Returns the measured links, each with its two ranks, ordered by these."""
+    return [
+        {
+            "from": rank,
+            "to": int(other),
+            "rtt_ms": round(result.rtt_ms[other], 3),
+            "mb_s": round(speed, 1),
+        }
+        for rank, result in sorted(results.items())
+        for other, speed in sorted(result.mb_s.items(), key=lambda item: int(item[0]))
+        if other.isdecimal() and other in result.rtt_ms
+    ]
+
+
+def _missing(cluster: Cluster, results: Mapping[int, Result]) -> list[Finding]:
+    """Returns the workers that have not been heard of."""
+    return [
+        Finding(
+            "worker",
+            FAILED,
+            f"nothing was heard of it ({cluster.addresses[rank]})",
+            "every worker runs the doctor at the same time",
+            "Start it, and read what it prints.",
+            rank,
+        )
+        for rank in range(cluster.size)
+        if rank not in results
+    ]
+
+
+def _unreachable(cluster: Cluster, results: Mapping[int, Result]) -> list[Finding]:
+    """Returns which workers cannot reach which others, with the reason."""
+    found = []
+    for rank, address in enumerate(cluster.addresses):
+        host, port = cluster.hosts[rank], address.rpartition(":")[2]
+        reasons: dict[str, list[int]] = {}
+        for other, result in sorted(results.items()):
+            if str(rank) in result.errors:
+                reasons.setdefault(result.errors[str(rank)], []).append(other)
+        for reason, others in reasons.items():
+            words, advice = _MEANING.get(reason, (reason, "Look at the network between them."))
+            values = {"host": host, "port": port, "address": address}
+            who = ", ".join(map(str, others))
+            found.append(
+                Finding(
+                    "connection",
+                    FAILED,
+                    f"worker{'s' * (len(others) > 1)} {who} cannot reach it at {address}: "
+                    + words.format(**values),
+                    "every worker reaches every other one",
+                    advice.format(**values),
+                    rank,
+                )
+            )
+    if not found and cluster.size > 1 and len(results) == cluster.size:
+        return [Finding("connections", OK, "every worker reaches every other one")]
+    return found
+
+
+def _equal(results: Mapping[int, Result], name: str, rule: str, advice: str) -> list[Finding]:
+    """Returns the workers in which a fact differs from the chief's."""
+    expected, found = results[0].facts.get(name), []
+    for rank, result in sorted(results.items()):
+        has = result.facts.get(name)
+        if has != expected:
+            found.append(Finding(name, FAILED, _difference(expected, has), rule, advice, rank))
+    return found or [Finding(name, OK, "equal on all workers")]
+
+
+def _difference(expected: Any, has: Any) -> str:
+    """Returns in words how the fact of a worker differs from the chief's."""
+    if not isinstance(expected, dict) or not isinstance(has, dict):
+        return f"{has!r}, but worker 0 has {expected!r}"
+    return "; ".join(
+        f"{key} {has.get(key, 'is missing')}, but worker 0 has {expected.get(key, 'none')}"
+        for key in sorted({*expected, *has})
+        if has.get(key) != expected.get(key)
+    )[:500]
+
+
+def _clocks(results: Mapping[int, Result]) -> list[Finding]:
+    """Returns the workers whose clocks differ from the chief's, as far as the chief knows."""
+    ahead = results[0].clock_s | {
+        str(rank): -result.clock_s["0"]
+        for rank, result in results.items()
+        if "0" in result.clock_s and str(rank) not in results[0].clock_s
+    }
+    found = [
+        Finding(
+            "clock",
+            WARNING,
+            f"it is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} worker 0's",
+            f"clocks within {_CLOCK_S:g} s, so that logs can be compared",
+            "Start chrony or another NTP client there.",
+            int(rank),
+        )
+        for rank, seconds in sorted(ahead.items())
+        if abs(seconds) > _CLOCK_S and rank.isdecimal()
+    ]
+    if found or not ahead:
+        return found
+    most = max(map(abs, ahead.values()))
+    return [Finding("clocks", OK, f"within {1000 * most:.0f} ms")]
+
+
+def _run_folder(results: Mapping[int, Result]) -> list[Finding]:
+    """Returns the workers that do not see the chief's run directory."""
+    token = results[0].facts.get("seen")
+    if token is None:
+        return []
+    found = [
+        Finding(
+            "run folder",
+            FAILED,
+            "it does not see the run directory of worker 0",
+            "all workers share the run directory",
+            "Give --run_dir on a file system that all machines mount, or train with "
+            "--shared_run_dir=false.",
+            rank,
+        )
+        for rank, result in sorted(results.items())
+        if result.facts.get("seen") != token
+    ]
+    return found or [Finding("run folder", OK, "all workers see the same one")]
+
+
+def _links(results: Mapping[int, Result]) -> list[Finding]:
+    """Returns the links that are slow by themselves, or compared to the others."""
+    speeds = {
+        (rank, int(other)): speed
+        for rank, result in results.items()
+        for other, speed in result.mb_s.items()
+        if other.isdecimal()
+    }
+    if not speeds:
+        return []
+    usual, found = statistics.median(speeds.values()), []
+    for (rank, other), speed in sorted(speeds.items()):
+        if speed < max(_SLOW_MB_S, usual / _SLOWER):
+            found.append(
+                Finding(
+                    "link",
+                    WARNING,
+                    f"to worker {other}: {speed:.3g} MB/s; the median of all links is {usual:.3g}",
+                    f"at least {_SLOW_MB_S:g} MB/s, and a quarter of the median: each step sends "
+                    "the gradients over the slowest link",
+                    "Look at the cable, the switch and what else uses them, or leave the machine "
+                    "out. --gradient_compression bfloat16 halves the bytes.",
+                    rank,
+                )
+            )
+    return found or [Finding("links", OK, f"{min(speeds.values()):.0f} MB/s or more")]
+
+
+def worst(findings: Sequence[Finding]) -> bool:
+    """Returns whether a finding has failed."""
+    return any(each.status == FAILED for each in findings)
