@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("fit", "launch", "data", "bench", "sbatch", "kubernetes", "env")
+COMMANDS = ("fit", "launch", "data", "bench", "doctor", "sbatch", "kubernetes", "env")
 FLAGS, CONTRIBUTING = "<!-- flags -->", "<!-- CONTRIBUTING.md -->"
 
 

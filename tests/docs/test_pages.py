@@ -16,6 +16,7 @@ from tests.support.processes import ROOT, run
 from tfmulti import __main__ as tfmulti_command
 from tfmulti.bench import flags as bench_flags
 from tfmulti.config import flags as fit_flags
+from tfmulti.doctor import __main__ as doctor
 from tfmulti.launch import flags as launch_flags
 from tfmulti.launch import kubernetes, sbatch
 from tfmulti.run import data_command
@@ -87,8 +88,12 @@ def test_a_command_of_a_page_has_flags_that_exist(
         config = launch_flags.parse(argv, "", {"TFMULTI_SECRET": "known to all machines"})
         if config.module and config.program[0] == "tfmulti.fit":
             fit_flags.parse(["fit", *config.program[1:]])
+        if config.module and config.program[0] == "tfmulti.doctor":
+            assert doctor.parse(["doctor", *config.program[1:]]) is not None
     elif module == "tfmulti.bench":
         assert bench_flags.parse(["bench", *argv], "", datetime(2030, 1, 1)) is not None
+    elif module == "tfmulti.doctor":
+        assert doctor.parse(["doctor", *argv]) is not None
     elif module == "tfmulti.cluster":
         assert not argv
     elif module == "tfmulti.launch.sbatch":

@@ -69,14 +69,14 @@ class Hosts:
 
     def inside(self, host: int) -> list[str]:
         """Returns the words before a command that runs on a host."""
-        return [_ip(), "netns", "exec", self._name(host)]
+        return [_ip(), "netns", "exec", self.name(host)]
 
     def on_network(self, host: int) -> list[str]:
         """Returns the words before a command with a host's network, but with this machine's /sys.
 
         Slurm's daemon looks there for control groups, which `ip netns exec` hides.
         """
-        return ["nsenter", f"--net=/run/netns/{self._name(host)}"]
+        return ["nsenter", f"--net=/run/netns/{self.name(host)}"]
 
     def ssh(self) -> str:
         """Returns what --ssh is given."""
@@ -94,7 +94,7 @@ class Hosts:
     def _bridge(self) -> str:
         return f"tfm{self._net}"
 
-    def _name(self, host: int) -> str:
+    def name(self, host: int) -> str:
         return f"tfm{self._net}-{host}"
 
     def _link(self, host: int) -> str:
@@ -106,7 +106,7 @@ class Hosts:
         _run("address", "add", f"{self.address(254)}/24", "dev", self._bridge)
         _run("link", "set", self._bridge, "up")
         for host in range(1, self.count + 1):
-            name, link = self._name(host), self._link(host)
+            name, link = self.name(host), self._link(host)
             _run("netns", "add", name)
             _run("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
             _run("link", "set", link, "master", self._bridge)
@@ -151,7 +151,7 @@ class Hosts:
             with contextlib.suppress(subprocess.CalledProcessError):
                 _run("link", "del", self._link(host))
             with contextlib.suppress(subprocess.CalledProcessError):
-                _run("netns", "del", self._name(host))
+                _run("netns", "del", self.name(host))
         with contextlib.suppress(subprocess.CalledProcessError):
             _run("link", "del", self._bridge)
 

@@ -78,6 +78,7 @@ class Processes:
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         before: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> subprocess.Popen[bytes]:
         """Starts Python with arguments. `before` is a command prefix, such as `ip netns exec`."""
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ class Processes:
             open(self._log(number, "stderr"), "wb") as err,
         ):
             process = subprocess.Popen(
-                [*before, sys.executable, *argv],
+                [*before, python, *argv],
                 stdout=out,
                 stderr=err,
                 cwd=cwd,

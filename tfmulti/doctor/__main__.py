@@ -147,7 +147,10 @@ def examine(asked: Asked, env: Mapping[str, str]) -> int:
         told = check_job(asked, cluster, env, findings, gpus)
         if told is None:
             return _cut_off(cluster, findings)
-        findings, links, go_on = told
+        own, (findings, links, go_on) = findings, told
+        if not cluster.is_chief and job.worst(own):
+            # Its machine's own log has it, too.
+            return _cut_off(cluster, own)
     if go_on and asked.training:
         findings += _trained(asked, cluster, env, links)
     if cluster is not None and not cluster.is_chief:
@@ -189,7 +192,7 @@ def check_job(
             kept: list[tuple[list[Finding], list[dict[str, float]]]] = []
 
             def decide(results: Mapping[int, Result]) -> bool:
-                found = job.compare(cluster, results)
+                found = job.compare(cluster, results, network.twice)
                 kept.append((found, job.links_of(results)))
                 return not job.worst(found)
 
@@ -250,7 +253,7 @@ def _no_port(cluster: Cluster, error: OSError) -> Finding:
 
 
 def _cut_off(cluster: Cluster, findings: Sequence[Finding]) -> int:
-    """Prints what a worker has found that the chief did not hear of, and returns the exit code."""
+    """Prints what is wrong on a worker other than the chief, and returns the exit code."""
     report = [each for each in findings if each.status != OK]
     if not job.worst(report):
         report.append(

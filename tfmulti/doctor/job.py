@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfmulti.cluster.cluster import Cluster
@@ -35,14 +35,27 @@ _MEANING = {
 }
 
 
-def compare(cluster: Cluster, results: Mapping[int, Result]) -> list[Finding]:
+def compare(
+    cluster: Cluster, results: Mapping[int, Result], twice: Iterable[int] = ()
+) -> list[Finding]:
     """Returns the findings about the job, of the results of its workers by rank.
 
     Args:
         cluster: the cluster.
         results: what each worker that was heard of has found, the chief included.
+        twice: the ranks for which several processes have sent results.
     """
-    own = []
+    own = [
+        Finding(
+            "rank",
+            FAILED,
+            "several processes have this rank",
+            "each worker has its own index in TF_CONFIG's task",
+            "Correct TF_CONFIG's task.index on one of the machines.",
+            rank,
+        )
+        for rank in sorted(twice)
+    ]
     for rank, result in sorted(results.items()):
         try:
             own += findings_of(result.findings, rank)
@@ -202,22 +215,37 @@ def _links(results: Mapping[int, Result]) -> list[Finding]:
     }
     if not speeds:
         return []
-    usual, found = statistics.median(speeds.values()), []
-    for (rank, other), speed in sorted(speeds.items()):
-        if speed < max(_SLOW_MB_S, usual / _SLOWER):
-            found.append(
-                Finding(
-                    "link",
-                    WARNING,
-                    f"to worker {other}: {speed:.3g} MB/s; the median of all links is {usual:.3g}",
-                    f"at least {_SLOW_MB_S:g} MB/s, and a quarter of the median: each step sends "
-                    "the gradients over the slowest link",
-                    "Look at the cable, the switch and what else uses them, or leave the machine "
-                    "out. --gradient_compression bfloat16 halves the bytes.",
-                    rank,
-                )
+    usual = statistics.median(speeds.values())
+    limit = max(_SLOW_MB_S, usual / _SLOWER)
+    slow = {pair: speed for pair, speed in speeds.items() if speed < limit}
+    found = []
+    while slow:
+        # A worker with a slow link slows down all its links, so it is named once.
+        rank = max(sorted(results), key=lambda each: _slowness(each, slow))
+        own = {pair: slow.pop(pair) for pair in sorted(slow) if rank in pair}
+        words = ", ".join(
+            f"to worker {b} {speed:.3g}" if a == rank else f"from worker {a} {speed:.3g}"
+            for (a, b), speed in own.items()
+        )
+        found.append(
+            Finding(
+                "link",
+                WARNING,
+                f"{words} MB/s; the median of all links is {usual:.3g}",
+                f"at least {_SLOW_MB_S:g} MB/s, and a quarter of the median: each step sends the "
+                "gradients over the slowest link",
+                "Look at the cable, the switch and what else uses them, or leave the machine out. "
+                "--gradient_compression bfloat16 halves the bytes.",
+                rank,
             )
+        )
     return found or [Finding("links", OK, f"{min(speeds.values()):.0f} MB/s or more")]
+
+
+def _slowness(rank: int, slow: Mapping[tuple[int, int], float]) -> tuple[int, float]:
+    """Returns how many slow links a worker has, and then how slow those are that it sends on."""
+    own = [speed for (sender, _), speed in slow.items() if sender == rank]
+    return sum(rank in pair for pair in slow), -min(own, default=float("inf"))
 
 
 def worst(findings: Sequence[Finding]) -> bool:

@@ -39,6 +39,8 @@ from tfmulti.config import json_values
 
 # A worker that answers at all does so in this time.
 _CALL_S, _AGAIN_S = 5.0, 0.2
+# How long measuring the bandwidths may take, beyond the waiting for others.
+_MORE_S = 20.0
 _PINGS = 20
 # The bytes of the first measurement, and of a second one if the first was fast.
 _FEW_BYTES, _MANY_BYTES, _FAST_S = 1 << 20, 1 << 25, 0.05
@@ -87,6 +89,8 @@ class Network:
         self._changed = threading.Condition()
         self._result: Result | None = None
         self._results: dict[int, Result] = {}
+        # The ranks for which several processes have sent results, on the chief.
+        self.twice: set[int] = set()
         self._verdict: Any = None
         self._lines: dict[int, _Line] = {}
         self._places = threading.BoundedSemaphore(_MOST_WORKERS_AT_ONCE)
@@ -139,7 +143,9 @@ class Network:
             if 0 in self._lines:
                 self._in_background(self._tell_chief, result)
             with self._changed:
-                self._changed.wait_for(lambda: self._verdict is not None, 2 * self._wait_s + 30)
+                self._changed.wait_for(
+                    lambda: self._verdict is not None, 2 * self._wait_s + _MORE_S
+                )
             return self._verdict
         for rank in self._lines:
             self._in_background(self._fetch, rank)
@@ -174,7 +180,7 @@ class Network:
         """Sends this worker's result to the chief, and takes the verdict."""
         line = self._lines[0]
         line.ask("take", result=dataclasses.asdict(result))
-        self._take_verdict(line.ask("verdict", wait_s=2 * self._wait_s + 30).get("verdict"))
+        self._take_verdict(line.ask("verdict", wait_s=2 * self._wait_s + _MORE_S).get("verdict"))
 
     def _fetch(self, rank: int) -> None:
         """Takes the result of a worker that the chief reaches."""
@@ -189,7 +195,8 @@ class Network:
         """Keeps the result of a worker; raises ValueError if it has another form."""
         found = json_values.build(Result, values)
         with self._changed:
-            self._results.setdefault(rank, found)
+            if self._results.setdefault(rank, found) != found:
+                self.twice.add(rank)
             self._changed.notify_all()
 
     def _take_verdict(self, verdict: Any) -> None:
@@ -241,7 +248,7 @@ class Network:
         line = _Line(connection)
         try:
             rank = line.check(self._key, self._cluster)
-            connection.settimeout(2 * self._wait_s + 30)
+            connection.settimeout(2 * self._wait_s + _MORE_S)
             while True:
                 line.send(self._answer(rank, line, line.receive()))
         finally:
@@ -266,7 +273,9 @@ class Network:
             return {}
         if what == "verdict" and is_chief:
             with self._changed:
-                self._changed.wait_for(lambda: self._verdict is not None, 2 * self._wait_s + 30)
+                self._changed.wait_for(
+                    lambda: self._verdict is not None, 2 * self._wait_s + _MORE_S
+                )
                 return {"verdict": self._verdict}
         if what == "decide" and rank == 0:
             self._take_verdict(asked.get("verdict"))

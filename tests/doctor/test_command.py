@@ -1,0 +1,113 @@
+"""Tests of `python -m tfmulti.doctor` on one machine, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import run
+from tfmulti.doctor import __main__ as command
+from tfmulti.doctor import machine
+from tfmulti.doctor.finding import FAILED, WARNING
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 240
+
+
+def test_two_replicas_are_tried_by_training(tmp_path: Path) -> None:
+    flags = ["--strategy", "mirrored", "--replicas", "2", "--json"]
+    done = run(["-m", "tfmulti.doctor", *flags], tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["status"] in ("ok", "warning")
+    found = {each["check"]: each for each in report["findings"]}
+    assert found["strategy"]["measured"].startswith("mirrored: ")
+    assert "over 2 devices in" in found["all-reduce"]["measured"]
+    assert "differ by" in found["numbers"]["measured"]
+    assert {found[name]["status"] for name in ("all-reduce", "digits", "numbers")} == {"ok"}
+    assert "examples/s on one device" in found["throughput"]["measured"]
+    assert not list(tmp_path.glob("runs*"))
+
+
+def test_two_workers_of_the_launcher_are_tried_by_training(tmp_path: Path) -> None:
+    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "-m", "tfmulti.doctor"]
+    done = run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "multi_worker_mirrored: auto chose" in done.stdout
+    assert "every worker reaches every other one" in done.stdout
+    assert "8.39 MB over 2 devices" in done.stdout
+    assert "It will train here" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--modl", "x"], "no flag --modl; did you mean 'model'?"),
+        (["--model", "x"], "no model 'x' for --model; "),
+        (["--epochs", "3"], "--epochs has no effect on the doctor. Leave it out."),
+        (["--wait_s", "soon"], "--wait_s is 'soon', but it must be seconds above 0."),
+        (["--wait_s", "0"], "--wait_s is '0', but it must be seconds above 0."),
+        (["now"], "the argument 'now' belongs to no flag."),
+        (["--strategy", "one_device", "--replicas", "2"], "--replicas is 2, but --strategy one_d"),
+        (["--strategy", "multi_worker_mirrored"], "--strategy multi_worker_mirrored needs a clus"),
+    ],
+)
+def test_mistakes_are_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["doctor", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"tfmulti: {message}")
+    assert err.count("\n") == 1
+    assert not out
+
+
+def test_help_lists_the_flags_that_are_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["doctor", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--wait_s" in out
+    assert "--run_dir" in out
+    assert "--epochs" not in out
+
+
+def machine_findings(env: dict[str, str] | None = None) -> dict[str, Any]:
+    found = machine.check_machine(env or {}, None, None)
+    return {each.check: each for each in found}
+
+
+def test_another_backend_of_keras_is_a_fault() -> None:
+    finding = machine_findings({"KERAS_BACKEND": "jax"})["versions"]
+    assert (finding.status, finding.measured) == (FAILED, "KERAS_BACKEND is 'jax'")
+
+
+def test_a_version_that_does_not_fit_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["keras>=99", "nothing-like-this", "torch; extra == 'benchmarks'"]
+    monkeypatch.setattr(machine.importlib.metadata, "requires", lambda name: needs)
+    finding = machine_findings()["versions"]
+    assert finding.status == FAILED
+    assert "and >=99 is needed; nothing-like-this is not installed" in finding.measured
+    assert "torch" not in finding.measured
+
+
+def test_a_busy_machine_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert machine_findings()["cores"].status == WARNING
+
+
+@pytest.mark.parametrize(("soft", "status"), [(100, FAILED), (1024, WARNING), (65536, "ok")])
+def test_few_open_files_are_named(monkeypatch: pytest.MonkeyPatch, soft: int, status: str) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (soft, 1 << 20))
+    finding = machine_findings()["open files"]
+    assert (finding.status, finding.advice) == (status, "Run: ulimit -n 65536")
+
+
+def test_the_holder_of_a_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        assert f"(process {os.getpid()})" in command.holder_of(port)
