@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tfmulti.training.distributed_model import prepare
     from tfmulti.training.verification.result import Verification
     from tfmulti.training.verification.verification import verify
+    from tfmulti.training.watchdog import Watchdog
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ _PLACES = {
     "Verification": "tfmulti.training.verification.result",
     "VerificationError": "tfmulti.errors",
     "make_strategy": "tfmulti.distribution.strategies",
+    "Watchdog": "tfmulti.training.watchdog",
     "prepare": "tfmulti.training.distributed_model",
     "train": "tfmulti.run.train",
     "verify": "tfmulti.training.verification.verification",
@@ -102,6 +104,7 @@ __all__ = [
     "UserError",
     "Verification",
     "VerificationError",
+    "Watchdog",
     "make_strategy",
     "prepare",
     "train",

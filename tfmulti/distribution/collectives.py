@@ -53,19 +53,28 @@ class _Serving:
         # The operations that wait for other workers, in the order of the graph.
         self.waits: list[tf.Operation] = []
 
-    def key(self, dtype: tf.DType, shape: tf.TensorShape) -> int:
+    def key(self, dtype: tf.DType, shape: tf.TensorShape, purpose: str) -> int:
         """Returns the next collective's key, which depends on the type and shape, too."""
         identity = f"{self.name} {self.made} {dtype.name} {shape}"
         self.made += 1
-        return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little")
+        digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little")
+        _purposes[key] = f"collective {self.made} of the {self.name}: {purpose}"
+        return key
 
     def send(
-        self, value: tf.Tensor, *, each_its_row: bool = False, any_rows: bool = False
+        self,
+        value: tf.Tensor,
+        purpose: str = "",
+        *,
+        each_its_row: bool = False,
+        any_rows: bool = False,
     ) -> Callable[[], Parts]:
         """Sends a tensor to all other workers, and returns how to receive theirs.
 
         Args:
             value: this worker's part.
+            purpose: what is sent, in words. Empty: the name of the operation that computes it.
             each_its_row: whether each worker gets its own row of `value`, the one at its rank.
                 Otherwise every worker gets all of it.
             any_rows: whether the workers' parts may have different numbers of rows.
@@ -75,7 +84,7 @@ class _Serving:
             order of their ranks, with this worker's own.
         """
         shape = tf.TensorShape([None, *value.shape[1:]]) if any_rows else value.shape
-        key = self.key(value.dtype, shape)
+        key = self.key(value.dtype, shape, purpose or value.op.name)
         after = _last_sent.get(self.graph, [])
         sent = _send_op(self.placement, key, value, each_its_row, any_rows, after)
         _last_sent[self.graph] = [sent]
@@ -135,6 +144,15 @@ def _receive_op(placement: Placement, key: int, dtype: tf.DType, shape: tf.Tenso
     for part in found:
         part.set_shape(shape)
     return list(found)
+
+
+# What each collective of the graphs of this process is for, in words, by its key.
+_purposes: dict[int, str] = {}
+
+
+def purpose_of(key: int) -> str:
+    """Returns what the collective of a key is for, in words, such as the variables' names."""
+    return _purposes.get(key, "unknown collective")
 
 
 # The last send operation of each graph, after which the next one runs.
@@ -204,7 +222,9 @@ def begin_rows(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] | N
     return lambda: [tf.concat(parts(), 0) for parts in begun]
 
 
-def begin_totals(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] | None:
+def begin_totals(
+    values: Sequence[tf.Tensor], purposes: Sequence[str] = ()
+) -> Callable[[], list[tf.Tensor]] | None:
     """Begins to sum tensors over all workers; each is sent as soon as it is computed.
 
     Two workers send their whole tensors to each other, and both add them. More workers do so with
@@ -214,6 +234,10 @@ def begin_totals(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] |
     operations in MPICH, 2005.
 
     float16 and bfloat16 are added in float32, and rounded once.
+
+    Args:
+        values: the tensors.
+        purposes: what each of them is, in words; empty if that is not known.
 
     Returns:
         A function that returns the sums, which have the same bits on all workers. None if this
@@ -226,14 +250,21 @@ def begin_totals(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] |
         serves.workers == 2 or v.dtype.size * v.shape.num_elements() <= GATHER_BYTES for v in values
     ]
     pieces = [v if w else _pieces(v, serves.workers) for v, w in zip(values, whole, strict=True)]
-    begun = [serves.send(piece, each_its_row=not w) for piece, w in zip(pieces, whole, strict=True)]
+    named = purposes or [""] * len(pieces)
+    begun = [
+        serves.send(piece, purpose, each_its_row=not w)
+        for piece, w, purpose in zip(pieces, whole, named, strict=True)
+    ]
 
     def totals() -> list[tf.Tensor]:
         # A worker may have a single thread for operations. So it computes and sends everything
         # before it waits.
         with tf.control_dependencies(_last_sent.get(serves.graph, [])):
             sums = [_sum(parts()) for parts in begun]
-        again = [None if w else serves.send(s) for s, w in zip(sums, whole, strict=True)]
+        again = [
+            None if w else serves.send(s, purpose)
+            for s, w, purpose in zip(sums, whole, named, strict=True)
+        ]
         return [
             total if parts is None else _joined(parts(), value)
             for value, total, parts in zip(values, sums, again, strict=True)

@@ -70,6 +70,11 @@ def channel_now(placement: Placement) -> Channel:
     return links
 
 
+def made_channel(placement: Placement) -> Channel | None:
+    """Returns the channel that `channel_of` has made, or None; it connects nothing."""
+    return _connected.get(placement.addresses)
+
+
 def _connect(placement: Placement) -> Channel | None:
     """Returns a new channel to all other workers; None if one worker cannot reach another."""
     hosts = [host_of(address) for address in placement.addresses]

@@ -31,7 +31,10 @@ Results = TypeVar("Results")
 
 
 def reduce_gradients(
-    gradients: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 0
+    gradients: Sequence[Any],
+    wire: tf.DType | None = None,
+    by_bytes: int = 0,
+    names: Sequence[str] = (),
 ) -> list[Any]:
     """Returns the gradients of the global batch, the same on every replica.
 
@@ -45,6 +48,7 @@ def reduce_gradients(
             of 16 bits are added in float32, except where TensorFlow's own collectives serve.
         by_bytes: the size of a bucket. Gradients are summed in buckets of about so many bytes, the
             last layers' first, while other gradients are computed. 0 means one sum of all.
+        names: the names of the variables, for `Watchdog`; empty if they are not known.
 
     Raises:
         ModelError: the `train_step` applies gradients inside a condition, a loop or a `tf.function`
@@ -55,10 +59,11 @@ def reduce_gradients(
         return list(gradients)
     share = current()
     present = [g for g in gradients if g is not None]
+    named = [n for n, g in zip(names, gradients, strict=True) if g is not None] if names else None
     if share is not None:
         present = [weighed(g, share.weight) for g in present]
     try:
-        reduced = iter(_summed_by_lookups(present, wire, by_bytes))
+        reduced = iter(_summed_by_lookups(present, wire, by_bytes, named))
     except RuntimeError as error:
         if "merge_call" not in str(error):
             raise
@@ -72,11 +77,15 @@ def reduce_gradients(
     return of_all
 
 
-def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes: int) -> list[Any]:
+def _summed_by_lookups(
+    gradients: Sequence[Any], wire: tf.DType | None, by_bytes: int, names: Sequence[str] | None
+) -> list[Any]:
     """Returns what `summed` does; a lookup that is alike on all replicas stays one lookup."""
     # The values to sum: each dense gradient, and each lookup of an IndexedSlices.
     parts: list[Any] = []
-    for gradient in gradients:
+    labels: list[str] = []
+    for gradient, name in zip(gradients, names or [""] * len(gradients), strict=True):
+        before = len(parts)
         if isinstance(gradient, tf.IndexedSlices):
             parts += [
                 lookup.values
@@ -86,7 +95,8 @@ def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes
             ]
         else:
             parts.append(gradient)
-    totals = iter(summed(parts, wire, by_bytes))
+        labels += [name] * (len(parts) - before)
+    totals = iter(summed(parts, wire, by_bytes, labels))
 
     def of_lookups(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         """Returns the gradient that joins the summed lookups of an IndexedSlices."""
@@ -106,16 +116,22 @@ def _summed_by_lookups(gradients: Sequence[Any], wire: tf.DType | None, by_bytes
     ]
 
 
-def summed(values: Sequence[Any], wire: tf.DType | None = None, by_bytes: int = 0) -> list[Any]:
+def summed(
+    values: Sequence[Any],
+    wire: tf.DType | None = None,
+    by_bytes: int = 0,
+    names: Sequence[str] = (),
+) -> list[Any]:
     """Returns each value summed over all replicas, in its own type.
 
     Args:
         values: tensors or `tf.IndexedSlices`.
         wire: the type in which dense float32 values travel; see `reduce_gradients`.
         by_bytes: the size of a bucket; see `reduce_gradients`.
+        names: what each value is, in words; empty if that is not known.
     """
     narrow = [_narrow(value, wire) for value in values]
-    found = _by_collectives(values, narrow, by_bytes)
+    found = _by_collectives(values, narrow, by_bytes, names or [""] * len(values))
     rest = [i for i in range(len(values)) if i not in found]
     if rest:
         found |= zip(rest, _all_reduced([narrow[i] for i in rest], by_bytes), strict=True)
@@ -133,7 +149,7 @@ def _all_reduced(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
 
 
 def _by_collectives(
-    values: Sequence[Any], narrow: Sequence[Any], by_bytes: int
+    values: Sequence[Any], narrow: Sequence[Any], by_bytes: int, names: Sequence[str]
 ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
     """Returns the sums that `collectives` makes, by the index of the value.
 
@@ -144,13 +160,17 @@ def _by_collectives(
         values: tensors or `tf.IndexedSlices`.
         narrow: the same values in the types in which they travel.
         by_bytes: the size of a bucket; see `reduce_gradients`.
+        names: what each value is, in words.
     """
     if not collectives.are_there():
         return {}
     packs = _packs(narrow, by_bytes)
     flat = [[tf.reshape(narrow[i], [-1]) for i in pack] for pack in packs]
     slices = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
-    totals = collectives.begin_totals([p[0] if len(p) == 1 else tf.concat(p, 0) for p in flat])
+    totals = collectives.begin_totals(
+        [p[0] if len(p) == 1 else tf.concat(p, 0) for p in flat],
+        [", ".join(filter(None, (names[i] for i in pack))) for pack in packs],
+    )
     # All rows are sent, too, before the first wait, which is in `totals()`.
     rows = collectives.begin_rows(
         [v for i in slices for v in (values[i].values, values[i].indices)]

@@ -117,7 +117,7 @@ def _on_each_replica(original: Callable[..., Any]) -> Callable[..., Any]:
 class _ReducesFirst(_UpdatesReplica):
     """Mixin for an optimizer whose `apply` reduces the gradients before anything else."""
 
-    _tfmulti_reduce: Callable[[Gradients], list[Any]]
+    _tfmulti_reduce: Callable[[Gradients, list[str]], list[Any]]
     _tfmulti_take: Callable[[Any, Gradients, Any], bool]
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
@@ -127,7 +127,9 @@ class _ReducesFirst(_UpdatesReplica):
             if self._tfmulti_take(self, grads, trainable_variables):
                 return None
             _compute_before_waits(grads)
-            grads = self._tfmulti_reduce(grads)
+            variables = trainable_variables or ()
+            names = [v.path for v in variables] if len(variables) == len(grads) else []
+            grads = self._tfmulti_reduce(grads, names)
         with updates.of_all_variables() if is_enabled() else contextlib.nullcontext():
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
@@ -174,7 +176,7 @@ def _compute_before_waits(gradients: Gradients) -> None:
 
 def take_reduced_gradients(
     optimizer: keras.optimizers.Optimizer,
-    reduce: Callable[[Gradients], list[Any]],
+    reduce: Callable[[Gradients, list[str]], list[Any]],
     take: Callable[[Any, Gradients, Any], bool],
 ) -> None:
     """Makes `optimizer.apply` reduce the gradients once, before anything else.
@@ -185,7 +187,8 @@ def take_reduced_gradients(
 
     Args:
         optimizer: the optimizer to change, with its inner optimizers.
-        reduce: returns the gradients of the global batch for those of this replica.
+        reduce: returns the gradients of the global batch for those of this replica. It also takes
+            the names of the variables, or an empty list if they are not known.
         take: takes optimizer, gradients and variables before the reduction. If it returns True, it
             has kept the gradients, and `apply` updates nothing.
     """

@@ -103,6 +103,11 @@ class Heartbeat:
         # Signals and checkpoints are reported from threads of their own.
         self._lock = threading.Lock()
 
+    def record(self) -> HeartbeatRecord:
+        """Returns the last heartbeat."""
+        with self._lock:
+            return HeartbeatRecord(self._step, *self._last, self._asked, self._saved, self._folder)
+
     def begin(self) -> None:
         """Reports that training begins."""
         self._tell(BUSY, self._clock())

@@ -43,6 +43,7 @@ from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.checkpoint.owner import ownership_of
 from tfmulti.training.state.trainer_state import interrupt, state_of
+from tfmulti.training.watchdog import Watchdog
 
 
 def train(
@@ -107,7 +108,8 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         # do not depend on time. The progress bar comes after it and shows its figures.
         try:
             saving = checkpoint(setup, run_dir, kind)
-            history = train_model(setup, model, [waiting, *files, saving, throughput])
+            watchdog = Watchdog(run_dir.path if run_dir else setup.config.run_dir)
+            history = train_model(setup, model, [waiting, *files, saving, watchdog, throughput])
         except (VerificationError, RunDirError):
             if run_dir is not None and is_new:
                 at_end.close()

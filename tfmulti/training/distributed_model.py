@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -53,6 +53,7 @@ from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.verification import verification
+from tfmulti.training.watchdog import watching
 
 Model = TypeVar("Model", bound=keras.Model)
 
@@ -131,7 +132,11 @@ class DistributedModel(keras.Model):
             force: whether to make it again although there is one.
         """
         if self.train_function is None or force:
-            reduce = functools.partial(reduce_gradients, **self._wire)
+            wire = self._wire
+
+            def reduce(gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+                return reduce_gradients(gradients, names=names, **wire)
+
             for optimizer in model_checks.optimizers_of(self):
                 take_reduced_gradients(optimizer, reduce, take)
             watch_losses(self)
@@ -291,6 +296,7 @@ class DistributedModel(keras.Model):
             )
             with (
                 saving_elsewhere(all_callbacks.callbacks, place),
+                watching(all_callbacks.callbacks, place),
                 resume.saving_at_signals(self, checkpoint),
                 closing(feed, validation),
             ):

@@ -161,7 +161,7 @@ def _called_in_a_condition(method: str, *, patched: bool) -> list[Any]:
         optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
         optimizer.build([variable])
     if patched:
-        take_reduced_gradients(optimizer, list, lambda *_: False)
+        take_reduced_gradients(optimizer, lambda gradients, _: list(gradients), lambda *_: False)
 
     def replica_step() -> Any:
         gradients = [tf.ones(1)]
@@ -228,7 +228,7 @@ def _clipped_step(*, patched: bool) -> float:
     if patched:
         take_reduced_gradients(
             optimizer,
-            lambda gradients: [
+            lambda gradients, _: [
                 g / 2 for g in tf.distribute.get_replica_context().all_reduce("SUM", gradients)
             ],
             lambda *_: False,

@@ -59,6 +59,7 @@ class _Exchange:
 
     def __init__(self, others: int) -> None:
         self.received: dict[int, np.ndarray] = {}
+        self.since_s = time.monotonic()
         # The messages that are still to be sent and to be received.
         self.left = 2 * others
         self.error: ChannelError | None = None
@@ -191,6 +192,20 @@ class Channel:
         if exchange.error is not None:
             raise exchange.error
         return [exchange.received[peer.rank] for peer in self._peers]
+
+    def waiting(self) -> list[tuple[int, float, tuple[int, ...]]]:
+        """Returns the exchanges that still need messages of other workers.
+
+        Each has its key, when it began in seconds of `time.monotonic`, and the ranks of the workers
+        whose messages have not come.
+        """
+        with self._lock:
+            exchanges = [(key, each) for key, queue in self._open.items() for each in queue]
+        found = [
+            (key, each.since_s, tuple(p.rank for p in self._peers if p.rank not in each.received))
+            for key, each in exchanges
+        ]
+        return [each for each in found if each[2]]
 
     def _read_soon(self, exchange: _Exchange) -> bool:
         """Polls the connections for up to `SOON_S`, and returns whether the exchange has ended.

@@ -207,7 +207,7 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
         return True
 
     for optimizer in optimizers_of(model):
-        take_reduced_gradients(optimizer, list, note)
+        take_reduced_gradients(optimizer, lambda gradients, _: list(gradients), note)
     without_effect = keras.StatelessScope()
     without_effect.__enter__()
     # Inside the strategy's scope a gradient tape does not accept variables of all replicas.

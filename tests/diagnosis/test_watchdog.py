@@ -1,0 +1,140 @@
+"""Tests that a run that hangs says which worker the others wait for, and what that one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import Processes, processes, tf_config
+from tfmulti.errors import ConfigError
+from tfmulti.launch.addresses import reserved
+from tfmulti.training.watchdog import Watchdog, read
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 120
+MODULE = "tests.support.hanging_script"
+
+
+def until(found: Callable[[], Any], group: Processes) -> Any:
+    """Returns what a function finds, as soon as it does."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := found()):
+        assert time.monotonic() < deadline, group.logs()
+        time.sleep(0.1)
+    return value
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Processes]:
+    with processes(tmp_path / "logs") as made:
+        yield made
+
+
+def start(group: Processes, folder: Path, rank: int, how: str) -> list[int]:
+    """Starts two workers, and returns their process ids by rank."""
+    argv = ["-m", MODULE, str(folder), str(rank), how]
+    with reserved(2) as addresses:
+        return [group.start(argv, {"TF_CONFIG": tf_config(addresses, r)}).pid for r in (0, 1)]
+
+
+def hang_file(folder: Path, rank: int) -> Any:
+    path = folder / "run" / f"hang_worker_{rank}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def test_the_chief_names_the_worker_that_sleeps_and_where(group: Processes, tmp_path: Path) -> None:
+    pids = start(group, tmp_path, 1, "sleep")
+    line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+    waits, sleeps = hang_file(tmp_path, 0), hang_file(tmp_path, 1)
+    (tmp_path / "end").touch()
+    assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
+    found = re.fullmatch(
+        r"tfmulti: worker 0: no step has ended for (\d+) s; it waits for worker 1 in collective "
+        r"\d+ of the step: .*mine/kernel.*; worker 1 was in dawdle \((.*)\) \(process (\d+) on .*\)\. "
+        rf"See {tmp_path}/run/hang_worker_0\.json\n",
+        line,
+    )
+    assert found is not None, line
+    assert int(found[1]) >= 2
+    assert "hanging_script.py:" in found[2]
+    assert int(found[3]) == pids[1]
+    assert waits["waits"][0]["missing"] == [1]
+    assert waits["waits"][0]["seconds"] > 1
+    assert waits["phase"] == "training"
+    assert not sleeps["waits"]
+    assert any("dawdle" in frame for frame in sleeps["stacks"]["MainThread"])
+    # One stop is told once.
+    assert group.errors(0).count("tfmulti: worker") == 1
+    assert "tfmulti: worker" not in group.errors(1)
+
+
+def test_a_worker_that_is_frozen_tells_nothing(group: Processes, tmp_path: Path) -> None:
+    pids = start(group, tmp_path, 1, "freeze")
+    try:
+        line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    (tmp_path / "end").touch()
+    group.wait(LIMIT_S)
+    assert "it waits for worker 1 in collective" in line
+    assert "worker 1 tells nothing: its process has stopped, or its machine is lost" in line
+
+
+def test_a_chief_that_sleeps_says_where(group: Processes, tmp_path: Path) -> None:
+    start(group, tmp_path, 0, "sleep")
+    line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+    (tmp_path / "end").touch()
+    assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
+    assert "; it is in dawdle (" in line
+    assert hang_file(tmp_path, 1)["waits"][0]["missing"] == [0]
+
+
+def test_sigusr1_tells_without_ending_the_run(group: Processes, tmp_path: Path) -> None:
+    pids = start(group, tmp_path, 9, "none")
+    until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, group)
+    assert not list(tmp_path.glob("run/*"))
+    os.kill(pids[1], signal.SIGUSR1)
+    until(lambda: hang_file(tmp_path, 1), group)
+    line = until(lambda: re.search(r"tfmulti: worker 1: .*\n", group.errors(1)), group)[0]
+    (tmp_path / "end").touch()
+    assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
+    assert line.startswith("tfmulti: worker 1: SIGUSR1; it ")
+    assert hang_file(tmp_path, 1)["pid"] == pids[1]
+    # The steps of the others go on, so they have nothing to tell.
+    assert hang_file(tmp_path, 0) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"at": 3, "pid": 1, "host": "h", "time": 1.0}',
+        '{"at": "f", "pid": "1", "host": "h", "time": 1.0}',
+        "\xff",
+    ],
+)
+def test_a_file_of_another_form_is_left_out(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a").write_text(text)
+    assert read(tmp_path / "a") is None
+    assert read(tmp_path / "b") is None
+    (tmp_path / "a").write_text('{"at": "f\\u001b[2J", "pid": 1, "host": "h", "time": 1.0}')
+    found = read(tmp_path / "a")
+    assert found is not None
+    assert found["at"] == "f[2J"
+
+
+@pytest.mark.parametrize("wrong", [{"times": 0}, {"least_s": -1}])
+def test_numbers_must_be_above_0(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"it must be above 0\."):
+        Watchdog(**wrong)

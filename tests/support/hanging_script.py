@@ -1,0 +1,64 @@
+"""A script that trains on the workers of TF_CONFIG, and stops at a step as its arguments say.
+
+    python -m tests.support.hanging_script FOLDER WORKER HOW
+
+The worker with the rank WORKER stops in its tenth step: `sleep` in a callback for a minute, or
+`freeze` by SIGSTOP. With `none` nothing happens, and the training ends when FOLDER/end exists.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import tfmulti
+from tfmulti.distribution.strategies import placement_of
+
+
+class Dawdles(keras.callbacks.Callback):
+    def __init__(self, folder: Path, how: str) -> None:
+        super().__init__()
+        self.folder, self.how = folder, how
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 10:
+            (self.folder / f"pid-{os.getpid()}").touch()
+            if self.how == "sleep":
+                self.dawdle()
+            if self.how == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        if self.how == "none":
+            time.sleep(0.01)
+
+    def dawdle(self) -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not (self.folder / "end").exists():
+            time.sleep(0.1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if (self.folder / "end").exists():
+            self.model.stop_training = True
+
+
+def main(folder: Path, rank: int, how: str) -> None:
+    strategy = tfmulti.make_strategy()
+    with strategy.scope():
+        layers = [keras.Input((4,)), keras.layers.Dense(3, name="mine"), keras.layers.Dense(1)]
+        model = tfmulti.prepare(keras.Sequential(layers))
+        model.compile("sgd", "mse", steps_per_execution=1)
+    rows = np.zeros((400, 4), np.float32)
+    own = how if placement_of(strategy).rank == rank else ""
+    callbacks = [Dawdles(folder, own or "none"), tfmulti.Watchdog(folder / "run", least_s=2.0)]
+    model.fit(rows, rows[:, :1], batch_size=8, epochs=200, verbose=0, callbacks=callbacks)
+    print("trained", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
