@@ -59,7 +59,8 @@ def test_the_chief_names_the_worker_that_sleeps_and_where(group: Processes, tmp_
     assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
     found = re.fullmatch(
         r"tfmulti: worker 0: no step has ended for (\d+) s; it waits for worker 1 in collective "
-        r"\d+ of the step: .*mine/kernel.*; worker 1 was in dawdle \((.*)\) \(process (\d+) on .*\)\. "
+        r"\d+ of the step: .*mine/kernel.*; "
+        r"worker 1 was in dawdle \((.*)\) \(process (\d+) on .*\)\. "
         rf"See {tmp_path}/run/hang_worker_0\.json\n",
         line,
     )

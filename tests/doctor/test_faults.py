@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import networks
 from tests.support.doctor import PORT, Worker, examine, on, report_of, wrong
-from tests.support.networks import Hosts
+from tests.support.networks import Hosts, program
 
 _WHY_NOT = networks.why_not()
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
@@ -41,6 +41,7 @@ def test_a_healthy_network_has_every_link(hosts: Hosts, tmp_path: Path) -> None:
     assert not any(done.stdout or done.stderr for done in others)
 
 
+@pytest.mark.skipif(program("nft") is None, reason="nft is not installed (apt install nftables)")
 def test_a_firewalled_port_is_named(hosts: Hosts, tmp_path: Path) -> None:
     rules = (
         "add table inet doctor",

@@ -44,7 +44,7 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root"
     for name in ("ip", "ssh", "sshd", "ssh-keygen"):
-        if _found(name) is None:
+        if program(name) is None:
             return f"{name} is not installed (apt-get install iproute2 openssh-server)"
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -123,7 +123,7 @@ class Hosts:
             subprocess.run(argv, check=True)
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
         Path("/run/sshd").mkdir(exist_ok=True)
-        server = _found("sshd")
+        server = program("sshd")
         assert server is not None
         for host in range(1, self.count + 1):
             path = folder / f"sshd_config_{host}"
@@ -167,12 +167,12 @@ def hosts(count: int, folder: Path) -> Iterator[Hosts]:
         made.end()
 
 
-def _found(name: str) -> str | None:
+def program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
 
 
 def _ip() -> str:
-    found = _found("ip")
+    found = program("ip")
     assert found is not None
     return found
 
