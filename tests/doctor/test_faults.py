@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import os
 import subprocess
 import sys
 import sysconfig
@@ -214,31 +212,12 @@ def test_a_proxy_is_named_without_its_password(hosts: Hosts, tmp_path: Path) -> 
     assert "hunter2" not in "".join(each.stdout + each.stderr for each in done)
 
 
-@contextlib.contextmanager
-def busy(core: int, count: int) -> Iterator[None]:
-    """Keeps a core busy with a number of processes."""
-    spin = ["taskset", "-c", str(core), sys.executable, "-c", "while True: pass"]
-    started = [subprocess.Popen(spin) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no idle neighbour")
 def test_a_straggler_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    pinned = {
-        0: Worker(before=["taskset", "-c", str(first)]),
-        1: Worker(before=["taskset", "-c", str(second)]),
-    }
     addresses = [f"{hosts.address(host)}:{PORT}" for host in (1, 2)]
-    with busy(second, 3):
-        done = examine(
-            hosts, tmp_path, "--model=cnn", workers=pinned, addresses=addresses, limit_s=240
-        )
+    workers = {1: Worker(is_slowed=True)}
+    done = examine(
+        hosts, tmp_path, "--model=cnn", workers=workers, addresses=addresses, limit_s=300
+    )
     found = [each for each in wrong(report_of(done[0])) if each["check"] == "straggler"]
     assert [each["worker"] for each in found] == [1], report_of(done[0])
     assert f"{addresses[1]} computes a step in" in found[0]["measured"]

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,3 +194,25 @@ def run(
     with processes(folder) as group:
         group.start(argv, env, cwd)
         return group.wait(limit_s)[0]
+
+
+@contextlib.contextmanager
+def slowed(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Lets a process run for a quarter of the time only, as on a slow or busy machine."""
+    end = threading.Event()
+
+    def slow_down() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not end.is_set() and process.poll() is None:
+                os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(0.006)
+                os.kill(process.pid, signal.SIGCONT)
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=slow_down, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()

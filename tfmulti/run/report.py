@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from tfmulti.training.verification.result import Verification
 
@@ -44,6 +45,8 @@ class FitReport:
         throughput: the figures of `--log_throughput` by the names of `callbacks.throughput`, or
             None.
         verification: the comparison with one device, or None.
+        straggler: the worker for which the others waited in the last epoch, or that all waited for
+            the network; the fields of `callbacks.stragglers.Straggler`, or None.
         run_dir: the run directory. None on workers other than the chief.
         versions: the versions of TensorFlow and Keras.
     """
@@ -73,6 +76,7 @@ class FitReport:
     stopped_by: str | None = None
     throughput: dict[str, float] | None = None
     verification: Verification | None = None
+    straggler: dict[str, Any] | None = None
     run_dir: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -109,6 +110,7 @@ class Trained:
         seconds: the time of the training loop.
         throughput: the callback that measured the steps.
         waiting: the callback that measured how long the steps waited for data.
+        straggler: the fields of `Straggler`, or None.
     """
 
     history: dict[str, list[float]]
@@ -116,6 +118,7 @@ class Trained:
     seconds: float
     throughput: Throughput
     waiting: Waiting
+    straggler: dict[str, Any] | None = None
 
 
 def make_report(
@@ -162,6 +165,7 @@ def make_report(
         stopped_by=state.run.stopped_by,
         throughput=throughput.figures() if setup.config.log_throughput else None,
         verification=state.verification,
+        straggler=trained.straggler,
         run_dir=str(run_dir.path) if run_dir else None,
         versions={"tensorflow": tf.__version__, "keras": keras.__version__},
     )

@@ -33,6 +33,7 @@ from tfmulti.launch.signals import SignalWatch
 from tfmulti.run import artifacts, validation
 from tfmulti.run.callbacks.history_file import HistoryFile
 from tfmulti.run.callbacks.model_file import ModelFile, save_model
+from tfmulti.run.callbacks.stragglers import Stragglers
 from tfmulti.run.callbacks.tensorboard import TensorBoard
 from tfmulti.run.callbacks.throughput import LOGS, Throughput
 from tfmulti.run.callbacks.waiting import Waiting
@@ -109,7 +110,11 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         try:
             saving = checkpoint(setup, run_dir, kind)
             watchdog = Watchdog(run_dir.path if run_dir else setup.config.run_dir)
-            history = train_model(setup, model, [waiting, *files, saving, watchdog, throughput])
+            stragglers = Stragglers(
+                run_dir.tensorboard / "train" if run_dir else None, say_for(setup)
+            )
+            diagnosis = [watchdog, stragglers]
+            history = train_model(setup, model, [waiting, *files, saving, *diagnosis, throughput])
         except (VerificationError, RunDirError):
             if run_dir is not None and is_new:
                 at_end.close()
@@ -120,7 +125,7 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= test(setup, model)
         watch.finished()
-        trained = Trained(history, metrics, seconds, throughput, waiting)
+        trained = Trained(history, metrics, seconds, throughput, waiting, stragglers.as_dict())
         report = make_report(setup, model, run_dir, trained)
         if run_dir is not None:
             write_artifacts(setup, model, run_dir, report)

@@ -123,6 +123,8 @@ class Channel:
         # The bytes that `send` was given for all other workers together, and those that are rows.
         self.sent_bytes = 0
         self.sent_row_bytes = 0
+        # How long `receive` has waited in all, in seconds.
+        self.waited_s = 0.0
         self._peers = [_Peer(rank, link) for rank, link in sorted(connections.items())]
         self._at = {peer.link.fileno(): peer for peer in self._peers}
         # Guards what several threads write: the exchanges, and the messages that came early.
@@ -183,12 +185,14 @@ class Channel:
         """
         with self._lock:
             exchange = self._open[key][0]
+        began = time.perf_counter()
         try:
             if not self._read_soon(exchange):
                 self._wait(exchange)
         finally:
             with self._lock:
                 self._open[key].popleft()
+                self.waited_s += time.perf_counter() - began
         if exchange.error is not None:
             raise exchange.error
         return [exchange.received[peer.rank] for peer in self._peers]

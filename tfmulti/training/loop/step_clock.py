@@ -30,8 +30,8 @@ class StepClock:
 
     def begin(self) -> None:
         """Starts the measurement of an epoch."""
-        self._seconds = self._waited_s = self._outside_s = 0.0
-        self._unread: Any = 0.0
+        self._seconds = self._waited_s = self._own_waited_s = self._outside_s = 0.0
+        self._unread: Any = (0.0, 0.0)
         self._began = time.perf_counter()
 
     def waiting(self, take: Callable[[], Any]) -> Any:
@@ -59,9 +59,18 @@ class StepClock:
         self.period_s, self.inside_s = now - self._began, now - self._started
         if self._traced:
             self._seconds += now - self._began
-            self._waited_s += float(self._unread) + self._outside_s
-            self._unread = outcome.waited_s
+            self._read()
+            self._waited_s += self._outside_s
+            self._own_waited_s += self._outside_s
+            self._unread = (outcome.waited_s, outcome.own_waited_s)
         self._traced, self._began, self._outside_s = True, now, 0.0
+
+    def _read(self) -> None:
+        """Reads the waiting times of the execution before."""
+        of_all, own = self._unread
+        self._waited_s += float(of_all)
+        self._own_waited_s += float(own)
+        self._unread = (0.0, 0.0)
 
     def stop(self, state: TrainerState, feed: Feed) -> None:
         """Stores the seconds of the epoch, and the number of reader threads, in the model's state.
@@ -70,5 +79,5 @@ class StepClock:
             state: the state of the prepared model.
             feed: the feed of the training.
         """
-        waited_s = self._waited_s + float(self._unread)
-        state.epoch = EpochTimes(self._seconds, waited_s, feed.threads)
+        self._read()
+        state.epoch = EpochTimes(self._seconds, self._waited_s, self._own_waited_s, feed.threads)

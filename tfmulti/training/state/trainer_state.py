@@ -47,12 +47,14 @@ class EpochTimes:
 
     Attributes:
         seconds: the seconds that they took.
-        waited_s: the part of `seconds` in which they waited for data.
+        waited_s: the part of `seconds` in which they waited for data, on average of all workers.
+        own_waited_s: the same on this worker.
         reader_threads: the number of threads that read the data; None if it is unknown.
     """
 
     seconds: float = 0.0
     waited_s: float = 0.0
+    own_waited_s: float = 0.0
     reader_threads: int | None = None
 
 

@@ -21,7 +21,7 @@ from tfmulti.training.step.step_logs import Logs, StepLogs
 
 
 class StepResult(NamedTuple):
-    """The result of an execution, the same on every worker.
+    """The result of an execution, the same on every worker but for `own_waited_s`.
 
     Attributes:
         logs: the logs of the last step, over the data of all replicas.
@@ -32,6 +32,7 @@ class StepResult(NamedTuple):
         rows: the number of examples of all steps of the execution.
         lost: how many examples of the execution could not be read.
         waited_s: the seconds that a replica waited for data, on average.
+        own_waited_s: the seconds that this worker waited for data.
     """
 
     logs: Logs
@@ -41,6 +42,7 @@ class StepResult(NamedTuple):
     rows: tf.Tensor
     lost: tf.Tensor
     waited_s: tf.Tensor
+    own_waited_s: tf.Tensor
 
 
 class Taken(NamedTuple):
@@ -224,7 +226,7 @@ class Summary:
         place = self._placement
         digest = tf.cast(shards.digest if local == 0 else 0, tf.float32)
         digests = tf.one_hot(place.rank, place.workers) * digest
-        waited_s = tf.cast(taken.waited_s, tf.float32)
+        own_waited_s = waited_s = tf.cast(taken.waited_s, tf.float32)
         lost = tf.cast(taken.lost if local == 0 else 0, tf.float32)
         parts = [_part(value, weight) for value in logs.values()]
         final, sums = replica_context.global_metrics(
@@ -235,7 +237,8 @@ class Summary:
         )
         counted, digests, lost, waited_s = sums[len(parts) : len(parts) + 4]
         waited_s /= place.replicas
-        outcome = StepResult(*final, counted, digests, taken.rows[-1], lost, waited_s)
+        times = (waited_s, own_waited_s)
+        outcome = StepResult(*final, counted, digests, taken.rows[-1], lost, *times)
         return outcome, sums[len(parts) + 4 :]
 
 
