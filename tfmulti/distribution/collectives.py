@@ -74,7 +74,7 @@ class _Serving:
 
         Args:
             value: this worker's part.
-            purpose: what is sent, in words. Empty: the name of the operation that computes it.
+            purpose: what is sent, in words. Empty: the name of the operation that makes it.
             each_its_row: whether each worker gets its own row of `value`, the one at its rank.
                 Otherwise every worker gets all of it.
             any_rows: whether the workers' parts may have different numbers of rows.
@@ -84,7 +84,9 @@ class _Serving:
             order of their ranks, with this worker's own.
         """
         shape = tf.TensorShape([None, *value.shape[1:]]) if any_rows else value.shape
-        key = self.key(value.dtype, shape, purpose or value.op.name)
+        if not purpose and tf.is_symbolic_tensor(value):
+            purpose = value.op.name
+        key = self.key(value.dtype, shape, purpose or "a value")
         after = _last_sent.get(self.graph, [])
         sent = _send_op(self.placement, key, value, each_its_row, any_rows, after)
         _last_sent[self.graph] = [sent]
