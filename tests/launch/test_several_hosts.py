@@ -67,7 +67,7 @@ def test_a_host_is_cut_off_and_comes_back(
         group.start(flags, SLOW_STEPS, before=two.inside(1))
         wait_for(lambda: has_checkpoint(tmp_path))
         two.cut_off(2)
-        says(group, f"worker 1 is on {two.address(2)}, which does not answer any more (no word")
+        says(group, f"worker 1 is on {two.address(2)}, which does not answer any more (no message")
         says(group, f"going on with 1 worker: 1 on {two.address(1)}")
         two.bring_back(2)
         [done] = group.wait(LIMIT_S)

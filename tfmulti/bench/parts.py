@@ -64,7 +64,7 @@ class TimeParts:
     Attributes:
         compute: computing.
         communication: summing over replicas, and waiting for the slowest one.
-        input: waiting for data inside the call (`StepResult.waited_s`).
+        input: waiting for data inside the call (`StepResult.waits_s`).
         host: the time between two calls of the compiled step.
     """
 

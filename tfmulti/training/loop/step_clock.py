@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.state.trainer_state import EpochTimes, TrainerState
 from tfmulti.training.step.step_result import StepResult
@@ -31,7 +33,7 @@ class StepClock:
     def begin(self) -> None:
         """Starts the measurement of an epoch."""
         self._seconds = self._waited_s = self._own_waited_s = self._outside_s = 0.0
-        self._unread: Any = (0.0, 0.0)
+        self._unread: tf.Tensor | None = None
         self._began = time.perf_counter()
 
     def waiting(self, take: Callable[[], Any]) -> Any:
@@ -62,15 +64,17 @@ class StepClock:
             self._read()
             self._waited_s += self._outside_s
             self._own_waited_s += self._outside_s
-            self._unread = (outcome.waited_s, outcome.own_waited_s)
+            self._unread = outcome.waits_s
         self._traced, self._began, self._outside_s = True, now, 0.0
 
     def _read(self) -> None:
         """Reads the waiting times of the execution before."""
-        of_all, own = self._unread
+        if self._unread is None:
+            return
+        of_all, own = self._unread.numpy()
         self._waited_s += float(of_all)
         self._own_waited_s += float(own)
-        self._unread = (0.0, 0.0)
+        self._unread = None
 
     def stop(self, state: TrainerState, feed: Feed) -> None:
         """Stores the seconds of the epoch, and the number of reader threads, in the model's state.

@@ -199,7 +199,7 @@ class Execution:
     def _one_by_one(self, source: Any, steps: int, vote: tf.Tensor) -> StepResult:
         """Runs several steps by one call each."""
         found = [self.one(source, vote) for _ in range(steps)]
-        summed = ("rows", "lost", "waited_s", "own_waited_s")
+        summed = ("rows", "lost", "waits_s")
         sums = {name: tf.add_n([getattr(each, name) for each in found]) for name in summed}
         last: StepResult = found[-1]
         return last._replace(**sums)

@@ -21,7 +21,7 @@ from tfmulti.training.step.step_logs import Logs, StepLogs
 
 
 class StepResult(NamedTuple):
-    """The result of an execution, the same on every worker but for `own_waited_s`.
+    """The result of an execution, the same on every worker but for the second of `waits_s`.
 
     Attributes:
         logs: the logs of the last step, over the data of all replicas.
@@ -31,8 +31,8 @@ class StepResult(NamedTuple):
         digests: the digest of each worker's last batch, by rank.
         rows: the number of examples of all steps of the execution.
         lost: how many examples of the execution could not be read.
-        waited_s: the seconds that a replica waited for data, on average.
-        own_waited_s: the seconds that this worker waited for data.
+        waits_s: the seconds that a replica waited for data on average, and the seconds that this
+            worker waited. Both are in one tensor, because each one to read takes time.
     """
 
     logs: Logs
@@ -41,8 +41,7 @@ class StepResult(NamedTuple):
     digests: tf.Tensor
     rows: tf.Tensor
     lost: tf.Tensor
-    waited_s: tf.Tensor
-    own_waited_s: tf.Tensor
+    waits_s: tf.Tensor
 
 
 class Taken(NamedTuple):
@@ -236,9 +235,8 @@ class Summary:
             [*parts, votes, digests, lost, waited_s, *moved],
         )
         counted, digests, lost, waited_s = sums[len(parts) : len(parts) + 4]
-        waited_s /= place.replicas
-        times = (waited_s, own_waited_s)
-        outcome = StepResult(*final, counted, digests, taken.rows[-1], lost, *times)
+        waits_s = tf.stack([waited_s / place.replicas, own_waited_s])
+        outcome = StepResult(*final, counted, digests, taken.rows[-1], lost, waits_s)
         return outcome, sums[len(parts) + 4 :]
 
 
