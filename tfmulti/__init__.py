@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from tfmulti.launch.config import LaunchConfig
+    from tfmulti.notebook import notebook_launcher
     from tfmulti.run.callbacks.throughput import Throughput
     from tfmulti.run.report import FitReport
     from tfmulti.run.train import train
@@ -75,6 +76,7 @@ _PLACES = {
     "VerificationError": "tfmulti.errors",
     "make_strategy": "tfmulti.distribution.strategies",
     "Watchdog": "tfmulti.training.watchdog",
+    "notebook_launcher": "tfmulti.notebook",
     "prepare": "tfmulti.training.distributed_model",
     "train": "tfmulti.run.train",
     "verify": "tfmulti.training.verification.verification",
@@ -106,6 +108,7 @@ __all__ = [
     "VerificationError",
     "Watchdog",
     "make_strategy",
+    "notebook_launcher",
     "prepare",
     "train",
     "verify",

@@ -1,0 +1,181 @@
+"""Tests of `notebook_launcher` in a real Jupyter kernel."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import psutil
+import pytest
+
+from tests.support.processes import ROOT, clean_env
+from tfmulti import ConfigError, notebook_launcher
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 240
+
+TRAINING = """
+import numpy as np
+factor = 2.0
+
+def train(epochs):
+    import keras, tfmulti
+    strategy = tfmulti.make_strategy()
+    print("workers", strategy.num_replicas_in_sync)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = tfmulti.prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+        model.compile("sgd", "mse")
+    x = np.arange(256, dtype="float32").reshape(64, 4) / 256
+    return model.fit(x, factor * x[:, :1], batch_size=8, epochs=epochs)
+"""
+
+
+class Notebook:
+    """A notebook whose cells run one after the other in one kernel."""
+
+    def __init__(self, client: nbclient.NotebookClient) -> None:
+        self._client = client
+        shown, _ = self.run("import os\nos.getpid()")
+        self._kernel = int(shown)
+
+    def run(self, code: str) -> tuple[str, Any]:
+        """Returns the text that a cell shows, and its error output or None."""
+        cell = nbformat.v4.new_code_cell(code)
+        self._client.nb.cells.append(cell)
+        self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
+        texts = [each["text"] for each in cell.outputs if each["output_type"] == "stream"]
+        texts += [
+            each["data"]["text/plain"]
+            for each in cell.outputs
+            if each["output_type"] == "execute_result"
+        ]
+        errors = [each for each in cell.outputs if each["output_type"] == "error"]
+        return "".join(texts), errors[0] if errors else None
+
+    def interrupt(self) -> None:
+        """Interrupts the kernel as the button of a notebook does."""
+        os.kill(self._kernel, signal.SIGINT)
+
+
+@pytest.fixture
+def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+    env = clean_env({"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})
+    client = nbclient.NotebookClient(
+        nbformat.v4.new_notebook(), timeout=LIMIT_S, kernel_name="python3", allow_errors=True
+    )
+    with client.setup_kernel(env=env, cwd=str(tmp_path)):
+        yield Notebook(client)
+
+
+def workers_now() -> list[int]:
+    """Returns the processes that `notebook_launcher` has started."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "tfmulti.notebook" in words:
+            found.append(process.pid)
+    return found
+
+
+def numbers_of(shown: str) -> list[float]:
+    """Returns the list of numbers that a cell shows last."""
+    return [float(text) for text in shown[shown.rindex("[") :].strip("[]\n").split(",")]
+
+
+def test_a_function_of_the_notebook_trains_on_two_workers(notebook: Notebook) -> None:
+    notebook.run(TRAINING)
+    shown, error = notebook.run(
+        "from tfmulti import notebook_launcher\nhistory = notebook_launcher(train, (3,))"
+    )
+    assert error is None
+    assert "workers 2" in shown
+    # The progress bar of each epoch has moved on one line.
+    assert all(f"Epoch {epoch}/3" in shown for epoch in (1, 2, 3))
+    assert "\r" in shown or "\x08" in shown
+    assert "8/8" in shown
+    # The kernel itself has not started TensorFlow's devices; plain Keras has the same numbers.
+    losses, error = notebook.run("history.history['loss']")
+    assert error is None
+    alone, error = notebook.run("train(3).history['loss']")
+    assert error is None
+    assert numbers_of(losses) == pytest.approx(numbers_of(alone), rel=1e-5)
+
+
+def test_the_first_error_of_a_worker_is_raised_in_the_cell(notebook: Notebook) -> None:
+    code = """
+from tfmulti import notebook_launcher
+class Mine(Exception):
+    pass
+
+def fails():
+    import os
+    if os.environ["RANK"] == "1":
+        raise Mine("wrong here")
+    import time
+    time.sleep(60)
+    return 1
+
+notebook_launcher(fails)
+"""
+    _, error = notebook.run(code)
+    assert (error["ename"], error["evalue"]) == ("Mine", "wrong here")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"]))
+    assert "worker 1:" in text
+    assert "in fails" in text
+    assert not workers_now()
+
+
+def test_interrupting_the_kernel_ends_all_workers(notebook: Notebook) -> None:
+    code = """
+from tfmulti import notebook_launcher
+def waits():
+    import time
+    print("begun", flush=True)
+    time.sleep(600)
+
+notebook_launcher(waits, workers=2)
+"""
+    seen: list[int] = []
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + LIMIT_S / 2
+        while len(workers_now()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(5)
+        seen.extend(workers_now())
+        notebook.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    shown, error = notebook.run(code)
+    thread.join()
+    assert len(seen) >= 2
+    assert error["ename"] == "KeyboardInterrupt"
+    assert "begun" in shown
+    assert not workers_now()
+    # The kernel lives.
+    assert notebook.run("1 + 1") == ("2", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"function": 3}, "notebook_launcher needs a function, but got 3."),
+        ({"function": print, "workers": 0}, "workers is 0, but it must be a whole number from 1."),
+        ({"function": print, "workers": True}, "workers is True, but it must be"),
+        ({"function": print, "args": (threading.Lock(),)}, "cannot be sent to the workers"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        notebook_launcher(**arguments)

@@ -1,0 +1,247 @@
+"""Starts several workers from a notebook, and shows in the cell what the chief prints.
+
+    from tfmulti import notebook_launcher
+
+    def train():
+        import keras, tfmulti
+        strategy = tfmulti.make_strategy()
+        with strategy.scope():
+            model = tfmulti.prepare(keras.Sequential([...]))
+            model.compile("adam", "mse")
+        return model.fit(x, y, epochs=3)
+
+    history = notebook_launcher(train, workers=2)
+
+The function may be defined in the notebook. It is sent to the workers by value (cloudpickle), with
+the variables that it uses. `tfmulti launch` starts the workers as new processes, each with its part
+of the GPUs or cores, so TensorFlow need not be started in the notebook itself.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from tfmulti.errors import ConfigError, DeviceError, TfmultiError
+
+_CALL, _RESULT, _FAILED = "call.pkl", "result.pkl", "failed_{}.pkl"
+_LOOK_S, _END_S = 0.1, 45.0
+_LAST_LINES = 20
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a worker, which is the cause of the error that the cell raises."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def notebook_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), *, workers: int = 2
+) -> Any:
+    """Runs a function on several workers of this machine, and returns what it returns on the chief.
+
+    The cell shows what the chief prints, with its progress bar. Interrupting the kernel ends all
+    workers; a run with a Checkpoint callback saves first.
+
+    Args:
+        function: the function that every worker calls. It may be defined in the notebook. In it,
+            `tfmulti.make_strategy()` returns the strategy over all workers.
+        args: its arguments, which cloudpickle can send.
+        workers: the number of workers. With GPUs, each gets an equal part of them.
+
+    Returns:
+        The chief's result, which cloudpickle can send: values, arrays, or Keras' History (without
+        its model).
+
+    Raises:
+        ConfigError: there is no function, or it or an argument cannot be sent.
+        DeviceError: TensorFlow has taken the GPUs in this kernel.
+        TfmultiError: a worker was lost without an error of its own.
+        Exception: the first error that a worker has raised, with the worker's traceback.
+    """
+    _check(function, workers)
+    # Only this user can read or write the folder, so nobody else can change what the workers run.
+    with tempfile.TemporaryDirectory(prefix="tfmulti-notebook-") as name:
+        folder = Path(name)
+        try:
+            (folder / _CALL).write_bytes(cloudpickle.dumps((function, tuple(args))))
+        except Exception as error:
+            raise ConfigError(
+                f"the function or an argument cannot be sent to the workers ({error}). Make it "
+                "inside the function, or load it there."
+            ) from None
+        code, errors = _launched(folder, workers)
+        _raise_first(folder, workers)
+        if code:
+            raise TfmultiError(
+                f"the workers have ended with exit code {code}. The launcher said: {errors}"
+            )
+        return cloudpickle.loads((folder / _RESULT).read_bytes())
+
+
+def _check(function: Any, workers: int) -> None:
+    """Checks the arguments, and that the GPUs are free."""
+    if not callable(function):
+        raise ConfigError(
+            f"notebook_launcher needs a function, but got {function!r}. Write "
+            "notebook_launcher(train, (argument,)), without calling it."
+        )
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ConfigError(f"workers is {workers!r}, but it must be a whole number from 1.")
+    tf = sys.modules.get("tensorflow")
+    if tf is None or not tf.config.list_physical_devices("GPU"):
+        return
+    try:
+        # This is refused once TensorFlow has started on the GPUs.
+        for gpu in tf.config.list_physical_devices("GPU"):
+            held = tf.config.experimental.get_memory_growth(gpu)
+            tf.config.experimental.set_memory_growth(gpu, not held)
+            tf.config.experimental.set_memory_growth(gpu, held)
+    except (RuntimeError, ValueError):
+        raise DeviceError(
+            "TensorFlow has started in this kernel, and holds the GPUs. Restart the kernel (menu "
+            "Kernel, Restart), and call notebook_launcher before any other TensorFlow operation."
+        ) from None
+
+
+def _launched(folder: Path, workers: int) -> tuple[int, str]:
+    """Runs the workers, and returns the launcher's exit code and its last lines."""
+    argv = [sys.executable, "-m", "tfmulti.launch", "--nproc-per-node", str(workers)]
+    argv += ["--max-restarts", "0", "--no-standby", "--log-dir", str(folder / "logs")]
+    argv += ["--redirects", "3", "-m", "tfmulti.notebook", str(folder)]
+    paths = [path for path in sys.path if path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *paths])}
+    # A notebook shows no colours of a terminal, and no lines of TensorFlow's start.
+    env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with open(folder / "launcher.log", "wb") as log:
+        launcher = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=env,
+            # The interrupt of the kernel goes to its process group.
+            start_new_session=True,
+        )
+    chief = _Shown(folder / "logs" / "attempt_0" / "worker_0" / "stdout.log")
+    try:
+        while (code := launcher.poll()) is None:
+            chief.show()
+            time.sleep(_LOOK_S)
+        chief.show()
+    finally:
+        _end(launcher)
+    lines = (folder / "launcher.log").read_text(errors="replace").splitlines()
+    return code, "\n".join(lines[-_LAST_LINES:])
+
+
+class _Shown:
+    """Prints what is added to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._length = path, 0
+        # A read may end within a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(self) -> None:
+        """Prints what the file has got since the last call."""
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+            file.seek(self._length)
+            data = file.read()
+            self._length += len(data)
+            if data:
+                print(self._decoder.decode(data), end="", flush=True)
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher with its workers, if it still runs."""
+    if launcher.poll() is None:
+        launcher.send_signal(signal.SIGINT)
+        try:
+            launcher.wait(_END_S)
+        finally:
+            if launcher.poll() is None:
+                launcher.kill()
+                launcher.wait()
+
+
+def _raise_first(folder: Path, workers: int) -> None:
+    """Raises the first error that a worker has raised, if any."""
+    found = []
+    for rank in range(workers):
+        path = folder / _FAILED.format(rank)
+        if path.exists():
+            found.append((*cloudpickle.loads(path.read_bytes()), rank))
+    if not found:
+        return
+    _, error, text, rank = min(found, key=lambda each: each[0])
+    raise error from WorkerTraceback(f"worker {rank}:\n{text}")
+
+
+def main(folder: Path) -> None:
+    """Calls the function in a worker, and leaves its result or its error in the folder."""
+    rank = int(os.environ["RANK"])
+    try:
+        # The notebook has written this file into a folder of this user alone.
+        function, args = cloudpickle.loads((folder / _CALL).read_bytes())
+        result = function(*args)
+        if rank == 0:
+            _write(folder / _RESULT, _sendable(result))
+    except Exception as error:
+        text = traceback.format_exc()
+        try:
+            data = cloudpickle.dumps((time.time(), error, text))
+            cloudpickle.loads(data)
+        except Exception:
+            # An error that cannot be sent is told by its words.
+            words = f"{type(error).__name__}: {error}"
+            data = cloudpickle.dumps((time.time(), TfmultiError(words), text))
+        _replace(folder / _FAILED.format(rank), data)
+        raise
+
+
+def _sendable(result: Any) -> Any:
+    """Returns a result without the model that Keras' History holds."""
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(result, keras.callbacks.History):
+        history = keras.callbacks.History()
+        history.history, history.epoch = result.history, getattr(result, "epoch", [])
+        history.params = result.params
+        return history
+    return result
+
+
+def _write(path: Path, value: Any) -> None:
+    """Writes a value for the notebook; raises ConfigError if it cannot be sent."""
+    try:
+        data = cloudpickle.dumps(value)
+    except Exception as error:
+        raise ConfigError(
+            f"the result, of type {type(value).__name__}, cannot be sent to the notebook ({error})."
+            " Return numbers, arrays or a History, and save a model to a file."
+        ) from None
+    _replace(path, data)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes a file that is whole or absent."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
