@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from tfmulti.launch.config import LaunchConfig
     from tfmulti.notebook import notebook_launcher
+    from tfmulti.run.callbacks.live_curves import LiveCurves
     from tfmulti.run.callbacks.throughput import Throughput
     from tfmulti.run.report import FitReport
     from tfmulti.run.train import train
@@ -63,6 +64,7 @@ _PLACES = {
     "FitConfig": "tfmulti.config.fit_config",
     "FitReport": "tfmulti.run.report",
     "LaunchConfig": "tfmulti.launch.config",
+    "LiveCurves": "tfmulti.run.callbacks.live_curves",
     "ModelError": "tfmulti.errors",
     "ResumeError": "tfmulti.errors",
     "RunDirError": "tfmulti.errors",
@@ -95,6 +97,7 @@ __all__ = [
     "FitConfig",
     "FitReport",
     "LaunchConfig",
+    "LiveCurves",
     "ModelError",
     "ResumeError",
     "RunDirError",

@@ -34,6 +34,7 @@ from typing import Any
 
 import cloudpickle
 
+from tfmulti.config.notebook_output import FILE, FOLDER_VARIABLE, NotebookOutput
 from tfmulti.errors import ConfigError, DeviceError, TfmultiError
 
 _CALL, _RESULT, _FAILED = "call.pkl", "result.pkl", "failed_{}.pkl"
@@ -124,6 +125,7 @@ def _launched(folder: Path, workers: int) -> tuple[int, str]:
     argv += ["--redirects", "3", "-m", "tfmulti.notebook", str(folder)]
     paths = [path for path in sys.path if path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *paths])}
+    env[FOLDER_VARIABLE] = str(folder)
     # A notebook shows no colours of a terminal, and no lines of TensorFlow's start.
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with open(folder / "launcher.log", "wb") as log:
@@ -136,7 +138,7 @@ def _launched(folder: Path, workers: int) -> tuple[int, str]:
             # The interrupt of the kernel goes to its process group.
             start_new_session=True,
         )
-    chief = _Shown(folder / "logs" / "attempt_0" / "worker_0" / "stdout.log")
+    chief = _Shown(folder / "logs" / "attempt_0" / "worker_0" / "stdout.log", folder / FILE)
     try:
         while (code := launcher.poll()) is None:
             chief.show()
@@ -149,21 +151,33 @@ def _launched(folder: Path, workers: int) -> tuple[int, str]:
 
 
 class _Shown:
-    """Prints what is added to a file."""
+    """Prints what is added to a file, and shows the HTML of another one.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._length = path, 0
+    Args:
+        printed: the file to which the chief prints.
+        html: the file that holds the HTML. It may be replaced.
+    """
+
+    def __init__(self, printed: Path, html: Path) -> None:
+        self._printed, self._length = printed, 0
+        self._html, self._changed = html, 0
+        self._output = NotebookOutput()
         # A read may end within a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(self) -> None:
-        """Prints what the file has got since the last call."""
-        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+        """Shows what the files have got since the last call."""
+        with contextlib.suppress(FileNotFoundError), open(self._printed, "rb") as file:
             file.seek(self._length)
             data = file.read()
             self._length += len(data)
             if data:
                 print(self._decoder.decode(data), end="", flush=True)
+        with contextlib.suppress(FileNotFoundError):
+            changed = self._html.stat().st_mtime_ns
+            if changed != self._changed:
+                self._changed = changed
+                self._output.show(self._html.read_text())
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:

@@ -45,6 +45,7 @@ class Notebook:
 
     def __init__(self, client: nbclient.NotebookClient) -> None:
         self._client = client
+        self.html: list[str] = []
         shown, _ = self.run("import os\nos.getpid()")
         self._kernel = int(shown)
 
@@ -60,6 +61,11 @@ class Notebook:
             if each["output_type"] == "execute_result"
         ]
         errors = [each for each in cell.outputs if each["output_type"] == "error"]
+        self.html = [
+            each["data"]["text/html"]
+            for each in cell.outputs
+            if "text/html" in each.get("data", {})
+        ]
         return "".join(texts), errors[0] if errors else None
 
     def interrupt(self) -> None:
@@ -165,6 +171,60 @@ notebook_launcher(waits, workers=2)
     assert not workers_now()
     # The kernel lives.
     assert notebook.run("1 + 1") == ("2", None)
+
+
+def test_a_report_and_live_curves_are_shown_as_html(notebook: Notebook) -> None:
+    code = """
+import tfmulti
+class Seen(tfmulti.LiveCurves):
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        print("shown", epoch)
+
+import keras, numpy as np
+strategy = tfmulti.make_strategy("mirrored", replicas=2)
+with strategy.scope():
+    model = tfmulti.prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+x = np.ones((32, 4), "float32")
+history = model.fit(x, x[:, :1], epochs=3, verbose=0, callbacks=[Seen()])
+"""
+    shown, error = notebook.run(code)
+    assert error is None
+    assert [f"shown {epoch}" in shown for epoch in range(3)] == [True] * 3
+    # One picture was replaced each time.
+    [picture] = notebook.html
+    assert picture.count("<svg") == 1
+    assert ">loss<" in picture
+    code = """
+report = tfmulti.train(tfmulti.FitConfig(epochs=1, replicas=2, run_dir="run <b>"))
+report
+"""
+    shown, error = notebook.run(code)
+    assert error is None
+    # The bar of a terminal, although a cell is none.
+    assert "━" in shown
+    assert "<h3>Curves</h3>" in notebook.html[-1]
+    assert "run &lt;b&gt;" in notebook.html[-1]
+
+
+def test_live_curves_of_a_worker_are_shown_in_the_cell(notebook: Notebook) -> None:
+    code = TRAINING.replace("epochs=epochs", "epochs=epochs, callbacks=[tfmulti.LiveCurves()]")
+    notebook.run(code)
+    _, error = notebook.run(
+        "from tfmulti import notebook_launcher\nhistory = notebook_launcher(train, (3,))"
+    )
+    assert error is None
+    [picture] = notebook.html
+    assert ">loss<" in picture
+
+
+def test_a_kernel_whose_tensorflow_has_started_is_told_to_restart(notebook: Notebook) -> None:
+    _, error = notebook.run(
+        "import tensorflow as tf, tfmulti\ntf.constant(1) + 1\ntfmulti.make_strategy('mirrored', replicas=2)"
+    )
+    assert error["ename"] == "DeviceError"
+    assert "restart the kernel first (menu Kernel, Restart Kernel)" in error["evalue"]
 
 
 @pytest.mark.parametrize(

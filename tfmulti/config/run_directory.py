@@ -43,6 +43,11 @@ class RunDir:
         return self.path / "report.json"
 
     @property
+    def report_page(self) -> Path:
+        """The report as a page for a browser."""
+        return self.path / "report.html"
+
+    @property
     def curves(self) -> Path:
         """The plot of the metrics."""
         return self.path / "curves.png"

@@ -209,8 +209,8 @@ def _split_cpu(count: int) -> None:
         if have < count:
             raise DeviceError(
                 f"{count} logical CPU devices are needed, but TensorFlow has started with {have}. "
-                "Call make_strategy before any other TensorFlow operation (in a notebook: "
-                "restart the kernel first)."
+                "Call make_strategy before any other TensorFlow operation. In a notebook, restart "
+                "the kernel first (menu Kernel, Restart Kernel)."
             ) from None
 
 

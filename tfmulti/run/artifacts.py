@@ -6,7 +6,9 @@ Runs on the chief.
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import keras
 
@@ -14,6 +16,9 @@ from tfmulti.config.run_directory import RunDir, replacing, write_text
 from tfmulti.errors import ModelError, RunDirError
 from tfmulti.run.report import FitReport
 from tfmulti.training.state.model_checks import as_made
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def weights_sha256(model: keras.Model) -> str:
@@ -62,11 +67,10 @@ def write_report(run_dir: RunDir, report: FitReport) -> None:
     write_text(run_dir.report, report.to_json())
 
 
-def draw_curves(path: Path, history: dict[str, list[float]], title: str) -> None:
-    """Draws each metric over the epochs into a file, with training and validation in one plot.
+def curves_figure(history: dict[str, list[float]], title: str = "") -> Figure:
+    """Returns a figure of each metric over the epochs, with training and validation in one plot.
 
     Args:
-        path: the file. Its ending gives the format.
         history: one list for each metric, with an entry for each epoch.
         title: the title of the picture.
     """
@@ -88,6 +92,36 @@ def draw_curves(path: Path, history: dict[str, list[float]], title: str) -> None
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(title)
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def curves_svg(history: dict[str, list[float]]) -> str:
+    """Returns the figure of `curves_figure` as an SVG element.
+
+    Args:
+        history: one list for each metric, with an entry for each epoch.
+    """
+    # The import takes half a second.
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        curves_figure(history).savefig(text, format="svg")
+    picture = text.getvalue()
+    # The lines before belong to a file of its own.
+    return picture[picture.index("<svg") :]
+
+
+def draw_curves(path: Path, history: dict[str, list[float]], title: str) -> None:
+    """Draws each metric over the epochs into a file.
+
+    Args:
+        path: the file. Its ending gives the format.
+        history: one list for each metric, with an entry for each epoch.
+        title: the title of the picture.
+    """
+    figure = curves_figure(history, title)
     with replacing(path) as partial:
         figure.savefig(partial, dpi=110)

@@ -34,6 +34,9 @@ class FitReport:
             traced. It does not include validation, so it is larger than `examples` divided by
             `seconds`. If all steps were traced, it is that quotient. 0: nothing was left to train.
         waiting_share: the share of the time of the steps in which they waited for data.
+        addresses: the `host:port` of each worker, by rank. Empty with one worker.
+        others_share: the share of the time of the steps in which the chief waited for messages of
+            other workers. None: one worker, or workers that NCCL connects.
         weights_sha256: the SHA-256 of all weights.
         examples_lost: the examples that could not be read, counted in each pass over the data.
             Rows of tables count once, because tables are read once.
@@ -68,6 +71,8 @@ class FitReport:
     examples_per_second: float
     waiting_share: float
     weights_sha256: str
+    addresses: tuple[str, ...] = ()
+    others_share: float | None = None
     examples_lost: int = 0
     inexact: tuple[str, ...] = ()
     steps_before: int = 0
@@ -84,6 +89,12 @@ class FitReport:
         """Returns the report as the text of report.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
+    def _repr_html_(self) -> str:
+        """Returns the report as HTML, which a notebook shows."""
+        from tfmulti.run.report_page import fragment
+
+        return fragment(self)
+
     @classmethod
     def from_json(cls, text: str) -> FitReport:
         """Returns the report from the text of report.json.
@@ -93,7 +104,7 @@ class FitReport:
             TypeError: the fields are not those of this version.
         """
         values = json.loads(text)
-        for name in ("devices", "inexact"):
+        for name in ("devices", "inexact", "addresses"):
             values[name] = tuple(values.get(name, ()))
         if values.get("verification"):
             values["verification"] = Verification(**values["verification"])

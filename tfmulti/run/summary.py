@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,6 +14,7 @@ from tfmulti.config.run_directory import RunDir
 from tfmulti.data.data_set import size_of
 from tfmulti.distribution.strategies import Placement, device_names
 from tfmulti.run import artifacts
+from tfmulti.run.callbacks.stragglers import Stragglers
 from tfmulti.run.callbacks.throughput import Throughput
 from tfmulti.run.callbacks.waiting import Waiting
 from tfmulti.run.optimizers import peak_learning_rate
@@ -110,7 +110,7 @@ class Trained:
         seconds: the time of the training loop.
         throughput: the callback that measured the steps.
         waiting: the callback that measured how long the steps waited for data.
-        straggler: the fields of `Straggler`, or None.
+        stragglers: the callback that compared the workers, or None.
     """
 
     history: dict[str, list[float]]
@@ -118,7 +118,7 @@ class Trained:
     seconds: float
     throughput: Throughput
     waiting: Waiting
-    straggler: dict[str, Any] | None = None
+    stragglers: Stragglers | None = None
 
 
 def make_report(
@@ -144,6 +144,7 @@ def make_report(
         why=setup.selection.why,
         devices=device_names(setup.strategy),
         workers=setup.place.workers,
+        addresses=setup.place.addresses,
         replicas=setup.place.replicas,
         global_batch_size=setup.batch.global_batch_size,
         per_replica_batch_size=setup.batch.per_replica_batch_size,
@@ -165,7 +166,8 @@ def make_report(
         stopped_by=state.run.stopped_by,
         throughput=throughput.figures() if setup.config.log_throughput else None,
         verification=state.verification,
-        straggler=trained.straggler,
+        straggler=trained.stragglers.as_dict() if trained.stragglers else None,
+        others_share=trained.stragglers.others_share if trained.stragglers else None,
         run_dir=str(run_dir.path) if run_dir else None,
         versions={"tensorflow": tf.__version__, "keras": keras.__version__},
     )

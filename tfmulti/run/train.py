@@ -20,6 +20,7 @@ import keras
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.config.console import number
 from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.notebook_output import in_notebook
 from tfmulti.config.run_directory import (
     RunDir,
     default_run_dir,
@@ -30,7 +31,7 @@ from tfmulti.config.run_directory import (
 from tfmulti.data.data_set import size_of
 from tfmulti.errors import RunDirError, VerificationError
 from tfmulti.launch.signals import SignalWatch
-from tfmulti.run import artifacts, validation
+from tfmulti.run import artifacts, report_page, validation
 from tfmulti.run.callbacks.history_file import HistoryFile
 from tfmulti.run.callbacks.model_file import ModelFile, save_model
 from tfmulti.run.callbacks.stragglers import Stragglers
@@ -125,7 +126,7 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= test(setup, model)
         watch.finished()
-        trained = Trained(history, metrics, seconds, throughput, waiting, stragglers.as_dict())
+        trained = Trained(history, metrics, seconds, throughput, waiting, stragglers)
         report = make_report(setup, model, run_dir, trained)
         if run_dir is not None:
             write_artifacts(setup, model, run_dir, report)
@@ -298,7 +299,7 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
 
 
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:
-    """Writes the model, the report and the curves.
+    """Writes the model, the report, the curves and the report as a page.
 
     Only the chief calls this function, so it must have no collectives.
 
@@ -317,12 +318,13 @@ def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: F
     title = f"{setup.config.dataset}, {setup.config.model}, {replicas}"
     if report.epochs:
         artifacts.draw_curves(run_dir.curves, report.history, title)
+    write_text(run_dir.report_page, report_page.page(report, title))
 
 
 def _verbosity(asked: str) -> int:
-    """Returns Keras' number for `--verbose`. `auto` is a progress bar on a terminal only."""
+    """Returns Keras' number for `--verbose`. `auto`: a progress bar on a terminal or in a cell."""
     if asked == "auto":
-        return 1 if sys.stdout.isatty() else 2
+        return 1 if sys.stdout.isatty() or in_notebook() else 2
     return int(asked)
 
 

@@ -1,7 +1,9 @@
-"""Makes Keras' callbacks that write files safe for several workers that share a folder.
+"""Makes callbacks that write files, or to a server, safe for several workers.
 
 No callback of Keras knows of workers. In one shared folder ModelCheckpoint crashes on the lock of
 HDF5, CSVLogger writes each row once for each worker, and TensorBoard makes a file for each worker.
+The callbacks of MLflow and W&B make a run for each worker. A callback of the user's own that writes
+has the attribute `chief_only = True`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ _CHIEF_ONLY = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
+# Packages whose callbacks do nothing but write. They are known by name, so none is imported here.
+_TRACKERS = ("mlflow", "wandb")
 
 
 def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Callback]:
@@ -47,12 +51,18 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
             raise ModelError(
                 "BackupAndRestore does not work with several workers: each one writes the same "
                 "files. Use tfmulti.Checkpoint(folder) instead: the chief writes, and all workers "
-                "go "
-                "on from it."
+                "go on from it."
             )
     if placement.is_chief:
         return given
-    return [callback for callback in given if not isinstance(callback, _CHIEF_ONLY)]
+    return [callback for callback in given if not _is_for_chief(callback)]
+
+
+def _is_for_chief(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback does nothing but write, so that only the chief runs it."""
+    if getattr(callback, "chief_only", False) or isinstance(callback, _CHIEF_ONLY):
+        return True
+    return any(kind.__module__.split(".")[0] in _TRACKERS for kind in type(callback).__mro__)
 
 
 @contextlib.contextmanager

@@ -105,11 +105,15 @@ class Stragglers(keras.callbacks.Callback):
 
     Attributes:
         found: what stood out in the last epoch that was long enough, or None.
+        others_share: the share of the time of all steps in which this worker waited for messages of
+            other workers, or None if it is not known.
     """
 
     def __init__(self, folder: Path | None, say: Callable[[str, str], None]) -> None:
         super().__init__()
         self.found: Straggler | None = None
+        self.others_share: float | None = None
+        self._all_s = self._all_waited_s = 0.0
         self._folder, self._say = folder, say
         self._told: tuple[str, int | None] | None = None
         self._writer: Any = None
@@ -156,6 +160,10 @@ class Stragglers(keras.callbacks.Callback):
         if place.workers == 1:
             return
         times = state_of(self.model).epoch
+        self._all_s += times.seconds
+        self._all_waited_s += self._waited_s
+        if self._channel is not None and self._all_s:
+            self.others_share = min(1.0, self._all_waited_s / self._all_s)
         own = (times.seconds, times.own_waited_s, self._waited_s, float(self._executions))
         microseconds = gather(self.model.distribute_strategy, [round(1e6 * each) for each in own])
         seconds, for_data, for_others, executions = (
