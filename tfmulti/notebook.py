@@ -38,6 +38,7 @@ from tfmulti.config.notebook_output import FILE, FOLDER_VARIABLE, NotebookOutput
 from tfmulti.errors import ConfigError, DeviceError, TfmultiError
 
 _CALL, _RESULT, _FAILED = "call.pkl", "result.pkl", "failed_{}.pkl"
+_PRINTED = "printed.txt"
 _LOOK_S, _END_S = 0.1, 45.0
 _LAST_LINES = 20
 
@@ -138,7 +139,7 @@ def _launched(folder: Path, workers: int) -> tuple[int, str]:
             # The interrupt of the kernel goes to its process group.
             start_new_session=True,
         )
-    chief = _Shown(folder / "logs" / "attempt_0" / "worker_0" / "stdout.log", folder / FILE)
+    chief = _Shown(folder / _PRINTED, folder / FILE)
     try:
         while (code := launcher.poll()) is None:
             chief.show()
@@ -208,6 +209,11 @@ def _raise_first(folder: Path, workers: int) -> None:
 def main(folder: Path) -> None:
     """Calls the function in a worker, and leaves its result or its error in the folder."""
     rank = int(os.environ["RANK"])
+    if rank == 0:
+        # The launcher passes on whole lines only, so a progress bar would not move.
+        printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(printed, sys.stdout.fileno())
+        os.close(printed)
     try:
         # The notebook has written this file into a folder of this user alone.
         function, args = cloudpickle.loads((folder / _CALL).read_bytes())

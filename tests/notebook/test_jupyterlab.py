@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,7 +73,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     token = secrets.token_hex(16)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    words = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+    words = ["-m", "jupyterlab", "--no-browser", "--allow-root"]
     words += [f"--ServerApp.port={port}", f"--IdentityProvider.token={token}"]
     words += [f"--ServerApp.root_dir={folder}", "--LabApp.news_url=None"]
     env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -221,7 +221,8 @@ def test_live_curves_of_a_worker_are_shown_in_the_cell(notebook: Notebook) -> No
 
 def test_a_kernel_whose_tensorflow_has_started_is_told_to_restart(notebook: Notebook) -> None:
     _, error = notebook.run(
-        "import tensorflow as tf, tfmulti\ntf.constant(1) + 1\ntfmulti.make_strategy('mirrored', replicas=2)"
+        "import tensorflow as tf, tfmulti\ntf.constant(1) + 1\n"
+        "tfmulti.make_strategy('mirrored', replicas=2)"
     )
     assert error["ename"] == "DeviceError"
     assert "restart the kernel first (menu Kernel, Restart Kernel)" in error["evalue"]

@@ -34,6 +34,10 @@ class LiveCurves(keras.callbacks.Callback):
         """Goes on with the curves of a checkpoint."""
         self._history = {name: list(values) for name, values in state["history"].items()}
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Takes a place in the output, before the progress bar."""
+        self._output.show("")
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the metrics of the epoch, and draws the curves again."""
         if not in_notebook():
