@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tfmulti.notebook import notebook_launcher
     from tfmulti.run.callbacks.live_curves import LiveCurves
     from tfmulti.run.callbacks.throughput import Throughput
+    from tfmulti.run.callbacks.tracker import Tracker
     from tfmulti.run.report import FitReport
     from tfmulti.run.train import train
     from tfmulti.training.checkpoint.callback import Backup, Checkpoint
@@ -72,6 +73,7 @@ _PLACES = {
     "Task": "tfmulti.cluster.cluster",
     "TfmultiError": "tfmulti.errors",
     "Throughput": "tfmulti.run.callbacks.throughput",
+    "Tracker": "tfmulti.run.callbacks.tracker",
     "TrainingOptions": "tfmulti.config.training_options",
     "UserError": "tfmulti.errors",
     "Verification": "tfmulti.training.verification.result",
@@ -105,6 +107,7 @@ __all__ = [
     "Task",
     "TfmultiError",
     "Throughput",
+    "Tracker",
     "TrainingOptions",
     "UserError",
     "Verification",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tfmulti.config import json_values, registry
+from tfmulti.config import json_values, registry, trackers
 from tfmulti.config.training_options import RESUME, TrainingOptions, flag
 from tfmulti.errors import ConfigError, ResumeError, RunDirError, did_you_mean
 
@@ -196,6 +196,12 @@ class FitConfig(TrainingOptions):
         above=0,
         free=True,
     )
+    tracker: str = flag(
+        "tensorboard",
+        "What the metrics are logged to: tensorboard (in the run directory), mlflow, wandb, with "
+        "commas between, or none. A resumed run goes on with the same run of the tracker.",
+        free=True,
+    )
     run_dir: str | None = flag(
         None,
         "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME. The same command "
@@ -253,6 +259,7 @@ class FitConfig(TrainingOptions):
             raise ConfigError(
                 f"--peak_tflops {self.peak_tflops:g} is for what --log_throughput shows. Give both."
             )
+        trackers.names_in(self.tracker)
         self._check_batch()
 
     def _check_batch(self) -> None:
@@ -301,6 +308,10 @@ class FitConfig(TrainingOptions):
         }
         changes |= {name: v for name, v in wanted.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **changes)
+
+    def given(self) -> dict[str, Any]:
+        """Returns the values that a tracker logs: all fields that are not None."""
+        return {name: v for name, v in dataclasses.asdict(self).items() if v is not None}
 
     def to_json(self) -> str:
         """Returns the configuration as JSON, without the fields that belong to one start only."""

@@ -28,6 +28,7 @@ from tfmulti.config.run_directory import (
     remove_partial,
     write_text,
 )
+from tfmulti.config.trackers import TENSORBOARD, names_in
 from tfmulti.data.data_set import size_of
 from tfmulti.errors import RunDirError, VerificationError
 from tfmulti.launch.signals import SignalWatch
@@ -37,6 +38,7 @@ from tfmulti.run.callbacks.model_file import ModelFile, save_model
 from tfmulti.run.callbacks.stragglers import Stragglers
 from tfmulti.run.callbacks.tensorboard import TensorBoard
 from tfmulti.run.callbacks.throughput import LOGS, Throughput
+from tfmulti.run.callbacks.tracker import Tracker
 from tfmulti.run.callbacks.waiting import Waiting
 from tfmulti.run.report import FitReport
 from tfmulti.run.setup import Setup, compile_model, make_model, set_up
@@ -94,28 +96,31 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         given = setup.config.run_dir
         is_new = given is None or not RunDir(given).holds_run()
         run_dir = make_run_dir(setup, at_end)
+        logged_to = names_in(setup.config.tracker)
+        board = run_dir.tensorboard / "train" if run_dir and TENSORBOARD in logged_to else None
         throughput = Throughput(
-            run_dir.tensorboard / "train" if run_dir else None,
+            board,
             in_logs=setup.config.log_throughput,
             peak_tflops=setup.config.peak_tflops,
         )
         waiting = Waiting(
-            run_dir.tensorboard / "train" if run_dir else None,
+            board,
             say_for(setup),
             cached=setup.config.cache != "none",
         )
         started = time.perf_counter()
-        files = file_callbacks(run_dir)
+        files = file_callbacks(run_dir, setup.config)
+        trackers = tracker_callbacks(run_dir, setup.config)
         # The throughput comes last, so history.csv and TensorBoard's metrics hold only numbers that
         # do not depend on time. The progress bar comes after it and shows its figures.
         try:
             saving = checkpoint(setup, run_dir, kind)
             watchdog = Watchdog(run_dir.path if run_dir else setup.config.run_dir)
-            stragglers = Stragglers(
-                run_dir.tensorboard / "train" if run_dir else None, say_for(setup)
+            stragglers = Stragglers(board, say_for(setup))
+            writers = [*files, *trackers, saving]
+            history = train_model(
+                setup, model, [waiting, *writers, watchdog, stragglers, throughput]
             )
-            diagnosis = [watchdog, stragglers]
-            history = train_model(setup, model, [waiting, *files, saving, *diagnosis, throughput])
         except (VerificationError, RunDirError):
             if run_dir is not None and is_new:
                 at_end.close()
@@ -130,6 +135,11 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         report = make_report(setup, model, run_dir, trained)
         if run_dir is not None:
             write_artifacts(setup, model, run_dir, report)
+            for tracker in trackers:
+                # The metrics of the epochs are there already.
+                found = {k: v for k, v in report.metrics.items() if k.startswith("test_")}
+                tracker.log(found, max(0, report.epochs - 1))
+                tracker.finish([run_dir.report_page, run_dir.curves])
         summarize(setup, report)
         return report
 
@@ -180,15 +190,32 @@ def remove_start(run_dir: RunDir) -> None:
         run_dir.path.rmdir()
 
 
-def file_callbacks(run_dir: RunDir | None) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that write files, which only the chief has."""
+def file_callbacks(run_dir: RunDir | None, config: FitConfig) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks that write files, which only the chief has.
+
+    Args:
+        run_dir: the run directory. None on workers other than the chief.
+        config: the configuration.
+    """
     if run_dir is None:
         return []
-    return [
-        HistoryFile(run_dir.history),
-        TensorBoard(run_dir.tensorboard),
-        ModelFile(run_dir.model),
-    ]
+    files = [HistoryFile(run_dir.history), ModelFile(run_dir.model)]
+    if TENSORBOARD in names_in(config.tracker):
+        files.append(TensorBoard(run_dir.tensorboard, config.given()))
+    return files
+
+
+def tracker_callbacks(run_dir: RunDir | None, config: FitConfig) -> list[Tracker]:
+    """Returns the callbacks that log to other trackers than TensorBoard, for the chief.
+
+    Args:
+        run_dir: the run directory. None on workers other than the chief.
+        config: the configuration.
+    """
+    if run_dir is None:
+        return []
+    names = [name for name in names_in(config.tracker) if name != TENSORBOARD]
+    return [Tracker(name, config.given(), at_end=False) for name in names]
 
 
 def checkpoint(setup: Setup, run_dir: RunDir | None, kind: type[Checkpoint]) -> Checkpoint:

@@ -18,6 +18,7 @@ from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig, check_same_run, read_config_file
 from tfmulti.config.run_directory import RunDir, check_writable
+from tfmulti.config.trackers import check_installed, names_in
 from tfmulti.data.data_set import DataSet, size_of
 from tfmulti.data.formats.pixels import limit_pixels
 from tfmulti.errors import ConfigError, ModelError, ResumeError, RunDirError
@@ -119,6 +120,9 @@ def check(
     elif not config.dry_run:
         check_writable("run_dir", Path("runs"))
     _check_places(config)
+    for name in names_in(config.tracker):
+        # Any worker may be the chief after a restart.
+        check_installed(name)
     data = load_data(config)
     resolved = config.resolved(data.spec.kind if data and data.spec else None)
     batch = batch_sizes(

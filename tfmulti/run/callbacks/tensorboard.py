@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from tensorboard.compat.proto import event_pb2
+from tensorboard.plugins.hparams import api as hparams
 
 from tfmulti.config.run_directory import remove, replacing
 from tfmulti.keras_patches.model_structure import flush_tensorboard
@@ -28,9 +29,13 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     Args:
         folder: the folder for the event files.
+        parameters: the hyper-parameters of the run, for TensorBoard's HPARAMS tab and, as a text,
+            for its TEXT tab. The values are texts, numbers or bools.
+
+    Source: TensorBoard's tutorial "Hyperparameter Tuning with the HParams Dashboard".
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parameters: dict[str, Any] | None = None) -> None:
         super().__init__(str(folder), write_graph=False)
         found = sorted(folder.rglob("*tfevents*")) if folder.is_dir() else []
         for path in found:
@@ -39,6 +44,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
                 remove(path)
         self._earlier = [path for path in found if not path.name.startswith(".partial-")]
         self._begun_epoch = 0
+        self._folder, self._parameters = folder, parameters or {}
 
     def get_state(self) -> dict[str, Any]:
         """Returns nothing, and writes all events to the disk before the checkpoint is made."""
@@ -47,6 +53,19 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Does nothing, because `get_state` returns nothing."""
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Writes the hyper-parameters, and calls Keras' callback."""
+        super().on_train_begin(logs)
+        if not self._parameters:
+            return
+        # TensorBoard finds the metrics of a session in the folders below it.
+        writer = tf.summary.create_file_writer(str(self._folder))
+        rows = [f"| {name} | {value} |" for name, value in self._parameters.items()]
+        with writer.as_default(step=0):
+            hparams.hparams(self._parameters)
+            tf.summary.text("configuration", "\n".join(["| flag | value |", "|---|---|", *rows]))
+        writer.close()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch, and calls Keras' callback."""

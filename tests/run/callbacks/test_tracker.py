@@ -1,0 +1,149 @@
+"""Tests trackers: the real MLflow with a folder as its store, and the real W&B without network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import psutil
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.support.launching import wait_for
+from tests.support.processes import processes, run
+from tfmulti import ConfigError, Tracker
+from tfmulti.config import trackers
+from tfmulti.config.fit_config import FitConfig
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 240
+TWO_WORKERS = ("-m", "tfmulti.launch", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """Where the trackers write: into the test's folder."""
+    return {
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
+        # MLflow 3 wants a database. Its folder store needs no server.
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "HOME": str(tmp_path),
+    }
+
+
+@pytest.fixture
+def store(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of MLflow's store."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    return mlflow.MlflowClient(tracking_uri=env["MLFLOW_TRACKING_URI"])
+
+
+def epochs_of(store: Any, run_id: str, name: str) -> dict[int, float]:
+    """Returns the values of a metric by epoch."""
+    return {each.step: each.value for each in store.get_metric_history(run_id, name)}
+
+
+def wandb_ids(folder: Path) -> list[str]:
+    """Returns the id of the run in each folder that W&B has written, in order of time."""
+    found = sorted((folder / "wandb").glob("offline-run-*"))
+    return [re.sub(r".*-", "", path.name) for path in found]
+
+
+def test_a_job_that_is_killed_goes_on_with_the_same_run(
+    tmp_path: Path, env: dict[str, str], store: Any
+) -> None:
+    """The chief is killed; the launcher starts both workers again from the checkpoint."""
+    run_dir = tmp_path / "run"
+    words = [*TWO_WORKERS, "--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit"]
+    words += ["--run_dir", str(run_dir), "--tracker", "tensorboard,mlflow,wandb"]
+    words += ["--dataset", "synthetic:shape=28x28x1,classes=10,examples=2048", "--epochs", "6"]
+    words += ["--checkpoint_every_steps", "5", "--global_batch_size", "64"]
+    with processes(tmp_path / "launcher") as group:
+        launcher = group.start(words, env)
+        wait_for(lambda: (run_dir / "history.csv").exists(), LIMIT_S)
+        wait_for(lambda: (run_dir / "history.csv").read_text().count("\n") >= 2)
+        chief = next(
+            process
+            for process in psutil.Process(launcher.pid).children(recursive=True)
+            if "tfmulti.fit" in process.cmdline() and process.environ().get("RANK") == "0"
+        )
+        chief.kill()
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "starting all workers again" in done.stderr
+    [found] = store.search_runs(["0"])
+    history = np.genfromtxt(run_dir / "history.csv", delimiter=",", names=True)
+    logged = epochs_of(store, found.info.run_id, "loss")
+    assert sorted(logged) == list(range(6))
+    assert [logged[epoch] for epoch in range(6)] == pytest.approx(list(history["loss"]))
+    assert found.info.status == "FINISHED"
+    assert found.data.params["epochs"] == "6"
+    assert found.data.params["tracker"] == "tensorboard,mlflow,wandb"
+    assert {"report.html", "curves.png"} <= {
+        each.path for each in store.list_artifacts(found.info.run_id)
+    }
+    ids = wandb_ids(tmp_path)
+    # One folder for each attempt, and no other worker has written one.
+    assert len(ids) == 2
+    assert len(set(ids)) == 1
+
+
+def test_only_the_chief_runs_callbacks_of_trackers(
+    tmp_path: Path, env: dict[str, str], store: Any
+) -> None:
+    words = [*TWO_WORKERS, "--log-dir", str(tmp_path / "logs")]
+    words += ["-m", "tests.support.tracked_script", str(tmp_path)]
+    done = run(words, tmp_path / "launcher", env=env, limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    [found] = store.search_runs(["0"])
+    assert sorted(epochs_of(store, found.info.run_id, "loss")) == [0, 1, 2]
+    assert len(store.get_metric_history(found.info.run_id, "loss")) == 3
+    assert len(wandb_ids(tmp_path)) == 1
+    assert (tmp_path / "mine.txt").read_text() == "0\n1\n2\n"
+
+
+def test_a_server_that_does_not_answer_costs_a_line(tmp_path: Path, env: dict[str, str]) -> None:
+    env |= {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    words = ["-m", "tfmulti.fit", "--epochs", "2", "--run_dir", str(tmp_path / "run")]
+    done = run([*words, "--tracker", "mlflow"], tmp_path / "fit", env=env, limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tfmulti: mlflow does not take this run: ") == 1
+    assert (tmp_path / "run" / "report.json").exists()
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_tensorboard_has_the_hyper_parameters_and_the_configuration(tmp_path: Path) -> None:
+    words = ["-m", "tfmulti.fit", "--epochs", "1", "--run_dir", str(tmp_path / "run")]
+    done = run(words, tmp_path / "fit", limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    [text] = events.Tensors("configuration")
+    assert b"| epochs | 1 |" in text.tensor_proto.string_val[0]
+
+
+def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="unknown name 'mlfow'; did you mean 'mlflow'"):
+        FitConfig(tracker="tensorboard,mlfow")
+    with pytest.raises(ConfigError, match=r"Tracker\('tensorboard'\): Known: mlflow, wandb"):
+        Tracker("tensorboard")
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="wandb is not installed on this machine"):
+        Tracker("wandb")
+
+
+@pytest.mark.parametrize("run_id", ["../../a", "a/b", "", "a" * 65, 7, None, "a b"])
+def test_a_crafted_id_of_a_run_is_not_used(run_id: Any) -> None:
+    tracker = Tracker("mlflow")
+    tracker.set_state({"run_id": run_id})
+    assert tracker.get_state() == {"run_id": None}
+    tracker.set_state({"run_id": "0f-A_1"})
+    assert tracker.get_state() == {"run_id": "0f-A_1"}

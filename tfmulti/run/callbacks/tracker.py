@@ -1,0 +1,192 @@
+"""`Tracker` logs a training to MLflow or Weights & Biases, as one run over all its restarts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import keras
+
+from tfmulti.config.trackers import MLFLOW, WANDB, check_installed
+from tfmulti.errors import ConfigError, did_you_mean
+from tfmulti.training.state.trainer_state import state_of
+
+# A run's id comes from a checkpoint, and becomes a part of addresses and folders.
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class _Server(Protocol):
+    """What a tracker's package can do."""
+
+    def start(self, run_id: str | None, parameters: Mapping[str, Any]) -> str:
+        """Starts a run, or goes on with the run of an id, and returns the run's id."""
+
+    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
+        """Logs the metrics of an epoch."""
+
+    def end(self, done: bool, files: Sequence[Path]) -> None:
+        """Ends the run. `done`: whether it was trained to its end."""
+
+
+class Tracker(keras.callbacks.Callback):
+    """Logs the metrics of each epoch to a tracker, on the chief only.
+
+    A training that resumes from a checkpoint goes on with the same run of the tracker. The epoch of
+    the checkpoint may be logged a second time, with the same values. The server is chosen as the
+    tracker's manual says, such as by `MLFLOW_TRACKING_URI` or `WANDB_MODE`. A server that does not
+    answer costs a line on standard error, and not the training.
+
+    Sources: the manuals "MLflow Tracking" (`mlflow.start_run`) and "Resume W&B runs"
+    (`wandb.init`).
+
+    Args:
+        name: `mlflow` or `wandb`.
+        parameters: the hyper-parameters of the run.
+        at_end: whether the run of the tracker ends with `fit`. Otherwise `finish` ends it.
+
+    Raises:
+        ConfigError: the name is unknown, or the tracker's package is not installed.
+    """
+
+    chief_only = True
+
+    def __init__(
+        self, name: str, parameters: Mapping[str, Any] | None = None, *, at_end: bool = True
+    ) -> None:
+        super().__init__()
+        if name not in _SERVERS:
+            raise ConfigError(f"Tracker({name!r}): {did_you_mean(name, _SERVERS)}")
+        check_installed(name)
+        self._name, self._parameters, self._at_end = name, dict(parameters or {}), at_end
+        self._run_id: str | None = None
+        self._server: _Server | None = None
+        self._failed = False
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the id of the tracker's run, for a checkpoint."""
+        return {"run_id": self._run_id}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on with the run of a checkpoint."""
+        run_id = state["run_id"]
+        if isinstance(run_id, str) and _ID.fullmatch(run_id):
+            self._run_id = run_id
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Starts the run at the first step, when the state of the checkpoint is restored."""
+        if self._server is None and not self._failed:
+            self._try(self._start)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Logs the metrics of the epoch."""
+        self.log(logs or {}, epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Ends the run, if it ends with `fit`."""
+        if self._at_end:
+            self.finish()
+
+    def log(self, metrics: Mapping[str, Any], epoch: int) -> None:
+        """Logs metrics. Those that are vectors are left out.
+
+        Args:
+            metrics: the values by name.
+            epoch: the number of the epoch, counted from 0.
+        """
+        server = self._server
+        values = {name: float(v) for name, v in metrics.items() if isinstance(v, (int, float))}
+        if server is not None and values:
+            self._try(lambda: server.log(values, epoch))
+
+    def finish(self, files: Sequence[Path] = ()) -> None:
+        """Ends the run of the tracker.
+
+        Args:
+            files: files that the tracker keeps with the run.
+        """
+        server, self._server = self._server, None
+        if server is not None:
+            done = state_of(self.model).run.stopped_by is None
+            self._try(lambda: server.end(done, files))
+
+    def _start(self) -> None:
+        server = _SERVERS[self._name]()
+        self._run_id = server.start(self._run_id, self._parameters)
+        self._server = server
+
+    def _try(self, call: Any) -> None:
+        """Calls a function of the tracker; says once if it fails."""
+        try:
+            call()
+        except Exception as error:
+            if not self._failed:
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                print(
+                    f"tfmulti: {self._name} does not take this run: {reason[0]} The training goes "
+                    "on. Look at the tracker's server and its settings.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._failed = True
+
+
+class _MLflow:
+    """A run of MLflow. The run that the user has started is used, and is left open."""
+
+    def __init__(self) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        self._is_own = mlflow.active_run() is None
+
+    def start(self, run_id: str | None, parameters: Mapping[str, Any]) -> str:
+        run = self._mlflow.active_run() or self._mlflow.start_run(run_id=run_id)
+        if run_id is None and parameters:
+            self._mlflow.log_params(dict(parameters))
+        return str(run.info.run_id)
+
+    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
+        # A slow server must not hold up the workers that wait for the chief.
+        self._mlflow.log_metrics(dict(metrics), step=epoch, synchronous=False)
+
+    def end(self, done: bool, files: Sequence[Path]) -> None:
+        self._mlflow.flush_async_logging()
+        for path in files:
+            self._mlflow.log_artifact(str(path))
+        if self._is_own:
+            self._mlflow.end_run("FINISHED" if done else "KILLED")
+
+
+class _Wandb:
+    """A run of Weights & Biases. The run that the user has started is used, and is left open."""
+
+    def __init__(self) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._is_own = wandb.run is None
+        self._run: Any = None
+
+    def start(self, run_id: str | None, parameters: Mapping[str, Any]) -> str:
+        if self._is_own:
+            self._wandb.init(id=run_id, resume="allow", config=dict(parameters))
+        self._run = self._wandb.run
+        # Its own count of steps must not go back, as epochs do after a restart.
+        self._run.define_metric("epoch")
+        self._run.define_metric("*", step_metric="epoch")
+        return str(self._run.id)
+
+    def log(self, metrics: Mapping[str, float], epoch: int) -> None:
+        self._run.log({"epoch": epoch, **metrics})
+
+    def end(self, done: bool, files: Sequence[Path]) -> None:
+        for path in files:
+            self._run.save(str(path), base_path=str(path.parent), policy="now")
+        if self._is_own:
+            self._run.finish(exit_code=0 if done else 1)
+
+
+_SERVERS: dict[str, type[_Server]] = {MLFLOW: _MLflow, WANDB: _Wandb}
