@@ -102,6 +102,7 @@ def test_it_leaves_all_files(first: tuple[Path, Finished]) -> None:
         "history.csv",
         "report.json",
         "curves.png",
+        "report.html",
         "tensorboard",
         "model.keras",
         "checkpoints",
