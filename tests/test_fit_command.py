@@ -198,7 +198,9 @@ def test_a_run_killed_at_any_time_ends_like_the_one_that_was_not(
             process.kill()
             process.wait()
         whole = tmp_path / "r" / "checkpoints"
-        assert len([path for path in whole.iterdir() if path.name.startswith("step-")]) == 2
+        kept = [path for path in whole.iterdir() if path.name.startswith("step-")]
+        # A run that is killed after it wrote a checkpoint has not removed the oldest one yet.
+        assert len(kept) in (2, 3)
     done = run(argv, tmp_path / "last", limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     mine, its = tmp_path / "r", folder / "a"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -43,8 +44,8 @@ def train(epochs):
 class Notebook:
     """A notebook whose cells run one after the other in one kernel."""
 
-    def __init__(self, client: nbclient.NotebookClient) -> None:
-        self._client = client
+    def __init__(self, client: nbclient.NotebookClient, home: Path) -> None:
+        self._client, self._home = client, home
         self.html: list[str] = []
         shown, _ = self.run("import os\nos.getpid()")
         self._kernel = int(shown)
@@ -72,6 +73,19 @@ class Notebook:
         """Interrupts the kernel as the button of a notebook does."""
         os.kill(self._kernel, signal.SIGINT)
 
+    def workers(self) -> list[int]:
+        """Returns the workers that live, of this notebook and not of a test at the same time.
+
+        They inherit the home folder of the kernel, also after the kernel has left them.
+        """
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if "tfmulti.notebook" in (process.info["cmdline"] or []):
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    if process.environ().get("HOME") == str(self._home):
+                        found.append(process.pid)
+        return found
+
 
 @pytest.fixture
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
@@ -80,17 +94,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
         nbformat.v4.new_notebook(), timeout=LIMIT_S, kernel_name="python3", allow_errors=True
     )
     with client.setup_kernel(env=env, cwd=str(tmp_path)):
-        yield Notebook(client)
-
-
-def workers_now() -> list[int]:
-    """Returns the processes that `notebook_launcher` has started."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "tfmulti.notebook" in words:
-            found.append(process.pid)
-    return found
+        yield Notebook(client, tmp_path)
 
 
 def numbers_of(shown: str) -> list[float]:
@@ -138,7 +142,7 @@ notebook_launcher(fails)
     text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"]))
     assert "worker 1:" in text
     assert "in fails" in text
-    assert not workers_now()
+    assert not notebook.workers()
 
 
 def test_interrupting_the_kernel_ends_all_workers(notebook: Notebook) -> None:
@@ -155,10 +159,10 @@ notebook_launcher(waits, workers=2)
 
     def interrupt() -> None:
         deadline = time.monotonic() + LIMIT_S / 2
-        while len(workers_now()) < 2 and time.monotonic() < deadline:
+        while len(notebook.workers()) < 2 and time.monotonic() < deadline:
             time.sleep(0.2)
         time.sleep(5)
-        seen.extend(workers_now())
+        seen.extend(notebook.workers())
         notebook.interrupt()
 
     thread = threading.Thread(target=interrupt)
@@ -168,7 +172,7 @@ notebook_launcher(waits, workers=2)
     assert len(seen) >= 2
     assert error["ename"] == "KeyboardInterrupt"
     assert "begun" in shown
-    assert not workers_now()
+    assert not notebook.workers()
     # The kernel lives.
     assert notebook.run("1 + 1") == ("2", None)
 
