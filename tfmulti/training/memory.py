@@ -35,15 +35,11 @@ _TRACED_ROWS = (8, 16)
 
 # The result of these operations is their input under another name or shape.
 _SAME_MEMORY = frozenset(
-    "Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient EnsureShape "
-    "ReadVariableOp PlaceholderWithDefault CheckNumerics".split()
+    ["Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "EnsureShape", "ReadVariableOp", "PlaceholderWithDefault", "CheckNumerics"]
 )
 # The result of these operations may take the memory of an input that nothing else needs.
 _IN_PLACE = frozenset(
-    "Add AddV2 AddN Sub Mul RealDiv Div Relu ReluGrad Relu6 Relu6Grad Elu EluGrad Selu Gelu Tanh "
-    "TanhGrad Sigmoid SigmoidGrad Rsqrt Sqrt Square Neg Exp Log Erf Maximum Minimum BiasAdd Softmax "
-    "LogSoftmax SelectV2 Pow DivNoNan MulNoNan SquaredDifference RsqrtGrad SqrtGrad Abs "
-    "Softplus SoftplusGrad".split()
+    ["Add", "AddV2", "AddN", "Sub", "Mul", "RealDiv", "Div", "Relu", "ReluGrad", "Relu6", "Relu6Grad", "Elu", "EluGrad", "Selu", "Gelu", "Tanh", "TanhGrad", "Sigmoid", "SigmoidGrad", "Rsqrt", "Sqrt", "Square", "Neg", "Exp", "Log", "Erf", "Maximum", "Minimum", "BiasAdd", "Softmax", "LogSoftmax", "SelectV2", "Pow", "DivNoNan", "MulNoNan", "SquaredDifference", "RsqrtGrad", "SqrtGrad", "Abs", "Softplus", "SoftplusGrad"]
 )
 # These operations run other graphs, whose tensors are not seen here.
 _HIDING = frozenset(("While", "StatelessWhile", "If", "StatelessIf", "Case"))
@@ -188,7 +184,7 @@ def size(of: float) -> str:
     """Returns a number of bytes in words.
 
     >>> size(1_234_000_000)
-    '1.23 GB'
+    '1.234 GB'
     """
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if of >= unit:
@@ -312,7 +308,9 @@ def _with_rows(specs: Any, rows: int) -> Any:
     """Returns the forms of a batch with another number of rows."""
     return tf.nest.map_structure(
         lambda leaf: (
-            None if leaf is None else tf.TensorSpec([rows, *leaf.shape[1:]], tf.as_dtype(leaf.dtype))
+            None
+            if leaf is None
+            else tf.TensorSpec([rows, *leaf.shape[1:]], tf.as_dtype(leaf.dtype))
         ),
         specs,
     )
