@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from tfmulti.run.report import FitReport
     from tfmulti.run.train import train
     from tfmulti.training.checkpoint.callback import Backup, Checkpoint
-    from tfmulti.training.distributed_model import prepare
+    from tfmulti.training.distributed_model import estimate, prepare
+    from tfmulti.training.memory import MemoryEstimate
     from tfmulti.training.verification.result import Verification
     from tfmulti.training.verification.verification import verify
     from tfmulti.training.watchdog import Watchdog
@@ -66,6 +67,7 @@ _PLACES = {
     "FitReport": "tfmulti.run.report",
     "LaunchConfig": "tfmulti.launch.config",
     "LiveCurves": "tfmulti.run.callbacks.live_curves",
+    "MemoryEstimate": "tfmulti.training.memory",
     "ModelError": "tfmulti.errors",
     "ResumeError": "tfmulti.errors",
     "RunDirError": "tfmulti.errors",
@@ -78,6 +80,7 @@ _PLACES = {
     "UserError": "tfmulti.errors",
     "Verification": "tfmulti.training.verification.result",
     "VerificationError": "tfmulti.errors",
+    "estimate": "tfmulti.training.distributed_model",
     "make_strategy": "tfmulti.distribution.strategies",
     "Watchdog": "tfmulti.training.watchdog",
     "notebook_launcher": "tfmulti.notebook",
@@ -100,6 +103,7 @@ __all__ = [
     "FitReport",
     "LaunchConfig",
     "LiveCurves",
+    "MemoryEstimate",
     "ModelError",
     "ResumeError",
     "RunDirError",
@@ -113,6 +117,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "Watchdog",
+    "estimate",
     "make_strategy",
     "notebook_launcher",
     "prepare",
