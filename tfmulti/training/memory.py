@@ -9,7 +9,6 @@ are alive there, over the rows. The step needs the highest of these lines.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -94,7 +93,15 @@ _IN_PLACE = frozenset(
 )
 # These operations run other graphs, whose tensors are not seen here.
 _HIDING = frozenset(
-    ["While", "StatelessWhile", "If", "StatelessIf", "Case", "PartitionedCall", "StatefulPartitionedCall"]
+    [
+        "While",
+        "StatelessWhile",
+        "If",
+        "StatelessIf",
+        "Case",
+        "PartitionedCall",
+        "StatefulPartitionedCall",
+    ]
 )
 
 
@@ -280,9 +287,6 @@ def memory_of_step(
     graph, of_twice = _traced(model, [with_rows(specs, n * rows_of_pass) for n in (1, 2)])
     lines = _lines(graph, of_twice, rows_of_pass)
     kinds = {op.type for op in graph.get_operations() if op.type in _HIDING}
-    # The graphs hold the copies of the variables, and are parts of reference cycles.
-    del graph, of_twice
-    gc.collect()
     gradients = sum(_bytes_of(v) for v in model.trainable_variables)
     if place.replicas > 1:
         # The sums over the replicas, while all gradients of this replica are still there.
@@ -400,9 +404,15 @@ def _traced(model: keras.Model, forms: Sequence[Any]) -> list[tf.Graph]:
         model: the model.
         forms: the form of the batch of each graph.
     """
-    with model_checks.as_made(model), relocation.on_one_device(relocation.find(model), "CPU:0"):
-        step = tf.function(step_of(model, "train_step"), autograph=False)
-        return [step.get_concrete_function(form).graph for form in forms]
+    state = relocation.find(model)
+    with model_checks.as_made(model), relocation.on_one_device(state, "CPU:0") as copies:
+        try:
+            step = tf.function(step_of(model, "train_step"), autograph=False)
+            return [step.get_concrete_function(form).graph for form in forms]
+        finally:
+            # TensorFlow would keep the copies as long as it keeps the functions.
+            for copy in copies.values():
+                tf.raw_ops.DestroyResourceOp(resource=copy.handle)
 
 
 def _lines(graph: tf.Graph, of_twice: tf.Graph, rows: int) -> list[tuple[float, float]]:
