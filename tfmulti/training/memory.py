@@ -410,9 +410,10 @@ def _traced(model: keras.Model, forms: Sequence[Any]) -> list[tf.Graph]:
             step = tf.function(step_of(model, "train_step"), autograph=False)
             return [step.get_concrete_function(form).graph for form in forms]
         finally:
-            # TensorFlow would keep the copies as long as it keeps the functions.
+            # TensorFlow keeps the copies as long as the function, which is longer than needed.
             for copy in copies.values():
-                tf.raw_ops.DestroyResourceOp(resource=copy.handle)
+                nothing = tf.zeros((), copy.dtype)
+                tf.raw_ops.AssignVariableOp(resource=copy.handle, value=nothing)
 
 
 def _lines(graph: tf.Graph, of_twice: tf.Graph, rows: int) -> list[tuple[float, float]]:
