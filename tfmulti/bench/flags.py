@@ -20,7 +20,7 @@ _OWN = ("workers", "weak", "strong", "rounds", "steps", "profile", "output_dir")
 _NOT_HERE = (
     *("strategy", "ignore_cluster", "epochs", "steps_per_epoch", "run_dir", "resume"),
     *("checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "export_dir", "verbose"),
-    *("dry_run", "log_throughput", "tracker", "validation_split", "test_split"),
+    *("dry_run", "device_memory_gb", "log_throughput", "tracker", "validation_split", "test_split"),
 )
 
 

@@ -243,8 +243,15 @@ class FitConfig(TrainingOptions):
     )
     dry_run: bool = flag(
         False,
-        "Build all, run two training steps and one validation step, write nothing, "
-        "and say what the full run would take.",
+        "Build all, tell the memory of a step, run two training steps and one validation step, "
+        "write nothing, and say what the full run would take.",
+        free=True,
+    )
+    device_memory_gb: float | None = flag(
+        None,
+        "With --dry_run: the memory of a device in GB, to learn what fits; without it that of the "
+        "GPUs.",
+        low=0,
         free=True,
     )
 
@@ -258,6 +265,13 @@ class FitConfig(TrainingOptions):
         if self.peak_tflops is not None and not self.log_throughput:
             raise ConfigError(
                 f"--peak_tflops {self.peak_tflops:g} is for what --log_throughput shows. Give both."
+            )
+        if self.device_memory_gb == 0:
+            raise ConfigError("--device_memory_gb 0 is no memory; it must be above 0.")
+        if self.device_memory_gb is not None and not self.dry_run:
+            raise ConfigError(
+                f"--device_memory_gb {self.device_memory_gb:g} is for what --dry_run tells. "
+                "Give both."
             )
         trackers.names_in(self.tracker)
         self._check_batch()
@@ -315,7 +329,7 @@ class FitConfig(TrainingOptions):
 
     def to_json(self) -> str:
         """Returns the configuration as JSON, without the fields that belong to one start only."""
-        left_out = {"run_dir", "export_dir", "dry_run", "resume"}
+        left_out = {"run_dir", "export_dir", "dry_run", "device_memory_gb", "resume"}
         values = {k: v for k, v in dataclasses.asdict(self).items() if k not in left_out}
         return json.dumps(values, indent=2) + "\n"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.config.console import number
@@ -30,6 +31,7 @@ from tfmulti.config.run_directory import (
 )
 from tfmulti.config.trackers import TENSORBOARD, names_in
 from tfmulti.data.data_set import size_of
+from tfmulti.data.source import Source
 from tfmulti.errors import RunDirError, VerificationError
 from tfmulti.launch.signals import SignalWatch
 from tfmulti.run import artifacts, report_page, validation
@@ -46,6 +48,8 @@ from tfmulti.run.summary import Trained, describe, make_report, say_for, summari
 from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.checkpoint.owner import ownership_of
+from tfmulti.training.distributed_model import estimate
+from tfmulti.training.input.prefetcher import specs_of
 from tfmulti.training.state.trainer_state import interrupt, state_of
 from tfmulti.training.watchdog import Watchdog
 
@@ -284,11 +288,14 @@ def test(setup: Setup, model: keras.Model) -> dict[str, float]:
 
 
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:
-    """Runs two executions and a step of validation, and prints how long a full run would take.
+    """Prints how much memory a step needs, and how long a full run would take.
 
-    Every worker must call this function. It writes no files.
+    Two executions and a step of validation run. Every worker must call this function. It writes no
+    files.
     """
     throughput, waiting = Throughput(in_logs=False), Waiting()
+    for line in memory_lines(setup, model):
+        say_for(setup)("memory", line)
     # The first execution is traced, so only the second one shows how long a step takes.
     steps = 2 * int(model.steps_per_execution)
     is_short = setup.steps_per_epoch is not None and setup.steps_per_epoch < steps
@@ -323,6 +330,30 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
     metrics = {name: values[-1] for name, values in history.items()}
     trained = Trained(history, metrics, seconds, throughput, waiting)
     return make_report(setup, model, None, trained)
+
+
+def memory_lines(setup: Setup, model: keras.Model) -> list[str]:
+    """Returns lines that tell how much memory a step needs on each device.
+
+    Every worker must call this function.
+
+    Args:
+        setup: the parts of the run.
+        model: the compiled model.
+    """
+    data = setup.data.train
+    if isinstance(data, Source):
+        specs = specs_of(data.specs, None)
+    elif isinstance(data, tf.data.Dataset):
+        specs = data.element_spec
+    else:
+        return ["it is not known, because the data does not tell the form of its batches"]
+    return estimate(
+        model,
+        rows=setup.batch.per_replica_batch_size,
+        specs=specs,
+        device_memory_gb=setup.config.device_memory_gb,
+    ).describe()
 
 
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:

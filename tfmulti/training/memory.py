@@ -287,10 +287,11 @@ def memory_of_step(
     graph, of_twice = _traced(model, [with_rows(specs, n * rows_of_pass) for n in (1, 2)])
     lines = _lines(graph, of_twice, rows_of_pass)
     kinds = {op.type for op in graph.get_operations() if op.type in _HIDING}
-    gradients = sum(_bytes_of(v) for v in model.trainable_variables)
+    sizes = [_bytes_of(v) for v in model.trainable_variables]
+    gradients = sum(sizes)
     if place.replicas > 1:
-        # The sums over the replicas, while all gradients of this replica are still there.
-        lines.append((2.0 * gradients, 0.0))
+        # The sum of a gradient over the replicas replaces that of this replica.
+        lines.append((float(gradients + max(sizes, default=0)), 0.0))
     weights = sum(_bytes_of(v) for v in model.variables)
     optimizers = model_checks.optimizers_of(model)
     slots = sum(_bytes_of(v) for each in optimizers for v in each.variables)

@@ -1,0 +1,230 @@
+"""The estimate of a step's memory, held against TensorFlow's allocator on real steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmulti
+from tests.support.processes import clean_env
+from tfmulti.training.memory import MemoryEstimate
+
+LIMIT_S = 240
+
+# Prints the estimate and what the allocator reports for the steps of a real `fit`.
+TRAINS = """
+import contextlib, json, sys
+import keras, numpy as np, tensorflow as tf, tfmulti
+from tfmulti.run.models.resnet import resnet20
+from tfmulti.run.models.transformer import text_classifier
+
+name, rows, replicas, passes = sys.argv[1], *map(int, sys.argv[2:])
+rng, n = np.random.default_rng(0), rows * replicas * 6
+strategy = tfmulti.make_strategy("mirrored", replicas=replicas) if replicas > 1 else None
+with strategy.scope() if strategy else contextlib.nullcontext():
+    if name == "mlp":
+        hidden = [keras.layers.Dense(2048, "relu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10, "softmax")])
+        x = rng.random((n, 784), dtype="float32")
+    elif name == "resnet20":
+        model = resnet20(tfmulti.DataSpec((32, 32, 3), "float32", "classification", 10))
+        x = rng.random((n, 32, 32, 3), dtype="float32")
+    else:
+        spec = tfmulti.DataSpec((64,), "int32", "classification", 4, vocabulary_size=5000)
+        model = text_classifier(spec)
+        x = rng.integers(0, 5000, (n, 64)).astype("int32")
+    y = rng.integers(0, 4, n)
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+tfmulti.prepare(model, microbatches=passes, verify=False)
+found = tfmulti.estimate(model, rows=rows)
+peaks = []
+
+class Peaks(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+
+    def on_train_batch_end(self, batch, logs=None):
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] / replicas)
+
+model.fit(x, y, batch_size=rows * replicas, verbose=0, callbacks=[Peaks()])
+print(json.dumps([found.total, float(np.median(peaks[1:]))]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("model", "rows", "replicas", "passes"),
+    [
+        ("mlp", 256, 1, 1),
+        ("mlp", 4096, 1, 1),
+        ("mlp", 256, 2, 1),
+        ("resnet20", 64, 1, 1),
+        ("resnet20", 64, 2, 1),
+        ("resnet20", 256, 1, 4),
+        ("transformer", 64, 1, 1),
+        ("transformer", 64, 2, 1),
+    ],
+)
+def test_the_allocator_reports_what_was_estimated(
+    model: str, rows: int, replicas: int, passes: int
+) -> None:
+    argv = [sys.executable, "-c", TRAINS, model, *map(str, (rows, replicas, passes))]
+    done = subprocess.run(
+        argv, env=clean_env(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    estimated, reported = json.loads(done.stdout.splitlines()[-1])
+    assert estimated == pytest.approx(reported, rel=0.15)
+
+
+# One step of 20,000 rows needs far more than the allocator may take; the model itself is small.
+USES_UP = """
+import keras, numpy as np, tfmulti
+hidden = [keras.layers.Dense(1024, "relu") for _ in range(6)]
+model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(1)])
+model.compile("adam", "mse")
+tfmulti.prepare(model)
+x = np.ones((20_000, 64), np.float32)
+model.fit(x, x[:, :1], batch_size=20_000, verbose=0)
+"""
+
+
+@pytest.mark.processes
+def test_used_up_memory_ends_in_one_line_with_advice(tmp_path: Path) -> None:
+    limit = {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"}
+    done = subprocess.run(
+        [sys.executable, "-c", USES_UP],
+        env=clean_env(limit),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("tfmulti.errors.DeviceError: the memory of CPU:0 ("), done.stderr
+    assert "on each device for 20,000 rows" in last
+    assert "Give --microbatches " in last and "per replica." in last
+
+
+def dense() -> keras.Model:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    return model
+
+
+def test_the_parts_are_counted() -> None:
+    found = tfmulti.estimate(dense(), rows=16)
+    weights = 4 * (8 * 4 + 4 + 4 * 2 + 2)
+    loss = 4 * 2  # the mean of the loss: its sum and its count
+    assert found.gradients == weights
+    assert found.weights == weights + loss
+    # Two moments of each weight, the step count and the learning rate.
+    assert weights * 2 <= found.optimizer <= weights * 2 + 16
+    assert found.checkpoint == found.weights + found.optimizer
+    assert found.batch_per_row % (4 * (8 + 2)) == 0
+    assert found.device is None and found.fits is None and found.largest_batch is None
+
+
+def test_what_fits_fits_and_one_row_more_does_not() -> None:
+    found = tfmulti.estimate(dense(), rows=1000, device_memory_gb=30e-6)
+    assert found.fits is False
+    assert found.largest_batch and found.fitting_microbatches
+    assert found.at(found.largest_batch, 1) <= 30_000 < found.at(found.largest_batch + 1, 1)
+    passes = found.fitting_microbatches
+    assert found.at(1000, passes) <= 30_000 < found.at(1000, passes - 1)
+
+
+def test_a_tensor_that_grows_with_the_square_of_the_rows_is_exact() -> None:
+    inputs = keras.Input((4,))
+    # The distances between all rows of the batch.
+    outputs = keras.layers.Lambda(
+        lambda x: tf.reduce_sum((x[:, None] - x[None]) ** 2, axis=1),
+        output_shape=(4,),
+    )(keras.layers.Dense(4)(inputs))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    small, large = (tfmulti.estimate(model, rows=rows).total for rows in (100, 200))
+    assert large - 2 * small > 100**2 * 4 * 4
+
+
+def test_an_estimate_changes_nothing() -> None:
+    model = dense()
+    x = np.ones((32, 8), np.float32)
+    tfmulti.prepare(model)
+    before = [np.array(v) for v in model.variables]
+    tfmulti.estimate(model, rows=16)
+    for value, variable in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(value, variable)
+    assert int(model.optimizer.iterations) == 0
+    model.fit(x, x[:, :2], batch_size=16, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+    tfmulti.estimate(model, rows=16)
+    assert int(model.optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("given", [{"rows": 0}, {"device_memory_gb": 0.0}])
+def test_values_out_of_range_are_refused(given: dict[str, float]) -> None:
+    with pytest.raises(tfmulti.ConfigError, match="must be"):
+        tfmulti.estimate(dense(), **given)
+
+
+def test_a_model_of_unknown_inputs_needs_specs() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.Dense(2)
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return self.layer(x)
+
+    model = Own()
+    model.compile("sgd", "mse")
+    with pytest.raises(tfmulti.ModelError, match=r"Give estimate\(specs=\(x, y\)\)"):
+        tfmulti.estimate(model)
+    x = np.ones((4, 8), np.float32)
+    assert tfmulti.estimate(model, specs=(x, x[:, :2])).gradients == 4 * (8 * 2 + 2)
+
+
+def test_a_loop_is_named_as_not_seen() -> None:
+    model = keras.Sequential([keras.Input((6, 3)), keras.layers.GRU(4), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    found = tfmulti.estimate(model, rows=4)
+    assert found.unseen
+    assert any("is not seen" in line for line in found.describe())
+
+
+def test_advice_for_each_case() -> None:
+    def advice(device: int | None, line: tuple[float, float] = (0.0, 1e6)) -> str:
+        return MemoryEstimate(100, 1, 10**6, 0, 0, 0, 0, (line,), 0, device).advice()
+
+    assert "Give --device_memory_gb" in advice(None)
+    assert advice(201 * 10**6) == "It fits; up to 200 rows per replica do."
+    assert advice(26 * 10**6) == "Give --microbatches 4, or at most 25 rows per replica."
+    assert advice(10**6).startswith("Not even one row fits")
+
+
+@pytest.mark.processes
+def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
+    def fit(*flags: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "tfmulti.fit", "--dry_run", *flags]
+        return subprocess.run(
+            argv, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+        )
+
+    done = fit("--device_memory_gb", "0.001")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("memory ")]
+    assert "on each device for 64 rows: weights 212 kB" in lines[0]
+    assert "a device has only 1 MB. Give " in lines[-1]
+    refused = fit("--device_memory_gb", "0")
+    assert refused.returncode == 2
+    assert refused.stderr == "tfmulti: --device_memory_gb 0 is no memory; it must be above 0.\n"
+    assert not list(tmp_path.iterdir())
