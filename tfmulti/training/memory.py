@@ -112,7 +112,7 @@ class MemoryEstimate:
     Attributes:
         rows: the rows of one replica in one step.
         microbatches: the number of passes in which a replica computes its rows.
-        weights: the model's variables, those of its metrics included.
+        weights: the model's variables; those of its metrics are small and not counted.
         optimizer: the optimizers' variables.
         gradients: the gradients of all trainable weights.
         buckets: the messages in which replicas sum gradients; 0 with one replica.
