@@ -323,8 +323,8 @@ def out_of_memory_explained(model: keras.Model) -> Iterator[None]:
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        first_line = str(error.message).strip().splitlines()[0]
-        if "memory" not in first_line.lower() and "OOM" not in first_line:
+        # Other things can be exhausted, too, such as the size of a message between workers.
+        if "OOM when" not in error.message and "out of memory" not in error.message.lower():
             raise
         place = placement_of(model.distribute_strategy)
         device = place.gpus[0] if place.gpus else "CPU:0"
