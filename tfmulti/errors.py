@@ -5,7 +5,7 @@
     └── UserError                exit code 2: a mistake of the user
         ├── ConfigError          a wrong flag, argument or configuration file
         ├── ClusterError         a wrong TF_CONFIG, or a wrong cluster
-        ├── DeviceError          devices that this machine does not have
+        ├── DeviceError          devices, or memory, that this machine does not have
         ├── DataError            data that is missing, damaged or in a wrong form
         ├── ModelError           a model that cannot be built or trained as asked
         ├── RunDirError          a run directory that cannot be used
@@ -66,7 +66,7 @@ class ClusterError(UserError):
 
 
 class DeviceError(UserError):
-    """This machine does not have the devices asked for."""
+    """This machine does not have the devices or the memory asked for."""
 
 
 class DataError(UserError):
