@@ -68,7 +68,7 @@ print(json.dumps([found.total, float(np.median(peaks[1:]))]))
         ("mlp", 256, 2, 1),
         ("resnet20", 64, 1, 1),
         ("resnet20", 64, 2, 1),
-        ("resnet20", 256, 1, 4),
+        ("mlp", 1024, 1, 4),
         ("transformer", 64, 1, 1),
         ("transformer", 64, 2, 1),
     ],
@@ -211,6 +211,12 @@ def test_a_loop_is_named_as_not_seen() -> None:
     found = tfmulti.estimate(model, rows=4)
     assert found.unseen
     assert any("is not seen" in line for line in found.describe())
+
+
+def test_several_passes_need_the_sums_of_the_gradients() -> None:
+    found = MemoryEstimate(100, 1, 10, 20, 1000, 0, 1, ((50.0, 2.0),), 0)
+    assert found.at(100, 1) == 10 + 20 + 50 + 2 * 100 + 100
+    assert found.at(100, 3) == 10 + 20 + 1000 + 50 + 2 * 34 + 100
 
 
 def test_advice_for_each_case() -> None:

@@ -115,7 +115,7 @@ class MemoryEstimate:
         weights: the model's variables; those of its metrics are small and not counted.
         optimizer: the optimizers' variables.
         gradients: the gradients of all trainable weights.
-        buckets: the messages in which replicas sum gradients; 0 with one replica.
+        buckets: the messages in which workers sum gradients; 0 with one worker.
         batch_per_row: what one row adds as input, with the batches that wait.
         lines: pairs `(fixed, per_row)`. One pass of `n` rows needs the largest of
             `fixed + per_row * n`, for activations and the gradients that are there with them.
@@ -287,11 +287,7 @@ def memory_of_step(
     graph, of_twice = _traced(model, [with_rows(specs, n * rows_of_pass) for n in (1, 2)])
     lines = _lines(graph, of_twice, rows_of_pass)
     kinds = {op.type for op in graph.get_operations() if op.type in _HIDING}
-    sizes = [_bytes_of(v) for v in model.trainable_variables]
-    gradients = sum(sizes)
-    if place.replicas > 1:
-        # The sum of a gradient over the replicas replaces that of this replica.
-        lines.append((float(gradients + max(sizes, default=0)), 0.0))
+    gradients = sum(_bytes_of(v) for v in model.trainable_variables)
     weights = sum(_bytes_of(v) for v in model.variables)
     optimizers = model_checks.optimizers_of(model)
     slots = sum(_bytes_of(v) for each in optimizers for v in each.variables)
@@ -302,7 +298,7 @@ def memory_of_step(
         weights=weights,
         optimizer=slots,
         gradients=gradients,
-        buckets=min(2 * PACK_BYTES, gradients) if place.replicas > 1 else 0,
+        buckets=min(2 * PACK_BYTES, gradients) if place.workers > 1 else 0,
         batch_per_row=batch * (2 if place.gpus else PREFETCH_STEPS + 1),
         lines=_highest(lines),
         checkpoint=weights + slots,
