@@ -43,12 +43,13 @@ def test_a_program_is_the_same_or_refused(left: ProgramPlaces, name: str, place:
             assert all(np.array_equal(first[key], other[key], equal_nan=True) for key in first)
         ratio, words = excess(first, plain, [perturbed], wanted.tolerance)
         assert ratio <= 1, words
-    else:
-        if "error" not in first:
-            _, words = excess(first, plain, [perturbed], wanted.tolerance)
-            pytest.fail(f"no error, but {words}")
+    elif "error" in first:
         for found in (first, *others):
             assert re.search(wanted.expects, str(found["error"][1])), ": ".join(found["error"])
+    else:
+        # A program that is usually refused may also be exact, for example on two replicas alone.
+        ratio, words = excess(first, plain, [perturbed], wanted.tolerance)
+        assert ratio <= 1, f"no error, but {words}"
 
 
 def test_the_comparison_names_the_difference() -> None:

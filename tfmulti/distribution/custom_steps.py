@@ -31,10 +31,11 @@ def average_loss(
     sample_weight: Any = None,
     global_batch_size: Any = None,
 ) -> tf.Tensor:
-    """Returns the sum of this replica's losses, divided so that the mean over replicas is right.
+    """Returns the sum of this replica's losses, divided as on one device.
 
-    Without `global_batch_size` the divisor is the number of this replica's rows. With it the
-    divisor is this replica's part of that number.
+    TensorFlow's function also divides by the number of replicas. Without `global_batch_size` the
+    divisor here is the number of this replica's rows, so the result is a mean over rows. With it
+    the result is a sum over rows divided by a number, as a program may write it by itself.
 
     Args:
         original: `tf.nn.compute_average_loss`.
@@ -43,11 +44,9 @@ def average_loss(
         sample_weight: the weights of these losses, or None.
         global_batch_size: the number of rows that the user divides by, or None.
     """
-    total = original(per_example_loss, sample_weight, 1)
     if global_batch_size is None:
-        return total / tf.cast(tf.maximum(share.own_rows, 1), total.dtype)
-    part = tf.cast(share.weight, total.dtype) * tf.cast(global_batch_size, total.dtype)
-    return tf.math.divide_no_nan(total, part)
+        global_batch_size = tf.maximum(share.own_rows, 1)
+    return original(per_example_loss, sample_weight, global_batch_size)
 
 
 def regularization_loss(

@@ -200,7 +200,6 @@ def _loss_of_two_rows(name: str) -> list[Any]:
         values = tf.constant([1.0, 3.0])
         functions = {
             "average": lambda: tf.nn.compute_average_loss(values),
-            "average of 8": lambda: tf.nn.compute_average_loss(values, global_batch_size=8),
             "regularization": lambda: tf.nn.scale_regularization_loss(values),
         }
         alone = functions[name]()
@@ -212,7 +211,7 @@ def _loss_of_two_rows(name: str) -> list[Any]:
 
 
 def loss_functions_of_custom_loops() -> Any:
-    return [_loss_of_two_rows(n) for n in ("average", "average of 8", "regularization")]
+    return [_loss_of_two_rows(n) for n in ("average", "regularization")]
 
 
 def step_with_clipped_gradients() -> Any:
