@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import Checkpoint, prepare
+from tfmulti import Checkpoint, LiveCurves, prepare
 from tfmulti.errors import ResumeError
+from tfmulti.run.artifacts import curves_svg
+from tfmulti.run.callbacks import live_curves
 from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.input import positions
@@ -35,15 +37,35 @@ class Counts(keras.callbacks.Callback):
         self.batches += 1
 
 
-def trained(folder: Path, epochs: int = 2) -> Counts:
+class Rows(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        rows = ROWS[4 * index : 4 * index + 4]
+        return rows, rows[:, :1]
+
+
+def made(kind: str) -> Any:
+    """Returns the rows as a shuffled Dataset, one of a generator, or a PyDataset."""
+    if kind == "PyDataset":
+        return Rows()
+    data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS[:, :1]))
+    if kind == "generator":
+        # TensorFlow cannot save the position of such a Dataset.
+        data = data.map(lambda x, y: (tf.numpy_function(np.array, [x], tf.float32), y))
+        data = data.map(lambda x, y: (tf.ensure_shape(x, (4,)), y))
+    return data.shuffle(16, seed=3).batch(4)
+
+
+def trained(folder: Path, epochs: int = 2, kind: str = "dataset") -> Counts:
     """Returns a callback after training that resumes from the newest checkpoint, if any."""
     keras.utils.set_random_seed(1)
     model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
     model.compile("sgd", "mse")
     counts = Counts(folder, epochs)
-    data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS[:, :1])).shuffle(16, seed=3).batch(4)
     keeper = Checkpoint(folder / "checkpoints", every_steps=10)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=[counts, keeper])
+    model.fit(made(kind), epochs=epochs, verbose=0, callbacks=[counts, keeper])
     return counts
 
 
@@ -124,6 +146,94 @@ def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: A
     crafted(tmp_path, lambda tree: tree.update({key: value}))
     with pytest.raises(ResumeError, match="the newest checkpoint is not as this version writes it"):
         trained(tmp_path, epochs=3)
+
+
+# The counts of a record are from step 10, in the second epoch of eight steps.
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "rule"),
+    [
+        ("dataset", "passes", 10**12, "from 0 to 2"),
+        ("generator", "passes", 10**12, "from 0 to 2"),
+        ("PyDataset", "passes", 10**12, "from 0 to 2"),
+        ("PyDataset", "passes", -1, "from 0 to 2"),
+        ("PyDataset", "passes", 1.0, "from 0 to 2"),
+        ("PyDataset", "passes", True, "from 0 to 2"),
+        ("generator", "unread", 10**12, "from 0 to 1"),
+        ("generator", "batches", 10**12, "from 0 to 10"),
+    ],
+)
+def test_counts_of_a_feed_must_fit_the_position(
+    tmp_path: Path, kind: str, name: str, value: Any, rule: str
+) -> None:
+    trained(tmp_path, kind=kind)
+
+    def change(tree: dict[str, Any]) -> None:
+        tree["feeds"]["training"][name] = value
+        tree["feeds"]["training"].pop("iterator", None)
+
+    crafted(tmp_path, change)
+    with pytest.raises(ResumeError, match=rf"feeds\.training\.{name} is .* whole number {rule}"):
+        trained(tmp_path, epochs=3, kind=kind)
+
+
+@pytest.mark.parametrize("name", ["epoch", "step", "batches", "lost"])
+@pytest.mark.parametrize("value", ["1", -1])
+def test_counts_of_the_progress_are_whole_numbers(tmp_path: Path, name: str, value: Any) -> None:
+    trained(tmp_path)
+    crafted(tmp_path, lambda tree: tree["progress"].update({name: value}))
+    with pytest.raises(ResumeError, match=rf"progress\.{name} is .* a whole number from 0"):
+        trained(tmp_path, epochs=3)
+
+
+def test_a_position_after_the_last_epoch_reads_no_data(tmp_path: Path) -> None:
+    """A number of passes that fits a made-up epoch would keep the run busy without end."""
+    trained(tmp_path, kind="generator")
+
+    def change(tree: dict[str, Any]) -> None:
+        tree["progress"].update(epoch=10**12, step=0, goes_on=False)
+        tree["feeds"]["training"].update(passes=10**12)
+
+    crafted(tmp_path, change)
+    assert trained(tmp_path, epochs=3, kind="generator").batches == 10
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        None,
+        ["loss"],
+        {"loss": 1.0},
+        {"loss": "text"},
+        {"loss": [1]},
+        {"loss": [[1.0]]},
+        {3: [1.0]},
+        {str(number): [1.0] for number in range(65)},
+    ],
+)
+def test_live_curves_of_another_form_are_refused(history: Any) -> None:
+    curves = LiveCurves()
+    curves.set_state({"history": {"loss": [2.0]}})
+    with pytest.raises(ValueError, match="of LiveCurves is no"):
+        curves.set_state({"history": history})
+    assert curves.get_state() == {"history": {"loss": [2.0]}}
+
+
+def test_names_of_curves_are_no_formulas() -> None:
+    picture = curves_svg({"$\\frac$": [1.0, 2.0], "val_$\\frac$": [1.0, 2.0], "a$b$c": [1.0]})
+    assert ">$\\frac$<" in picture
+    assert ">a$b$c<" in picture
+
+
+def test_live_curves_keep_as_many_metrics_as_a_checkpoint_may_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live_curves, "in_notebook", lambda: True)
+    monkeypatch.setattr(live_curves, "curves_svg", lambda history: "")
+    curves = LiveCurves()
+    curves.on_epoch_end(0, {str(number): np.float64(number) for number in range(70)})
+    state = curves.get_state()
+    assert len(state["history"]) == 64
+    LiveCurves().set_state(state)
 
 
 def test_a_run_whose_workers_trained_alone_is_not_resumed(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def curves_figure(history: dict[str, list[float]], title: str = "") -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     names = [name for name in history if not name.startswith("val_")]
-    figure = Figure(figsize=(5.0 * len(names), 3.6), layout="constrained")
+    figure = Figure(figsize=(5.0 * max(1, len(names)), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     for place, name in enumerate(names, start=1):
         axes = figure.add_subplot(1, len(names), place)
@@ -88,12 +88,14 @@ def curves_figure(history: dict[str, list[float]], title: str = "") -> Figure:
             values = history.get(key, [])
             if values:
                 axes.plot(range(1, len(values) + 1), values, marker=".", label=label)
-        axes.set(xlabel="epoch", title=name)
+        axes.set(xlabel="epoch")
+        # A user's metric may be called "$x$", which is no formula of matplotlib.
+        axes.set_title(name, parse_math=False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
     if title:
-        figure.suptitle(title)
+        figure.suptitle(title, parse_math=False)
     return figure
 
 

@@ -9,12 +9,15 @@ import keras
 from tfmulti.config.notebook_output import NotebookOutput, in_notebook
 from tfmulti.run.artifacts import curves_svg
 
+# A picture of more curves cannot be read.
+_MOST_NAMES = 64
+
 
 class LiveCurves(keras.callbacks.Callback):
     """Draws the metrics over the epochs in the output of the cell, anew after each epoch.
 
     It works in a notebook's kernel and in the workers of `notebook_launcher`, where the chief's
-    curves are shown. Elsewhere, as in a script, it does nothing.
+    curves are shown. Elsewhere, as in a script, it does nothing. It draws at most 64 metrics.
 
         model.fit(x, y, epochs=20, callbacks=[tfmulti.LiveCurves()])
     """
@@ -31,8 +34,22 @@ class LiveCurves(keras.callbacks.Callback):
         return {"history": self._history}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on with the curves of a checkpoint."""
-        self._history = {name: list(values) for name, values in state["history"].items()}
+        """Goes on with the curves of a checkpoint.
+
+        Args:
+            state: what `get_state` returned.
+
+        Raises:
+            ValueError: `state` has another form.
+        """
+        history = state["history"]
+        if not isinstance(history, dict) or len(history) > _MOST_NAMES:
+            raise ValueError(f"the history of LiveCurves is no dict of at most {_MOST_NAMES} lists")
+        for name, values in history.items():
+            is_curve = isinstance(values, list) and all(type(value) is float for value in values)
+            if not isinstance(name, str) or not is_curve:
+                raise ValueError(f"the curve {name!r:.40} of LiveCurves is no list of floats")
+        self._history = {name: list(values) for name, values in history.items()}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Takes a place in the output, before the progress bar."""
@@ -44,6 +61,9 @@ class LiveCurves(keras.callbacks.Callback):
             return
         for name, value in (logs or {}).items():
             # Metrics that are vectors, such as an F1 score for each class, are no curve.
-            if isinstance(value, float):
-                self._history.setdefault(name, []).append(value)
+            # np.float64 derives from float, but a checkpoint must hold plain floats.
+            if isinstance(value, float) and (
+                name in self._history or len(self._history) < _MOST_NAMES
+            ):
+                self._history.setdefault(name, []).append(float(value))
         self._output.show(curves_svg(self._history))

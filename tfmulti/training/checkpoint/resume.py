@@ -266,11 +266,18 @@ class CheckpointManager:
         if self._record is None:
             return None
         with _of_known_form():
-            return Progress(**self._record.tree["progress"])
+            progress = Progress(**self._record.tree["progress"])
+            for name in ("epoch", "step", "batches", "lost"):
+                _check_count(f"progress.{name}", getattr(progress, name))
+            _check_count("progress.batches", progress.batches, self._record.step)
+            return progress
 
     @_of_known_form()
-    def restore(self) -> None:
+    def restore(self, *, has_ended: bool = False) -> None:
         """Restores the model, the callbacks and the feeds from the record.
+
+        Args:
+            has_ended: whether no epoch is left, so that nothing will be taken from the feeds.
 
         Raises:
             ResumeError: the record does not fit the model, or has another form.
@@ -284,8 +291,10 @@ class CheckpointManager:
                 f"saved sync_every={every}, which this version does not have. Begin a new run in a "
                 "new folder."
             )
-        for name, feed in self._feeds.items():
-            feed.set_state(tree["feeds"][name] if "feeds" in tree else _older_state(tree, name))
+        for name, feed in () if has_ended else self._feeds.items():
+            state = tree["feeds"][name] if "feeds" in tree else _older_state(tree, name)
+            _check_feed(name, state, epoch=tree["progress"]["epoch"], step=self._record.step)
+            feed.set_state(state)
         run_state.restore(self._model, tree["model"], tree["trained"])
         self._callbacks.restore(tree["callbacks"])
         if placement_of(self._model.distribute_strategy).is_chief:
@@ -392,6 +401,27 @@ def _older_state(tree: Tree, name: str) -> State:
     passes = tree["passes"][name] - (name == "training" and tree["progress"]["goes_on"])
     older = {"passes": passes, "unread": tree.get("unread", {}).get(name, 0)}
     return older | (tree.get("positions", {}).get(name) or {})
+
+
+def _check_feed(name: str, state: State, *, epoch: int, step: int) -> None:
+    """Raises ValueError if a feed's state has counts that a run cannot have at this position.
+
+    A feed makes an iterator for each pass of the stopped run, so a number that is far too large
+    would keep a resumed run busy without end.
+    """
+    # Each epoch ends at most one pass of the training data, and has at most one validation. The
+    # last one may have ended in the epoch that goes on.
+    passes = state.get("passes", 0)
+    _check_count(f"feeds.{name}.passes", passes, epoch + 1)
+    _check_count(f"feeds.{name}.unread", state.get("unread", 0), passes)
+    _check_count(f"feeds.{name}.batches", state.get("batches", 0), step)
+
+
+def _check_count(name: str, value: Any, most: int | None = None) -> None:
+    """Raises ValueError if a value is not a whole number from 0, or is above `most`."""
+    if type(value) is not int or value < 0 or (most is not None and value > most):
+        limit = "" if most is None else f" to {most}"
+        raise ValueError(f"{name} is {value!r:.40}, but it must be a whole number from 0{limit}")
 
 
 def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -121,8 +121,9 @@ def train(model: keras.Model, training: Training) -> Logs:
     logs, is_open = dict(at.logs), False
     heartbeat().begin()
     trained, clock = False, StepClock()
-    if keeper is not None and resumed and (not at.step or at.epoch >= training.epochs):
-        keeper.restore()
+    has_ended = at.epoch >= training.epochs
+    if keeper is not None and resumed and (not at.step or has_ended):
+        keeper.restore(has_ended=has_ended)
     while at.epoch < training.epochs and not at.is_over:
         if at.step:
             callbacks.on_epoch_begin(at.epoch)
