@@ -15,6 +15,9 @@
 The function may be defined in the notebook. It is sent to the workers by value (cloudpickle), with
 the variables that it uses. `tfmulti launch` starts the workers as new processes, each with its part
 of the GPUs or cores, so TensorFlow need not be started in the notebook itself.
+
+If the kernel is killed, the launcher gets SIGTERM from the system. It then ends the workers, which
+may save, and removes the folder through which they were sent the function.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -36,10 +41,13 @@ import cloudpickle
 
 from tfmulti.config.notebook_output import FILE, FOLDER_VARIABLE, NotebookOutput
 from tfmulti.errors import ConfigError, DeviceError, TfmultiError
+from tfmulti.launch.__main__ import main as launch
+from tfmulti.launch.shim import GRACE, PARENT, tie_to_launcher
 
 _CALL, _RESULT, _FAILED = "call.pkl", "result.pkl", "failed_{}.pkl"
 _PRINTED = "printed.txt"
 _LOOK_S, _END_S = 0.1, 45.0
+_LAUNCH = "--launch"
 _LAST_LINES = 20
 
 
@@ -79,7 +87,7 @@ def notebook_launcher(
     with tempfile.TemporaryDirectory(prefix="tfmulti-notebook-") as name:
         folder = Path(name)
         try:
-            (folder / _CALL).write_bytes(cloudpickle.dumps((function, tuple(args))))
+            _replace(folder / _CALL, cloudpickle.dumps((function, tuple(args))))
         except Exception as error:
             raise ConfigError(
                 f"the function or an argument cannot be sent to the workers ({error}). Make it "
@@ -121,12 +129,13 @@ def _check(function: Any, workers: int) -> None:
 
 def _launched(folder: Path, workers: int) -> tuple[int, str]:
     """Runs the workers, and returns the launcher's exit code and its last lines."""
-    argv = [sys.executable, "-m", "tfmulti.launch", "--nproc-per-node", str(workers)]
-    argv += ["--max-restarts", "0", "--no-standby", "--log-dir", str(folder / "logs")]
-    argv += ["--redirects", "3", "-m", "tfmulti.notebook", str(folder)]
+    argv = [sys.executable, "-m", "tfmulti.notebook", _LAUNCH, str(folder), str(workers)]
     paths = [path for path in sys.path if path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *paths])}
     env[FOLDER_VARIABLE] = str(folder)
+    # The launcher ends with this process, and its own process group after a longer time than the
+    # workers have.
+    env |= {PARENT: str(os.getpid()), GRACE: f"{_END_S:g}"}
     # A notebook shows no colours of a terminal, and no lines of TensorFlow's start.
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with open(folder / "launcher.log", "wb") as log:
@@ -149,6 +158,23 @@ def _launched(folder: Path, workers: int) -> tuple[int, str]:
         _end(launcher)
     lines = (folder / "launcher.log").read_text(errors="replace").splitlines()
     return code, "\n".join(lines[-_LAST_LINES:])
+
+
+def _launch(folder: Path, workers: str) -> int:
+    """Runs the launcher, and returns its exit code; removes the folder if the kernel was killed.
+
+    It is the program of the process that `_launched` starts.
+    """
+    # Until the launcher handles SIGTERM, the signal ends this process with the clean-up below.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        tie_to_launcher()
+        argv = ["--nproc-per-node", workers, "--max-restarts", "0", "--no-standby"]
+        argv += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
+        return launch([*argv, "-m", "tfmulti.notebook", str(folder)])
+    finally:
+        if str(os.getppid()) != os.environ[PARENT]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Shown:
@@ -206,8 +232,39 @@ def _raise_first(folder: Path, workers: int) -> None:
     raise error from WorkerTraceback(f"worker {rank}:\n{text}")
 
 
+def _private(folder: Path) -> bytes:
+    """Returns the content of the file of the call, which only this user can have written.
+
+    Raises:
+        ConfigError: another user could have written the file, or there is none.
+    """
+    path = folder / _CALL
+    rule = (
+        f"{path} is loaded as code, so only this user may write it. The folder must have mode 0700 "
+        "and the file 0600, as notebook_launcher makes them."
+    )
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(number, "rb") as file:
+            inner, outer = os.fstat(number), folder.lstat()
+            is_mine = stat.S_ISREG(inner.st_mode) and stat.S_ISDIR(outer.st_mode)
+            for found in (inner, outer):
+                is_mine = is_mine and found.st_uid == os.getuid() and not found.st_mode & 0o077
+            if not is_mine:
+                raise ConfigError(rule)
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}). {rule}") from None
+
+
 def main(folder: Path) -> None:
-    """Calls the function in a worker, and leaves its result or its error in the folder."""
+    """Calls the function in a worker, and leaves its result or its error in the folder.
+
+    Raises:
+        ConfigError: another user could have written the folder.
+        Exception: the function has raised it.
+    """
+    call = _private(folder)
     rank = int(os.environ["RANK"])
     if rank == 0:
         # The launcher passes on whole lines only, so a progress bar would not move.
@@ -215,8 +272,7 @@ def main(folder: Path) -> None:
         os.dup2(printed, sys.stdout.fileno())
         os.close(printed)
     try:
-        # The notebook has written this file into a folder of this user alone.
-        function, args = cloudpickle.loads((folder / _CALL).read_bytes())
+        function, args = cloudpickle.loads(call)
         result = function(*args)
         if rank == 0:
             _write(folder / _RESULT, _sendable(result))
@@ -257,11 +313,15 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Writes a file that is whole or absent."""
+    """Writes a file that is whole or absent, and that only this user can read and write."""
     partial = path.with_suffix(".partial")
-    partial.write_bytes(data)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(partial, flags, 0o600), "wb") as file:
+        file.write(data)
     partial.replace(path)
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == _LAUNCH:
+        sys.exit(_launch(Path(sys.argv[2]), sys.argv[3]))
     main(Path(sys.argv[1]))

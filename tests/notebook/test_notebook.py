@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import nbclient
 import nbformat
 import psutil
 import pytest
 
-from tests.support.processes import ROOT, clean_env
+from tests.support.processes import ROOT, clean_env, is_alive, processes
 from tfmulti import ConfigError, notebook_launcher
+from tfmulti.notebook import main as call_in_worker
 
 pytestmark = pytest.mark.processes
 
@@ -230,6 +232,71 @@ def test_a_kernel_whose_tensorflow_has_started_is_told_to_restart(notebook: Note
     )
     assert error["ename"] == "DeviceError"
     assert "restart the kernel first (menu Kernel, Restart Kernel)" in error["evalue"]
+
+
+WAITS = """
+import time
+from tfmulti import notebook_launcher
+
+def waits():
+    print("begun", flush=True)
+    time.sleep(600)
+
+notebook_launcher(waits, workers=2)
+"""
+
+
+def test_a_killed_kernel_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    script = tmp_path / "cell.py"
+    script.write_text(WAITS)
+    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folders)}
+    with processes(tmp_path / "out") as group:
+        kernel = psutil.Process(group.start([str(script)], env).pid)
+        begun_by = time.monotonic() + LIMIT_S / 2
+        while "begun" not in group.output(0) and time.monotonic() < begun_by:
+            time.sleep(0.2)
+        assert "begun" in group.output(0), group.logs()
+        left = kernel.children(recursive=True)
+        # The launcher, its guard, and two workers.
+        assert len(left) >= 4
+        (folder,) = folders.glob("tfmulti-notebook-*")
+        kernel.kill()
+        gone_by = time.monotonic() + LIMIT_S / 4
+        while time.monotonic() < gone_by and (folder.exists() or any(map(_runs, left))):
+            time.sleep(0.2)
+        alive = [process for process in left if _runs(process)]
+        for process in alive:
+            process.kill()
+        assert not alive
+        assert not folder.exists()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Returns whether a process runs; another process may have its id by now."""
+    return process.is_running() and is_alive(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("folder_mode", "file_mode"), [(0o755, 0o600), (0o700, 0o644), (0o700, None)]
+)
+def test_a_worker_loads_no_function_that_another_user_could_write(
+    tmp_path: Path, folder_mode: int, file_mode: int | None
+) -> None:
+    folder, sign = tmp_path / "call", tmp_path / "sign"
+    folder.mkdir()
+    call = folder / "call.pkl"
+    if file_mode is None:
+        other = tmp_path / "other.pkl"
+        call.symlink_to(other)
+        file_mode = 0o600
+    call.write_bytes(cloudpickle.dumps((lambda: sign.write_text("called"), ())))
+    call.chmod(file_mode)
+    folder.chmod(folder_mode)
+    with pytest.raises(ConfigError, match=r"is loaded as code, so only this user may write it"):
+        call_in_worker(folder)
+    assert not sign.exists()
 
 
 @pytest.mark.parametrize(
