@@ -23,11 +23,14 @@ import pytest
 
 from tests.support.launching import wait_for
 from tests.support.processes import processes
+from tfmulti import Checkpoint, Watchdog
 from tfmulti.config import run_directory
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ResumeError
 from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import FILE, NotOwnerError, Owner, Ownership, ownership_of
+from tfmulti.training.watchdog import watching
 
 pytestmark = pytest.mark.processes
 
@@ -90,6 +93,8 @@ def test_a_second_start_is_told_who_owns_the_folder(
 STARTS = """
 import sys, time
 from pathlib import Path
+from tfmulti import Checkpoint, Watchdog
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ResumeError
 from tfmulti.training.checkpoint.owner import ownership_of
 print("ready", flush=True)
@@ -360,6 +365,57 @@ def test_newer_checkpoints_are_removed_only_where_they_were_found_damaged(tmp_pa
     assert (found and found.step, len(wrong)) == (15, 1)
     after.write(record(16))
     assert [path.stem for path in after.files()] == ["step-000000016", "step-000000015"]
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.npz"))
+
+
+def test_checkpoints_that_another_process_has_written_since_are_not_removed(tmp_path: Path) -> None:
+    before = Checkpoints(tmp_path)
+    before.write(record(10))
+    resumed, other = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path)
+    assert resumed.newest()[0] is not None
+    other.write(record(12))
+    resumed.write(record(14))
+    # It went on from step 10, so that file goes. It knows nothing of step 12.
+    assert steps_in(tmp_path) == [12, 14]
+    resumed.write(record(16))
+    assert steps_in(tmp_path) == [12, 16]
+
+
+def test_the_checkpoints_of_many_restarts_do_not_add_up(tmp_path: Path) -> None:
+    for attempt in range(6):
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        found, _ = checkpoints.newest()
+        assert (found.step if found else 0) == 20 * attempt
+        for step in (10, 20):
+            checkpoints.write(record(20 * attempt + step))
+        assert steps_in(tmp_path) == [20 * attempt + 10, 20 * attempt + 20]
+
+
+def test_a_worker_that_was_cut_off_leaves_the_hang_files_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only the chief owns the folder, and the other workers write hang_worker_K.json, too."""
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    first, second = (
+        Ownership(checkpoints, job(0), lambda code: None),
+        Ownership(checkpoints, job(1)),
+    )
+    first.take()
+    file = run / "hang_worker_1.json"
+    callbacks = [Watchdog(run), Checkpoint(checkpoints)]
+    with watching(callbacks, Placement(rank=1, workers=2, local_replicas=1)):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(file.exists, 10)
+        second.take()
+        file.write_text("of the later attempt")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: "this process writes nothing more there" in capfd.readouterr().err, 10)
+        assert file.read_text() == "of the later attempt"
+    second.release()
+    first.release()
 
 
 def test_who_has_lost_the_folder_writes_and_removes_nothing(tmp_path: Path) -> None:

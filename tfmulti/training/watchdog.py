@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +36,8 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch.heartbeat import BUSY, FIRST, TRAINING
 from tfmulti.launch.heartbeat import heartbeat as own_heartbeat
 from tfmulti.launch.shim import STACKS_FILE
+from tfmulti.training.checkpoint.callback import Checkpoint
+from tfmulti.training.checkpoint.owner import NotOwnerError, fence_of
 
 _LOOK_S, _LOOKS_AT_OTHERS = 0.5, 4
 # How long the chief waits for the file of the worker that all others wait for.
@@ -91,22 +93,29 @@ class Watchdog(keras.callbacks.Callback):
 def watching(callbacks: Iterable[keras.callbacks.Callback], placement: Placement) -> Iterator[None]:
     """Runs the thread of each `Watchdog` among the callbacks while the context lasts.
 
+    If there is a Checkpoint, the threads write no file once another process owns its folder: a
+    worker that was cut off must not replace the files of the job that goes on.
+
     Args:
         callbacks: all callbacks that this worker runs.
         placement: this process' place among the workers.
     """
+    given = list(callbacks)
+    checks = [fence_of(each.folder) for each in given if isinstance(each, Checkpoint)]
     with contextlib.ExitStack() as stack:
-        for callback in callbacks:
+        for callback in given:
             if isinstance(callback, Watchdog):
-                stack.enter_context(_Watch(callback, placement))
+                stack.enter_context(_Watch(callback, placement, checks))
         yield
 
 
 class _Watch:
     """The thread of a watchdog, as a context."""
 
-    def __init__(self, about: Watchdog, placement: Placement) -> None:
-        self._about, self._placement = about, placement
+    def __init__(
+        self, about: Watchdog, placement: Placement, checks: list[Callable[[], None]]
+    ) -> None:
+        self._about, self._placement, self._checks = about, placement, checks
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=_OWN, daemon=True)
         # Under the launcher the file of the stacks belongs to it; it grows at SIGUSR1.
@@ -158,8 +167,14 @@ class _Watch:
                     late_s = time.monotonic() - since_s
             if asked or (late_s is not None and not is_told):
                 told_since_s = told_since_s if late_s is None else since_s
-                with contextlib.suppress(OSError):
+                try:
                     self._tell(asked, late_s)
+                except NotOwnerError as error:
+                    print(f"tfmulti: {error}", file=sys.stderr, flush=True)
+                    return
+                except OSError:
+                    # The storage may come back.
+                    continue
 
     def _files_of_others(self) -> dict[str, int]:
         """Returns the times of the files that other workers have written, by name."""
@@ -186,6 +201,8 @@ class _Watch:
         seen = describe(self._placement)
         path = None
         if folder is not None:
+            for check in self._checks:
+                check()
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / _file(rank)
             write_text(path, json.dumps(seen, indent=1) + "\n")

@@ -121,6 +121,11 @@ def from_bytes(data: bytes) -> Record:
 class Checkpoints:
     """The newest checkpoints of a run in one folder. Only the chief reads and writes them.
 
+    Only files are removed that this object has written, has read and found damaged, or has gone on
+    from: those that `newest` found in the folder, up to the record that it returned. So a process
+    that was cut off cannot remove what another one has written since, and the checkpoints of many
+    restarts do not add up.
+
     Args:
         folder: the folder; it is made when the first checkpoint is written.
         keep: how many checkpoints stay. An older one is removed after a newer one was written and
@@ -138,6 +143,8 @@ class Checkpoints:
         self.folder, self._keep, self._check = folder, keep, check
         # The files that `newest` has read and found damaged.
         self._damaged: set[Path] = set()
+        # The whole files that this object may remove.
+        self._own: set[Path] = set()
 
     def files(self) -> list[Path]:
         """Returns the files of all checkpoints, the newest first."""
@@ -152,7 +159,7 @@ class Checkpoints:
         """Writes a record, reads it again, removes older ones beyond `keep`, and returns the path.
 
         Damaged files that `newest` has found are removed, too, even if they are newer, because the
-        run went on from an older checkpoint. All other newer files stay: another run wrote them.
+        run went on from an older checkpoint. Files that another process has written since stay.
 
         Args:
             record: the record.
@@ -173,20 +180,25 @@ class Checkpoints:
                 raise DamagedCheckpointError(f"{path} does not hold what was written to it")
             self._check()
         self._damaged.discard(path)
-        others = [old for old in self.files() if old not in self._damaged]
-        older = [old for old in others if _step_of(old) <= record.step]
+        self._own.add(path)
+        own = sorted(self._own, key=_step_of, reverse=True)
+        older = [old for old in own if _step_of(old) <= record.step]
         for old in [*older[self._keep :], *self._damaged]:
             self._check()
             old.unlink(missing_ok=True)
+            self._own.discard(old)
         self._damaged.clear()
         return path
 
     def newest(self) -> tuple[Record | None, list[str]]:
         """Returns the newest whole record, or None, and what is wrong with the newer files."""
         wrong: list[str] = []
-        for path in self.files():
+        found = self.files()
+        for number, path in enumerate(found):
             try:
-                return from_bytes(path.read_bytes()), wrong
+                record = from_bytes(path.read_bytes())
+                self._own.update(found[number:])
+                return record, wrong
             except DamagedCheckpointError as error:
                 self._damaged.add(path)
                 wrong.append(f"{path}: {error}")

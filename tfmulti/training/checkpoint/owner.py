@@ -329,6 +329,33 @@ def ownership_of(folder: Path) -> Ownership:
     return _known.setdefault(place, Ownership(place))
 
 
+def fence_of(folder: Path) -> Callable[[], None]:
+    """Returns a check that raises NotOwnerError once the folder has another owner than now.
+
+    It is for the workers that own no folder, and write files of their own beside it.
+
+    Args:
+        folder: the folder of the record.
+    """
+    path, token = folder / FILE, ""
+
+    def check() -> None:
+        nonlocal token
+        found = _read(path)
+        if found is None:
+            return
+        token = token or found.token
+        if found.token != token:
+            raise NotOwnerError(
+                f"{folder} belongs to {found.in_words()} by now: this process writes nothing more "
+                "there."
+            )
+
+    with contextlib.suppress(OSError):
+        check()
+    return check
+
+
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[bool]:
     """Locks a folder inside the context, against other processes of this machine.
