@@ -27,7 +27,7 @@ from tests.support.launching import (
     wait_for,
 )
 from tests.support.mounts import mounted, needs_root
-from tests.support.processes import Processes, is_alive, processes, run
+from tests.support.processes import Finished, Processes, is_alive, processes, run
 
 pytestmark = pytest.mark.processes
 
@@ -107,6 +107,41 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     late = r"does not listen at 127\.0\.0\.1:\d+, 3 s after another worker did"
     words = rf"\[launch\] (then )?worker 1 ({late}|has done nothing for 3 s \(--start-timeout\))"
     assert re.search(words, done.stderr)
+
+
+SPINS = """
+import sys, time
+end = time.monotonic() + 25
+while time.monotonic() < end:
+    if sys.argv[1] == "prints" and time.monotonic() % 1 < 0.001:
+        print("working", flush=True)
+        time.sleep(0.01)
+"""
+
+
+def spun(folder: Path, how: str) -> Finished:
+    """Runs two workers that use a core each for 25 seconds, and never train."""
+    script = folder / "spins.py"
+    script.write_text(SPINS)
+    flags = ["--nproc-per-node", "2", "--start-timeout", "1.5", "--max-restarts", "0"]
+    flags += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
+    argv = ["-m", "tfmulti.launch", *flags, str(script), how]
+    return run(argv, folder / "launcher", limit_s=LIMIT_S)
+
+
+def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path) -> None:
+    done = spun(tmp_path, "polls")
+    assert done.returncode == 1
+    words = (
+        r"worker [01] has shown no progress for 15 s \(10 times --start-timeout\), and has ended no"
+    )
+    assert re.search(words, done.stderr), done.stderr
+    assert "spins.py" in done.stderr
+
+
+def test_workers_that_print_before_the_first_step_go_on(tmp_path: Path) -> None:
+    done = spun(tmp_path, "prints")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_job_that_cannot_continue_ends_with_the_cause(tmp_path: Path) -> None:

@@ -163,6 +163,25 @@ def test_a_group_that_waits_for_a_disk_without_a_byte_is_idle_in_the_end() -> No
     assert [idle.since(7) for _ in range(6)] == [0.0, 10.0, 100.0, 100.0, 100.0, 210.0]
 
 
+def test_a_group_that_polls_is_still_and_one_that_works_is_not() -> None:
+    """Group 7 only uses a core; 8 reads a disk; 9 takes more memory, and later only keeps it."""
+    now = [0.0]
+    used = [
+        {
+            7: Use(core, memory_pages=1000),
+            8: Use(core, disk_bytes=int(core), memory_pages=1000),
+            9: Use(core, memory_pages=pages),
+        }
+        for core, pages in ((0.0, 500), (10.0, 900), (20.0, 1000), (30.0, 1005))
+    ]
+    idle = Idle(lambda: used.pop(0), lambda: now[0])
+    found = []
+    for now[0] in (0.0, 10.0, 20.0, 30.0):
+        found.append([idle.still_since(group) for group in (7, 8, 9)])
+    assert found == [[0.0, 0.0, 0.0], [0.0, 10.0, 10.0], [0.0, 20.0, 20.0], [0.0, 30.0, 20.0]]
+    assert [idle.since(group) for group in (7, 8, 9)] == [30.0, 30.0, 30.0]
+
+
 PROGRAM = ["-m", "tfmulti.fit", "--epochs", "3"]
 
 

@@ -117,7 +117,8 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "300",
         "S",
         "Seconds for all machines to answer, from the first worker that listens until all do, and "
-        "without a sign of life from any before they train.",
+        "without a sign of life from any before they train. Workers that use cores before the "
+        "first step get ten times as long without any sign of progress: output, disk or memory.",
     ),
     ("shutdown-grace-s", "30", "S", "Seconds from SIGTERM to SIGKILL."),
     (

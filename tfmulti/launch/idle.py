@@ -3,6 +3,10 @@
 A process group works if it uses more than 2 % of one core. It also counts as working while one of
 its processes waits for a disk, unless no byte has moved for two minutes. The figures come from
 /proc.
+
+A process group that polls for something that never comes works by this measure. So the class also
+tells since when a group is still: it may use cores, but moves no byte from or to a disk, and takes
+no more memory.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ SAMPLE_S = 1.0
 BUSY_SHARE = 0.02
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
+# A group that takes this part more memory than ever before is not still.
+_GROWTH = 1.01
+
 # A process may wait this long for a disk while no byte moves, because the system still writes back
 # its earlier data. A process that waits longer, for a file server that is gone, is idle.
 DISK_S = 120.0
@@ -32,11 +39,13 @@ class Use(NamedTuple):
         core_s: the seconds of cores.
         disk_bytes: the bytes read from and written to disks.
         waits_for_disk: whether a process waits for a disk at this moment.
+        memory_pages: the pages of memory in use at this moment.
     """
 
     core_s: float = 0.0
     disk_bytes: int = 0
     waits_for_disk: bool = False
+    memory_pages: int = 0
 
 
 def used_by_groups() -> dict[int, Use]:
@@ -56,6 +65,7 @@ def used_by_groups() -> dict[int, Use]:
             before.core_s + (int(fields[11]) + int(fields[12])) / _TICKS_A_S,
             before.disk_bytes + _disk_bytes(entry),
             before.waits_for_disk or fields[0] == "D",
+            before.memory_pages + int(fields[21]),
         )
     return groups
 
@@ -89,6 +99,8 @@ class Idle:
         self._used: dict[int, Use] = {}
         # When bytes last went to or from a disk.
         self._moved: dict[int, float] = {}
+        # The most pages of memory, and when they last became more.
+        self._grown: dict[int, tuple[int, float]] = {}
         self._since: dict[int, float] = {}
 
     def since(self, group: int) -> float:
@@ -100,23 +112,43 @@ class Idle:
         Args:
             group: the number of the process group.
         """
+        now = self._now()
+        return self._since.get(group, now)
+
+    def still_since(self, group: int) -> float:
+        """Returns since when a process group is still, in seconds of the clock.
+
+        The result is the time of the call if the group is not known yet.
+
+        Args:
+            group: the number of the process group.
+        """
+        now = self._now()
+        return max(self._moved.get(group, now), self._grown.get(group, (0, now))[1])
+
+    def _now(self) -> float:
+        """Returns the time, after another sample if the last one is old."""
         now = self._clock()
         if now - self._sampled_s >= SAMPLE_S:
             self._sample(now)
-        return self._since.get(group, now)
+        return now
 
     def _sample(self, now: float) -> None:
         """Compares what all groups have used with the sample before."""
         used = self._look()
-        moved, since = {}, {}
+        moved, grown, since = {}, {}, {}
         for group, use in used.items():
             before = self._used.get(group)
             same = before is not None and use.disk_bytes == before.disk_bytes
             moved[group] = self._moved.get(group, now) if same else now
+            most, grown_s = self._grown.get(group, (0, now))
+            grows = use.memory_pages > _GROWTH * most
+            grown[group] = (use.memory_pages, now) if grows else (most, grown_s)
             works = (
                 before is None
                 or use.core_s - before.core_s > BUSY_SHARE * (now - self._sampled_s)
                 or (use.waits_for_disk and now - moved[group] < DISK_S)
             )
             since[group] = now if works else self._since.get(group, now)
-        self._used, self._moved, self._since, self._sampled_s = used, moved, since, now
+        self._used, self._moved, self._grown = used, moved, grown
+        self._since, self._sampled_s = since, now

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,7 @@ class Output:
         self._last: dict[tuple[int, str], bytes] = {}
         self._folder: Path | None = None
         self._width = 1
+        self._heard_s = float("-inf")
 
     def begin(self, folder: Path, workers: int) -> None:
         """Begins an attempt: closes the files of the last one.
@@ -53,6 +55,7 @@ class Output:
                 file.close()
             self._files.clear()
             self._last.clear()
+            self._heard_s = float("-inf")
             self._folder, self._width = folder, len(str(workers - 1))
 
     def folder_of(self, rank: int) -> Path:
@@ -71,6 +74,7 @@ class Output:
         with self._lock:
             if line.strip() and not _CHATTER.match(line):
                 self._last[rank, stream] = line
+                self._heard_s = time.monotonic()
             if stream in self._config.files and self._folder is not None:
                 # A full disk does not end the run.
                 with contextlib.suppress(OSError):
@@ -98,6 +102,11 @@ class Output:
                 if line := self._last.get((rank, stream)):
                     return line.decode(errors="replace").strip()
         return ""
+
+    def heard_s(self) -> float:
+        """Returns when a worker last wrote a line that counts for `last_line`, or -inf."""
+        with self._lock:
+            return self._heard_s
 
     def keep_error(self, rank: int, error: WorkerFailure) -> None:
         """Writes error.json into a worker's folder, unless it is there already.

@@ -23,6 +23,10 @@ from tfmulti.launch.workers import WorkerStatus
 # A worker that is frozen for this long counts as failed: it does not go on by itself.
 FROZEN_S = 5.0
 
+# Workers that use cores before the first step may compile, or poll for something that never comes.
+# They get this many start timeouts without any sign of progress.
+POLLING_TIMES = 10
+
 
 class Regroup(Exception):
     """Raised when the job can go on with other machines, and a new checkpoint has been written."""
@@ -66,7 +70,7 @@ class Watch:
         while True:
             seen = self._crew.look()
             failures = self.failed(seen) or self._silent(seen) or self._idle_at_start(seen)
-            failures = failures or self._stalled(seen)
+            failures = failures or self._still_at_start(seen) or self._stalled(seen)
             if failures or not any(one.runs for one in seen):
                 return failures
             self._prepare(seen)
@@ -209,6 +213,33 @@ class Watch:
             for one in running
             if one.told is None
         ]
+
+    def _still_at_start(self, seen: list[WorkerStatus]) -> list[Failure]:
+        """Returns all running workers if none has shown progress for long before the first step.
+
+        Progress is a line of output, a heartbeat, a byte from or to a disk, or more memory.
+
+        A program that trains without tfmulti reports no steps. It is judged only until all of its
+        workers listen, because after that it may train.
+        """
+        running = [one for one in seen if one.runs]
+        program = self._config.program
+        reports = self._config.module and program[0] == "tfmulti.fit"
+        for one in running:
+            if one.told.step > 0 if one.told else self._all_listen and not reports:
+                return []
+        limit_s = POLLING_TIMES * self._config.start_timeout_s
+        last_s = [one.told.since_s for one in running if one.told] + [self._output.heard_s()]
+        last_s += [one.still_since_s for one in running]
+        if not running or time.monotonic() - max(last_s) <= limit_s:
+            return []
+        self._show_stacks()
+        words = (
+            f"has shown no progress for {limit_s:g} s ({POLLING_TIMES} times --start-timeout), and "
+            "has ended no step: no output, no byte from or to a disk, no more memory. Does it poll "
+            "for something that never comes?"
+        )
+        return [self._failure(one.rank, one, words, 1, max(last_s)) for one in running]
 
     def _show_stacks(self) -> None:
         """Shows the Python stacks of all running workers."""

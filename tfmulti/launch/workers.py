@@ -81,6 +81,8 @@ class WorkerStatus:
         error: the error that it has written down; None without an error.
         frozen: whether it is stopped, as by SIGSTOP or a debugger.
         idle_since_s: since when its process group uses no core.
+        still_since_s: since when its process group moves no byte from or to a disk and takes no
+            more memory.
     """
 
     rank: int
@@ -91,6 +93,7 @@ class WorkerStatus:
     error: WorkerFailure | None = None
     frozen: bool = False
     idle_since_s: float = float("inf")
+    still_since_s: float = float("inf")
 
     @property
     def runs(self) -> bool:
@@ -108,6 +111,7 @@ class WorkerStatus:
             ended_s=ended_s,
             error=error,
             idle_since_s=self.idle_since_s + by_s,
+            still_since_s=self.still_since_s + by_s,
         )
 
 
@@ -207,6 +211,7 @@ class Worker:
             read_error(self.folder / "error.json"),
             returncode is None and self._is_stopped(),
             idle.since(self.process.pid),
+            idle.still_since(self.process.pid),
         )
 
     def _is_stopped(self) -> bool:
