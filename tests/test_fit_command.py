@@ -66,6 +66,8 @@ def test_the_first_command_learns_digits(first: tuple[Path, Finished]) -> None:
     assert report["metrics"]["test_accuracy"] >= 0.95
     assert report["steps"] == 15 * 19
     assert report["examples"] == 15 * 1197
+    # The seconds count tracing and validation, and the examples per second do not.
+    assert report["examples_per_second"] > report["examples"] / report["seconds"]
     for words in (
         "strategy   mirrored (",
         "no GPU found",

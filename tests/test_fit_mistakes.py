@@ -6,6 +6,7 @@ All run in one process of their own, so that what one imports would be seen.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from tests.support.processes import clean_env
 from tfmulti.config.fit_config import FitConfig
+from tfmulti.config.registry import DATASETS
 
 TWO = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": %s}}'
 SMALL = ["--global_batch_size", "4"]
@@ -134,6 +136,9 @@ def test_help_names_every_flag(outcomes: list[Any]) -> None:
     assert (code, err, slow) == (0, "", [])
     for name in ("--strategy", "--replicas", "--config", "--dry_run", "--export_dir"):
         assert f"  {name}\n" in out
+    of_dataset = out.partition("  --dataset\n")[2].partition("\n  --")[0]
+    for name in ("npy", "images", "tfrecord", "tfds", *DATASETS):
+        assert re.search(rf"[ \n]{name}\b", of_dataset), name
 
 
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:

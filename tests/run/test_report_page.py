@@ -12,6 +12,7 @@ import pytest
 from tfmulti.config import flags
 from tfmulti.run import report_page
 from tfmulti.run.report import FitReport
+from tfmulti.run.summary import speed_words
 
 pytestmark = pytest.mark.unit
 
@@ -108,6 +109,22 @@ def test_warnings_come_first(changed: dict[str, Any], words: str) -> None:
     texts = page_of(**changed).texts
     [found] = [number for number, text in enumerate(texts) if words in text]
     assert found < texts.index("Result")
+
+
+def test_the_speed_says_what_it_counts() -> None:
+    """It is not the quotient of the examples and the seconds, which have tracing in them."""
+    texts = page_of(examples=17955, seconds=2.903, examples_per_second=12181.0).texts
+    assert "2.903 s, with tracing and validation" in texts
+    assert any(
+        text.startswith("12,181 examples/s, ")
+        and text.endswith(", in the steps alone, once traced")
+        for text in texts
+    )
+    words = (
+        "285 steps, 17,955 examples in 2.903 s; 12,181 examples/s in the steps alone, once traced"
+    )
+    speed = {"steps": 285, "examples": 17955, "seconds": 2.903, "examples_per_second": 12181.0}
+    assert speed_words(dataclasses.replace(REPORT, **speed)) == words
 
 
 def test_the_time_of_a_step_adds_up() -> None:

@@ -251,7 +251,6 @@ def _losses() -> dict[str, Case]:
                 "loss_weights": {"kind": 1.0, "size": 0.3},
                 "metrics": {"kind": "accuracy", "size": "mae"},
             },
-            compare="one_device",  # Keras alone gives the last batch's outputs too much weight
             **UNEVEN,
         ),
         "sample_weight": Case(2, **TWO, feed=data.weighted, **UNEVEN),

@@ -141,9 +141,10 @@ def _places(report: FitReport) -> dict[str, str]:
 def _speed(report: FitReport) -> dict[str, str]:
     """Returns the throughput."""
     found = {
-        "training": f"{number(report.seconds)} s",
+        "training": f"{number(report.seconds)} s, with tracing and validation",
         "throughput": f"{number(report.examples_per_second)} examples/s, "
-        f"{number(report.examples_per_second / max(1, report.replicas))} on each replica",
+        f"{number(report.examples_per_second / max(1, report.replicas))} on each replica, in the "
+        "steps alone, once traced",
     }
     for name, value in (report.throughput or {}).items():
         found[name] = number(value)
