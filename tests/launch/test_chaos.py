@@ -27,7 +27,14 @@ from tests.support.launching import (
     wait_for,
 )
 from tests.support.mounts import mounted, needs_root
-from tests.support.processes import Finished, Processes, is_alive, processes, run
+from tests.support.processes import (
+    Finished,
+    Processes,
+    is_alive,
+    processes,
+    run,
+    run_workers,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -107,6 +114,29 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     late = r"does not listen at 127\.0\.0\.1:\d+, 3 s after another worker did"
     words = rf"\[launch\] (then )?worker 1 ({late}|has done nothing for 3 s \(--start-timeout\))"
     assert re.search(words, done.stderr)
+
+
+# Nothing listens there, so a run that asks the proxy for a worker would wait for ever.
+PROXIES = {
+    name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+}
+
+
+def test_a_launched_run_goes_past_a_dead_proxy(
+    tmp_path: Path, whole: dict[str, np.ndarray]
+) -> None:
+    done = launched(tmp_path, "0.3.1.kill", env=PROXIES)
+    assert done.returncode == 0, done.stderr
+    assert_as_if_nothing_had_happened(tmp_path, whole)
+    assert done.stderr.count("starting all workers again") == 1
+
+
+def test_a_run_of_workers_without_a_launcher_goes_past_a_dead_proxy(
+    tmp_path: Path, whole: dict[str, np.ndarray]
+) -> None:
+    program = ["-m", "tests.support.chaos", str(tmp_path / "out.npz"), str(tmp_path)]
+    run_workers(program, 2, tmp_path / "workers", limit_s=LIMIT_S, env=PROXIES)
+    assert_as_if_nothing_had_happened(tmp_path, whole)
 
 
 SPINS = """
