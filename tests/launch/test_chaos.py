@@ -140,7 +140,14 @@ def test_a_run_of_workers_without_a_launcher_goes_past_a_dead_proxy(
 
 
 SPINS = """
-import sys, time
+import json, os, socket, sys, time
+from tfmulti.launch.heartbeat import heartbeat
+if sys.argv[1] in ("listens", "begins"):
+    config = json.loads(os.environ["TF_CONFIG"])
+    port = int(config["cluster"]["worker"][config["task"]["index"]].rpartition(":")[2])
+    server = socket.create_server(("127.0.0.1", port))
+if sys.argv[1] == "begins":
+    heartbeat().begin()
 end = time.monotonic() + 25
 while time.monotonic() < end:
     if sys.argv[1] == "prints" and time.monotonic() % 1 < 0.001:
@@ -159,8 +166,10 @@ def spun(folder: Path, how: str) -> Finished:
     return run(argv, folder / "launcher", limit_s=LIMIT_S)
 
 
-def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path) -> None:
-    done = spun(tmp_path, "polls")
+@pytest.mark.parametrize("how", ["polls", "begins"])
+def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path, how: str) -> None:
+    """They do not listen yet, or have begun to train and end no step."""
+    done = spun(tmp_path, how)
     assert done.returncode == 1
     words = (
         r"worker [01] has shown no progress for 15 s \(10 times --start-timeout\), and has ended no"
@@ -169,8 +178,10 @@ def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path) -> No
     assert "spins.py" in done.stderr
 
 
-def test_workers_that_print_before_the_first_step_go_on(tmp_path: Path) -> None:
-    done = spun(tmp_path, "prints")
+@pytest.mark.parametrize("how", ["prints", "listens"])
+def test_workers_that_may_work_go_on(tmp_path: Path, how: str) -> None:
+    """They print, or may train without tfmulti, which reports no steps."""
+    done = spun(tmp_path, how)
     assert done.returncode == 0, done.stderr
 
 
