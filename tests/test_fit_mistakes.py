@@ -45,7 +45,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--dataset", "npz:half.npz", *SMALL], {}, "truncated"),
     (["--dataset", "npz:short.npz", *SMALL], {}, "x has 20 rows and y has 7"),
     (["--dataset", "csv:t.csv,targt=y"], {}, "no option 'targt'; did you mean 'target'"),
-    (["--dataset", "csv:t.csv,target=y"], {}, "'n' has no value in row 2 of t.csv. Mend it, or"),
+    (["--dataset", "csv:t.csv,target=y"], {}, "'n' has no value in row 2 of t.csv. Correct it, or"),
     (["--dataset", "csv:ragged.csv,target=y"], {}, "row 2 of ragged.csv: it has 1 column, but"),
     (
         ["--dataset", "csv:ragged.csv,target=y", "--skip_bad_records", "1"],

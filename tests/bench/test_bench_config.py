@@ -41,7 +41,7 @@ def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
     assert weak.run_of(MatrixPoint(1, 4)).strategy == "mirrored"
     assert weak.run_of(MatrixPoint(1, 1)).strategy == "one_device"
     assert weak.run_of(place).dataset == "synthetic:shape=28x28x1,examples=128"
-    with pytest.raises(ConfigError, match=r"--per_replica_batch_size 8 is kept by --weak alone"):
+    with pytest.raises(ConfigError, match=r"--per_replica_batch_size 8 is valid only with --weak"):
         bench(run=per)
 
 
@@ -70,7 +70,7 @@ MISTAKES = [
     (["--strategy", "mirrored"], "--strategy has no effect"),
     (["--replica", "2"], "no flag --replica; did you mean 'replicas'"),
     (["resnet20"], "the argument 'resnet20' belongs to no flag"),
-    (["--per_replica_batch_size", "8"], "is kept by --weak alone"),
+    (["--per_replica_batch_size", "8"], "is valid only with --weak"),
     (["--global_batch_size", "3", "--replicas", "4"], "has fewer rows than 4 replicas"),
     (["--model", "my.place:build"], "--model my.place:build has no synthetic data"),
     (["--model", "cnn", "--dataset", "regression"], "takes image data"),

@@ -267,4 +267,4 @@ def test_slow_computing_and_shared_cores_are_reported() -> None:
     (words,) = but(at, computing_alone=95.0)
     assert "compute-bound" in words
     (words,) = but(at, shares_cores=True)
-    assert "they share 4 cores, so this efficiency is the machine's" in words
+    assert "they share 4 cores, so this efficiency shows the limit" in words

@@ -102,7 +102,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"sync_every": 4}, "train_loop_config: sync_every is gone: "),
+        ({"sync_every": 4}, "train_loop_config: sync_every was removed: "),
         ({"run_dir": "runs/a"}, "train_loop_config: run_dir is 'runs/a', but Ray starts "),
         ({"export_dir": "out"}, "train_loop_config: export_dir is 'out', but Ray starts "),
         ({"epochs": 0}, "--epochs is 0, but it must be at least 1"),

@@ -211,7 +211,9 @@ def test_the_first_bad_example_is_named(threads: int) -> None:
     made = Loader(source, BatchPlan(12, 4), Place(), ReadOptions(threads))
     with contextlib.closing(made.batches()) as found:
         assert own(next(found)) == [0, 1, 2, 3]
-        with pytest.raises(DataError, match=r"file, record 7: Input/output error\. Mend or remove"):
+        with pytest.raises(
+            DataError, match=r"file, record 7: Input/output error\. Repair or remove"
+        ):
             next(found)
 
 
@@ -239,7 +241,7 @@ def test_the_next_step_goes_with_how_it_is_read() -> None:
         (ReadOptions(0), "or give --skip"),
         (ReadOptions(keeps_each=True), "a row for"),
     ):
-        with pytest.raises(DataError, match=rf"record 1: Input/output error\. Mend .* {words}"):
+        with pytest.raises(DataError, match=rf"record 1: Input/output error\. Repair .* {words}"):
             batches(Counting(12, bad=(1,)), BatchPlan(12, 12), Place(), 1, reading)
 
 

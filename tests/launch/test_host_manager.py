@@ -327,7 +327,7 @@ def test_an_ssh_that_does_not_start(
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"h: no folder .*none\. Jobs need it on each machine"):
+    with pytest.raises(ConfigError, match=r"h: the folder .*none does not exist here"):
         agent_in(tmp_path / "none")
 
 

@@ -73,7 +73,7 @@ def test_a_host_is_cut_off_and_comes_back(
         [done] = group.wait(LIMIT_S)
     assert done.returncode == 0, done.stderr
     grown = f"going on with 2 workers: 1 on {two.address(1)}, 1 on {two.address(2)}"
-    assert grown.replace("going on with", "from the next checkpoint on there are") in done.stderr
+    assert grown.replace("going on with", "the job restarts with") in done.stderr
     assert grown in done.stderr
     assert_the_same_within_rounding(tmp_path, whole)
 

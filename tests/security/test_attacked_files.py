@@ -73,7 +73,7 @@ def test_a_record_of_another_form_is_one_line(tmp_path: Path) -> None:
     before = sorted((tmp_path / "checkpoints").iterdir())
     done = saving(tmp_path)
     assert done.returncode == 2, done.stderr
-    assert "the newest checkpoint is not as this version writes it" in done.stderr
+    assert "the newest checkpoint does not have the format of this version" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted((tmp_path / "checkpoints").iterdir()) == before
 

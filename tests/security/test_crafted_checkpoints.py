@@ -144,7 +144,9 @@ def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path: Path, has_positio
 def test_a_record_of_another_form_is_one_line(tmp_path: Path, key: str, value: Any) -> None:
     trained(tmp_path)
     crafted(tmp_path, lambda tree: tree.update({key: value}))
-    with pytest.raises(ResumeError, match="the newest checkpoint is not as this version writes it"):
+    with pytest.raises(
+        ResumeError, match="the newest checkpoint does not have the format of this version"
+    ):
         trained(tmp_path, epochs=3)
 
 
@@ -253,7 +255,9 @@ def test_values_that_are_checked_early_must_have_their_form(
 ) -> None:
     trained(tmp_path)
     crafted(tmp_path, lambda tree: tree.update({key: value}))
-    with pytest.raises(ResumeError, match=r"the newest checkpoint (in .* )?is not as this version"):
+    with pytest.raises(
+        ResumeError, match=r"the newest checkpoint (in .* )?does not have the format"
+    ):
         trained(tmp_path, epochs=3)
 
 

@@ -283,7 +283,7 @@ def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], ask: str
         agents.write(json.dumps({"id": 1, **answer}).encode() + b"\n")
         agents.flush()
         arguments: list[Any] = {"reserve": [3], "silent": [["h:1", "h:2"]], "stacks": []}[ask]
-        with pytest.raises(Unreachable, match="no agent of tfmulti's, or one of another version"):
+        with pytest.raises(Unreachable, match="is no agent of tfmulti, or has another version"):
             getattr(machine, ask)(*arguments)
         machine.close()
 
@@ -602,7 +602,7 @@ def test_an_order_stays_in_the_agents_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["[-F/tmp/x]", "[-oProxyCommand]", "[::1", "a]", "[a.b]:2"])
 def test_brackets_hold_an_address(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no host|in brackets stands an IPv6 address"):
+    with pytest.raises(ConfigError, match=r"is no host|only an IPv6 address may stand"):
         parse_hosts(name)
 
 

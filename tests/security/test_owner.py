@@ -77,7 +77,7 @@ def test_a_second_start_is_told_who_owns_the_folder(
     before = (folder / FILE).read_text()
     with pytest.raises(ResumeError) as error:
         Ownership(folder, {}).take()
-    assert f"goes on: process {living.pid} on '" in str(error.value)
+    assert f"is in use by another run: process {living.pid} on '" in str(error.value)
     assert "since '20" in str(error.value)
     assert (folder / FILE).read_text() == before
     living.kill()
@@ -122,7 +122,7 @@ def test_of_those_that_start_at_once_one_takes_the_folder(tmp_path: Path) -> Non
         start.stdin.flush()
     said = [start.communicate(timeout=30)[1] for start in starts]
     assert sorted(start.returncode for start in starts) == [0, 1, 1, 1, 1, 1]
-    assert sum("belongs to a run that goes on: process " in words for words in said) == 5
+    assert sum("is in use by another run: process " in words for words in said) == 5
 
 
 def test_a_process_of_the_same_number_is_not_taken_for_the_owner(
@@ -152,7 +152,7 @@ def test_an_owner_on_another_machine_is_known_by_its_touches(
     ownership = Ownership(folder, {})
     try:
         if lives:
-            with pytest.raises(ResumeError, match="belongs to a run that goes on"):
+            with pytest.raises(ResumeError, match="is in use by another run"):
                 ownership.take()
         else:
             ownership.take()
@@ -173,17 +173,15 @@ def test_a_later_attempt_takes_over_from_one_that_lives(folder: Path) -> None:
     first.take()
     second = Ownership(folder, job(2), ended.append)
     second.take()
-    with pytest.raises(
-        NotOwnerError, match=r"attempt 2\) by now: this process \(attempt 1\) ends with"
-    ):
+    with pytest.raises(NotOwnerError, match=r"attempt 2\): this process \(attempt 1\) ends with"):
         first.check()
     wait_for(lambda: ended == [1], 10)
     first.release()
     second.check()  # what the first leaves behind is not the second's record
     assert (folder / FILE).exists()
-    with pytest.raises(ResumeError, match="goes on"):
+    with pytest.raises(ResumeError, match="is in use"):
         Ownership(folder, job(1)).take()
-    with pytest.raises(ResumeError, match="goes on"):
+    with pytest.raises(ResumeError, match="is in use"):
         Ownership(folder, job(3, "another job")).take()
     second.release()
     assert ended == [1]
@@ -254,7 +252,7 @@ def test_an_earlier_attempt_finds_a_later_one_that_has_ended(folder: Path) -> No
     with stale._lock:  # it stands still
         live.take()
         live.release()
-    with pytest.raises(NotOwnerError, match=r"attempt 1\) by now: this process \(attempt 0\) ends"):
+    with pytest.raises(NotOwnerError, match=r"attempt 1\): this process \(attempt 0\) ends"):
         stale.check()
     wait_for(lambda: ended == [1], 10)
     assert json.loads((folder / FILE).read_text())["attempt"] == 1
@@ -312,7 +310,7 @@ def test_where_nothing_can_be_locked_the_record_decides(
     left = {**vars(Ownership(folder, {})._mine), "token": "the other machine's"}
     first = Ownership(folder, {}, lambda code: None)
     threading.Timer(0.1, lambda: (folder / FILE).write_text(json.dumps(left))).start()
-    with pytest.raises(ResumeError, match="belongs to a run that goes on"):
+    with pytest.raises(ResumeError, match="is in use by another run"):
         first.take()
 
 
@@ -491,7 +489,7 @@ def test_two_starts_in_one_directory(tmp_path: Path) -> None:
         running.send_signal(signal.SIGTERM)
         first, refused = group.wait(LIMIT_S)
     assert first.returncode == 143, first.stderr
-    assert "belongs to a run that goes on: process " in refused.stderr
+    assert "is in use by another run: process " in refused.stderr
     assert "starting all workers again" not in refused.stderr
 
 

@@ -244,5 +244,5 @@ def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
     assert "a device has only 1 MB. Give " in lines[-1]
     refused = fit("--device_memory_gb", "0")
     assert refused.returncode == 2
-    assert refused.stderr == "tfmulti: --device_memory_gb 0 is no memory; it must be above 0.\n"
+    assert refused.stderr == "tfmulti: --device_memory_gb is 0, but it must be above 0.\n"
     assert not list(tmp_path.iterdir())

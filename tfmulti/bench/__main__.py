@@ -131,8 +131,8 @@ def describe(
     if not gpus and most > len(cores):
         say(
             "warning",
-            f"{most} replicas share {len(cores)} cores: their efficiency is the machine's and not "
-            "the software's",
+            f"{most} replicas share {len(cores)} cores: their efficiency shows the limit of the "
+            "machine",
         )
     for words in busy_words(load, len(cores)):
         say("warning", words)

@@ -79,8 +79,8 @@ class BenchConfig:
                 raise ConfigError(f"--{name} is {value}, but it must be at least 1.")
         if self.run.per_replica_batch_size is not None and not self.weak:
             raise ConfigError(
-                f"--per_replica_batch_size {self.run.per_replica_batch_size} is kept by --weak "
-                "alone. Give --weak, or --global_batch_size."
+                f"--per_replica_batch_size {self.run.per_replica_batch_size} is valid only "
+                "with --weak. Give --weak, or --global_batch_size."
             )
         most = max(place.devices for place in self.places)
         if not self.weak and self.batch < most:

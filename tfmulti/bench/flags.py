@@ -120,7 +120,7 @@ def _flags() -> flags.FlagValues:
     values["global_batch_size"].help += " With --weak: of one replica."
     values["steps_per_execution"].help = (
         "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: one, "
-        "since a number that is chosen in the midst cannot be measured."
+        "since a number that is chosen during the run cannot be measured."
     )
     values["peak_tflops"].help = (
         "TFLOP/s that a device can do at most, for model FLOPs utilisation. Default: that of known "

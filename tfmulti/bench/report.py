@@ -109,8 +109,9 @@ class Report:
         return [
             f"all-reduce: {_latency_words(model.link)}, {speed}; a step "
             f"has {model.collectives} of {model.gradient_bytes / 1e6:.3g} MB in all"
-            f"{_row_words(model.example_bytes)}, and shows "
-            f"{model.exposed:.0%} of what they take, and {model.waiting_ms:.3g} ms of waiting",
+            f"{_row_words(model.example_bytes)}, and "
+            f"{model.exposed:.0%} of their time is not hidden by computing; waiting: "
+            f"{model.waiting_ms:.3g} ms",
             f"predicted (not measured): {last['workers']:.0f} workers like these, each with cores "
             f"or a device of its own: {number(last['examples_per_sec'])} examples/s, efficiency "
             f"{last['efficiency']:.0%}",

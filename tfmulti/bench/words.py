@@ -69,7 +69,7 @@ def limits(at: Situation) -> list[str]:
     if at.shares_cores:
         found.append(
             f"{at.name}: they share {at.cores} core{'s' * (at.cores > 1)}, so this efficiency "
-            "is the machine's and not the software's; try it where each has cores of its own"
+            "shows the limit of the machine. Measure where each worker has its own cores"
         )
     return found or [
         f"{at.name}: compute-bound: {_percent(shares['compute'])} of the step is computing; faster "
@@ -84,7 +84,7 @@ def _percent(share: float) -> str:
 
 def _communication(at: Situation, share: float) -> str:
     """Returns what takes most of the communication, and which flags to try."""
-    words = f"communication-bound: {_percent(share)} of the step is what peers cost; "
+    words = f"communication-bound: {_percent(share)} of the step is communication; "
     latency_s, bytes_s = (
         at.link.parts_s(at.devices, at.gradient_bytes, at.collectives) if at.link else (0.0, 0.0)
     )

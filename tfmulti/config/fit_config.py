@@ -112,22 +112,24 @@ class FitConfig(TrainingOptions):
     )
     validation_fraction: float = flag(
         0.1,
-        "Part of the training data set aside for validation where the data has no "
-        "validation part of its own; 0: none.",
+        "Fraction of the training data for validation, if the data has no validation part; "
+        "0: none.",
         low=0,
         below=1,
     )
     training_split: str | None = flag(
-        None, "What is trained on: train, or a slice of a part such as train[:90%]."
+        None, "Examples for training: train, or a slice of a part such as train[:90%]."
     )
     validation_split: str | None = flag(
-        None, "What is validated on, in the same words; slices are of an order drawn by the seed."
+        None,
+        "Examples for validation, written like --training_split. Slices follow an order that the "
+        "seed draws.",
     )
-    test_split: str | None = flag(None, "What is tested on, in the same words.")
+    test_split: str | None = flag(None, "Examples for the test, written like --training_split.")
     augment: str | None = flag(
         None,
-        "Random changes of training images, new in each epoch: flip, shift, rotate, crop, "
-        "brightness, contrast, with commas between.",
+        "Random changes of training images, new in each epoch, separated by commas: flip, shift, "
+        "rotate, crop, brightness, contrast.",
     )
     class_weight: str | None = flag(
         None, "Weights of the classes in training: balanced, or 0:1,3:2.5 (others: 1)."
@@ -135,21 +137,21 @@ class FitConfig(TrainingOptions):
     cache: str = flag(
         "none",
         "Keep examples after they were read and decoded once, in memory or in files in "
-        "$TFMULTI_CACHE (~/.cache/tfmulti), which later runs find again.",
+        "$TFMULTI_CACHE (~/.cache/tfmulti), which later runs reuse.",
         choices=CACHES,
         free=True,
     )
     max_image_megapixels: int = flag(
         128,
-        "Images of more millions of pixels are not read: a small file may stand for any number.",
+        "Largest image to decode, in millions of pixels. A small file can hold a huge image.",
         low=1,
         free=True,
     )
     optimizer: str | None = flag(
-        None, f"Optimizer: {', '.join(registry.OPTIMIZERS)}. Default: what suits the data."
+        None, f"Optimizer: {', '.join(registry.OPTIMIZERS)}. Default: the data set's own."
     )
     learning_rate: float | None = flag(
-        None, "Learning rate after warm-up. Default: what suits the data.", above=0
+        None, "Learning rate after warm-up. Default: the data set's own.", above=0
     )
     momentum: float = flag(0.9, "Momentum of sgd.", low=0, below=1)
     weight_decay: float | None = flag(None, "Decoupled weight decay of the optimizer.", low=0)
@@ -169,69 +171,68 @@ class FitConfig(TrainingOptions):
     seed: int = flag(0, "Seed of weights, data order and dropout.", low=0, below=2**32)
     op_determinism: bool = flag(
         False,
-        "TensorFlow's ops add in the same order each time, where a GPU's would not: slower, and "
-        "needed there for two runs that are equal to the bit.",
+        "Make TensorFlow's operations deterministic. Two runs on GPUs are equal to the bit only "
+        "with it. It is slower.",
         free=True,
     )
     # Here a number is allowed, and None means what `prepare` calls `auto`: on CPUs the number of
     # steps is chosen.
     steps_per_execution: int | None = flag(  # type: ignore[assignment]
         None,
-        "Optimizer steps of one call into TensorFlow; more hides the cost of a call. Default: "
-        "one, and on CPUs, where calls turn out to cost more than compiling another step does, as "
-        "many as last 0.1 s.",
+        "Optimizer steps of one call into TensorFlow. More steps hide the cost of a call. Default: "
+        "one; on CPUs as many as take 0.1 s, if that saves time.",
         low=1,
         free=True,
     )
     log_throughput: bool = flag(
         False,
-        "Examples a second, of all devices and of one, the steps' times (p50, p90, p99) and model "
-        "FLOPs utilisation, in the progress bar, TensorBoard and report.json.",
+        "Log examples per second (of all devices and of each), step times (p50, p90, p99) and "
+        "model FLOPs utilisation to the progress bar, TensorBoard and report.json.",
         free=True,
     )
     peak_tflops: float | None = flag(
         None,
-        "What one device can do at most in this precision, in TFLOP/s, for the utilisation that "
-        "--log_throughput shows. Default: looked up for known GPUs; CPUs have none.",
+        "Peak TFLOP/s of one device in this precision, for the utilisation that --log_throughput "
+        "shows. Default: looked up for known GPUs; CPUs have none.",
         above=0,
         free=True,
     )
     tracker: str = flag(
         "tensorboard",
-        "What the metrics are logged to: tensorboard (in the run directory), mlflow, wandb, with "
-        "commas between, or none. A resumed run goes on with the same run of the tracker.",
+        "Where metrics are logged, separated by commas: tensorboard (in the run directory), "
+        "mlflow, wandb; or none. A resumed run continues the same run of the tracker.",
         free=True,
     )
     run_dir: str | None = flag(
         None,
-        "Folder for all that the run writes. Default: runs/DATASET-MODEL-TIME. The same command "
-        "with the folder of a run that was stopped goes on with it.",
+        "Folder of the run's files. Default: runs/DATASET-MODEL-TIME. The same command with the "
+        "folder of a stopped run resumes that run.",
         path=True,
         free=True,
     )
     shared_run_dir: bool = flag(
         True,
-        "Whether every worker must see --run_dir, since any of them may be the chief after a "
-        "restart; false: it is on a disk of worker 0, which never moves to another machine.",
+        "Whether all workers see --run_dir. Any worker may become the chief after a restart. "
+        "false: the folder is on a disk of worker 0, which always runs on the same machine.",
         free=True,
     )
     resume: str = flag(
         "auto",
-        "auto: go on with the run in --run_dir, if it holds one; must: fail if it holds none; "
-        "never: fail if it holds one.",
+        "auto: resume the run in --run_dir, if there is one; must: fail if there is none; "
+        "never: fail if there is one.",
         choices=RESUME,
         free=True,
     )
     checkpoint_every_s: float = flag(
         60.0,
-        "Seconds between two checkpoints of a run in progress; 0: none by time.",
+        "Seconds between two checkpoints; 0: no checkpoints by time.",
         low=0,
         free=True,
     )
     checkpoint_every_steps: int | None = flag(
-        None, "A checkpoint also after each so many optimizer steps.", low=1, free=True
+        None, "Also write a checkpoint every so many optimizer steps.", low=1, free=True
     )
-    keep_checkpoints: int = flag(2, "How many checkpoints stay, the newest.", low=1, free=True)
+    keep_checkpoints: int = flag(2, "Number of newest checkpoints to keep.", low=1, free=True)
     export_dir: str | None = flag(
         None, "Also write a SavedModel for serving to this folder.", path=True, free=True
     )
@@ -243,14 +244,14 @@ class FitConfig(TrainingOptions):
     )
     dry_run: bool = flag(
         False,
-        "Build all, tell the memory of a step, run two training steps and one validation step, "
-        "write nothing, and say what the full run would take.",
+        "Build the model, print the memory of a step, run two training steps and one validation "
+        "step, and print the time of the full run. Nothing is written.",
         free=True,
     )
     device_memory_gb: float | None = flag(
         None,
-        "With --dry_run: the memory of a device in GB, to learn what fits; without it that of the "
-        "GPUs.",
+        "With --dry_run: the memory of a device in GB, to print what fits. Default: the memory of "
+        "the GPUs.",
         low=0,
         free=True,
     )
@@ -264,13 +265,14 @@ class FitConfig(TrainingOptions):
             registry.optimizer_place(self.optimizer)
         if self.peak_tflops is not None and not self.log_throughput:
             raise ConfigError(
-                f"--peak_tflops {self.peak_tflops:g} is for what --log_throughput shows. Give both."
+                f"--peak_tflops {self.peak_tflops:g} has an effect only with --log_throughput. "
+                "Give both."
             )
         if self.device_memory_gb == 0:
-            raise ConfigError("--device_memory_gb 0 is no memory; it must be above 0.")
+            raise ConfigError("--device_memory_gb is 0, but it must be above 0.")
         if self.device_memory_gb is not None and not self.dry_run:
             raise ConfigError(
-                f"--device_memory_gb {self.device_memory_gb:g} is for what --dry_run tells. "
+                f"--device_memory_gb {self.device_memory_gb:g} has an effect only with --dry_run. "
                 "Give both."
             )
         trackers.names_in(self.tracker)
@@ -406,7 +408,7 @@ def with_present_names(values: Mapping[str, Any], place: str) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if name not in REMOVED}
     for name in values:
         if name in REMOVED:
-            raise ConfigError(f"{place}: {name} is gone: {REMOVED[name]}. Leave it out.")
+            raise ConfigError(f"{place}: {name} was removed: {REMOVED[name]}. Leave it out.")
         if name not in known:
             raise ConfigError(f"{place}: no field {name!r}; {did_you_mean(name, known)}")
     return values

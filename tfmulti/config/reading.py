@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tfmulti.errors import ConfigError
 
-NEXT_STEP = "Mend or remove it, or give --skip_bad_records N to leave out up to N such examples."
+NEXT_STEP = "Repair or remove it, or give --skip_bad_records N to leave out up to N such examples."
 
 
 @dataclass(frozen=True)
@@ -45,5 +45,5 @@ class ReadOptions:
     def next_step(self) -> str:
         """The end of an error message: what to do about an example that cannot be read."""
         if self.keeps_each:
-            return "Mend or remove it: predict has a row for each example, so it leaves out none."
+            return "Repair or remove it: predict has a row for each example, so it leaves out none."
         return NEXT_STEP

@@ -118,47 +118,47 @@ class TrainingOptions:
     )
     sync_batch_norm: bool = flag(
         True,
-        "BatchNormalization over the rows of all replicas, as on one device; "
-        "--nosync_batch_norm: each replica's own, faster, averaged before saving.",
+        "BatchNormalization over the rows of all replicas, as on one device. "
+        "--nosync_batch_norm: over the rows of each replica, which is faster. The moving "
+        "statistics are averaged before saving.",
     )
     gradient_compression: str = flag(
         "none",
-        "Gradients between workers in half the bytes: float16 or bfloat16, which round them; not "
-        "one device's numbers to the last digits.",
+        "Send gradients between workers as float16 or bfloat16: half the bytes, but rounded, so "
+        "the last digits differ from one device.",
         choices=COMPRESSIONS,
     )
     reader_threads: int | None = flag(
         None,
-        "Examples that each worker reads at a time; 0: in the thread that feeds the steps. "
-        "Default: as many as it has cores, where reading is slow.",
+        "Number of examples that each worker reads at the same time. 0: read in the thread that "
+        "feeds the steps. Default: the number of cores, if reading is slow.",
         low=0,
         free=True,
     )
     skip_bad_records: int = flag(
         0,
-        "Leave out up to so many examples that cannot be read in each pass over the data, over "
-        "all workers together; each is named. A damaged file stays an error. Default: the first "
-        "one is an error.",
+        "Leave out up to so many unreadable examples in each pass over the data, counted over all "
+        "workers. Each is named. A damaged file is always an error. Default: the first unreadable "
+        "example is an error.",
         low=0,
         free=True,
     )
     jit_compile: bool | None = flag(
         None,
-        "XLA compiles each replica's forward and backward pass; --nojit_compile: it does not. "
-        "Default: on GPUs. Not where replicas need each other before their gradients meet, or "
-        "random numbers are drawn.",
+        "XLA compiles each replica's forward and backward pass. Default: on GPUs. A step that "
+        "draws random numbers, or exchanges rows between replicas, is not compiled.",
     )
     verify: bool | None = flag(
         None,
-        "Take the first step also on one device by plain Keras, and fail where the numbers differ "
-        "by more than rounding. Default: with several replicas, where a train_step, loss, metric, "
-        "layer or optimizer is your own.",
+        "Compare the first step with plain Keras on one device, and fail if the numbers differ by "
+        "more than rounding. Default: with several replicas, if a train_step, loss, metric, layer "
+        "or optimizer is your own.",
         free=True,
     )
-    verify_steps: int = flag(1, "How many first steps --verify compares.", low=1, free=True)
+    verify_steps: int = flag(1, "Number of first steps that --verify compares.", low=1, free=True)
     steps_per_execution: str | None = flag(
         None,
-        "auto: an execution has as many steps as last 0.1 s, where that saves time on CPUs.",
+        "auto: on CPUs, as many steps per call as take 0.1 s, if that saves time.",
         choices=("auto",),
         free=True,
     )

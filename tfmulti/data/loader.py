@@ -260,10 +260,10 @@ class Loader:
         """
         words = self._words(share, row, error)
         if isinstance(error, OSError):
-            words += " The storage fails, not one record: make it readable again."
+            words += " The storage failed, not a single record. Make it available again."
         else:
             kind, source = type(error).__name__, type(self._source).__name__
-            words += f" It is a fault of {source}.read() ({kind}), and of no record."
+            words += f" {source}.read() raised {kind}, which no record causes."
         if not (self._raises or self._skips_bad):
             self._note(share, row, words)
         elif isinstance(error, OSError):

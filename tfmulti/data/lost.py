@@ -29,7 +29,7 @@ def check_lost(lost: Sequence[str], most: int) -> None:
         raise DataError(f"{lost[0]} {NEXT_STEP}")
     raise DataError(
         f"{len(lost):,} examples cannot be read, more than --skip_bad_records {most} allows; "
-        f"the first is {lost[0]} Mend the data, or allow more."
+        f"the first is {lost[0]} Repair the data, or raise --skip_bad_records."
     )
 
 

@@ -65,7 +65,7 @@ def channel_now(placement: Placement) -> Channel:
     links = _connected.get(placement.addresses)
     if links is None:
         raise ChannelError(
-            "the connections to the other workers have ended, and cannot be had again"
+            "the connections to the other workers have ended, and cannot be made again"
         )
     return links
 

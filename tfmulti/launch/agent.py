@@ -95,7 +95,8 @@ def serve(
             config = _config(begin["config"])
         _own_folder()
     except FileNotFoundError:
-        link.send({"fails": f"no folder {begin['folder']}. Jobs need it on each machine."})
+        words = f"the folder {begin['folder']} does not exist here. Create it on each machine."
+        link.send({"fails": words})
         return None
     except OSError as error:
         link.send({"fails": f"the folder {begin['folder']} cannot be used: {error.strerror}."})

@@ -368,7 +368,11 @@ class JoinListener:
         said = (name.encode(), theirs, ours)
         link.send({"nonce": ours.hex(), "proof": proof(self._key, _FIRST, *said).hex()})
         if not is_proof(_bytes_of(link.receive() or {}, "proof"), self._key, _OTHER, *said):
-            self._refuse(name, f"who came in its name does not know the job's secret ({SECRET})")
+            self._refuse(
+                name,
+                f"a program that claims to be this machine does not know the job's secret "
+                f"({SECRET})",
+            )
             return None
         link.seal = MessageAuthenticator(
             *(proof(self._key, b"seal", side, *said) for side in (_FIRST, _OTHER))

@@ -47,43 +47,49 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "host-discovery-script",
         None,
         "CMD",
-        "A program that prints the machines of now, a line host:N for each; asked every 5 s.",
+        "A program that prints the current machines, one host:N per line. It runs every 5 s.",
     ),
     (
         "nnodes",
         None,
         "N|MIN:MAX",
-        "Machines. With a range the job goes on while the least are there, and grows at the next "
-        "checkpoint when others answer. Default: all that are named.",
+        "Number of machines. With a range the job continues while MIN machines answer, and takes "
+        "more at the next checkpoint. Default: all machines that are named.",
     ),
     (
         "min-workers",
         None,
         "N",
-        "The least workers with which the job goes on. Default: all, or one with --nnodes MIN:MAX.",
+        "Smallest number of workers with which the job continues. Default: all, or one with "
+        "--nnodes MIN:MAX.",
     ),
     (
         "node-rank",
         None,
         "N",
-        "Place of this machine among them, if you start this command on each by hand.",
+        "Rank of this machine in --hosts, if you start this command on each machine yourself.",
     ),
-    ("master-port", "29500", "PORT", "Where the others reach the first one, if started by hand."),
+    (
+        "master-port",
+        "29500",
+        "PORT",
+        "Port at which the first machine accepts the others, with --node-rank.",
+    ),
     (
         "secret-file",
         None,
         "FILE",
-        "A file of yours alone (chmod 600), the same on each machine that you start by hand: they "
-        "prove to each other that they know it. Or set TFMULTI_SECRET.",
+        "File with the job's secret, readable only by you (chmod 600), for machines that you start "
+        "yourself. They prove to each other that they know it. Or set TFMULTI_SECRET.",
     ),
     (
         "isolate",
         None,
         None,
-        "Run the workers, all on this machine, in a network of their own: nobody else can reach "
-        "TensorFlow's ports, and they reach no other machine.",
+        "Run the workers, all on this machine, in a separate network namespace. Nobody else can "
+        "reach TensorFlow's ports, and the workers reach no other machine.",
     ),
-    ("insecure", None, None, "Let machines that are started by hand do without a secret."),
+    ("insecure", None, None, "Allow machines with --node-rank to have no secret."),
     (
         "ssh",
         "ssh",
@@ -94,9 +100,9 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "max-restarts",
         "3",
         "N",
-        "Restarts of the whole job without progress; a run that moved on earns them back.",
+        "Number of restarts without progress. Progress resets the count.",
     ),
-    ("monitor-interval", "0.1", "S", "Seconds between two looks at the workers."),
+    ("monitor-interval", "0.1", "S", "Seconds between two checks of the workers."),
     (
         "log-dir",
         None,
@@ -108,34 +114,35 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
         "tee",
         "3",
         "STREAMS",
-        "Streams that go to files, too, not to the terminal alone: 0 none, 1 stdout, 2 stderr, "
-        "3 both.",
+        "Streams that are shown on the terminal and also written to files: 0 none, 1 stdout, "
+        "2 stderr, 3 both.",
     ),
-    ("redirects", "0", "STREAMS", "Streams that go to files, and not to the terminal."),
+    ("redirects", "0", "STREAMS", "Streams that are only written to files."),
     (
         "start-timeout",
         "300",
         "S",
-        "Seconds for all machines to answer, from the first worker that listens until all do, and "
-        "without a sign of life from any before they train. Workers that use cores before the "
-        "first step get ten times as long without any sign of progress: output, disk or memory.",
+        "Time limit in seconds for all machines to answer, for all workers to listen once one of "
+        "them does, and for workers that do nothing before they train. Workers that use cores, "
+        "but show no progress (output, disk, memory), have ten times as long.",
     ),
     ("shutdown-grace-s", "30", "S", "Seconds from SIGTERM to SIGKILL."),
     (
         "stall-timeout-s",
         "15",
         "S",
-        "Seconds without the end of any step, at least five of the longest steps; 0: never.",
+        "Restart the job if no step ends for so many seconds, and for five times the longest step; "
+        "0: never.",
     ),
     (
         "no-standby",
         None,
         None,
-        "Keep no processes with TensorFlow imported in readiness: saves their memory, 0.4 GB a "
-        "worker, and makes a restart four seconds slower.",
+        "Keep no standby processes that have imported TensorFlow. This saves 0.4 GB a worker, and "
+        "makes a restart four seconds slower.",
     ),
     ("module", None, None, "The program is a module, as in python -m."),
-    ("no-python", None, None, "The program is a command, not Python's."),
+    ("no-python", None, None, "The program is a command, not a Python script."),
 )
 _SHORT = {"module": "-m", "tee": "-t", "redirects": "-r"}
 

@@ -244,7 +244,7 @@ class HostManager:
             self.hosts, error = self._sources_found.get()
             if error is not None and str(error) not in self._said:
                 self._said.add(str(error))
-                self._say(f"{error} The machines stay as they were.")
+                self._say(f"{error} The job keeps its present machines.")
             self._next_refresh_s = time.monotonic() + self._refresh_s
         if self._sources.may_change and time.monotonic() > self._next_refresh_s:
             self._next_refresh_s = float("inf")
@@ -368,7 +368,7 @@ def limits_of(config: LaunchConfig, hosts: tuple[Host, ...], gpus: int) -> Limit
         low = high = len(hosts)
     if low > len(hosts) and not config.discovery:
         raise ConfigError(
-            f"{low} machines are wanted (--nnodes), but {len(hosts)} are named. Name more."
+            f"--nnodes asks for {low} machines, but --hosts names {len(hosts)}. Name more."
         )
     every = sum(host.slots or slots_of(config.per_node, gpus) for host in hosts[:high])
     least = config.min_workers or (every if low == high else 1)

@@ -112,7 +112,9 @@ def discover(command: str) -> tuple[Host, ...]:
         raise ConfigError(f"{place}: {words}. Give a program that can be run.") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-        raise ConfigError(f"{place} exited with {done.returncode}: {last}. Run it by hand.")
+        raise ConfigError(
+            f"{place} exited with {done.returncode}: {last}. Run it yourself to see the error."
+        )
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return _distinct([_host(line, f"a line of {place}") for line in lines], place)
 
@@ -145,7 +147,9 @@ def _host(text: str, place: str) -> Host:
         try:
             ipaddress.IPv6Address(name.removeprefix("[").removesuffix("]"))
         except ValueError:
-            raise ConfigError(f"{place}: {text!r}: in brackets stands an IPv6 address.") from None
+            raise ConfigError(
+                f"{place}: {text!r}: only an IPv6 address may stand in brackets."
+            ) from None
     if ":" in name and not (name.startswith("[") and name.endswith("]")):
         raise ConfigError(f"{place}: {text!r}: put an IPv6 address into brackets: [::1]:N.")
     if colon and not (slots.isdecimal() and 0 < len(slots) < 6 and int(slots) > 0):

@@ -48,7 +48,7 @@ ANSWER_S = 60.0
 HELLO_S = 30.0
 
 STREAMS = ("stdout", "stderr")
-_NO_AGENT = "what answers there is no agent of tfmulti's, or one of another version"
+_NO_AGENT = "the program that answers there is no agent of tfmulti, or has another version"
 
 # The greatest length of a message. It is large, because workers may write long lines.
 MOST_BYTES = 1 << 24

@@ -126,7 +126,7 @@ class Job:
         found = self._attempt(placement, folder, signals)
         self._number += 1
         if found is None:
-            say("starting all workers again, on the machines that are there")
+            say("starting all workers again on the machines that answer")
             return None
         if found.failures:
             report(found, folder)

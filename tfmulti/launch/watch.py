@@ -133,7 +133,7 @@ class Watch:
         saved = max((one.told.saved for one in seen if one.told), default=-1)
         if self._saved_before is None:
             self._saved_before = saved
-            self._show(f"from the next checkpoint on there are {words_of(others)}")
+            self._show(f"the job restarts with {words_of(others)} after the next checkpoint")
         elif saved > self._saved_before:
             raise Regroup
 

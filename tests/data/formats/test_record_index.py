@@ -206,7 +206,7 @@ def test_damaged_records_are_lost_alike_on_any_number_of_workers(file: Path) -> 
         place = int(index_of(str(file))[record, 0])
         file.write_bytes(flip(place)(file.read_bytes()))
     plan = BatchPlan(8, 8, seed=3)
-    with pytest.raises(DataError, match=r"a.tfrecord, record [257]: .* Mend or remove it, or"):
+    with pytest.raises(DataError, match=r"a.tfrecord, record [257]: .* Repair or remove it, or"):
         next(Loader(source, plan, Alone(), ReadOptions()).batches())
     (alone,) = read(source, plan, Alone)
     workers = read(source, plan, *(worker(rank, 3) for rank in range(3)))

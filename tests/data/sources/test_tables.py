@@ -241,7 +241,7 @@ def damaged_parquet(folder: Path, groups: Sequence[int], name: str = "t.parquet"
 
 def test_a_damaged_row_group_is_an_error(tmp_path: Path) -> None:
     path = damaged_parquet(tmp_path, [1])
-    words = r"t.parquet cannot be read: .*CRC checksum verification failed.* Mend or remove it"
+    words = r"t.parquet cannot be read: .*CRC checksum verification failed.* Repair or remove it"
     with pytest.raises(DataError, match=words):
         prepared_from(f"{path},target=y", 40, "parquet")
 
@@ -263,7 +263,7 @@ def test_a_parquet_file_without_its_footer(
     """Also one that is cut off: the footer is its end."""
     path = Path(damaged_parquet(tmp_path, []))
     path.write_bytes(path.read_bytes()[:-100] if content is None else content)
-    words = r"t.parquet cannot be read: .* Mend or remove it"
+    words = r"t.parquet cannot be read: .* Repair or remove it"
     with pytest.raises(DataError, match=words):
         prepared_from(f"{path},target=y", most, "parquet")
 
@@ -278,7 +278,7 @@ def test_a_parquet_file_whose_footer_contradicts_itself(tmp_path: Path) -> None:
         def row_group(self, group: int) -> Group:
             return Group()
 
-    with pytest.raises(ValueError, match="its row groups have 6 rows, and it 7"):
+    with pytest.raises(ValueError, match="its row groups have 6 rows, but its footer says 7"):
         parquet_tables.check_footer(Footer())
 
 
@@ -287,7 +287,7 @@ def test_a_parquet_file_whose_footer_contradicts_itself(tmp_path: Path) -> None:
     [
         ('1,"red,a\n2,blue,b\n3,red,a\n', "begins a value in line 2 is not closed"),
         ('1,red,a\n2,blue,"b\n3,red,a', "begins a value in line 3 is not closed"),
-        ('1,red,"a\n2,blue,b\n3,"red",a\n', "begins a value in line 2 is closed in line 4 alone"),
+        ('1,red,"a\n2,blue,b\n3,"red",a\n', "begins a value in line 2 is closed only in line 4"),
         ('1,red,a\n\n2\n3,"red,a\n4,red,a\n', "begins a value in line 5 is not closed"),
         ('1,red,a\n2,"b""\n3,red,a\n', "begins a value in line 3 is not closed"),
     ],
@@ -296,7 +296,7 @@ def test_a_parquet_file_whose_footer_contradicts_itself(tmp_path: Path) -> None:
 def test_a_quote_that_is_not_closed(tmp_path: Path, rows: str, message: str, most: int) -> None:
     """It takes the lines behind it into its value, so no row can be told from another."""
     path = csv(tmp_path, "n,color,y\n" + rows)
-    with pytest.raises(DataError, match=f"t.csv cannot be read: the quote that {message}.* Mend"):
+    with pytest.raises(DataError, match=f"t.csv cannot be read: the quote that {message}.* Repair"):
         prepared_from(f"{path},target=y", most)
 
 
@@ -304,7 +304,7 @@ def test_a_quote_that_is_not_closed(tmp_path: Path, rows: str, message: str, mos
     ("text", "message"),
     [
         ('n,"color,y\n1,red,a\n2,blue,b\n', "in line 1 is not closed"),
-        ('n,"y\n1,"a\n2,b\n', "in line 1 is closed in line 2 alone"),
+        ('n,"y\n1,"a\n2,b\n', "in line 1 is closed only in line 2"),
     ],
 )
 def test_a_quote_in_the_header_that_is_not_closed(tmp_path: Path, text: str, message: str) -> None:
@@ -313,7 +313,7 @@ def test_a_quote_in_the_header_that_is_not_closed(tmp_path: Path, text: str, mes
 
 
 def test_quotes_that_are_closed(tmp_path: Path) -> None:
-    """Over several lines, doubled, after a mark of byte order, and in the midst of a value."""
+    """Over several lines, doubled, after a mark of byte order, and inside a value."""
     rows = '"1" ,"red\n\n""light"" ",a\n2,5" pipe,"b"\r\n3,"5"" ,\n6"" pipe",a\n4,"4"th,"b"'
     path = csv(tmp_path, '\ufeff"n,",color,y\n' + rows)
     data = tables.load_csv(f"{path},target=y", 0)
@@ -401,7 +401,7 @@ def test_rows_of_another_length_are_left_out(tmp_path: Path) -> None:
     [
         (
             0,
-            "row 2 of {}: it has 1 column, .* '2'. Mend or remove it, or give --skip_bad_records N",
+            "row 2 of {}: it has 1 column, .* '2'. Repair or remove it, or give --skip_bad_",
         ),
         (2, "3 examples cannot be read, more than --skip_bad_records 2 allows; the first is row 2"),
     ],
@@ -468,7 +468,8 @@ def test_a_damaged_gzip_file_is_an_error(tmp_path: Path, content: bytes, message
     path = tmp_path / "t.csv.gz"
     path.write_bytes(content)
     for most in (0, 9):
-        with pytest.raises(DataError, match=rf"^--dataset csv:{path}: {path} .*{message}.*\. Mend"):
+        pattern = rf"^--dataset csv:{path}: {path} .*{message}.*\. Repair"
+        with pytest.raises(DataError, match=pattern):
             prepared_from(f"{path},target=y", most)
 
 
@@ -478,7 +479,7 @@ MANY = column("c", [f"c{i}" for i in range(101)])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "t.csv cannot be read: Empty CSV file. Mend or remove it"),
+        ("", "t.csv cannot be read: Empty CSV file. Repair or remove it"),
         ("n,y\n", "t.csv has no rows"),
         (
             "n,y\n1,a,\n",
@@ -531,7 +532,7 @@ def test_rows_that_are_not_utf8_are_left_out(
         prepared_from(f"{path},target=y,missing=mean")
     monkeypatch.setattr(csv_tables, "_MOST_BAD", 1)
     path.write_bytes(b"n,y\n1,\xff\n1,\xff\n")
-    with pytest.raises(DataError, match=r"t.csv cannot be read: it is not UTF-8 text. Mend"):
+    with pytest.raises(DataError, match=r"t.csv cannot be read: it is not UTF-8 text. Repair"):
         prepared_from(f"{path},target=y", 9)
     assert not capfd.readouterr().err
 

@@ -136,7 +136,7 @@ def test_a_record_that_cannot_be_read(
     config = FitConfig(dataset=place, validation_fraction=0.0, global_batch_size=5)
     words = f"{path}, record 13: "
     with pytest.raises(
-        DataError, match=rf"^{words}.*\. Mend or remove it, or give --skip_bad_reco"
+        DataError, match=rf"^{words}.*\. Repair or remove it, or give --skip_bad_reco"
     ):
         epochs_of(config, batches=1)
     with pytest.raises(DataError, match=rf"^{words}"):

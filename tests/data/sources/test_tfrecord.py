@@ -83,7 +83,7 @@ def test_several_inputs_are_a_dict(tmp_path: Path) -> None:
         ({"x": []}, 'needs "x"'),
         ({"clases": 3}, "no entry 'clases'; did you mean 'classes'"),
         ({"classes": "3"}, "classes is '3', but it must be a number from 1"),
-        ({"classes": None}, "the labels 'label' are of how many classes.*Add \"classes\": N"),
+        ({"classes": None}, "labels 'label' is not known. Add \"classes\": N"),
         ({"y": "image"}, "there are 3 classes, but y is 'image', no single label"),
         ({"weight": "w"}, "weight is 'w', no feature"),
         ({"weight": "label"}, "the weight 'label' must be"),

@@ -86,7 +86,7 @@ def test_one_round_is_read_even_without_time(tmp_path: Path) -> None:
 
 def test_unreadable_labels_are_reported_or_left_out(tmp_path: Path) -> None:
     train = source(tmp_path, "0192")
-    with pytest.raises(DataError, match=r"a, record 2: it is a 9\. Mend or remove it, or give"):
+    with pytest.raises(DataError, match=r"a, record 2: it is a 9\. Repair or remove it, or give"):
         read_labels(train)
     labels = read_labels(train, skip_bad=True)
     assert labels is not None

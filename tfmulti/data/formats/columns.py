@@ -158,7 +158,7 @@ def _read(place: str, form: str, path: str) -> Table:
         reason = "it is not UTF-8 text"
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         reason = reason_of(error)
-    raise DataError(f"{place}: {path} cannot be read: {reason}. Mend or remove it.")
+    raise DataError(f"{place}: {path} cannot be read: {reason}. Repair or remove it.")
 
 
 def _check_names(place: str, path: str, found: Sequence[str], names: Sequence[str]) -> None:
@@ -271,7 +271,7 @@ def _values(place: str, table: Table, name: str, kind: str) -> np.ndarray:
         words = "true or false" if kind == FLAG else "a number"
         raise DataError(
             f"{place}: the column {name!r} is {array[row].as_py()!r} in "
-            f"{table.where(row)}, but it is {words} in the training part. Mend it."
+            f"{table.where(row)}, but it is {words} in the training part. Correct it."
         ) from None
     if kind == TEXT:
         return values.astype(object)

@@ -173,8 +173,8 @@ def check_quotes(data: bytes) -> None:
         if not found["end"]:
             raise ValueError(f"the quote that begins a value in line {line} is not closed")
         raise ValueError(
-            f"the quote that begins a value in line {line} is closed in line {line + lines} alone, "
-            "in the midst of a value: a quote is missing in between"
+            f"the quote that begins a value in line {line} is closed only in line {line + lines}, "
+            "inside a value. A quote is missing in between"
         )
 
 

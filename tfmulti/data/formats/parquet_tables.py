@@ -58,7 +58,9 @@ def check_footer(metadata: Any) -> None:
     """
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
-        raise ValueError(f"its row groups have {sum(rows):,} rows, and it {metadata.num_rows:,}")
+        raise ValueError(
+            f"its row groups have {sum(rows):,} rows, but its footer says {metadata.num_rows:,}"
+        )
 
 
 def _checked(pyarrow: Any, table: Any, rows: int) -> Any:

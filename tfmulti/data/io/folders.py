@@ -53,7 +53,7 @@ def find_parts(place: str, path: str) -> dict[str, str]:
     for name in names:
         if name not in PARTS:
             raise DataError(
-                f"{place}: {path} has a folder {name!r} beside train, which is no part; "
+                f"{place}: {path} has a folder {name!r} beside train, but no part has this name; "
                 f"{did_you_mean(name, PARTS)} Rename it or move it away."
             )
         if PARTS[name] in parts:

@@ -145,7 +145,7 @@ def _fitted(place: str, kinds: dict[str, str], target: Target, data: DataSet) ->
 def _feature(place: str, columns: Columns, name: str, fills: bool) -> np.ndarray:
     """Returns the values of a column; raises DataError for a missing one unless `fills` is set."""
     if not fills:
-        check_present(place, columns, name, f"Mend it, or give missing=mean or drop={name}.")
+        check_present(place, columns, name, f"Correct it, or give missing=mean or drop={name}.")
     return columns.values[name] if columns.kinds[name] == TEXT else finite(place, columns, name)
 
 
@@ -153,13 +153,13 @@ def _weights(place: str, columns: Columns, name: str) -> np.ndarray:
     """Returns the sample weights, float32 [rows]; raises DataError if one is wrong."""
     if columns.kinds[name] == TEXT:
         raise DataError(f"{place}: the weights {name!r} are text. Give a column of numbers.")
-    check_present(place, columns, name, "Mend it.")
+    check_present(place, columns, name, "Correct it.")
     weights = finite(place, columns, name)
     if weights.min() < 0:
         row = int(np.argmin(weights))
         raise DataError(
             f"{place}: the weight {name!r} is {weights[row]:g} in {columns.where(row)}, but it "
-            "must not be below 0. Mend it."
+            "must not be below 0. Correct it."
         )
     return weights
 

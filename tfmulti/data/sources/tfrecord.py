@@ -167,8 +167,8 @@ def _classes(place: str, features: Features, given: int | None) -> int | None:
         )
     if classes is None and labels and isinstance(features.x, str) and spec_of(x[0], y[0], 2):
         raise DataError(
-            f'{place}: the labels {features.y!r} are of how many classes? Add "classes": N to '
-            "the spec, or write classes=N."
+            f"{place}: the number of classes of the labels {features.y!r} is not known. Add "
+            '"classes": N to the spec, or write classes=N.'
         )
     return classes
 

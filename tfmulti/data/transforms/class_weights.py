@@ -55,7 +55,7 @@ def balanced(labels: np.ndarray | None, classes: int) -> dict[int, float]:
     counts = np.bincount(labels.reshape(-1), minlength=classes)
     found = np.flatnonzero(counts)
     if not len(found):
-        raise DataError("--class_weight balanced: no label can be read. Mend the data.")
+        raise DataError("--class_weight balanced: no label can be read. Repair the data.")
     return {int(k): float(counts.sum() / (len(found) * counts[k])) for k in found}
 
 

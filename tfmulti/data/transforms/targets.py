@@ -80,7 +80,8 @@ class Target:
             name = _class_name(columns.kinds[self.column], values[row])
             raise DataError(
                 f"{place}: the target {self.column!r} is {name!r} in {columns.where(row)}, which "
-                f"no training file has; {did_you_mean(name, self.classes)} Mend or remove the row."
+                f"no training file has; {did_you_mean(name, self.classes)} Repair or remove the "
+                "row."
             )
         return found
 
@@ -131,6 +132,6 @@ def finite(place: str, columns: Columns, name: str) -> np.ndarray:
         row = int(np.argmax(bad))
         raise DataError(
             f"{place}: the column {name!r} is {values[row]:g} in {columns.where(row)}, which is "
-            "no finite float32 number. Mend or remove the row."
+            "no finite float32 number. Repair or remove the row."
         )
     return numbers

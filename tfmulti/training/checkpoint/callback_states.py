@@ -118,8 +118,8 @@ class CallbackStates:
         """Notes in `left_out` what is left out and why."""
         self.left_out.append(
             f"the {what} of the callback {type(callback).__qualname__} is not in the checkpoints, "
-            f"since {reason}; a resumed run begins it anew. Give the callback get_state() and "
-            "set_state(state), of plain values and arrays."
+            f"since {reason}; a resumed run starts it from its initial value. Give the "
+            "callback get_state() and set_state(state), of plain values and arrays."
         )
 
 

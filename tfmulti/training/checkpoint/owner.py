@@ -188,8 +188,8 @@ class Ownership:
     def _refused(self, other: Owner) -> ResumeError:
         """Returns the error for a folder that another living process owns."""
         error: ResumeError = ResumeError(
-            f"{self._folder} belongs to a run that goes on: {other.in_words()}. Wait for its "
-            "end, or give another folder."
+            f"{self._folder} is in use by another run: {other.in_words()}. Wait until it "
+            "ends, or give another folder."
         )
         return error
 
@@ -228,7 +228,7 @@ class Ownership:
         found = _read(self._path)
         if found is not None and found != self._mine and not self._is_earlier(found):
             raise NotOwnerError(
-                f"{self._folder} belongs to {found.in_words()} by now: this process (attempt "
+                f"{self._folder} now belongs to {found.in_words()}: this process (attempt "
                 f"{self._mine.attempt}) ends without saving."
             )
 
@@ -261,8 +261,8 @@ class Ownership:
             if began >= 0 or not _is_hidden(other.pid):
                 return None
         print(
-            f"tfmulti: {self._folder} belonged to {other.in_words()}: looking for up to "
-            f"{SILENT_S:g} s whether it lives.",
+            f"tfmulti: {self._folder} belonged to {other.in_words()}. Waiting up to "
+            f"{SILENT_S:g} s to see whether that run is alive.",
             file=sys.stderr,
             flush=True,
         )
@@ -347,7 +347,7 @@ def fence_of(folder: Path) -> Callable[[], None]:
         token = token or found.token
         if found.token != token:
             raise NotOwnerError(
-                f"{folder} belongs to {found.in_words()} by now: this process writes nothing more "
+                f"{folder} now belongs to {found.in_words()}: this process writes nothing more "
                 "there."
             )
 

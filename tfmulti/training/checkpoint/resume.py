@@ -221,8 +221,8 @@ def _of_known_form() -> Iterator[None]:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ResumeError(
-            f"the newest checkpoint is not as this version writes it ({type(error).__name__}: "
-            f"{error})."
+            "the newest checkpoint does not have the format of this version "
+            f"({type(error).__name__}: {error})."
             " Begin a new run in a new folder, or remove that checkpoint."
         ) from error
 

@@ -70,8 +70,8 @@ def _raise_as_data_error(error: tf.errors.OpError, feed: Feed) -> None:
     found = feed.find_fault() if is_damaged or f"{SCOPE}/" in error.message else None
     if found is not None:
         raise DataError(
-            f"{found}. Mend or remove it. A GZIP file is read as a stream, from which no record is "
-            "left out: gunzip the files for --skip_bad_records."
+            f"{found}. Repair or remove it. A GZIP file is read as a stream, from which no record "
+            "is left out: gunzip the files for --skip_bad_records."
         ) from None
     if is_damaged:
         raise DataError(

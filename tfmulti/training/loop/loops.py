@@ -227,7 +227,7 @@ def _too_many_lost(lost: int, reading: ReadOptions) -> str:
     return (
         f"{lost} examples of this pass over the data could not be read{besides} more than "
         f"--skip_bad_records {reading.skip_bad_records} allows; each was named when it was read. "
-        "Mend the data, or allow more."
+        "Repair the data, or raise --skip_bad_records."
     )
 
 

@@ -54,7 +54,7 @@ def xla_compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
 def _hindrance(model: keras.Model) -> str | None:
     """Returns why XLA cannot compile a model's step, or None if tracing must tell."""
     if type(model).train_step is not keras.Model.train_step:
-        return "a train_step of your own may use what its updates leave"
+        return "a train_step of your own may read variables after their update"
     if state_of(model).options.microbatches > 1:
         return "--microbatches takes several passes"
     if any(not layer.supports_jit for layer in layers_of(model)):

@@ -280,8 +280,9 @@ def draws_in_words(operations: Sequence[str], line: str | None) -> str:
     place = f", in {line}" if line else ""
     return (
         f"verify: the step draws random numbers by TensorFlow's own generators "
-        f"({', '.join(operations)}){place}, which are others on each replica than on one device. "
-        f"Draw by keras.random, with a keras.random.SeedGenerator as an attribute. {WITHOUT}"
+        f"({', '.join(operations)}){place}, which give other numbers on each replica than on one "
+        "device. Draw by keras.random, with a keras.random.SeedGenerator as an attribute. "
+        f"{WITHOUT}"
     )
 
 
