@@ -11,13 +11,13 @@ import errno
 import glob
 import importlib
 import os
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tfmulti.config.console import quiet_stderr
+from tfmulti.config.limited_reading import open_regular, read_small
 from tfmulti.errors import DataError
 
 # A file that is one example has at most this many bytes.
@@ -61,39 +61,16 @@ def read_bytes(path: str, most: int | None = None) -> bytes:
     Raises:
         OSError: the file cannot be read, is too large, or is a named pipe or a device.
     """
-    content: bytes
-    limit = float("inf") if most is None else most
-    too_large = OSError(errno.EFBIG, f"it has more than {limit:,} bytes", path)
-    if is_remote(path):
-        with as_os_error(), gfile().GFile(path, "rb") as file:
-            content = file.read(-1 if most is None else most + 1)
-    else:
-        with open_regular(path) as file:
-            # A sparse file takes no place on the disk, so nothing of a file too large is read.
-            if os.fstat(file.fileno()).st_size > limit:
-                raise too_large
-            content = file.read()
-    if len(content) > limit:
-        raise too_large
+    if not is_remote(path) and most is not None:
+        return read_small(path, most)
+    if not is_remote(path):
+        with open_regular(path) as local:
+            return local.read()
+    with as_os_error(), gfile().GFile(path, "rb") as file:
+        content: bytes = file.read(-1 if most is None else most + 1)
+    if most is not None and len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
     return content
-
-
-def open_regular(path: str) -> IO[bytes]:
-    """Returns a file of this machine, open for reading.
-
-    Raises:
-        OSError: the file cannot be opened, or is a named pipe or a device, which may have no end.
-    """
-    file = open(path, "rb", opener=_opened_at_once)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", path)
-    return file
-
-
-def _opened_at_once(path: str, flags: int) -> int:
-    """Opens a file without blocking; opening a named pipe would wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def stamp_of(path: str) -> Stamp:
