@@ -22,21 +22,34 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+from tests.support.records import framed, write_features
 from tfmulti.config.fit_config import FitConfig, check_same_run
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import csv_tables, parquet_tables, pixels
+from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.data.io import files, open_files
 from tfmulti.data.loader import Loader, is_of_storage
-from tfmulti.data.sources import images, npz
+from tfmulti.data.sources import images, npz, tfrecord
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ResumeError, RunDirError
 from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.file_format import Checkpoints, DamagedCheckpointError, Record
+
+ENCODED = [
+    (".png", []),
+    (".bmp", []),
+    (".jpg", []),
+    (".jpg", [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
+    (".webp", [cv2.IMWRITE_WEBP_QUALITY, 80]),
+    (".webp", [cv2.IMWRITE_WEBP_QUALITY, 101]),  # without loss
+]
 
 
 def png(width: int, height: int) -> bytes:
@@ -61,17 +74,7 @@ def test_an_image_of_too_many_pixels_is_not_decoded() -> None:
     assert pixels.decode(png(16, 8)).shape == (8, 16, 3)
 
 
-@pytest.mark.parametrize(
-    ("ending", "options"),
-    [
-        (".png", []),
-        (".bmp", []),
-        (".jpg", []),
-        (".jpg", [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
-        (".webp", [cv2.IMWRITE_WEBP_QUALITY, 80]),
-        (".webp", [cv2.IMWRITE_WEBP_QUALITY, 101]),  # without loss
-    ],
-)
+@pytest.mark.parametrize(("ending", "options"), ENCODED)
 def test_the_size_of_each_format_is_known_before_it_is_decoded(
     ending: str, options: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +110,60 @@ def test_marks_without_a_length_do_not_hide_the_size_of_a_jpeg(
     monkeypatch.setattr(pixels, "_most_pixels", 1199)
     with pytest.raises(DataError, match="has more than 1,199 pixels"):
         pixels.decode(data)
+
+
+@pytest.mark.parametrize(("ending", "options"), ENCODED)
+def test_a_stream_knows_the_size_of_an_image_before_it_is_decoded(
+    tmp_path: Path, ending: str, options: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = np.random.default_rng(0).integers(0, 255, (301, 517, 3)).astype(np.uint8)
+    place = packed_records(tmp_path, cv2.imencode(ending, image, options)[1].tobytes())
+    monkeypatch.setattr(pixels, "_most_pixels", 301 * 517)
+    ((x, y),) = tfrecord.load(place, 0).finish(2).train
+    assert (x.shape, y.shape) == ((2, 8, 8, 3), (2,))
+    monkeypatch.setattr(pixels, "_most_pixels", 301 * 517 - 1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the image is too large"):
+        next(iter(tfrecord.load(place, 0).finish(2).train))
+
+
+def test_a_canvas_of_a_webp_has_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (300, 500)).save(out, "WEBP", exif=b"Exif\0\0MM")
+    assert out.getvalue()[8:16] == b"WEBPVP8X"
+    place = packed_records(tmp_path, out.getvalue())
+    monkeypatch.setattr(pixels, "_most_pixels", 300 * 500)
+    assert len(next(iter(tfrecord.load(place, 0).finish(2).train))) == 2
+    monkeypatch.setattr(pixels, "_most_pixels", 300 * 500 - 1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the image is too large"):
+        next(iter(tfrecord.load(place, 0).finish(2).train))
+
+
+def test_a_stream_reads_no_gif(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(out, "GIF")
+    stream = tfrecord.load(packed_records(tmp_path, out.getvalue()), 0).finish(2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the image is too large"):
+        next(iter(stream.train))
+    assert "jpeg, png, bmp and webp are read" in str(fault_of(stream.train))
+
+
+def test_a_stream_does_not_decode_an_image_of_too_many_pixels(tmp_path: Path) -> None:
+    data = png(16_000, 8_001)
+    stream = tfrecord.load(packed_records(tmp_path, data), 0).finish(2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the image is too large"):
+        next(iter(stream.train))
+    assert "has more than 128,000,000 pixels" in str(fault_of(stream.train))
+
+
+def packed_records(folder: Path, data: bytes) -> str:
+    """Writes a GZIP file of two records with an image, and returns the options that read it."""
+    example = tf.train.Example()
+    example.features.feature["image"].bytes_list.value.append(data)
+    example.features.feature["label"].int64_list.value.append(1)
+    records = framed(example.SerializeToString()) * 2
+    (folder / "a.gz").write_bytes(gzip.compress(records))
+    write_features(folder)
+    return f"{folder}/a.gz"
 
 
 def test_an_old_bitmap_has_a_size_too() -> None:

@@ -49,6 +49,11 @@ def limit_pixels(millions: int) -> None:
     _most_pixels = millions * 1_000_000
 
 
+def most_pixels() -> int:
+    """Returns the largest number of pixels that an image may have."""
+    return _most_pixels
+
+
 def check_pixels(data: bytes) -> None:
     """Checks the size that an encoded image declares, before memory is taken for its pixels.
 

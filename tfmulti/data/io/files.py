@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.limited_reading import open_regular, read_small
