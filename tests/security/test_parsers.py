@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import io
 import json
+import math
 import re
 import socket
 import struct
@@ -33,7 +34,9 @@ from hypothesis import strategies as st
 
 from tests.support.records import write_records
 from tfmulti.cluster import job_secret
+from tfmulti.cluster.allocation import allocated_hosts
 from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.environments import ENVIRONMENTS, described
 from tfmulti.config import json_values
 from tfmulti.config.fit_config import FitConfig, read_config_file
 from tfmulti.data.formats.csv_tables import read_csv
@@ -49,13 +52,17 @@ from tfmulti.launch import agent, heartbeat
 from tfmulti.launch.agent import Agent
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import HeartbeatRecord, WorkerFailure
-from tfmulti.launch.hosts import parse_hosts, read_hostfile
+from tfmulti.launch.hosts import discover, parse_hosts, read_hostfile
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
 from tfmulti.launch.workers import WorkerStatus
+from tfmulti.run import report_page
+from tfmulti.run.report import FitReport
+from tfmulti.training import watchdog
 from tfmulti.training.checkpoint import file_format, owner
 from tfmulti.training.checkpoint.file_format import DamagedCheckpointError, Record
 from tfmulti.training.checkpoint.owner import Owner
+from tfmulti.training.verification.result import Verification
 
 # A parser may take this much memory in addition, for inputs of some KB.
 MOST_BYTES = 64 << 20
@@ -378,13 +385,120 @@ def test_tf_config(text: str) -> None:
         assert Cluster.from_tf_config(cluster.to_tf_config()) == cluster
 
 
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "tf_config": {"TF_CONFIG": json.dumps(TF_CONFIG)},
+    "mpi": {
+        **{f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")},
+        **{f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")},
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    },
+    "slurm": {
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    },
+    "lsf": {
+        "LSB_JOBID": "9",
+        "LSB_DJOB_RANKFILE": "/nowhere",
+        "JSM_NAMESPACE_RANK": "1",
+        "JSM_NAMESPACE_SIZE": "2",
+        "JSM_NAMESPACE_LOCAL_RANK": "0",
+    },
+    "volcano": {"VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "a,b"},
+    "kubernetes": {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "t-1", "TFMULTI_WORKERS": "2"},
+    "sagemaker": {"SM_HOSTS": '["algo-10", "algo-2"]', "SM_CURRENT_HOST": "algo-2"},
+    "vertex": {
+        "CLUSTER_SPEC": json.dumps(
+            {
+                "cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:2"]},
+                "task": {"type": "workerpool1", "index": 0},
+            }
+        )
+    },
+    "azureml": {
+        "AZUREML_RUN_ID": "r",
+        "MASTER_ADDR": "10.0.0.4",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "NODE_RANK": "1",
+    },
+}
+NUMBERS = st.sampled_from(["0", "1", "2", "-1", "²", "１", "65536", "999999999", "9" * 5000, ""])
+TEXTS = st.sampled_from(["a,b", "n[1-65536]", "65536(x65536)", "h\0,i", "h\n,i", "[::1]", NESTED])
+
+
+@st.composite
+def variables(draw: Callable[[Any], Any], names: list[str]) -> tuple[str, dict[str, str]]:
+    """Returns an environment's name, and its variables with some of them changed or left out."""
+    name = draw(st.sampled_from(names))
+    env = dict(ENVIRONMENT[name])
+    for variable in draw(st.lists(st.sampled_from(sorted(env)), min_size=1, max_size=3)):
+        text = ENVIRONMENT[name][variable]
+        is_json = text.startswith(("{", "["))
+        changed = like(json.loads(text)).map(json.dumps) if is_json else NUMBERS
+        env[variable] = draw(changed | NUMBERS | TEXTS | st.text(max_size=20))
+        if draw(st.integers(0, 9)) == 0:
+            del env[variable]
+    return name, env
+
+
+def test_the_environments_are_read() -> None:
+    assert set(ENVIRONMENT) == set(ENVIRONMENTS)
+    for name, env in ENVIRONMENT.items():
+        if name != "lsf":
+            found = described(env)
+            assert found is not None
+            assert found.name == name
+
+
+@settings(fuzzed, max_examples=4 * TRIED)
+@given(variables(sorted(ENVIRONMENT)))
+def test_environments(case: tuple[str, dict[str, str]]) -> None:
+    name, env = case
+    with only(ClusterError):
+        found = described(env)
+        assert found is None or 0 <= found.job.rank < found.job.size <= 1 << 16
+    with only(ClusterError):
+        described(env, name)
+
+
 @fuzzed
-@given(st.text(max_size=40) | st.text("h1:,[]-. ", max_size=20))
+@given(data=damaged(b"login1\nc1\nc1\nc2\nc2\n") | st.just(b"h\0\nh2\n"))
+def test_host_files_of_schedulers(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    env = {**ENVIRONMENT["lsf"], "LSB_DJOB_RANKFILE": str(file)}
+    with only(ClusterError):
+        assert described(env) is not None
+    for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
+        with only(ClusterError):
+            assert allocated_hosts({name: str(file)})
+
+
+@fuzzed
+@given(
+    st.text(max_size=40)
+    | st.text("h1:,[]-. ", max_size=20)
+    | st.sampled_from(["h\0", "a\nb:1", "h\\x", "h:１", "h:" + "9" * 5000, "h\u2028", "h" * 300])
+)
 def test_hosts(text: str) -> None:
     with only(ConfigError):
         for host in parse_hosts(text):
             assert not host.name.startswith("-")
-            assert host.slots is None or host.slots > 0
+            assert host.name.isprintable()
+            assert not set(host.name) & set(" \\/'\"$`")
+            assert host.slots is None or 0 < host.slots <= 1 << 16
+
+
+@settings(fuzzed, max_examples=40)
+@given(data=damaged(b"h1:2\nh2\n[::1]:1\n") | st.just(b"h\\0:2\n"))
+def test_answers_of_a_discovery_script(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    with only(ConfigError):
+        discover(f"cat {file}")
 
 
 @pytest.fixture
@@ -452,6 +566,52 @@ def test_the_error_of_a_worker(file: Path, text: str) -> None:
     assert found is None or [type(value) for value in asdict(found).values()] == [
         type(value) for value in ERROR.values()
     ]
+
+
+@fuzzed
+@given(like({"/f": 3}).map(json.dumps) | st.text(max_size=40) | st.just(NESTED))
+def test_the_steps_that_earlier_attempts_have_saved(text: str) -> None:
+    assert type(heartbeat.saved_before("/f", {heartbeat.SAVED: text})) is int
+
+
+HANG = {"at": "f (x.py:3)", "pid": 3, "host": "h", "time": 1.5, "stacks": {"MainThread": ["f"]}}
+
+
+@fuzzed
+@given(data=damaged(json.dumps(HANG).encode()) | like(HANG).map(lambda v: json.dumps(v).encode()))
+def test_the_file_of_a_worker_that_hangs(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    found = watchdog.read(file)
+    assert found is None or (type(found["pid"]), type(found["time"])) == (int, float)
+    assert found is None or f"{found['at']}{found['host']}".isprintable()
+
+
+REPORT = FitReport(
+    **{name: 2 for name in ("workers", "replicas", "global_batch_size", "per_replica_batch_size")},
+    **{name: 4 for name in ("epochs", "steps", "examples", "parameters")},
+    **{name: 0.5 for name in ("seconds", "examples_per_second", "waiting_share")},
+    strategy="mirrored",
+    why="two devices",
+    devices=("CPU:0", "CPU:1"),
+    metrics={"loss": math.nan},
+    history={"loss": [0.5, math.nan]},
+    weights_sha256="0" * 64,
+    straggler={"cause": "data", "worker": 1, "address": "b:1", "slowdown": 2.0, "share": 0.5},
+    verification=Verification(verdict="same"),
+)
+
+
+def test_a_report_as_it_was_written() -> None:
+    again = FitReport.from_json(REPORT.to_json())
+    assert repr(again) == repr(REPORT)
+    assert repr(again.history) == repr(REPORT.history)
+
+
+@fuzzed
+@given(like(json.loads(REPORT.to_json())).map(json.dumps) | st.sampled_from(["[]", "3", NESTED]))
+def test_reports(text: str) -> None:
+    with only(ValueError):
+        assert report_page.page(FitReport.from_json(text), "x")
 
 
 @fuzzed

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from tfmulti.config import json_values
 from tfmulti.training.verification.result import Verification
 
 
@@ -96,16 +97,16 @@ class FitReport:
         return fragment(self)
 
     @classmethod
-    def from_json(cls, text: str) -> FitReport:
+    def from_json(cls, text: str | bytes) -> FitReport:
         """Returns the report from the text of report.json.
 
         Raises:
-            ValueError: the text is not JSON.
-            TypeError: the fields are not those of this version.
+            ValueError: the text is not JSON, or its fields are not those of this version.
         """
-        values = json.loads(text)
-        for name in ("devices", "inexact", "addresses"):
-            values[name] = tuple(values.get(name, ()))
-        if values.get("verification"):
-            values["verification"] = Verification(**values["verification"])
-        return cls(**values)
+        report = json_values.build(cls, json_values.parse(text))
+        if report.straggler is not None:
+            # This module must not import Keras before it is needed.
+            from tfmulti.run.callbacks.stragglers import Straggler
+
+            json_values.build(Straggler, report.straggler)
+        return report

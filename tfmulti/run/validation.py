@@ -17,6 +17,7 @@ from tfmulti.cluster.gpus import gpus_of_task
 from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig, check_same_run, read_config_file
+from tfmulti.config.limited_reading import read_small
 from tfmulti.config.run_directory import RunDir, check_writable
 from tfmulti.config.trackers import check_installed, names_in
 from tfmulti.data.data_set import DataSet, size_of
@@ -24,6 +25,9 @@ from tfmulti.data.formats.pixels import limit_pixels
 from tfmulti.errors import ConfigError, ModelError, ResumeError, RunDirError
 from tfmulti.run.data_stages import prepared
 from tfmulti.run.report import FitReport
+
+# A report has some numbers for each epoch.
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -164,8 +168,8 @@ def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
 def _report_of(run_dir: RunDir, config: FitConfig) -> FitReport | None:
     """Returns the report of a run if all its epochs are trained, or None."""
     try:
-        report = FitReport.from_json(run_dir.report.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        report = FitReport.from_json(read_small(run_dir.report, _MOST_BYTES))
+    except (OSError, ValueError):
         return None
     whole = report.stopped_by is None and config.epochs is not None
     return report if whole and report.epochs_asked >= (config.epochs or 0) else None
