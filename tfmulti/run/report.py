@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfmulti.config import json_values
+from tfmulti.run.straggler import Straggler
 from tfmulti.training.verification.result import Verification
 
 
@@ -50,7 +51,7 @@ class FitReport:
             None.
         verification: the comparison with one device, or None.
         straggler: the worker for which the others waited in the last epoch, or that all waited for
-            the network; the fields of `callbacks.stragglers.Straggler`, or None.
+            the network; the fields of `straggler.Straggler`, or None.
         run_dir: the run directory. None on workers other than the chief.
         versions: the versions of TensorFlow and Keras.
     """
@@ -105,8 +106,5 @@ class FitReport:
         """
         report = json_values.build(cls, json_values.parse(text))
         if report.straggler is not None:
-            # This module must not import Keras before it is needed.
-            from tfmulti.run.callbacks.stragglers import Straggler
-
             json_values.build(Straggler, report.straggler)
         return report

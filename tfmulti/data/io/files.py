@@ -22,6 +22,9 @@ from tfmulti.errors import DataError
 
 # A file that is one example has at most this many bytes.
 MOST_BYTES = 1 << 30
+# The files with the memory limit of a container, in both versions of control groups.
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_most_unpacked: int | None = None
 
 
 class Stamp(NamedTuple):
@@ -47,8 +50,24 @@ def expanded(path: str) -> str:
 
 
 def memory_bytes() -> int:
-    """Returns the memory of this machine in bytes, which one file may take at most."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the memory in bytes of this machine, or of its container if that has less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CGROUP_LIMITS:
+        # Without a limit there is no file, or the text `max`.
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(read_small(path, 8192)))
+    return min(found)
+
+
+def limit_unpacked(gigabytes: float | None) -> None:
+    """Sets how many bytes the content of one file may take in memory; None: all memory."""
+    global _most_unpacked
+    _most_unpacked = None if gigabytes is None else int(gigabytes * 1e9)
+
+
+def most_unpacked() -> int:
+    """Returns how many bytes the content of one file may take in memory."""
+    return memory_bytes() if _most_unpacked is None else _most_unpacked
 
 
 def read_bytes(path: str, most: int | None = None) -> bytes:
