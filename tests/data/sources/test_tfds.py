@@ -291,6 +291,15 @@ def test_no_module_of_a_data_set_is_imported(
         tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
 
 
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
+def test_the_files_of_a_data_set_are_in_its_folder(folder: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(folder / kind, tmp_path, dirs_exist_ok=True)
+    described = tmp_path / "tiny" / "1.0.0" / "dataset_info.json"
+    described.write_text(described.read_text().replace('"{DATASET}-', '"../{DATASET}-'))
+    with pytest.raises(DataError, match="is not in the folder of its description"):
+        tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
+
+
 @pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "kind.labels.txt"])
 def test_descriptions_are_small_regular_files(folder: Path, tmp_path: Path, name: str) -> None:
     path = copied(folder, tmp_path) / name

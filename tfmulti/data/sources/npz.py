@@ -95,8 +95,8 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
     if total > most:
         raise DataError(
             f"{place} holds {total:,} bytes, but {most:,} is the limit (by default the memory). "
-            "Save each array by np.save, and use --dataset npy:FOLDER, which reads what it needs, or "
-            "allow more by --max_file_gigabytes."
+            "Save each array by np.save, and use --dataset npy:FOLDER, which reads what it needs. "
+            "Or allow more by --max_file_gigabytes."
         )
 
 

@@ -25,7 +25,7 @@ from tfmulti.data.formats.records import ByteStrings, Records
 from tfmulti.data.io import files
 from tfmulti.data.options import parse_options
 from tfmulti.data.source import Leaf
-from tfmulti.errors import DataError, did_you_mean
+from tfmulti.errors import DataError, UserError, did_you_mean
 
 _PARTS = ("train", "validation", "test")
 _DESCRIPTIONS = ("dataset_info.json", "features.json")
@@ -166,7 +166,20 @@ def load(options: str, seed: int) -> DataSet:
     if not name:
         raise DataError("--dataset tfds: needs a name. Write --dataset tfds:NAME.")
     tfds = _tfds(place)
-    builder = _builder(tfds, place, name, chosen)
+    folder = _folder(tfds, place, name, chosen)
+    try:
+        _check_description(tfds, folder)
+        return _of_builder(tfds, tfds.builder_from_directory(folder), place, chosen)
+    except UserError:
+        raise
+    except Exception as error:
+        # tensorflow-datasets raises many types of exceptions, many of them late.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{place}: {folder} is damaged: {reason}. Prepare it anew.") from error
+
+
+def _of_builder(tfds: Any, builder: Any, place: str, chosen: Mapping[str, Any]) -> DataSet:
+    """Returns the data of a prepared data set."""
     features = builder.info.features
     x, y = _keys(place, builder.info, chosen)
     leaves = {key: _leaf(tfds, place, key, features[key], chosen["size"]) for key in (x, y)}
@@ -195,8 +208,8 @@ def _tfds(place: str) -> Any:
         ) from None
 
 
-def _builder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any:
-    """Returns the builder of a prepared data set, made from its files; raises DataError if none."""
+def _folder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any:
+    """Returns the folder of a prepared data set; raises DataError if there is none."""
     data_dir = chosen["data_dir"] or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     path = tfds.core.Path(data_dir).expanduser()
     folder = path / name / chosen["config"]
@@ -214,14 +227,7 @@ def _builder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any
         raise DataError(
             f"{place}: version {version} is not prepared; {did_you_mean(version, versions)}"
         )
-    try:
-        _check_description(tfds, versions[version])
-        return tfds.builder_from_directory(versions[version])
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(
-            f"{place}: {versions[version]} is damaged: {reason}. Prepare it anew."
-        ) from error
+    return versions[version]
 
 
 def _check_description(tfds: Any, folder: Any) -> None:
@@ -397,8 +403,12 @@ def _splits(place: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, st
 
 def _records(tfds: Any, builder: Any, split: str) -> ByteStrings:
     """Returns the encoded examples of a split, from TFRecord or from array_record files."""
+    paths = [os.fspath(path) for path in builder.info.splits[split].filepaths]
+    # The description gives the names of the files.
+    for path in paths:
+        if os.path.dirname(path) != os.path.dirname(os.path.join(builder.data_dir, "")):
+            raise DataError(f"{path[:200]!r} is not in the folder of its description")
     if builder.info.file_format.value == "tfrecord":
-        paths = [os.fspath(path) for path in builder.info.splits[split].filepaths]
         return Records(paths)
     try:
         raw = builder.as_data_source(
