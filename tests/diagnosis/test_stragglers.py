@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.support.processes import ONE_THREAD, processes, slowed, tf_config
 from tfmulti import ArraySource
 from tfmulti.launch.addresses import reserved
-from tfmulti.run.callbacks.stragglers import COMPUTING, DATA, NETWORK, straggler_of
+from tfmulti.run.straggler import COMPUTING, DATA, NETWORK, straggler_of
 
 LIMIT_S = 240
 ADDRESSES = ("a:1", "b:1", "c:1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import os
 import zipfile
 from collections.abc import Callable
@@ -11,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from PIL import Image
 
 from tests.support.processes import Finished, run
+from tests.support.records import framed, write_features
 from tfmulti.training.checkpoint import file_format
 
 pytestmark = pytest.mark.processes
@@ -135,6 +139,31 @@ def large_pictures(folder: Path) -> list[str]:
     return [f"--dataset=images:{folder}/images,size=8x8"]
 
 
+def large_pictures_in_packed_records(folder: Path) -> list[str]:
+    """A black picture of 900 megapixels, packed twice: a file of less than 1 KB."""
+    out = io.BytesIO()
+    Image.new("1", (30_000, 30_000)).save(out, "PNG")
+    example = tf.train.Example()
+    example.features.feature["image"].bytes_list.value.append(out.getvalue())
+    example.features.feature["label"].int64_list.value.append(1)
+    data = gzip.compress(framed(example.SerializeToString()) * 8)
+    assert len(data) < 5_000
+    (folder / "a.gz").write_bytes(data)
+    write_features(folder)
+    return [f"--dataset=tfrecord:{folder}/a.gz"]
+
+
+def code_in_a_prepared_data_set(folder: Path) -> list[str]:
+    """The description names a class, whose module tensorflow-datasets would import."""
+    described = folder / "crafted" / "1.0.0"
+    described.mkdir(parents=True)
+    (folder / "crafted_module.py").write_text(f"import os\nos.mkdir({str(folder / 'outside')!r})\n")
+    (described / "dataset_info.json").write_text('{"name": "crafted", "version": "1.0.0"}')
+    features = {"pythonClassName": "crafted_module.Class", "featuresDict": {"features": {}}}
+    (described / "features.json").write_text(json.dumps(features))
+    return [f"--dataset=tfds:crafted,data_dir={folder}"]
+
+
 def picture(folder: Path, size: tuple[int, int]) -> None:
     for label in ("a", "b"):
         (folder / "images" / label).mkdir(parents=True)
@@ -149,6 +178,8 @@ def picture(folder: Path, size: tuple[int, int]) -> None:
         (code_in_an_npz, "x.npz"),
         (pipes_and_devices, "no regular file"),
         (large_pictures, "megapixels"),
+        (large_pictures_in_packed_records, "a.gz, record 0: feature 'image': the image has more"),
+        (code_in_a_prepared_data_set, "names the class 'crafted_module.Class', which is none of"),
     ],
 )
 def test_a_crafted_data_file_is_one_line(
@@ -157,7 +188,8 @@ def test_a_crafted_data_file_is_one_line(
     data = make(tmp_path)
     flags = ["--model=mlp", "--global_batch_size=4", "--epochs=1", f"--run_dir={tmp_path}/run"]
     argv = [*LAUNCH, "--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit", *data, *flags]
-    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S, env={"PYTHONPATH": path})
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import struct
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -22,21 +23,46 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from tfmulti.config.fit_config import FitConfig, check_same_run
+from tests.support.records import framed, write_features
+from tfmulti.cluster.allocation import hosts_of_file
+from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.config.fit_config import (
+    FitConfig,
+    check_same_run,
+    read_config_file,
+    read_saved_config,
+)
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import csv_tables, parquet_tables, pixels
+from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.data.io import files, open_files
 from tfmulti.data.loader import Loader, is_of_storage
-from tfmulti.data.sources import images, npz
+from tfmulti.data.sources import images, npz, tfrecord
 from tfmulti.distribution.strategies import Placement
-from tfmulti.errors import DataError, ResumeError, RunDirError
-from tfmulti.training.checkpoint import file_format
+from tfmulti.doctor import __main__ as doctor
+from tfmulti.doctor.machine import SEEN_FILE
+from tfmulti.errors import ClusterError, ConfigError, DataError, ResumeError, RunDirError
+from tfmulti.launch.heartbeat import read_error, read_progress
+from tfmulti.launch.hosts import read_hostfile
+from tfmulti.training import watchdog
+from tfmulti.training.checkpoint import file_format, owner
 from tfmulti.training.checkpoint.file_format import Checkpoints, DamagedCheckpointError, Record
+
+ENCODED = [
+    (".png", []),
+    (".bmp", []),
+    (".jpg", []),
+    (".jpg", [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
+    (".webp", [cv2.IMWRITE_WEBP_QUALITY, 80]),
+    (".webp", [cv2.IMWRITE_WEBP_QUALITY, 101]),  # without loss
+]
 
 
 def png(width: int, height: int) -> bytes:
@@ -61,17 +87,7 @@ def test_an_image_of_too_many_pixels_is_not_decoded() -> None:
     assert pixels.decode(png(16, 8)).shape == (8, 16, 3)
 
 
-@pytest.mark.parametrize(
-    ("ending", "options"),
-    [
-        (".png", []),
-        (".bmp", []),
-        (".jpg", []),
-        (".jpg", [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]),
-        (".webp", [cv2.IMWRITE_WEBP_QUALITY, 80]),
-        (".webp", [cv2.IMWRITE_WEBP_QUALITY, 101]),  # without loss
-    ],
-)
+@pytest.mark.parametrize(("ending", "options"), ENCODED)
 def test_the_size_of_each_format_is_known_before_it_is_decoded(
     ending: str, options: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +123,60 @@ def test_marks_without_a_length_do_not_hide_the_size_of_a_jpeg(
     monkeypatch.setattr(pixels, "_most_pixels", 1199)
     with pytest.raises(DataError, match="has more than 1,199 pixels"):
         pixels.decode(data)
+
+
+@pytest.mark.parametrize(("ending", "options"), ENCODED)
+def test_a_stream_knows_the_size_of_an_image_before_it_is_decoded(
+    tmp_path: Path, ending: str, options: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = np.random.default_rng(0).integers(0, 255, (301, 517, 3)).astype(np.uint8)
+    place = packed_records(tmp_path, cv2.imencode(ending, image, options)[1].tobytes())
+    monkeypatch.setattr(pixels, "_most_pixels", 301 * 517)
+    ((x, y),) = tfrecord.load(place, 0).finish(2).train
+    assert (x.shape, y.shape) == ((2, 8, 8, 3), (2,))
+    monkeypatch.setattr(pixels, "_most_pixels", 301 * 517 - 1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the image is too large"):
+        next(iter(tfrecord.load(place, 0).finish(2).train))
+
+
+def test_a_canvas_of_a_webp_has_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (300, 500)).save(out, "WEBP", exif=b"Exif\0\0MM")
+    assert out.getvalue()[8:16] == b"WEBPVP8X"
+    place = packed_records(tmp_path, out.getvalue())
+    monkeypatch.setattr(pixels, "_most_pixels", 300 * 500)
+    assert len(next(iter(tfrecord.load(place, 0).finish(2).train))) == 2
+    monkeypatch.setattr(pixels, "_most_pixels", 300 * 500 - 1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the image is too large"):
+        next(iter(tfrecord.load(place, 0).finish(2).train))
+
+
+def test_a_stream_reads_no_gif(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(out, "GIF")
+    stream = tfrecord.load(packed_records(tmp_path, out.getvalue()), 0).finish(2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the image is too large"):
+        next(iter(stream.train))
+    assert "jpeg, png, bmp and webp are read" in str(fault_of(stream.train))
+
+
+def test_a_stream_does_not_decode_an_image_of_too_many_pixels(tmp_path: Path) -> None:
+    data = png(16_000, 8_001)
+    stream = tfrecord.load(packed_records(tmp_path, data), 0).finish(2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the image is too large"):
+        next(iter(stream.train))
+    assert "has more than 128,000,000 pixels" in str(fault_of(stream.train))
+
+
+def packed_records(folder: Path, data: bytes) -> str:
+    """Writes a GZIP file of two records with an image, and returns the options that read it."""
+    example = tf.train.Example()
+    example.features.feature["image"].bytes_list.value.append(data)
+    example.features.feature["label"].int64_list.value.append(1)
+    records = framed(example.SerializeToString()) * 2
+    (folder / "a.gz").write_bytes(gzip.compress(records))
+    write_features(folder)
+    return f"{folder}/a.gz"
 
 
 def test_an_old_bitmap_has_a_size_too() -> None:
@@ -216,8 +286,17 @@ def test_an_npz_of_more_than_the_memory_is_one_line(
     assert path.stat().st_size < 4_000
     assert len(npz.load(str(path), 0).train) > 0
     monkeypatch.setattr(files, "memory_bytes", lambda: 90_000)
-    with pytest.raises(DataError, match=r"holds 40\d,\d+ bytes, but this machine has 90,000 of"):
+    words = r"holds 40\d,\d+ bytes, but 90,000 is the limit .* by --max_file_gigabytes"
+    with pytest.raises(DataError, match=words):
         npz.load(str(path), 0)
+    try:
+        files.limit_unpacked(0.001)
+        assert len(npz.load(str(path), 0).train) > 0
+        files.limit_unpacked(0.0001)
+        with pytest.raises(DataError, match="but 100,000 is the limit"):
+            npz.load(str(path), 0)
+    finally:
+        files.limit_unpacked(None)
 
 
 def rewritten(data: bytes, change: Any, compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -238,8 +317,8 @@ def test_a_packed_table_of_more_than_the_memory_is_one_line(
     data = gzip.compress(b"a,b\n" + b"1,2\n" * 1_000_000)
     assert len(data) < 10_000
     assert csv_tables.read_csv(data, packed=True)[0].num_rows == 1_000_000
-    monkeypatch.setattr(csv_tables, "memory_bytes", lambda: 1_000_000)
-    with pytest.raises(ValueError, match="unpacks to more than 1,000,000 bytes, the memory of th"):
+    monkeypatch.setattr(files, "memory_bytes", lambda: 1_000_000)
+    with pytest.raises(ValueError, match=r"more than 1,000,000 bytes.* by --max_file_gigabytes"):
         csv_tables.read_csv(data, packed=True)
 
 
@@ -250,9 +329,89 @@ def test_a_parquet_file_of_more_than_the_memory_is_one_line(
     pyarrow.parquet.write_table(pyarrow.table({"a": np.zeros(1_000_000, np.int64)}), out)
     assert len(out.getvalue()) < 10_000
     assert parquet_tables.read_parquet(out.getvalue()).num_rows == 1_000_000
-    monkeypatch.setattr(parquet_tables, "memory_bytes", lambda: 3_000_000)
-    with pytest.raises(ValueError, match="1,000,000 rows of 1 columns, 4,000,000 bytes or more"):
+    monkeypatch.setattr(files, "memory_bytes", lambda: 3_000_000)
+    words = "1,000,000 rows of 1 columns, 4,000,000 bytes or more, .* by --max_file_gigabytes"
+    with pytest.raises(ValueError, match=words):
         parquet_tables.read_parquet(out.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("max\n", 1), ("1048576\n", 0), (str(2**63 - 1), 1), ("", 1)]
+)
+def test_the_memory_of_a_container_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, share: int
+) -> None:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (tmp_path / "memory.max").write_text(text)
+    limits = (str(tmp_path / "none"), str(tmp_path / "memory.max"))
+    monkeypatch.setattr(files, "CGROUP_LIMITS", limits)
+    assert files.memory_bytes() == (machine if share else 1 << 20)
+
+
+def of_doctor(path: Path) -> object:
+    return doctor._seen(str(path.parent))
+
+
+def of_run_directory(path: Path) -> object:
+    return read_saved_config(path)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    owner.FILE: owner._read,
+    "hang_worker_1.json": watchdog.read,
+    SEEN_FILE: of_doctor,
+    "config.json": of_run_directory,
+    "hosts": read_hostfile,
+    "heartbeat": read_progress,
+    "error.json": read_error,
+    "nodes": lambda path: hosts_of_file("PBS_NODEFILE", str(path)),
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+@pytest.mark.parametrize("name", READERS)
+def test_small_files_are_regular_and_have_an_end(tmp_path: Path, name: str, kind: str) -> None:
+    """Each of these reads waited for ever, or took any amount of memory."""
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)  # it takes no place on the disk
+    with contextlib.suppress(ConfigError, ClusterError):
+        assert READERS[name](path) is None
+
+
+def test_a_configuration_of_the_user_may_be_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=['{"seed": 3}'])
+    writer.start()
+    assert read_config_file(str(tmp_path / "pipe")) == {"seed": 3}
+    writer.join()
+
+
+def test_a_checkpoint_is_no_larger_than_the_memory(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.write(Record(1, {}))
+    with (tmp_path / "step-000000002.npz").open("wb") as file:
+        file.truncate(1 << 43)
+    record, wrong = checkpoints.newest()
+    assert record is not None
+    assert record.step == 1
+    assert "more than" in wrong[0]
+
+
+def test_the_mark_of_the_doctor_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("mine")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / SEEN_FILE).symlink_to(tmp_path / "other")
+    with doctor.Token(Cluster(("a:1", "b:1"), Task("worker", 0)), str(run_dir)):
+        assert (tmp_path / "other").read_text() == "mine"
+        assert len(str(doctor._seen(str(run_dir)))) == 32
+    assert list(run_dir.iterdir()) == []
 
 
 def test_a_small_checkpoint_takes_little_memory() -> None:

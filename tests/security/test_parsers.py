@@ -8,13 +8,16 @@ MOST_BYTES of memory.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import inspect
 import io
 import json
+import math
 import re
 import socket
 import struct
+import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -22,40 +25,55 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import cv2
 import hypothesis
+import keras
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.records import write_records
+from tests.support.records import framed, write_features, write_records
+from tfmulti import prepare
 from tfmulti.cluster import job_secret
+from tfmulti.cluster.allocation import allocated_hosts
 from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.environments import ENVIRONMENTS, described
 from tfmulti.config import json_values
 from tfmulti.config.fit_config import FitConfig, read_config_file
+from tfmulti.data.formats import pixels
 from tfmulti.data.formats.csv_tables import read_csv
 from tfmulti.data.formats.examples import parse_numbers_into
 from tfmulti.data.formats.features import Feature, read_features
+from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.data.formats.parquet_tables import read_parquet
 from tfmulti.data.formats.record_index import index_of
-from tfmulti.data.sources import npy, npz
+from tfmulti.data.sources import npy, npz, tfds, tfrecord
+from tfmulti.data.sources.text import TextFiles
 from tfmulti.distribution.transport.channel import ChannelError
 from tfmulti.distribution.transport.rendezvous import connect_workers
-from tfmulti.errors import ClusterError, ConfigError, DataError
+from tfmulti.errors import ClusterError, ConfigError, DataError, ResumeError
 from tfmulti.launch import agent, heartbeat
 from tfmulti.launch.agent import Agent
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import HeartbeatRecord, WorkerFailure
-from tfmulti.launch.hosts import parse_hosts, read_hostfile
+from tfmulti.launch.hosts import discover, parse_hosts, read_hostfile
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
 from tfmulti.launch.workers import WorkerStatus
+from tfmulti.run import report_page
+from tfmulti.run.report import FitReport
+from tfmulti.training import watchdog
 from tfmulti.training.checkpoint import file_format, owner
+from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.checkpoint.file_format import DamagedCheckpointError, Record
 from tfmulti.training.checkpoint.owner import Owner
+from tfmulti.training.checkpoint.resume import _of_known_form as of_known_form
+from tfmulti.training.state import run_state
+from tfmulti.training.verification.result import Verification
 
 # A parser may take this much memory in addition, for inputs of some KB.
 MOST_BYTES = 64 << 20
@@ -378,13 +396,120 @@ def test_tf_config(text: str) -> None:
         assert Cluster.from_tf_config(cluster.to_tf_config()) == cluster
 
 
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "tf_config": {"TF_CONFIG": json.dumps(TF_CONFIG)},
+    "mpi": {
+        **{f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")},
+        **{f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")},
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    },
+    "slurm": {
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    },
+    "lsf": {
+        "LSB_JOBID": "9",
+        "LSB_DJOB_RANKFILE": "/nowhere",
+        "JSM_NAMESPACE_RANK": "1",
+        "JSM_NAMESPACE_SIZE": "2",
+        "JSM_NAMESPACE_LOCAL_RANK": "0",
+    },
+    "volcano": {"VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "a,b"},
+    "kubernetes": {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "t-1", "TFMULTI_WORKERS": "2"},
+    "sagemaker": {"SM_HOSTS": '["algo-10", "algo-2"]', "SM_CURRENT_HOST": "algo-2"},
+    "vertex": {
+        "CLUSTER_SPEC": json.dumps(
+            {
+                "cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:2"]},
+                "task": {"type": "workerpool1", "index": 0},
+            }
+        )
+    },
+    "azureml": {
+        "AZUREML_RUN_ID": "r",
+        "MASTER_ADDR": "10.0.0.4",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "NODE_RANK": "1",
+    },
+}
+NUMBERS = st.sampled_from(["0", "1", "2", "-1", "²", "１", "65536", "999999999", "9" * 5000, ""])
+TEXTS = st.sampled_from(["a,b", "n[1-65536]", "65536(x65536)", "h\0,i", "h\n,i", "[::1]", NESTED])
+
+
+@st.composite
+def variables(draw: Callable[[Any], Any], names: list[str]) -> tuple[str, dict[str, str]]:
+    """Returns an environment's name, and its variables with some of them changed or left out."""
+    name = draw(st.sampled_from(names))
+    env = dict(ENVIRONMENT[name])
+    for variable in draw(st.lists(st.sampled_from(sorted(env)), min_size=1, max_size=3)):
+        text = ENVIRONMENT[name][variable]
+        is_json = text.startswith(("{", "["))
+        changed = like(json.loads(text)).map(json.dumps) if is_json else NUMBERS
+        env[variable] = draw(changed | NUMBERS | TEXTS | st.text(max_size=20))
+        if draw(st.integers(0, 9)) == 0:
+            del env[variable]
+    return name, env
+
+
+def test_the_environments_are_read() -> None:
+    assert set(ENVIRONMENT) == set(ENVIRONMENTS)
+    for name, env in ENVIRONMENT.items():
+        if name != "lsf":
+            found = described(env)
+            assert found is not None
+            assert found.name == name
+
+
+@settings(fuzzed, max_examples=4 * TRIED)
+@given(variables(sorted(ENVIRONMENT)))
+def test_environments(case: tuple[str, dict[str, str]]) -> None:
+    name, env = case
+    with only(ClusterError):
+        found = described(env)
+        assert found is None or 0 <= found.job.rank < found.job.size <= 1 << 16
+    with only(ClusterError):
+        described(env, name)
+
+
 @fuzzed
-@given(st.text(max_size=40) | st.text("h1:,[]-. ", max_size=20))
+@given(data=damaged(b"login1\nc1\nc1\nc2\nc2\n") | st.just(b"h\0\nh2\n"))
+def test_host_files_of_schedulers(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    env = {**ENVIRONMENT["lsf"], "LSB_DJOB_RANKFILE": str(file)}
+    with only(ClusterError):
+        assert described(env) is not None
+    for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
+        with only(ClusterError):
+            assert allocated_hosts({name: str(file)})
+
+
+@fuzzed
+@given(
+    st.text(max_size=40)
+    | st.text("h1:,[]-. ", max_size=20)
+    | st.sampled_from(["h\0", "a\nb:1", "h\\x", "h:１", "h:" + "9" * 5000, "h\u2028", "h" * 300])
+)
 def test_hosts(text: str) -> None:
     with only(ConfigError):
         for host in parse_hosts(text):
             assert not host.name.startswith("-")
-            assert host.slots is None or host.slots > 0
+            assert host.name.isprintable()
+            assert not set(host.name) & set(" \\/'\"$`")
+            assert host.slots is None or 0 < host.slots <= 1 << 16
+
+
+@settings(fuzzed, max_examples=40)
+@given(data=damaged(b"h1:2\nh2\n[::1]:1\n") | st.just(b"h\\0:2\n"))
+def test_answers_of_a_discovery_script(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    with only(ConfigError):
+        discover(f"cat {file}")
 
 
 @pytest.fixture
@@ -452,6 +577,53 @@ def test_the_error_of_a_worker(file: Path, text: str) -> None:
     assert found is None or [type(value) for value in asdict(found).values()] == [
         type(value) for value in ERROR.values()
     ]
+
+
+@fuzzed
+@given(like({"/f": 3}).map(json.dumps) | st.text(max_size=40) | st.just(NESTED))
+def test_the_steps_that_earlier_attempts_have_saved(text: str) -> None:
+    assert type(heartbeat.saved_before("/f", {heartbeat.SAVED: text})) is int
+
+
+HANG = {"at": "f (x.py:3)", "pid": 3, "host": "h", "time": 1.5, "stacks": {"MainThread": ["f"]}}
+
+
+@fuzzed
+@given(data=damaged(json.dumps(HANG).encode()) | like(HANG).map(lambda v: json.dumps(v).encode()))
+def test_the_file_of_a_worker_that_hangs(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    found = watchdog.read(file)
+    assert found is None or (type(found["pid"]), type(found["time"])) == (int, float)
+    assert found is None or f"{found['at']}{found['host']}".isprintable()
+
+
+REPORT = FitReport(
+    **{name: 2 for name in ("workers", "replicas", "global_batch_size", "per_replica_batch_size")},
+    **{name: 4 for name in ("epochs", "steps", "examples", "parameters")},
+    **{name: 0.5 for name in ("seconds", "examples_per_second", "waiting_share")},
+    strategy="mirrored",
+    why="two devices",
+    devices=("CPU:0", "CPU:1"),
+    metrics={"loss": math.nan},
+    history={"loss": [0.5, math.nan]},
+    weights_sha256="0" * 64,
+    straggler={"cause": "data", "worker": 1, "address": "b:1", "slowdown": 2.0, "share": 0.5},
+    verification=Verification(verdict="same"),
+)
+
+
+def test_a_report_as_it_was_written() -> None:
+    again = FitReport.from_json(REPORT.to_json())
+    assert repr(again) == repr(REPORT)
+    assert repr(again.history) == repr(REPORT.history)
+
+
+@fuzzed
+@example(REPORT.to_json().replace('"cause": "data"', '"cause": "x"'))
+@given(like(json.loads(REPORT.to_json())).map(json.dumps) | st.sampled_from(["[]", "3", NESTED]))
+def test_reports(text: str) -> None:
+    with only(ValueError):
+        assert report_page.page(FitReport.from_json(text), "x")
 
 
 @fuzzed
@@ -617,3 +789,188 @@ def bytes_of_parquet() -> bytes:
 def test_parquet_files(data: bytes) -> None:
     with only(ValueError, OSError):
         read_parquet(data)
+
+
+def encoded_images() -> list[bytes]:
+    image = np.arange(12 * 10 * 3, dtype=np.uint8).reshape(12, 10, 3)
+    return [cv2.imencode(kind, image)[1].tobytes() for kind in (".png", ".jpg", ".bmp", ".webp")]
+
+
+@fuzzed
+@given(damaged(*encoded_images()))
+def test_images(data: bytes) -> None:
+    try:
+        pixels.limit_pixels(4)
+        with only(DataError):
+            pixels.decode_into(data, np.zeros((8, 8, 3), np.uint8))
+    finally:
+        pixels.limit_pixels(pixels.MEGAPIXELS)
+
+
+@fuzzed
+@given(data=damaged("words, ÄÖÜ and ∑\0\r\n".encode()))
+def test_texts(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    with only(DataError):
+        texts, _ = TextFiles([str(file)], np.zeros(1, np.int32)).read(np.zeros(1, np.int64))
+        assert isinstance(texts[0], (str, bytes))
+
+
+CLASSES = "tensorflow_datasets.core.features"
+PREPARED = {
+    "features.json": {
+        "pythonClassName": f"{CLASSES}.features_dict.FeaturesDict",
+        "featuresDict": {
+            "features": {
+                "image": {
+                    "pythonClassName": f"{CLASSES}.image_feature.Image",
+                    "image": {"shape": {"dimensions": ["8", "8", "3"]}, "dtype": "uint8"},
+                },
+                "label": {
+                    "pythonClassName": f"{CLASSES}.class_label_feature.ClassLabel",
+                    "classLabel": {"numClasses": "4"},
+                },
+            }
+        },
+    },
+    "dataset_info.json": {
+        "name": "made",
+        "version": "1.0.0",
+        "fileFormat": "tfrecord",
+        "splits": [
+            {
+                "name": "train",
+                "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+                "shardLengths": ["2"],
+                "numBytes": "20",
+            }
+        ],
+        "supervisedKeys": {"tuple": {"items": [{"featureKey": "image"}, {"featureKey": "label"}]}},
+    },
+}
+
+
+def prepared(folder: Path, contents: dict[str, str]) -> str:
+    """Writes a data set as tensorflow-datasets does, and returns the options that read it."""
+    made = folder / "made" / "1.0.0"
+    made.mkdir(parents=True, exist_ok=True)
+    write_records(made / "made-train.tfrecord-00000-of-00001", [b"a", b"b"])
+    for name, text in contents.items():
+        (made / name).write_text(text)
+    return f"made,data_dir={folder},size=8x8"
+
+
+def test_a_prepared_data_set_is_read(tmp_path: Path) -> None:
+    texts = {name: json.dumps(content) for name, content in PREPARED.items()}
+    assert len(tfds.load(prepared(tmp_path, texts), 0).train) == 2
+
+
+@fuzzed
+@given(
+    name=st.sampled_from(sorted(PREPARED)),
+    data=st.data(),
+    crafted=st.none() | st.sampled_from(["crafted.Class", "os.path", "antigravity.Class"]),
+)
+def test_prepared_data_sets(
+    tmp_path: Path, name: str, data: st.DataObject, crafted: str | None
+) -> None:
+    texts = {each: json.dumps(content) for each, content in PREPARED.items()}
+    texts[name] = data.draw(like(PREPARED[name]).map(json.dumps) | st.just(NESTED))
+    if crafted is not None:
+        names = re.findall(rf"{re.escape(CLASSES)}[.a-zA-Z_]+", texts["features.json"])
+        if names:
+            texts["features.json"] = texts["features.json"].replace(
+                data.draw(st.sampled_from(names)), crafted, 1
+            )
+    with only(DataError, ConfigError):
+        tfds.load(prepared(tmp_path, texts), 0)
+    assert "antigravity" not in sys.modules
+
+
+def bytes_of_example() -> bytes:
+    example = tf.train.Example()
+    example.features.feature["image"].bytes_list.value.append(encoded_images()[0])
+    example.features.feature["label"].int64_list.value.append(1)
+    return bytes(example.SerializeToString())
+
+
+@settings(fuzzed, max_examples=15)
+@example(data=gzip.compress(framed(b"\x80")))
+@given(
+    data=damaged(gzip.compress(framed(bytes_of_example()) * 2))
+    | damaged(bytes_of_example()).map(lambda example: gzip.compress(framed(example)))
+)
+def test_streams_of_packed_records(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.gz").write_bytes(data)
+    write_features(tmp_path)
+    try:
+        pixels.limit_pixels(4)
+        with only(DataError):
+            data_set = tfrecord.load(f"{tmp_path}/a.gz", 0)
+            if data_set.finish is None:
+                return
+            stream = data_set.finish(2).train
+            try:
+                assert sum(len(y) for _, y in stream) >= 0
+            except (tf.errors.OpError, UnicodeDecodeError):
+                assert "\n" not in (fault_of(stream) or "")
+    finally:
+        pixels.limit_pixels(pixels.MEGAPIXELS)
+
+
+class Counts(keras.callbacks.Callback):
+    """Has attributes of some types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = "/f"
+        self.count, self.best, self.seen = 0, 1.5, ["a"]
+        self.weights: Any = None
+
+
+@fuzzed
+@given(like({"count": 1, "best": 0.5, "seen": ["b"], "weights": [1.0], "path": "/g"}))
+def test_states_of_callbacks_from_a_checkpoint(state: Any) -> None:
+    callback = Counts()
+    states = CallbackStates([callback])
+    with only(ResumeError), of_known_form():
+        states.restore({"Counts 1": state})
+    assert callback.path == "/f"
+    assert type(callback.count) in (int, float, type(None))
+
+
+@pytest.fixture(scope="module")
+def saved() -> tuple[Any, dict[str, Any]]:
+    """Returns a model, and what a checkpoint holds of it."""
+    model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+    model.compile("adam", "mse")
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    tree = {"model": run_state.capture(model), "trained": run_state.capture_trained(model)}
+    return model, tree
+
+
+@st.composite
+def other_trees(draw: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns a tree of a checkpoint with one part replaced or left out."""
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    key = draw(st.sampled_from(keys))
+    inner = tree[key]
+    found: Any = dict(tree) if isinstance(tree, dict) else list(tree)
+    if isinstance(inner, (dict, list)) and inner and draw(st.integers(0, 3)):
+        found[key] = draw(other_trees(inner))
+    elif isinstance(tree, dict) and draw(st.booleans()):
+        del found[key]
+    else:
+        arrays = [np.zeros(3, np.float32), np.zeros((4, 1), "S8"), np.array(None), np.zeros(0)]
+        found[key] = draw(JSON | st.sampled_from(arrays))
+    return found
+
+
+@settings(fuzzed, max_examples=100)
+@given(data=st.data())
+def test_models_from_a_checkpoint(saved: tuple[Any, dict[str, Any]], data: st.DataObject) -> None:
+    model, tree = saved
+    changed = data.draw(other_trees(tree))
+    with only(ResumeError), of_known_form():
+        run_state.restore(model, changed["model"], changed["trained"])
+    run_state.restore(model, tree["model"], tree["trained"])

@@ -8,14 +8,14 @@ LSF     LSB_DJOB_HOSTFILE, such a file, or LSB_MCPU_HOSTS, `host slots host slot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from tfmulti.cluster.host_lists import HostListError, expand_hosts
+from tfmulti.config.limited_reading import read_small
 from tfmulti.errors import ClusterError
 
 CHIEF_HOST = "TFMULTI_CHIEF_HOST"
 # A host file has a line a slot. A larger file is none.
-_MOST_BYTES = 1 << 22
+MOST_BYTES = 1 << 22
 
 
 def allocated_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -53,14 +53,13 @@ def hosts_of_file(variable: str, path: str) -> Sequence[str]:
         ClusterError: the file cannot be read, or is no list of hosts.
     """
     try:
-        with Path(path).open("rb") as file:
-            text = file.read(_MOST_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        text = read_small(path, MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ClusterError(
             f"{variable} is {path!r}: {reason}. Start this command inside of the job."
         ) from None
     hosts = [line.split()[0] for line in text.splitlines() if line.strip()]
-    if not hosts or len(text) > _MOST_BYTES:
+    if not hosts:
         raise ClusterError(f"{variable} is {path!r}, which is no list of hosts.")
     return hosts

@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfmulti.config import json_values
+from tfmulti.config.limited_reading import whole_number
 from tfmulti.errors import ClusterError, did_you_mean
 
 TASK_TYPES = ("chief", "worker", "evaluator")
 # TensorFlow 1 called the chief "master". Kubeflow and SageMaker still send that name.
 _ALIASES = {"master": "chief"}
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d+)")
+# A name in DNS has at most 255 characters.
+_NAME = r"[^\s:/\\\[\]\x00-\x1f\x7f\ud800-\udfff]{1,255}"
+_ADDRESS = re.compile(rf"(?P<host>\[[0-9A-Fa-f:.]+\]|{_NAME}):(?P<port>[0-9]+)")
+# Messages show at most this many characters of a value.
+_SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,12 @@ class Task:
     def __post_init__(self) -> None:
         if self.type not in TASK_TYPES:
             raise ClusterError(
-                f"no task type {self.type!r} in TF_CONFIG['task']['type']; "
+                f"no task type {_shown(self.type)} in TF_CONFIG['task']['type']; "
                 + did_you_mean(str(self.type), TASK_TYPES)
             )
         if not isinstance(self.index, int) or isinstance(self.index, bool) or self.index < 0:
             raise ClusterError(
-                f"task.index is {self.index!r}, but it must be a whole number from 0. "
+                f"task.index is {_shown(self.index)}, but it must be a whole number from 0. "
                 "Fix TF_CONFIG['task']['index'] on this host."
             )
 
@@ -90,7 +95,7 @@ class Cluster:
             return
         if self.task.index >= len(addresses):
             raise ClusterError(
-                f"task.index is {self.task.index}, but job {self.task.type!r} has "
+                f"task.index is {_shown(self.task.index)}, but job {self.task.type!r} has "
                 f"{len(addresses)} addresses (0..{len(addresses) - 1}). "
                 "Fix TF_CONFIG['task']['index'] on this host."
                 if addresses
@@ -169,18 +174,19 @@ class Cluster:
         task = config.get("task")
         if not isinstance(task, Mapping):
             raise ClusterError(
-                f"TF_CONFIG['task'] is {task!r}, but it must say which process this is: "
+                f"TF_CONFIG['task'] is {_shown(task)}, but it must say which process this is: "
                 '{"type": "worker", "index": 0}.'
             )
         kind = task.get("type")
         index = task.get("index", 0)
-        if isinstance(index, str) and index.isdigit():
-            index = int(index)
+        if isinstance(index, str):
+            number = whole_number(index)
+            index = index if number is None else number
         chiefs = jobs.get("chief", ())
         if len(chiefs) > 1:
             raise ClusterError(
                 f"TF_CONFIG['cluster']['chief'] has {len(chiefs)} addresses "
-                f"({', '.join(map(str, chiefs))}), but a cluster has one chief. "
+                f"({_shown(list(chiefs))}), but a cluster has one chief. "
                 "Move the others to 'worker'."
             )
         return cls(
@@ -219,7 +225,7 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     cluster = config.get("cluster")
     if not isinstance(cluster, Mapping) or not cluster:
         raise ClusterError(
-            f"TF_CONFIG['cluster'] is {cluster!r}, but it must list the addresses of the "
+            f"TF_CONFIG['cluster'] is {_shown(cluster)}, but it must list the addresses of the "
             'workers: {"worker": ["host:port", ...]}. Unset TF_CONFIG to run without a cluster.'
         )
     jobs: dict[str, tuple[str, ...]] = {}
@@ -230,7 +236,7 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
             continue
         if name not in TASK_TYPES:
             raise ClusterError(
-                f"no task type {given!r} in TF_CONFIG['cluster']; "
+                f"no task type {_shown(given)} in TF_CONFIG['cluster']; "
                 + did_you_mean(given, TASK_TYPES)
                 + (" Parameter servers are not supported." if given == "ps" else "")
             )
@@ -241,11 +247,22 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
             )
         if isinstance(addresses, str) or not isinstance(addresses, Sequence):
             raise ClusterError(
-                f"TF_CONFIG['cluster'][{given!r}] is {addresses!r}, but it must be a list of "
+                f"TF_CONFIG['cluster'][{given!r}] is {_shown(addresses)}, but it must be a list of "
                 '"host:port" addresses.'
             )
         jobs[name] = tuple(addresses)
     return jobs
+
+
+def _shown(value: object) -> str:
+    """Returns a value in quotes for a message, cut off if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def is_host_name(text: str) -> bool:
+    """Returns whether a text can be the name or the IPv4 address of a host."""
+    return re.fullmatch(_NAME, text) is not None
 
 
 def host_of(address: str) -> str:
@@ -266,12 +283,13 @@ def _check_addresses(jobs: Mapping[str, tuple[str, ...]]) -> None:
             match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
             if match is None:
                 raise ClusterError(
-                    f"{place} is {address!r}, but an address must be 'host:port', "
+                    f"{place} is {_shown(address)}, but an address must be 'host:port', "
                     "such as '10.0.0.1:2222' or '[fe80::1]:2222'."
                 )
-            if not 1 <= int(match["port"]) <= 65535:
+            if not 1 <= (whole_number(match["port"]) or 0) <= 65535:
                 raise ClusterError(
-                    f"{place} is {address!r}: port {match['port']} is outside 1..65535."
+                    f"{place} is {_shown(address)}: port {match['port'][:_SHOWN]} is outside "
+                    "1..65535."
                 )
             if address in seen:
                 raise ClusterError(

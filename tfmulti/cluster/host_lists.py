@@ -15,8 +15,8 @@ from collections.abc import Callable
 # A crafted list may stand for more hosts than memory holds.
 MOST_HOSTS = 1 << 16
 _HOST = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 class HostListError(ValueError):
@@ -96,17 +96,22 @@ def expand_counts(text: str) -> list[int]:
     """Returns the numbers of tasks of all nodes.
 
     Raises:
-        HostListError: the list does not follow the rules.
+        HostListError: the list does not follow the rules, or has more than `MOST_HOSTS` tasks.
 
     >>> expand_counts("2(x3),1")
     [2, 2, 2, 1]
     """
     found: list[int] = []
+    total = 0
     for each in text.split(","):
         match = _COUNT.fullmatch(each)
-        if match is None or int(match[2] or 1) > MOST_HOSTS:
+        if match is None:
             raise HostListError(f"the list of tasks {text[:80]!r} does not parse.")
-        found += [int(match[1])] * int(match[2] or 1)
+        tasks, nodes = int(match[1]), int(match[2] or 1)
+        total += max(tasks, 1) * nodes
+        if total > MOST_HOSTS:
+            raise HostListError(f"the list of tasks {text[:80]!r} has more than {MOST_HOSTS}.")
+        found += [tasks] * nodes
     return found
 
 

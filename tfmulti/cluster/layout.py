@@ -10,7 +10,9 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.cluster.cluster import Cluster, Task, is_host_name
+from tfmulti.cluster.host_lists import MOST_HOSTS
+from tfmulti.config.limited_reading import whole_number
 from tfmulti.errors import ClusterError
 
 Env = Mapping[str, str]
@@ -34,7 +36,7 @@ class Layout:
         hosts: the host of each rank, if the environment tells it; else empty.
 
     Raises:
-        ClusterError: a number is out of its range.
+        ClusterError: a number is out of its range, or a host has no valid name.
     """
 
     environment: str
@@ -57,6 +59,13 @@ class Layout:
                     f"{self.environment}: the {what} is {number}, but there are {end} processes "
                     f"(0..{end - 1}). Start all processes of the job by one command, or give "
                     "--environment none to train without the others."
+                )
+        for name in {self.host, *self.chief_hosts, *self.hosts}:
+            # An IPv6 address has no brackets here.
+            if not is_host_name(name.replace(":", "")):
+                raise ClusterError(
+                    f"{self.environment}: {name[:80]!r} is no name of a host. Start the processes "
+                    "by the scheduler's own command, or give --environment none."
                 )
 
     def port(self, number: int) -> int:
@@ -95,17 +104,17 @@ def address_of(host: str, port: int) -> str:
 
 
 def number_of(env: Env, name: str, environment: str, least: int = 0) -> int:
-    """Returns the whole number of a variable.
+    """Returns the whole number of a variable: a rank, or a count of processes.
 
     Raises:
-        ClusterError: the variable is not set, or is no whole number from `least` on.
+        ClusterError: the variable is not set, or is no whole number from `least` to `MOST_HOSTS`.
     """
-    text = env.get(name, "").strip()
-    # A scheduler's number is at most a count of processes; a longer text is none.
-    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
-        what = f"{text!r}" if name in env else "not set"
+    number = whole_number(env.get(name, "").strip())
+    if number is None or not least <= number <= MOST_HOSTS:
+        what = f"{env[name].strip()[:80]!r}" if name in env else "not set"
         raise ClusterError(
-            f"{environment}: {name} is {what}, but it must be a whole number from {least}. Start "
-            "the processes by the scheduler's own command, or give --environment none."
+            f"{environment}: {name} is {what}, but it must be a whole number from {least} to "
+            f"{MOST_HOSTS:,}. Start the processes by the scheduler's own command, or give "
+            "--environment none."
         )
-    return int(text)
+    return number

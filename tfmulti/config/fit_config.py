@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tfmulti.config import json_values, registry, trackers
+from tfmulti.config.limited_reading import read_small
 from tfmulti.config.training_options import RESUME, TrainingOptions, flag
 from tfmulti.errors import ConfigError, ResumeError, RunDirError, did_you_mean
 
@@ -39,6 +40,8 @@ RENAMED = {
     "keep_backups": "keep_checkpoints",
 }
 CACHES = ("none", "memory", "disk")
+# The largest config.json of a run directory that is read.
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +148,13 @@ class FitConfig(TrainingOptions):
         128,
         "Largest image to decode, in millions of pixels. A small file can hold a huge image.",
         low=1,
+        free=True,
+    )
+    max_file_gigabytes: float | None = flag(
+        None,
+        "npz, Parquet and csv.gz files that unpack to more are not read. Default: the memory of "
+        "this machine or container.",
+        above=0,
         free=True,
     )
     optimizer: str | None = flag(
@@ -366,30 +376,42 @@ def check_same_run(saved: dict[str, Any], config: FitConfig, path: str) -> None:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """Returns the values of a JSON file by the names of `FitConfig`'s fields.
+    """Returns the values of the JSON file of `--config` by the names of `FitConfig`'s fields.
 
-    Old names of fields are accepted.
+    Old names of fields are accepted. The file may be a pipe, as in `--config <(program)`.
 
     Raises:
         ConfigError: the file cannot be read, is not a JSON object, or has an unknown or removed
             field.
     """
+    return _values_of(f"--config {path}", lambda: Path(path).read_bytes())
+
+
+def read_saved_config(path: Path) -> dict[str, Any]:
+    """Returns the values of the config.json of a run directory, as `read_config_file`.
+
+    Raises:
+        ConfigError: the file is no small regular file, or has another form.
+    """
+    return _values_of(str(path), lambda: read_small(path, _MOST_BYTES))
+
+
+def _values_of(place: str, read: Callable[[], bytes]) -> dict[str, Any]:
+    """Returns the values of a JSON file, or raises ConfigError that begins with its place."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read().decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--config {path}: {reason}. Give a readable JSON file.") from None
+        raise ConfigError(f"{place}: {reason}. Give a readable JSON file.") from None
     try:
         values = json_values.parse(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"--config {path} is no JSON: {error.msg} in line {error.lineno}. Fix the file."
+            f"{place} is no JSON: {error.msg} in line {error.lineno}. Fix the file."
         ) from None
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"--config {path} must hold a JSON object, but holds a {type(values).__name__}."
-        )
-    return with_present_names(values, f"--config {path}")
+        raise ConfigError(f"{place} must hold a JSON object, but holds a {type(values).__name__}.")
+    return with_present_names(values, place)
 
 
 def with_present_names(values: Mapping[str, Any], place: str) -> dict[str, Any]:

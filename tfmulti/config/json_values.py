@@ -35,8 +35,9 @@ def parse(text: str | bytes) -> Any:
 def build(kind: type[T], values: Any) -> T:
     """Returns an instance of a dataclass from the values of a JSON object.
 
-    Each value must have the type of its field. A float field also accepts an integer below 2**53,
-    which a float holds exactly.
+    Each value must have the type of its field, and so must each value within a dict, a list or a
+    tuple. A float field also accepts an integer below 2**53, which a float holds exactly. JSON has
+    no tuples, so a tuple is a list there.
 
     Args:
         kind: the dataclass.
@@ -51,7 +52,8 @@ def build(kind: type[T], values: Any) -> T:
     Place(host='h', port=None)
 
     Raises:
-        ValueError: a field is missing or unknown, has another type, or is not a number (NaN).
+        ValueError: a field is missing or unknown, has another type, or is not a number (NaN). A
+            NaN may stand within a dict, a list or a tuple, as a metric may be one.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{kind.__name__} is no JSON object")
@@ -59,10 +61,13 @@ def build(kind: type[T], values: Any) -> T:
     required = {
         field.name
         for field in dataclasses.fields(typing.cast(Any, kind))
-        if field.default is dataclasses.MISSING
+        if field.default is field.default_factory is dataclasses.MISSING
     }
     if not required <= values.keys() <= hints.keys():
         raise ValueError(f"{kind.__name__} has the fields {', '.join(map(repr, values))[:200]}")
+    for name, value in values.items():
+        if value != value:
+            raise ValueError(f"{name} is no number")
     return kind(**{name: _as(hints[name], name, value) for name, value in values.items()})
 
 
@@ -76,8 +81,11 @@ def _as(hint: Any, name: str, value: Any) -> Any:
         return build(typing.cast(type, hint), value)
     if hint is float and type(value) is int and abs(value) < 1 << 53:
         return float(value)
-    if type(value) is not (typing.get_origin(hint) or hint):
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if hint is not Any and type(value) is not (list if origin is tuple else origin):
         raise ValueError(f"{name} is of type {type(value).__name__}")
-    if value != value:
-        raise ValueError(f"{name} is no number")
+    if origin is dict and inner:
+        return {key: _as(inner[1], name, each) for key, each in value.items()}
+    if origin in (list, tuple) and inner:
+        return origin(_as(inner[0], name, each) for each in value)
     return value

@@ -35,6 +35,7 @@ from tfmulti.cluster.selection import select
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.flags import config_of, exit_code, help_text, make_flags, parse_into
+from tfmulti.config.limited_reading import read_small
 from tfmulti.doctor import job, machine
 from tfmulti.doctor.finding import FAILED, OK, Finding, Report
 from tfmulti.doctor.network import Network, Result, holder_of
@@ -217,7 +218,10 @@ class Token:
             try:
                 self._made = not self._path.parent.exists()
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text(os.urandom(16).hex())
+                # The file of a doctor that was killed may be left, or a link of another user.
+                self._path.unlink(missing_ok=True)
+                with self._path.open("x") as file:
+                    file.write(os.urandom(16).hex())
             except OSError:
                 # The finding about the run directory tells it.
                 self._path = None
@@ -234,7 +238,7 @@ def _seen(run_dir: str | None) -> str | None:
     if run_dir is None:
         return None
     try:
-        return (Path(run_dir) / machine.SEEN_FILE).read_text()[:64]
+        return read_small(Path(run_dir) / machine.SEEN_FILE, 64).decode()
     except (OSError, UnicodeDecodeError):
         return None
 

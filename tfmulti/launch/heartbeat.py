@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tfmulti.config import json_values
+from tfmulti.config.limited_reading import read_small
 
 PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
 
@@ -29,6 +30,9 @@ SAVED = "TFMULTI_SAVED"
 _LINE = (
     "{step:>15d} {phase:<12} {since_s:>18.3f} {longest_s:>12.3f} {asked:d} {saved:>15d} {folder}\n"
 )
+
+# A line with the longest path, and the largest error.json.
+_MOST_LINE_BYTES, _MOST_BYTES = 1 << 14, 1 << 24
 
 # The phases. TRAINING: in an execution whose kind has a known duration. FIRST: in an execution that
 # is traced, or whose kind has no known duration yet. BUSY: in callbacks, saving and all other work.
@@ -214,7 +218,7 @@ def read_progress(path: Path) -> HeartbeatRecord | None:
     """
     try:
         # The text after the first line is left from a longer line.
-        line = path.read_text().split("\n", 1)[0]
+        line = read_small(path, _MOST_LINE_BYTES).decode().split("\n", 1)[0]
         step, phase, since_s, longest_s, asked, saved, *folder = line.split(maxsplit=6)
         return HeartbeatRecord(
             int(step),
@@ -236,8 +240,13 @@ def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
         folder: the folder of the checkpoints.
         env: the environment of the worker. None: that of this process.
     """
-    known: dict[str, int] = json.loads((os.environ if env is None else env).get(SAVED) or "{}")
-    return known.get(folder, -1)
+    text = (os.environ if env is None else env).get(SAVED)
+    try:
+        known = json_values.parse(text) if text else {}
+    except json.JSONDecodeError:
+        return -1
+    step = known.get(folder) if isinstance(known, dict) else None
+    return step if type(step) is int else -1
 
 
 def write_error(path: Path, error: BaseException, rank: int) -> None:
@@ -264,6 +273,6 @@ def write_error(path: Path, error: BaseException, rank: int) -> None:
 def read_error(path: Path) -> WorkerFailure | None:
     """Returns the content of error.json, or None if the file is absent or not valid."""
     try:
-        return json_values.build(WorkerFailure, json_values.parse(path.read_bytes()))
+        return json_values.build(WorkerFailure, json_values.parse(read_small(path, _MOST_BYTES)))
     except (OSError, ValueError):
         return None

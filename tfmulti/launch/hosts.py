@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfmulti.cluster.allocation import MOST_BYTES
+from tfmulti.cluster.host_lists import MOST_HOSTS
 from tfmulti.cluster.listening import can_bind
+from tfmulti.config.limited_reading import read_small, whole_number
 from tfmulti.errors import ConfigError
 from tfmulti.launch.addresses import LOOPBACK
 
 # The names that each machine has only for itself.
 LOOPBACK_NAMES = ("localhost", LOOPBACK, "[::1]")
 
+# The longest name that DNS has.
+_MOST_CHARACTERS = 255
 # The time limit for a discovery script.
 SCRIPT_LIMIT_S = 30.0
 
@@ -64,7 +69,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             another form.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_small(path, MOST_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--hostfile {path}: {reason}. Give a readable file.") from None
@@ -76,7 +81,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         place = f"line {number} of --hostfile {path}"
         name, *rest = words
         if len(rest) > 1 or (rest and not rest[0].startswith("slots=")):
-            raise ConfigError(f"{place} is {line.strip()!r}. Write: host slots=N")
+            raise ConfigError(f"{place} is {line.strip()[:80]!r}. Write: host slots=N")
         found.append(_host(f"{name}:{rest[0][6:]}" if rest else name, place))
     if not found:
         raise ConfigError(f"--hostfile {path} names no machine. Write a line: host slots=N")
@@ -139,22 +144,25 @@ def _host(text: str, place: str) -> Host:
     name, colon, slots = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:
         name, slots = text, ""
-    form = f"{place}: {text!r} is no host. Write: host:N, N the workers on it."
-    # SSH would take a name that begins with - for a flag.
-    if not name or name.startswith("-") or any(c in name for c in " \t'\"=;&|$`@"):
+    form = f"{place}: {text[:80]!r} is no host. Write: host:N, N the workers on it."
+    # SSH would take a name that begins with - for a flag. A name with a zero byte or a line feed is
+    # not printable.
+    wrong = any(c in name for c in " '\"=;&|$`@\\/") or not name.isprintable()
+    if not name or len(name) > _MOST_CHARACTERS or name.startswith("-") or wrong:
         raise ConfigError(form)
     if "[" in name or "]" in name:
         try:
             ipaddress.IPv6Address(name.removeprefix("[").removesuffix("]"))
         except ValueError:
             raise ConfigError(
-                f"{place}: {text!r}: only an IPv6 address may stand in brackets."
+                f"{place}: {text[:80]!r}: only an IPv6 address may stand in brackets."
             ) from None
     if ":" in name and not (name.startswith("[") and name.endswith("]")):
-        raise ConfigError(f"{place}: {text!r}: put an IPv6 address into brackets: [::1]:N.")
-    if colon and not (slots.isdecimal() and 0 < len(slots) < 6 and int(slots) > 0):
+        raise ConfigError(f"{place}: {text[:80]!r}: put an IPv6 address into brackets: [::1]:N.")
+    count = whole_number(slots)
+    if colon and not (count and count <= MOST_HOSTS):
         raise ConfigError(form)
-    return Host(name, int(slots) if colon else None)
+    return Host(name, count)
 
 
 def _distinct(hosts: Sequence[Host], place: str) -> tuple[Host, ...]:

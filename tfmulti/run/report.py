@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from tfmulti.config import json_values
+from tfmulti.run.straggler import Straggler
 from tfmulti.training.verification.result import Verification
 
 
@@ -49,7 +51,7 @@ class FitReport:
             None.
         verification: the comparison with one device, or None.
         straggler: the worker for which the others waited in the last epoch, or that all waited for
-            the network; the fields of `callbacks.stragglers.Straggler`, or None.
+            the network; the fields of `straggler.Straggler`, or None.
         run_dir: the run directory. None on workers other than the chief.
         versions: the versions of TensorFlow and Keras.
     """
@@ -96,16 +98,13 @@ class FitReport:
         return fragment(self)
 
     @classmethod
-    def from_json(cls, text: str) -> FitReport:
+    def from_json(cls, text: str | bytes) -> FitReport:
         """Returns the report from the text of report.json.
 
         Raises:
-            ValueError: the text is not JSON.
-            TypeError: the fields are not those of this version.
+            ValueError: the text is not JSON, or its fields are not those of this version.
         """
-        values = json.loads(text)
-        for name in ("devices", "inexact", "addresses"):
-            values[name] = tuple(values.get(name, ()))
-        if values.get("verification"):
-            values["verification"] = Verification(**values["verification"])
-        return cls(**values)
+        report = json_values.build(cls, json_values.parse(text))
+        if report.straggler is not None:
+            json_values.build(Straggler, report.straggler)
+        return report

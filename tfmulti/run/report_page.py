@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tfmulti.config.console import number
 from tfmulti.data.advice import MUCH
 from tfmulti.run import artifacts
-from tfmulti.run.callbacks.stragglers import Straggler
+from tfmulti.run.straggler import Straggler
 
 if TYPE_CHECKING:
     from tfmulti.run.report import FitReport

@@ -16,14 +16,19 @@ from tfmulti.cluster.environments import check_trains, find_cluster
 from tfmulti.cluster.gpus import gpus_of_task
 from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.config import registry
-from tfmulti.config.fit_config import FitConfig, check_same_run, read_config_file
+from tfmulti.config.fit_config import FitConfig, check_same_run, read_saved_config
+from tfmulti.config.limited_reading import read_small
 from tfmulti.config.run_directory import RunDir, check_writable
 from tfmulti.config.trackers import check_installed, names_in
 from tfmulti.data.data_set import DataSet, size_of
 from tfmulti.data.formats.pixels import limit_pixels
+from tfmulti.data.io.files import limit_unpacked
 from tfmulti.errors import ConfigError, ModelError, ResumeError, RunDirError
 from tfmulti.run.data_stages import prepared
 from tfmulti.run.report import FitReport
+
+# A report has some numbers for each epoch.
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def check(
     done = None
     if goes_on and config.run_dir is not None:
         run_dir = RunDir(config.run_dir)
-        check_same_run(read_config_file(str(run_dir.config)), resolved, str(run_dir.path))
+        check_same_run(read_saved_config(run_dir.config), resolved, str(run_dir.path))
         done = _report_of(run_dir, resolved)
     if config.export_dir is not None and done is None:
         _check_export_dir(Path(config.export_dir))
@@ -164,8 +169,8 @@ def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
 def _report_of(run_dir: RunDir, config: FitConfig) -> FitReport | None:
     """Returns the report of a run if all its epochs are trained, or None."""
     try:
-        report = FitReport.from_json(run_dir.report.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        report = FitReport.from_json(read_small(run_dir.report, _MOST_BYTES))
+    except (OSError, ValueError):
         return None
     whole = report.stopped_by is None and config.epochs is not None
     return report if whole and report.epochs_asked >= (config.epochs or 0) else None
@@ -181,6 +186,7 @@ def load_data(config: FitConfig) -> DataSet | None:
     if options is None:
         return None
     limit_pixels(config.max_image_megapixels)
+    limit_unpacked(config.max_file_gigabytes)
     data = registry.load_place("dataset", place)(options, config.seed)
     assert isinstance(data, DataSet)
     if data.finish is not None and config.skip_bad_records:

@@ -28,6 +28,7 @@ from typing import IO, Any
 import keras
 
 from tfmulti.config import json_values
+from tfmulti.config.limited_reading import read_small
 from tfmulti.config.run_directory import write_text
 from tfmulti.distribution.collectives import purpose_of
 from tfmulti.distribution.connections import made_channel
@@ -306,8 +307,7 @@ def _users_line(stack: list[traceback.FrameSummary]) -> str:
 def read(path: Path) -> dict[str, Any] | None:
     """Returns the content of a file of another worker, or None if it has none that is valid."""
     try:
-        with open(path, "rb") as file:
-            found = json_values.parse(file.read(_MOST_BYTES))
+        found = json_values.parse(read_small(path, _MOST_BYTES))
     except (OSError, ValueError):
         return None
     kinds = {"at": str, "pid": int, "host": str, "time": float}

@@ -256,7 +256,7 @@ def test_azureml() -> None:
         {"JOB_COMPLETION_INDEX": "0"},
         {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
         {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"]}}'},
-        {"CLUSTER_SPEC": "no JSON"},
+        {"CLUSTER_SPEC": ""},
         AZUREML | {"WORLD_SIZE": "1"},
     ],
 )
@@ -348,6 +348,27 @@ def changed(env: dict[str, str], **values: str | None) -> dict[str, str]:
             "a sparseCluster, which lists this worker alone",
         ),
         (changed(AZUREML, RANK=None), "azureml: RANK is not set"),
+        (changed(AZUREML, MASTER_ADDR="a\nb"), r"azureml: 'a\\nb' is no name of a host"),
+        (
+            changed(INDEXED_JOB, TFMULTI_WORKERS="99999999"),
+            "TFMULTI_WORKERS is '99999999', but it must be a whole number from 1 to 65,536",
+        ),
+        (changed(OPEN_MPI, OMPI_COMM_WORLD_SIZE="999999999"), "from 0 to 65,536"),
+        (changed(SLURM, SLURM_STEP_TASKS_PER_NODE="2(x65536)"), "has more than 65536"),
+        (
+            changed(SAGEMAKER, SM_HOSTS=f'["a","b{"9" * 5000}"]'),
+            "SM_CURRENT_HOST is 'algo-2', but SM_HOSTS is",
+        ),
+        (
+            {"CLUSTER_SPEC": json.dumps(CLUSTER_SPEC | {"task": {"type": ["x"], "index": 0}})},
+            "only replicas of workerpool0 and workerpool1 train",
+        ),
+        ({"CLUSTER_SPEC": "no JSON"}, "CLUSTER_SPEC is 'no JSON', but it must be a JSON object"),
+        ({"CLUSTER_SPEC": '{"cluster": []}'}, "with the object 'cluster'"),
+        (
+            {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1", "b:1"]}}'},
+            r"CLUSTER_SPEC\['task'\] is None",
+        ),
     ],
 )
 def test_mistakes_are_one_line(env: dict[str, str], words: str) -> None:

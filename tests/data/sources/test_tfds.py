@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.data_set import DataSet
+from tfmulti.data.formats import pixels
 from tfmulti.data.formats.record_index import index_of
 from tfmulti.data.source import Leaf
 from tfmulti.data.sources import tfds
@@ -242,7 +245,10 @@ def test_the_last_version_and_the_config(folder: Path, tmp_path: Path) -> None:
         ("tiny,data_dir={},size=8xa", "size is '8xa'"),
         ("tiny,data_dir={},siz=8x8", "did you mean 'size'"),
         ("tiny,data_dir={},x=imag", "no feature 'imag'; did you mean 'image'"),
-        ("tiny,data_dir={},x=sound", r"'sound' varies in shape \(None,\), and only images"),
+        (
+            "tiny,data_dir={},x=sound",
+            "'sound' is a sound, a video, .* whose size is not known before it is d",
+        ),
         ("tiny,data_dir={},x=fixed,y=name,classes=3", "'name' is no label. Leave classes out"),
         ("tiny,data_dir={},size=8x8,test=tset", "no split 'tset'; did you mean 'test'"),
         ("tiny,data_dir={},size=8x8,validation=train", "validation=train is another part already"),
@@ -260,6 +266,97 @@ def test_a_damaged_data_set(folder: Path, tmp_path: Path) -> None:
         (broken / name).write_text("{")
     with pytest.raises(DataError, match=r"tiny/1.0.0 is damaged: .*Prepare it anew\."):
         tfds.load(f"tiny,data_dir={tmp_path}", 0)
+
+
+CRAFTED = [
+    {"pythonClassName": "crafted.Class", "featuresDict": {"features": {}}},
+    {"python_class_name": "crafted.Class", "featuresDict": {"features": {}}},
+    {"type": "crafted.Class", "content": {}},
+    {"featuresDict": {"features": {"type": {"pythonClassName": "crafted.Class", "text": {}}}}},
+    {"jsonFeature": {"json": '{"a": {"type": "crafted.Class", "content": {}}}'}},
+    {"type": f"{features.__name__}.features_dict.FeaturesDict", "content": "{}"},
+]
+
+
+@pytest.mark.parametrize("crafted", CRAFTED)
+def test_no_module_of_a_data_set_is_imported(
+    folder: Path, tmp_path: Path, crafted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "crafted.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    described = copied(folder, tmp_path) / "features.json"
+    whole = json.loads(described.read_text())
+    described.write_text(json.dumps(crafted if "type" in crafted else whole | crafted))
+    with pytest.raises(DataError, match=r"names the class 'crafted\.Class'|by JSON in the text"):
+        tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
+def test_the_files_of_a_data_set_are_in_its_folder(folder: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(folder / kind, tmp_path, dirs_exist_ok=True)
+    described = tmp_path / "tiny" / "1.0.0" / "dataset_info.json"
+    described.write_text(described.read_text().replace('"{DATASET}-', '"../{DATASET}-'))
+    with pytest.raises(DataError, match="is not in the folder of its description"):
+        tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "kind.labels.txt"])
+def test_descriptions_are_small_regular_files(folder: Path, tmp_path: Path, name: str) -> None:
+    path = copied(folder, tmp_path) / name
+    with path.open("ab") as file:
+        file.truncate(100 << 30)  # it takes no place on the disk
+    with pytest.raises(DataError, match="more than 4,194,304 bytes"):
+        tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="no regular file"):
+        tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """Copies a data set, and returns the folder of its files."""
+    shutil.copytree(folder / "tfrecord", target, dirs_exist_ok=True)
+    return target / "tiny" / "1.0.0"
+
+
+class Unusual(Made):
+    """Features that tensorflow-datasets decodes by itself."""
+
+    form: ClassVar[dict[str, Any]] = {
+        "image": features.Image(shape=(8, 8, 4)),
+        "label": features.ClassLabel(num_classes=4),
+        "depth": features.Image(shape=(8, 8, 1), dtype=np.uint16),
+        "packed": features.Tensor(shape=(3,), dtype=np.int64, encoding="zlib"),
+        "images": features.Sequence(features.Image(shape=(8, 8, 3)), length=2),
+    }
+
+    def parts(self) -> dict[str, Iterator[dict[str, Any]]]:
+        return {"train": map(unusual, range(3))}
+
+
+def unusual(i: int) -> dict[str, Any]:
+    return {
+        "image": np.full((8, 8, 4), i, np.uint8),
+        "label": i,
+        "depth": np.full((8, 8, 1), 1000 * i, np.uint16),
+        "packed": np.arange(3),
+        "images": np.zeros((2, 8, 8, 3), np.uint8),
+    }
+
+
+def test_other_images_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Unusual(data_dir=str(tmp_path), file_format="tfrecord").download_and_prepare()
+    place = f"unusual,data_dir={tmp_path}"
+    for name, one in (("image", 1), ("depth", 1000)):
+        x, y = tfds.load(f"{place},x={name}", 0).train.read(np.arange(3))
+        assert np.array_equal(x[:, 0, 0, 0], one * y)
+    for name in ("packed", "images"):
+        with pytest.raises(DataError, match="whose size is not known before it is decoded"):
+            tfds.load(f"{place},x={name}", 0)
+    monkeypatch.setattr(pixels, "_most_pixels", 63)
+    for name in ("image", "depth"):
+        with pytest.raises(DataError, match="has more than 63 pixels"):
+            tfds.load(f"{place},x={name}", 0).train.read(np.arange(3))
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

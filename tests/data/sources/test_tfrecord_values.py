@@ -351,12 +351,13 @@ def flat_model() -> keras.Model:
         ({"label": [1]}, "a.gz, record 2: .*'image'.*gunzip the files for --skip_bad_records"),
         (GOOD | {"label": [3]}, r"a.gz, record 2: 'label' is 3, out of range 0\.\.2"),
         (GOOD | {"image": [b"none"]}, "a.gz, record 2: feature 'image': .*image"),
+        (b"\x80", "a.gz, record 2: the record is no tf.train.Example"),
         (None, r"a.gz, record 1\d\d: the file is cut off in it\. Mend"),
     ],
 )
 def test_a_stream_tells_what_it_cannot_read(tmp_path: Path, values: Any, message: str) -> None:
     write_features(tmp_path)
-    more = [example(**values)] if values is not None else images(200)
+    more = [example(**values)] if isinstance(values, dict) else [values] if values else images(200)
     path = tmp_path / "a.gz"
     write(path, [*images(2), *more], "GZIP")
     if values is None:

@@ -14,6 +14,7 @@ from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.cluster.environments.kubernetes import PORT
 from tfmulti.cluster.layout import Env, address_of
 from tfmulti.config import json_values
+from tfmulti.config.limited_reading import whole_number
 from tfmulti.errors import ClusterError
 
 NAME = "sagemaker"
@@ -44,7 +45,8 @@ def read(env: Env) -> Cluster:
     own = env["SM_CURRENT_HOST"]
     if own not in hosts:
         raise ClusterError(
-            f"sagemaker: SM_CURRENT_HOST is {own!r}, but SM_HOSTS has {', '.join(hosts)}. "
+            f"sagemaker: SM_CURRENT_HOST is {own[:80]!r}, but SM_HOSTS is "
+            f"{env['SM_HOSTS'][:80]!r}. "
             "SageMaker sets both; do not change them."
         )
     return Cluster(
@@ -54,5 +56,5 @@ def read(env: Env) -> Cluster:
 
 def _by_number(host: str) -> list[tuple[int, str]]:
     """Returns a key that sorts `algo-2` before `algo-10`."""
-    parts = re.split(r"(\d+)", host)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    parts = ((whole_number(part), part) for part in re.split(r"([0-9]+)", host))
+    return [(-1, part) if number is None else (number, "") for number, part in parts]

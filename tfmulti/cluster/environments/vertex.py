@@ -21,9 +21,19 @@ _POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool3": "evalu
 
 
 def is_here(env: Env) -> bool:
-    """Returns whether CLUSTER_SPEC describes more than the primary replica."""
-    cluster = _spec(env).get("cluster")
-    return isinstance(cluster, dict) and len(cluster) > 1
+    """Returns whether CLUSTER_SPEC describes more than the primary replica.
+
+    A text of another form counts as well. `read` then says what is wrong with it, because a replica
+    must not train alone by mistake.
+    """
+    if not env.get("CLUSTER_SPEC", "").strip():
+        return False
+    try:
+        cluster = _spec(env)["cluster"]
+    except ClusterError:
+        return True
+    primary = cluster.get("workerpool0")
+    return not (len(cluster) == 1 and isinstance(primary, list) and len(primary) == 1)
 
 
 def read(env: Env) -> Cluster:
@@ -37,9 +47,9 @@ def read(env: Env) -> Cluster:
     task = spec.get("task")
     kind = task.get("type") if isinstance(task, dict) else None
     index = task.get("index") if isinstance(task, dict) else None
-    if kind not in _POOLS or not isinstance(index, int):
+    if not isinstance(kind, str) or kind not in _POOLS or not isinstance(index, int):
         raise ClusterError(
-            f"vertex: CLUSTER_SPEC['task'] is {str(task)[:80]}, but only replicas of workerpool0 "
+            f"vertex: CLUSTER_SPEC['task'] is {repr(task)[:80]}, but only replicas of workerpool0 "
             "and workerpool1 train. Leave the other pools out of the job."
         )
     jobs: dict[str, tuple[str, ...]] = {}
@@ -60,9 +70,19 @@ def read(env: Env) -> Cluster:
 
 
 def _spec(env: Env) -> dict[str, Any]:
-    """Returns the object of CLUSTER_SPEC, or an empty one if it is none."""
+    """Returns the object of CLUSTER_SPEC, whose `cluster` is an object.
+
+    Raises:
+        ClusterError: CLUSTER_SPEC has another form.
+    """
+    text = env["CLUSTER_SPEC"]
     try:
-        spec = json_values.parse(env.get("CLUSTER_SPEC", "{}"))
+        spec = json_values.parse(text)
     except json.JSONDecodeError:
-        return {}
-    return spec if isinstance(spec, dict) else {}
+        spec = None
+    if not isinstance(spec, dict) or not isinstance(spec.get("cluster"), dict):
+        raise ClusterError(
+            f"vertex: CLUSTER_SPEC is {text[:80]!r}, but it must be a JSON object with the object "
+            "'cluster'. Vertex AI sets it; do not change it, or give --environment none."
+        )
+    return spec

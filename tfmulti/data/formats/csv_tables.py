@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.formats.arrow import arrow
-from tfmulti.data.io.files import memory_bytes
+from tfmulti.data.io.files import most_unpacked
 
 # A file with more bad rows than this is not a table.
 _MOST_BAD = 100_000
@@ -75,10 +75,10 @@ def _unpacked(data: bytes) -> bytes:
     """Returns the content of a GZIP file.
 
     Raises:
-        ValueError: the file is damaged or cut off, or its content is larger than the memory of this
-            machine.
+        ValueError: the file is damaged or cut off, or its content takes more memory than one file
+            may.
     """
-    found, left = [], memory_bytes()
+    found, left = [], most_unpacked()
     while data:
         # 31 stands for GZIP data with a window of 2**15 bytes.
         packed = zlib.decompressobj(wbits=31)
@@ -89,8 +89,9 @@ def _unpacked(data: bytes) -> bytes:
             raise ValueError(f"its GZIP data is damaged ({error})") from None
         if left <= 0:
             raise ValueError(
-                f"it unpacks to more than {memory_bytes():,} bytes, the memory of this machine; "
-                "split it, or write it as TFRecord or .npy files, which are read piece by piece"
+                f"it unpacks to more than {most_unpacked():,} bytes, the limit (by default the "
+                "memory); split it, write it as TFRecord or .npy files, which are read piece by "
+                "piece, or allow more by --max_file_gigabytes"
             )
         if not packed.eof:
             raise ValueError("the GZIP file is cut off")

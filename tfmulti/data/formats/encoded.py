@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.formats.records import ByteStrings
+from tfmulti.data.io.files import MOST_BYTES
 from tfmulti.data.loader import empty
 from tfmulti.data.source import Leaf, Source, map_nest
 from tfmulti.errors import DataError
@@ -28,6 +30,9 @@ class Decoder:
             `classes` - 1; otherwise None.
         parse_label: does the work of `parse_into` for the label alone, without setting up
             TensorFlow's devices. None if `parse_into` itself does not set them up.
+
+    Raises:
+        DataError: the value of a name takes more bytes than a file that is one example may have.
     """
 
     names: Any
@@ -35,6 +40,16 @@ class Decoder:
     parse_into: ParseInto
     classes: int | None = None
     parse_label: ParseInto | None = None
+
+    def __post_init__(self) -> None:
+        for name, leaf in self.leaves.items():
+            dtype = np.dtype(object if leaf.dtype == "str" else leaf.dtype)
+            size = math.prod(leaf.shape) * dtype.itemsize
+            if size > MOST_BYTES:
+                raise DataError(
+                    f"feature {name!r} has the shape {list(leaf.shape)}, which is {size:,} bytes "
+                    f"of each example, more than {MOST_BYTES:,}. Correct its shape."
+                )
 
     @property
     def specs(self) -> Any:

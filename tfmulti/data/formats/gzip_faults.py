@@ -13,9 +13,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from tfmulti.config.limited_reading import open_regular
 from tfmulti.data.formats.encoded import Decoder
 from tfmulti.data.formats.record_index import FOOTER, HEADER, check_data, is_header
-from tfmulti.data.io.files import MOST_BYTES, as_os_error, gfile, is_remote, open_regular
+from tfmulti.data.io.files import MOST_BYTES, as_os_error, gfile, is_remote
 
 # For each stream the function that finds its fault.
 _FINDERS: weakref.WeakKeyDictionary[Any, Callable[[], str | None]] = weakref.WeakKeyDictionary()

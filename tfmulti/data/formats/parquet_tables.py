@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfmulti.data.formats.arrow import arrow, reason_of
-from tfmulti.data.io.files import memory_bytes
+from tfmulti.data.io.files import most_unpacked
 
 # Training uses each value as a float32.
 _BYTES_OF_A_VALUE = 4
@@ -19,7 +19,8 @@ def read_parquet(data: bytes) -> Any:
     """Returns the rows of a file as a `pyarrow.Table`.
 
     Raises:
-        ValueError: the file is damaged, or its declared content is larger than the memory.
+        ValueError: the file is damaged, or its declared content takes more memory than one file
+            may.
     """
     pyarrow, parquet = arrow(), arrow("pyarrow.parquet")
     try:
@@ -37,16 +38,17 @@ def _check_fits(metadata: Any) -> None:
     The size of the file does not tell: a few bytes may stand for any number of equal values.
 
     Raises:
-        ValueError: the declared content is larger than the memory of this machine.
+        ValueError: the declared content takes more memory than one file may.
     """
     groups = range(metadata.num_row_groups)
     unpacked = sum(metadata.row_group(group).total_byte_size for group in groups)
     declared = max(unpacked, _BYTES_OF_A_VALUE * metadata.num_rows * metadata.num_columns)
-    if declared > memory_bytes():
+    if declared > most_unpacked():
         raise ValueError(
             f"it holds {metadata.num_rows:,} rows of {metadata.num_columns:,} columns, "
-            f"{declared:,} bytes or more, but this machine has {memory_bytes():,} of memory; write "
-            "larger data as TFRecord or .npy files, which are read piece by piece"
+            f"{declared:,} bytes or more, but {most_unpacked():,} is the limit (by default the "
+            "memory); write it as TFRecord or .npy files, which are read piece by piece, or allow "
+            "more by --max_file_gigabytes"
         )
 
 

@@ -49,6 +49,29 @@ def limit_pixels(millions: int) -> None:
     _most_pixels = millions * 1_000_000
 
 
+def most_pixels() -> int:
+    """Returns the largest number of pixels that an image may have."""
+    return _most_pixels
+
+
+def check_pixels(data: bytes) -> None:
+    """Checks the size that an encoded image declares, before memory is taken for its pixels.
+
+    Raises:
+        DataError: the bytes are no known image, or the image has more pixels than `limit_pixels`
+            allows.
+    """
+    declared = _declared_pixels(data)
+    # OpenCV reads other formats, too, but their size is not known before they are decoded.
+    if not declared:
+        raise DataError(_NO_IMAGE)
+    if declared > _most_pixels:
+        raise DataError(
+            f"the image has more than {_most_pixels:,} pixels. If it is to be trusted, allow more "
+            "by --max_image_megapixels"
+        )
+
+
 def decode(data: bytes, channels: int = 3) -> np.ndarray:
     """Returns an encoded image as uint8 [height, width, channels]; colours are RGB.
 
@@ -63,16 +86,8 @@ def decode(data: bytes, channels: int = 3) -> np.ndarray:
         raise DataError("the image is empty")
     if _is_cut_off(data):
         raise DataError(f"the image is cut off after {len(data):,} bytes")
+    check_pixels(data)
     flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
-    declared = _declared_pixels(data)
-    # OpenCV reads other formats, too, but their size is not known before they are decoded.
-    if not declared:
-        raise DataError(_NO_IMAGE)
-    if declared > _most_pixels:
-        raise DataError(
-            f"the image has more than {_most_pixels:,} pixels. If it is to be trusted, allow more "
-            "by --max_image_megapixels"
-        )
     try:
         image: np.ndarray | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
     except cv2.error as error:

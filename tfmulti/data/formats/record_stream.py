@@ -8,11 +8,12 @@ error, the program waits for ever.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfmulti.data.formats.examples import in_record
 from tfmulti.data.formats.features import Feature, Features
+from tfmulti.data.formats.pixels import most_pixels
 from tfmulti.data.loader import cores
 from tfmulti.data.source import map_nest
 
@@ -91,6 +92,13 @@ def _value(tf: Any, rows: tf.Tensor, feature: Feature) -> tf.Tensor:
 def _image(tf: Any, data: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
     """Returns one image, decoded and resized, uint8 of `shape`."""
     height, width, channels = shape
+    pixels = _declared_pixels(tf, data)
+    limit = most_pixels()
+    # TensorFlow takes memory for all pixels that the header declares. The Python code that looks
+    # for the bad record tells the user which limit it is.
+    fits = tf.debugging.Assert((pixels > 0) & (pixels <= limit), ["the image is too large"])
+    with tf.control_dependencies([fits]):
+        data = tf.identity(data)
     image = tf.io.decode_image(data, channels, expand_animations=False)
     image.set_shape([None, None, channels])
     size = tf.shape(image)
@@ -101,3 +109,39 @@ def _image(tf: Any, data: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
         lambda: tf.image.resize(image, [height, width]),
     )
     return tf.saturate_cast(tf.round(resized), tf.uint8)
+
+
+def _declared_pixels(tf: Any, data: tf.Tensor) -> tf.Tensor:
+    """Returns how many pixels the header of an image declares; 0 if the format is not read.
+
+    It does in TensorFlow what `pixels` does in Python.
+    """
+
+    def numbers(start: int, count: int, dtype: Any, is_little_endian: bool = True) -> Any:
+        part = tf.strings.substr(data, start, count * dtype.size)
+        return tf.cast(tf.io.decode_raw(part, dtype, is_little_endian), tf.int64)
+
+    def canvas() -> Any:
+        parts = tf.reshape(numbers(24, 6, tf.uint8), [2, 3])
+        return tf.reduce_sum(parts * [1, 1 << 8, 1 << 16], 1) + 1
+
+    def lossless() -> Any:
+        bits = numbers(21, 1, tf.int32)[0]
+        return tf.stack([bits % (1 << 14), bits // (1 << 14) % (1 << 14)]) + 1
+
+    # TensorFlow decodes GIF files as well, but they are not among the formats of `features`.
+    sides_of: dict[tuple[int, bytes], Callable[[], Any]] = {
+        (0, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"): lambda: numbers(16, 2, tf.int32, False),
+        (0, b"\xff\xd8\xff"): lambda: tf.cast(tf.image.extract_jpeg_shape(data)[:2], tf.int64),
+        (0, b"BM"): lambda: tf.abs(numbers(18, 2, tf.int32)),
+        (8, b"WEBPVP8X"): canvas,
+        (8, b"WEBPVP8L"): lossless,
+        (8, b"WEBPVP8 "): lambda: numbers(26, 2, tf.uint16) % (1 << 14),
+    }
+    cases = [
+        (tf.strings.substr(data, start, len(mark)) == mark, sides)
+        for (start, mark), sides in sides_of.items()
+    ]
+    found = tf.case(cases, lambda: tf.zeros([2], tf.int64))
+    # An image whose side is no positive number counts as one without pixels.
+    return tf.reduce_prod(tf.maximum(found, 0))

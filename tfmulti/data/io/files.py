@@ -11,17 +11,20 @@ import errno
 import glob
 import importlib
 import os
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tfmulti.config.console import quiet_stderr
+from tfmulti.config.limited_reading import open_regular, read_small
 from tfmulti.errors import DataError
 
 # A file that is one example has at most this many bytes.
 MOST_BYTES = 1 << 30
+# The files with the memory limit of a container, in both versions of control groups.
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_most_unpacked: int | None = None
 
 
 class Stamp(NamedTuple):
@@ -47,8 +50,24 @@ def expanded(path: str) -> str:
 
 
 def memory_bytes() -> int:
-    """Returns the memory of this machine in bytes, which one file may take at most."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the memory in bytes of this machine, or of its container if that has less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CGROUP_LIMITS:
+        # Without a limit there is no file, or the text `max`.
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(read_small(path, 8192)))
+    return min(found)
+
+
+def limit_unpacked(gigabytes: float | None) -> None:
+    """Sets how many bytes the content of one file may take in memory; None: all memory."""
+    global _most_unpacked
+    _most_unpacked = None if gigabytes is None else int(gigabytes * 1e9)
+
+
+def most_unpacked() -> int:
+    """Returns how many bytes the content of one file may take in memory."""
+    return memory_bytes() if _most_unpacked is None else _most_unpacked
 
 
 def read_bytes(path: str, most: int | None = None) -> bytes:
@@ -61,39 +80,16 @@ def read_bytes(path: str, most: int | None = None) -> bytes:
     Raises:
         OSError: the file cannot be read, is too large, or is a named pipe or a device.
     """
-    content: bytes
-    limit = float("inf") if most is None else most
-    too_large = OSError(errno.EFBIG, f"it has more than {limit:,} bytes", path)
-    if is_remote(path):
-        with as_os_error(), gfile().GFile(path, "rb") as file:
-            content = file.read(-1 if most is None else most + 1)
-    else:
-        with open_regular(path) as file:
-            # A sparse file takes no place on the disk, so nothing of a file too large is read.
-            if os.fstat(file.fileno()).st_size > limit:
-                raise too_large
-            content = file.read()
-    if len(content) > limit:
-        raise too_large
+    if not is_remote(path) and most is not None:
+        return read_small(path, most)
+    if not is_remote(path):
+        with open_regular(path) as local:
+            return local.read()
+    with as_os_error(), gfile().GFile(path, "rb") as file:
+        content: bytes = file.read(-1 if most is None else most + 1)
+    if most is not None and len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
     return content
-
-
-def open_regular(path: str) -> IO[bytes]:
-    """Returns a file of this machine, open for reading.
-
-    Raises:
-        OSError: the file cannot be opened, or is a named pipe or a device, which may have no end.
-    """
-    file = open(path, "rb", opener=_opened_at_once)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", path)
-    return file
-
-
-def _opened_at_once(path: str, flags: int) -> int:
-    """Opens a file without blocking; opening a named pipe would wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def stamp_of(path: str) -> Stamp:

@@ -16,7 +16,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Protocol
 
-from tfmulti.data.io.files import as_os_error, gfile, is_remote, open_regular
+from tfmulti.config.limited_reading import open_regular
+from tfmulti.data.io.files import as_os_error, gfile, is_remote
 
 # One source keeps at most this many files open.
 MOST_OPEN = 64

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tfmulti.config.limited_reading import open_regular
 from tfmulti.data.data_set import DataSet
 from tfmulti.data.formats.npy_format import array_of, read_head
 from tfmulti.data.io import files
@@ -71,7 +72,7 @@ def _mapped(path: str) -> np.ndarray:
     Raises:
         ValueError, OSError: the file is damaged or cut off, or holds Python objects.
     """
-    with files.open_regular(path) as file:
+    with open_regular(path) as file:
         head = read_head(file)
     if head.dtype.hasobject:
         raise ValueError("it holds Python objects")

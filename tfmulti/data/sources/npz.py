@@ -9,6 +9,7 @@ from typing import IO
 
 import numpy as np
 
+from tfmulti.config.limited_reading import open_regular
 from tfmulti.data.data_set import DataSet
 from tfmulti.data.formats.npy_format import read_head
 from tfmulti.data.io import files
@@ -75,9 +76,9 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
 
     Raises:
         DataError: an array has fewer bytes than it declares, or all arrays together have more bytes
-            than this machine has memory.
+            than one file may take in memory.
     """
-    most = files.memory_bytes()
+    most = files.most_unpacked()
     total = 0
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
@@ -93,8 +94,9 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
                 )
     if total > most:
         raise DataError(
-            f"{place} holds {total:,} bytes, but this machine has {most:,} of memory. Save each "
-            "array by np.save, and use --dataset npy:FOLDER, which reads what it needs."
+            f"{place} holds {total:,} bytes, but {most:,} is the limit (by default the memory). "
+            "Save each array by np.save, and use --dataset npy:FOLDER, which reads what it needs. "
+            "Or allow more by --max_file_gigabytes."
         )
 
 
@@ -102,4 +104,4 @@ def _opened(path: str) -> IO[bytes]:
     """Returns the file, open for reading; a remote file is read into memory."""
     if files.is_remote(path):
         return io.BytesIO(files.read_bytes(path))
-    return files.open_regular(files.expanded(path))
+    return open_regular(files.expanded(path))

@@ -1,6 +1,8 @@
 """Reads data sets that tensorflow-datasets has prepared, with random access to their files.
 
 Nothing is downloaded, and no code of the data set runs, because its files describe their content.
+tensorflow-datasets imports the modules that this description names. So the description is checked
+first, and only the feature classes of tensorflow-datasets itself may stand in it.
 """
 
 from __future__ import annotations
@@ -14,17 +16,27 @@ from typing import Any
 
 import numpy as np
 
+from tfmulti.config import json_values
 from tfmulti.data.data_set import CLASSIFICATION, DataSet
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
 from tfmulti.data.formats.features import is_label, spec_of
-from tfmulti.data.formats.pixels import decode_into
+from tfmulti.data.formats.pixels import check_pixels, decode_into
 from tfmulti.data.formats.records import ByteStrings, Records
 from tfmulti.data.io import files
 from tfmulti.data.options import parse_options
 from tfmulti.data.source import Leaf
-from tfmulti.errors import DataError, did_you_mean
+from tfmulti.errors import DataError, UserError, did_you_mean
 
 _PARTS = ("train", "validation", "test")
+_DESCRIPTIONS = ("dataset_info.json", "features.json")
+# A description takes some hundred bytes for each feature, and some for each file.
+_MOST_BYTES = 4 << 20
+# The entries of features.json whose texts are the names of classes. Older versions wrote "type".
+_CLASS_NAMES = ("pythonClassName", "python_class_name", "type")
+# The entries whose texts are JSON themselves, which could name classes, too.
+_INNER_JSON = ("json", "content")
+# Data sets with more classes than this have no names of them.
+_MOST_NAMES = 1 << 16
 _DEFAULTS: dict[str, Any] = {
     "config": "",
     "version": "",
@@ -76,8 +88,8 @@ class DataSourceRecords:
 class Parse:
     """Parses encoded examples of tensorflow-datasets into arrays, without TensorFlow.
 
-    tensorflow-datasets leaves those images encoded that `pixels` can decode. They are decoded and
-    resized here.
+    tensorflow-datasets leaves images encoded. Those that `pixels` can decode are decoded and
+    resized here. tensorflow-datasets decodes the others after their size was checked.
 
     Args:
         tfds: the module `tensorflow_datasets`.
@@ -88,8 +100,9 @@ class Parse:
     def __init__(self, tfds: Any, features: Any, leaves: Mapping[str, Leaf]) -> None:
         self._tfds = tfds
         self._chosen = {name: features[name] for name in leaves}
-        images = [name for name, f in self._chosen.items() if _is_image(tfds, f)]
+        images = [n for n, f in self._chosen.items() if isinstance(f, tfds.features.Image)]
         self._decoders = {name: tfds.decode.SkipDecoding() for name in images}
+        self._resized = {name for name in images if _is_image(tfds, features[name])}
 
     def __call__(self, records: Sequence[bytes], out: Mapping[str, np.ndarray]) -> None:
         """Writes the features of encoded examples into arrays, one row for each example.
@@ -110,10 +123,22 @@ class Parse:
                 # protobuf and NumPy raise many types of exceptions.
                 raise DataError(f"the record does not have its form ({error})") from None
             for name, rows in out.items():
-                if name in decoders:
+                if name in self._resized:
                     decode_into(found[name], rows[row])
+                elif name in decoders:
+                    rows[row] = self._decoded(name, found[name])
                 else:
                     rows[row] = found[name]
+
+    def _decoded(self, name: str, data: bytes) -> np.ndarray:
+        """Returns an image that `pixels` cannot decode, as tensorflow-datasets decodes it."""
+        check_pixels(data)
+        try:
+            image: np.ndarray = self._chosen[name].decode_example_np(data)
+        except Exception as error:
+            # OpenCV and NumPy raise many types of exceptions.
+            raise DataError(f"the image {name!r} cannot be read ({error})") from None
+        return image
 
 
 def load(options: str, seed: int) -> DataSet:
@@ -141,7 +166,20 @@ def load(options: str, seed: int) -> DataSet:
     if not name:
         raise DataError("--dataset tfds: needs a name. Write --dataset tfds:NAME.")
     tfds = _tfds(place)
-    builder = _builder(tfds, place, name, chosen)
+    folder = _folder(tfds, place, name, chosen)
+    try:
+        _check_description(tfds, folder)
+        return _of_builder(tfds, tfds.builder_from_directory(folder), place, chosen)
+    except UserError:
+        raise
+    except Exception as error:
+        # tensorflow-datasets raises many types of exceptions, many of them late.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{place}: {folder} is damaged: {reason}. Prepare it anew.") from error
+
+
+def _of_builder(tfds: Any, builder: Any, place: str, chosen: Mapping[str, Any]) -> DataSet:
+    """Returns the data of a prepared data set."""
     features = builder.info.features
     x, y = _keys(place, builder.info, chosen)
     leaves = {key: _leaf(tfds, place, key, features[key], chosen["size"]) for key in (x, y)}
@@ -170,8 +208,8 @@ def _tfds(place: str) -> Any:
         ) from None
 
 
-def _builder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any:
-    """Returns the builder of a prepared data set, made from its files; raises DataError if none."""
+def _folder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any:
+    """Returns the folder of a prepared data set; raises DataError if there is none."""
     data_dir = chosen["data_dir"] or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     path = tfds.core.Path(data_dir).expanduser()
     folder = path / name / chosen["config"]
@@ -189,18 +227,49 @@ def _builder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any
         raise DataError(
             f"{place}: version {version} is not prepared; {did_you_mean(version, versions)}"
         )
-    try:
-        return tfds.builder_from_directory(versions[version])
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(
-            f"{place}: {versions[version]} is damaged: {reason}. Prepare it anew."
-        ) from error
+    return versions[version]
+
+
+def _check_description(tfds: Any, folder: Any) -> None:
+    """Checks the files that describe a data set, before tensorflow-datasets reads them.
+
+    Raises:
+        OSError: a file is no regular file, is too large, or cannot be read.
+        ValueError: features.json is no JSON, or names a class that tensorflow-datasets does not
+            have.
+    """
+    # The names of classes stand in text files.
+    texts = [file.name for file in folder.iterdir() if file.name.endswith(".txt")]
+    found = {
+        name: files.read_bytes(os.fspath(folder / name), _MOST_BYTES)
+        for name in (*_DESCRIPTIONS, *texts)
+    }
+    kinds = [kind for kind in vars(tfds.features).values() if isinstance(kind, type)]
+    # The last name is an old one of the class Tensor.
+    known = {f"{kind.__module__}.{kind.__name__}" for kind in kinds} | {
+        "tensorflow_datasets.core.features.feature.Tensor"
+    }
+    _check_classes(json_values.parse(found["features.json"].decode()), known)
+
+
+def _check_classes(described: Any, known: set[str]) -> None:
+    """Raises ValueError if a part of features.json names a class that is not known."""
+    inner = described.items() if isinstance(described, dict) else enumerate(described)
+    for key, value in inner:
+        if isinstance(value, (dict, list)):
+            _check_classes(value, known)
+        elif isinstance(value, str) and key in _INNER_JSON:
+            raise ValueError(f"its feature class is described by JSON in the text {key!r}")
+        elif isinstance(value, str) and key in _CLASS_NAMES and value not in known:
+            raise ValueError(
+                f"features.json names the class {value[:100]!r}, which is none of "
+                "tensorflow-datasets, and code of a data set does not run"
+            )
 
 
 def _is_prepared(folder: Any) -> bool:
     """Returns whether a folder has the two files that describe a prepared data set."""
-    return all((folder / name).exists() for name in ("dataset_info.json", "features.json"))
+    return all((folder / name).exists() for name in _DESCRIPTIONS)
 
 
 def _folders(folder: Any) -> list[Any]:
@@ -248,6 +317,19 @@ def _is_image(tfds: Any, feature: Any) -> bool:
     return feature.shape[-1] in (1, 3)
 
 
+def _is_limited(tfds: Any, feature: Any) -> bool:
+    """Returns whether the memory that decoding a feature takes is known before."""
+    if isinstance(feature, tfds.features.Image):
+        return True
+    inner = feature
+    while isinstance(inner, tfds.features.Sequence):
+        inner = inner.feature
+    # Only a Tensor has an encoding.
+    is_packed = getattr(inner.to_json_content(), "encoding", "") == "zlib"
+    decoded = (tfds.features.Image, tfds.features.Audio, tfds.features.Video)
+    return not is_packed and not isinstance(inner, decoded)
+
+
 def _leaf(tfds: Any, place: str, name: str, feature: Any, size: tuple[int, ...]) -> Leaf:
     """Returns the form of a feature in an example; raises DataError if it has no fixed form."""
     shape = getattr(feature, "shape", None)
@@ -255,6 +337,12 @@ def _leaf(tfds: Any, place: str, name: str, feature: Any, size: tuple[int, ...])
         raise DataError(
             f"{place}: feature {name!r} has several parts. Name one with x= or y=, or read it by "
             "a function of your own: --dataset package.module:function."
+        )
+    if not _is_limited(tfds, feature):
+        raise DataError(
+            f"{place}: feature {name!r} is a sound, a video, a sequence of images or a packed "
+            "tensor, whose size is not known before it is decoded. Read it by a function of your "
+            "own: --dataset package.module:function."
         )
     if _is_image(tfds, feature):
         if size and len(size) != 2:
@@ -287,6 +375,8 @@ def _classes(
 
 def _class_names(feature: Any) -> tuple[str, ...] | None:
     """Returns the names of the classes; None if there are none or they are only numbers."""
+    if getattr(feature, "num_classes", None) and feature.num_classes > _MOST_NAMES:
+        return None
     names = tuple(getattr(feature, "names", None) or ())
     return None if names == tuple(map(str, range(len(names)))) else names
 
@@ -313,8 +403,12 @@ def _splits(place: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, st
 
 def _records(tfds: Any, builder: Any, split: str) -> ByteStrings:
     """Returns the encoded examples of a split, from TFRecord or from array_record files."""
+    paths = [os.fspath(path) for path in builder.info.splits[split].filepaths]
+    # The description gives the names of the files.
+    for path in paths:
+        if os.path.dirname(path) != os.path.dirname(os.path.join(builder.data_dir, "")):
+            raise DataError(f"{path[:200]!r} is not in the folder of its description")
     if builder.info.file_format.value == "tfrecord":
-        paths = [os.fspath(path) for path in builder.info.splits[split].filepaths]
         return Records(paths)
     try:
         raw = builder.as_data_source(

@@ -23,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from tfmulti.config.limited_reading import read_small
 from tfmulti.config.run_directory import replacing
+from tfmulti.data.io.files import memory_bytes
 from tfmulti.errors import TfmultiError
 from tfmulti.training.checkpoint import serialization
 
@@ -196,7 +198,8 @@ class Checkpoints:
         found = self.files()
         for number, path in enumerate(found):
             try:
-                record = from_bytes(path.read_bytes())
+                # A file that is larger than the memory is sparse, or no checkpoint of this machine.
+                record = from_bytes(read_small(path, memory_bytes()))
                 self._own.update(found[number:])
                 return record, wrong
             except DamagedCheckpointError as error:

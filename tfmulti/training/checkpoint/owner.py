@@ -35,6 +35,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tfmulti.config import json_values
+from tfmulti.config.limited_reading import open_regular, read_small
 from tfmulti.config.run_directory import remove_partial, write_text
 from tfmulti.errors import EXIT_FAILED, ResumeError, TfmultiError
 
@@ -51,7 +52,7 @@ SILENT_S = 20.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # A process that waits looks at the file at this interval.
 _LOOK_S = 0.5
-# No more of the file is read, whatever another program has written there.
+# A larger file is of another program.
 _MOST_BYTES = 4096
 
 
@@ -393,16 +394,20 @@ def _is_locked(number: int, folder: Path) -> bool:
 def _read(path: Path) -> Owner | None:
     """Returns the owner that a file names, or None if there is no file or it has another form.
 
+    A named pipe, a device and a file that is too large have another form.
+
     Raises:
         OSError: the file cannot be read.
     """
     try:
-        with open(path, "rb") as file:
-            content = file.read(_MOST_BYTES)
-        found: Owner = json_values.build(Owner, json_values.parse(content))
+        found: Owner = json_values.build(Owner, json_values.parse(read_small(path, _MOST_BYTES)))
         return found
-    except (FileNotFoundError, ValueError):
+    except ValueError:
         return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EINVAL, errno.EFBIG):
+            return None
+        raise
 
 
 def _touched(path: Path) -> int | None:
@@ -411,7 +416,7 @@ def _touched(path: Path) -> int | None:
     The file is opened each time, because that makes an NFS client ask the server again.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None

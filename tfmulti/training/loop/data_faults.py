@@ -42,6 +42,10 @@ def told_by(feed: Feed) -> Iterator[None]:
         if isinstance(error, FAULTS_OF_DATA):
             _raise_as_data_error(error, feed)
         raise
+    except UnicodeDecodeError:
+        # TensorFlow's message quotes the bytes of the record, and may not be UTF-8 text.
+        _raise_fault(feed.find_fault())
+        raise
 
 
 def found_by_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
@@ -68,12 +72,17 @@ def _raise_as_data_error(error: tf.errors.OpError, feed: Feed) -> None:
     reason = re.sub(r"^.*Iterator::\S+ |\{\{.*?\}\}", "", first).strip(" .")
     is_damaged = isinstance(error, tf.errors.DataLossError)
     found = feed.find_fault() if is_damaged or f"{SCOPE}/" in error.message else None
+    _raise_fault(found)
+    if is_damaged:
+        raise DataError(
+            f"a file of the data is damaged: {reason}. Find it, and copy it anew."
+        ) from None
+
+
+def _raise_fault(found: str | None) -> None:
+    """Raises DataError if a fault was found in the files of a stream; returns otherwise."""
     if found is not None:
         raise DataError(
             f"{found}. Repair or remove it. A GZIP file is read as a stream, from which no record "
             "is left out: gunzip the files for --skip_bad_records."
-        ) from None
-    if is_damaged:
-        raise DataError(
-            f"a file of the data is damaged: {reason}. Find it, and copy it anew."
         ) from None
