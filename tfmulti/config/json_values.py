@@ -35,8 +35,8 @@ def parse(text: str | bytes) -> Any:
 def build(kind: type[T], values: Any) -> T:
     """Returns an instance of a dataclass from the values of a JSON object.
 
-    Each value must have the type of its field. A float field also accepts an integer below 2**53,
-    which a float holds exactly.
+    Each value must have the type of its field, and so must the parts of a dict or a list. A float
+    field also accepts an integer below 2**53, which a float holds exactly.
 
     Args:
         kind: the dataclass.
@@ -76,8 +76,14 @@ def _as(hint: Any, name: str, value: Any) -> Any:
         return build(typing.cast(type, hint), value)
     if hint is float and type(value) is int and abs(value) < 1 << 53:
         return float(value)
+    if hint is Any:
+        return value
     if type(value) is not (typing.get_origin(hint) or hint):
         raise ValueError(f"{name} is of type {type(value).__name__}")
+    if isinstance(value, dict) and len(parts := typing.get_args(hint)) == 2:
+        return {_as(parts[0], name, key): _as(parts[1], name, each) for key, each in value.items()}
+    if isinstance(value, list) and (parts := typing.get_args(hint)):
+        return [_as(parts[0], name, each) for each in value]
     if value != value:
         raise ValueError(f"{name} is no number")
     return value

@@ -154,7 +154,8 @@ def check_trains(cluster: Cluster | None) -> None:
 def _read(module: ModuleType, env: Mapping[str, str]) -> Described:
     """Returns what an environment describes."""
     variables = tuple(name for name in module.VARIABLES if name in env)
-    return Described(module.NAME, variables, module.read(env))
+    job = module.read(env)
+    return Described(module.NAME, variables, job.on_loopback() if isinstance(job, Layout) else job)
 
 
 def _check_same(one: Described, other: Described) -> None:
