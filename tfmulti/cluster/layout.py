@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tfmulti.cluster.cluster import Cluster, Task
-from tfmulti.cluster.listening import LOOPBACK
 from tfmulti.errors import ClusterError
 
 Env = Mapping[str, str]
@@ -63,16 +62,6 @@ class Layout:
     def port(self, number: int) -> int:
         """Returns the planned port of a number: a process's local rank, or a further one."""
         return FIRST_PORT + (zlib.crc32(self.job.encode()) + number) % PORTS
-
-    def on_loopback(self) -> Layout:
-        """Returns the layout at the loopback address if one host has all processes, or itself.
-
-        Then nothing on the network reaches the ports of the agreement and of the workers' channel.
-        """
-        if self.local_size < self.size:
-            return self
-        hosts = (LOOPBACK,) * self.size
-        return replace(self, host=LOOPBACK, chief_hosts=hosts[:1], hosts=hosts)
 
     @property
     def planned(self) -> Cluster | None:

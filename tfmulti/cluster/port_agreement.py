@@ -90,7 +90,7 @@ def agree(
     """
     secret = secret_of(env)
     key = f"{secret} {layout.job}".encode()
-    if layout.rank == 0 and not secret and layout.local_size < layout.size:
+    if layout.rank == 0 and not secret and not _has_one_host(layout):
         print(f"tfmulti: {_no_secret(layout)}", file=sys.stderr, flush=True)
     deadline_s = time.monotonic() + timeout_s
     with _reserved_port(layout) as port:
@@ -271,10 +271,11 @@ def _answer(layout: Layout, own: Told, found: Mapping[str, Any]) -> tuple[str, .
 def _listening(layout: Layout) -> Iterator[socket.socket]:
     """Gives a socket that listens at the first candidate port that is free."""
     reason = ""
-    hosts = [layout.host] if layout.host == LOOPBACK else [layout.host, ""]
+    host = LOOPBACK if _has_one_host(layout) else layout.host
+    hosts = [host] if host == LOOPBACK else [host, ""]
     for number in range(CANDIDATES):
         try:
-            listener = listen(layout.host, hosts, layout.port(_FIRST_CANDIDATE + number))
+            listener = listen(host, hosts, layout.port(_FIRST_CANDIDATE + number))
         except OSError as error:
             reason = str(error)
             continue
@@ -283,16 +284,26 @@ def _listening(layout: Layout) -> Iterator[socket.socket]:
         return
     raise ClusterError(
         f"{layout.environment}: none of the {CANDIDATES} ports from "
-        f"{layout.port(_FIRST_CANDIDATE)} on is free on {layout.host} ({reason}). Start the job "
+        f"{layout.port(_FIRST_CANDIDATE)} on is free on {host} ({reason}). Start the job "
         "again, or end what holds them."
     )
 
 
 def _candidates(layout: Layout) -> Iterator[tuple[str, int]]:
     """Yields the addresses at which the chief may listen."""
+    hosts = layout.chief_hosts
+    if _has_one_host(layout):
+        # Some environments only let a process guess how many others its host has. Then process 0
+        # may see that differently.
+        hosts = (LOOPBACK, *(host for host in hosts if host != LOOPBACK))
     for number in range(CANDIDATES):
-        for host in layout.chief_hosts:
+        for host in hosts:
             yield host, layout.port(_FIRST_CANDIDATE + number)
+
+
+def _has_one_host(layout: Layout) -> bool:
+    """Returns whether one host has all processes, so that nothing on the network may call."""
+    return layout.local_size >= layout.size
 
 
 def _missing(layout: Layout, ranks: list[int], timeout_s: float) -> str:

@@ -154,8 +154,7 @@ def check_trains(cluster: Cluster | None) -> None:
 def _read(module: ModuleType, env: Mapping[str, str]) -> Described:
     """Returns what an environment describes."""
     variables = tuple(name for name in module.VARIABLES if name in env)
-    job = module.read(env)
-    return Described(module.NAME, variables, job.on_loopback() if isinstance(job, Layout) else job)
+    return Described(module.NAME, variables, module.read(env))
 
 
 def _check_same(one: Described, other: Described) -> None:

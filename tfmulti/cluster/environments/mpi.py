@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from tfmulti.cluster.allocation import allocated_hosts
 from tfmulti.cluster.layout import Env, Layout, number_of
+from tfmulti.cluster.listening import LOOPBACK
 from tfmulti.errors import ClusterError
 
 NAME = "mpi"
@@ -51,6 +52,9 @@ def read(env: Env) -> Layout:
     )
     # Open MPI's number of the job, or the address of Hydra: the same in all processes of the job.
     job = f"mpi {env.get('PMIX_NAMESPACE', env.get('PMI_PORT', ''))}"
+    if local_size >= size:
+        hosts = (LOOPBACK,) * size
+        return Layout(NAME, rank, size, local_rank, local_size, LOOPBACK, (LOOPBACK,), job, hosts)
     own = socket.gethostname()
     return Layout(NAME, rank, size, local_rank, local_size, own, allocated_hosts(env), job)
 
