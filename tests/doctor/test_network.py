@@ -67,13 +67,13 @@ def test_the_chief_has_every_result_and_all_have_its_verdict() -> None:
     "lines",
     [
         [
-            {"name": "1 0", "nonce": "00" * 16},
+            {"name": "1", "nonce": "00" * 16},
             {"proof": "00"},
             {"ask": "take", "result": {"facts": {}}},
         ],
         [{"ask": "take", "result": {}}],
         [{"name": True, "nonce": "00" * 16}],
-        [{"name": "9 0", "nonce": "00" * 16}],
+        [{"name": "9", "nonce": "00" * 16}],
         [{"name": "1 1", "nonce": "00" * 16}],
         ["x" * 3_000_000],
         [[]],

@@ -114,14 +114,14 @@ class AgreementsDoor:
 class DoctorsDoor:
     """The port of the doctor's worker 0, at which worker 1 is expected."""
 
-    name = "1 0"
+    name = "1"
 
     def __init__(self) -> None:
         self.reserved = reserved(2)
         self.addresses = tuple(self.reserved.__enter__())
         self.port = int(self.addresses[0].rpartition(":")[2])
         self.network = self.worker(0)
-        self.key = self.network._key
+        self.key = self.network.key_of(0)
 
     def worker(self, rank: int) -> Network:
         cluster = Cluster(self.addresses, Task("worker", rank))

@@ -2,8 +2,8 @@
 
 Each worker listens at its own address, where TensorFlow will listen later, and calls all others. On
 each connection both sides prove that they belong to the job, and sign their messages
-(`tfmulti.cluster.door`). The caller names its rank and that of the worker called. Then it sends
-messages, and gets an answer to each:
+(`tfmulti.cluster.door`). The name of the caller is its rank. It sends messages, and gets an answer
+to each:
 
     {"ask": "ping"}                     {"time": seconds since 1970}
     {"ask": "load", "bytes": n}         after n more bytes: {}
@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import math
 import socket
 import threading
@@ -33,7 +32,7 @@ import psutil
 
 from tfmulti.cluster.cluster import Cluster, host_of
 from tfmulti.cluster.door import Door, prove
-from tfmulti.cluster.job_secret import secret_of
+from tfmulti.cluster.job_secret import proof, secret_of
 from tfmulti.cluster.listening import listen
 from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.doctor.finding import FAILED, Finding
@@ -66,8 +65,7 @@ class Network:
 
     def __init__(self, cluster: Cluster, env: Mapping[str, str], wait_s: float) -> None:
         self._cluster = cluster
-        text = f"doctor {secret_of(env)} {' '.join(cluster.addresses)}"
-        self._key = hashlib.sha256(text.encode()).digest()
+        self._secret = f"doctor {secret_of(env)} {' '.join(cluster.addresses)}".encode()
         self._deadline_s = time.monotonic() + wait_s
         self._wait_s = wait_s
         self._changed = threading.Condition()
@@ -80,7 +78,13 @@ class Network:
         self._places = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
         address = cluster.addresses[cluster.rank]
         server = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
-        self._door = Door(server, self._key, self._serve, knows=self._knows, most_bytes=_MOST_BYTES)
+        self._door = Door(
+            server,
+            self.key_of(cluster.rank),
+            self._serve,
+            knows={str(rank) for rank in range(cluster.size)}.__contains__,
+            most_bytes=_MOST_BYTES,
+        )
 
     def __enter__(self) -> Network:
         return self
@@ -90,6 +94,13 @@ class Network:
         self._door.close()
         for line in self._lines.values():
             line.close()
+
+    def key_of(self, rank: int) -> bytes:
+        """Returns the key by which the worker of a rank proves that it is this worker of the job.
+
+        So a worker with the rank of another one is found.
+        """
+        return proof(self._secret, b"rank", str(rank).encode())
 
     def measure(self) -> Result:
         """Returns the links to all other workers. It waits for those that have not come yet."""
@@ -207,7 +218,7 @@ class Network:
             with self._noting(result, rank):
                 connection = socket.create_connection((host, port), _CALL_S)
                 self._lines[rank] = line = _Line(TcpMessageConnection(connection))
-                line.prove(self._key, f"{self._cluster.rank} {rank}")
+                line.prove(self.key_of(rank), str(self._cluster.rank))
                 result.rtt_ms[str(rank)], result.clock_s[str(rank)] = line.ping()
                 result.errors.pop(str(rank), None)
                 return
@@ -217,13 +228,9 @@ class Network:
                 return
             time.sleep(_AGAIN_S)
 
-    def _knows(self, name: str) -> bool:
-        """Returns whether a name has the rank of a worker of the job, and then this one's rank."""
-        return name in {f"{rank} {self._cluster.rank}" for rank in range(self._cluster.size)}
-
     def _serve(self, name: str, first: dict[str, Any], link: TcpMessageConnection) -> None:
         """Answers one caller until it ends."""
-        rank, asked = int(name.partition(" ")[0]), first
+        rank, asked = int(name), first
         if not self._places.acquire(blocking=False):
             link.close()
             return
