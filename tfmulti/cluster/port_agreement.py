@@ -224,8 +224,8 @@ def _asked_of_chief(
     while time.monotonic() < deadline_s:
         for host, port in _candidates(layout):
             try:
-                with socket.create_connection((host, port), _CALL_S) as connection:
-                    link = TcpMessageConnection(connection)
+                connection = socket.create_connection((host, port), _CALL_S)
+                with contextlib.closing(TcpMessageConnection(connection)) as link:
                     prove(link, key, str(layout.rank), _MOST_BYTES)
                     link.send(dataclasses.asdict(own))
                     # The chief answers when all processes have come.
