@@ -189,6 +189,9 @@ def test_a_job_on_one_host_listens_on_loopback_alone(environment: str) -> None:
     # Azure ML and LSF let a process guess how many others its host has.
     guessed = [dataclasses.replace(jobs[0], local_size=1), jobs[1]]
     assert "127.0.0.1" not in found_listening(guessed)
+    # So a process tries the host of process 0, too.
+    tried = list(port_agreement._candidates(jobs[1]))
+    assert tried[:2] == [(name, jobs[1].port(1000)) for name in ("127.0.0.1", host)]
 
 
 def found_listening(jobs: list[Layout]) -> set[str]:

@@ -52,6 +52,31 @@ def test_what_a_process_tells(values: Any) -> None:
         assert type(told.gpus) is int
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": True},
+        {"port": 10**400},
+        {"port": 0},
+        {"port": "17003"},
+        {"gpus": True},
+        {"gpus": -1},
+        {"gpus": 10**400},
+        {"host": ""},
+        {"host": "h\x1b[2J"},
+        {"host": "h" * 300},
+        {"host": "a b"},
+        {"host": "[::1]"},
+        {"host": None},
+        {"more": 1},
+    ],
+)
+def test_what_no_process_can_tell(wrong: dict[str, Any]) -> None:
+    assert json_values.build(Told, TOLD).address == OWN.address
+    with pytest.raises((ValueError, ClusterError)):
+        json_values.build(Told, TOLD | wrong)
+
+
 @fuzzed
 @given(like({"addresses": ["h1:17001", "h2:17003"]}, {"error": "two processes"}))
 def test_what_the_chief_answers(values: Any) -> None:
