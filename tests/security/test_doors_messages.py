@@ -63,7 +63,7 @@ def test_what_a_process_tells(values: Any) -> None:
         {"gpus": -1},
         {"gpus": 10**400},
         {"host": ""},
-        {"host": "h\x1b[2J"},
+        {"host": "h\x1b7"},
         {"host": "h" * 300},
         {"host": "a b"},
         {"host": "[::1]"},
