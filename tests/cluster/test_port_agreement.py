@@ -126,6 +126,101 @@ def test_another_job_at_the_same_port_is_ignored() -> None:
     assert found[0].addresses == found[1].addresses != found[2].addresses
 
 
+@pytest.mark.parametrize(
+    ("sender", "before", "after"),
+    [("process", b'"gpus": 0', b'"gpus": 1'), ("chief", b'"addresses"', b'"error": "x", "y"')],
+)
+def test_a_message_that_is_changed_on_the_way_is_not_taken(
+    sender: str, before: bytes, after: bytes
+) -> None:
+    """An attacker between the two holds the first port, and sends everything else on."""
+    jobs, seen = layouts(2), threading.Event()
+
+    def send_on(source: socket.socket, target: socket.socket, changes: bool) -> None:
+        with contextlib.suppress(OSError):
+            for line in source.makefile("rb"):
+                if changes and before in line:
+                    seen.set()
+                    line = line.replace(before, after)
+                target.sendall(line)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def between() -> None:
+        with server, contextlib.suppress(OSError):
+            process, _ = server.accept()
+            server.close()
+            deadline_s = time.monotonic() + 10
+            while True:
+                with contextlib.suppress(ConnectionRefusedError):
+                    chief = socket.create_connection(("127.0.0.1", jobs[0].port(1001)), 5)
+                    break
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+            back = threading.Thread(target=send_on, args=(chief, process, sender == "chief"))
+            back.start()
+            send_on(process, chief, sender == "process")
+            back.join()
+            process.close()
+            chief.close()
+
+    server = socket.create_server(("127.0.0.1", jobs[0].port(1000)))
+    attacker = threading.Thread(target=between)
+    attacker.start()
+    chief, other = agree(jobs, timeout_s=3.0)
+    attacker.join()
+    assert seen.is_set()
+    assert chief.result().addresses
+    if sender == "process":
+        # The chief has dropped that connection, and the process has called again.
+        assert other.result() == chief.result().for_rank(1)
+    else:
+        with pytest.raises(ClusterError, match="a message was changed on its way"):
+            other.result()
+
+
+@pytest.mark.parametrize("environment", ["slurm", "lsf", "azureml", "mpi"])
+def test_a_job_on_one_host_listens_on_loopback_alone(environment: str) -> None:
+    host = socket.gethostname()
+    named = {"host": host, "chief_hosts": (host,), "hosts": (host,) * 2}
+    jobs = layouts(2, environment=environment, **named)
+    assert found_listening(jobs) == {"127.0.0.1"}
+    # Azure ML and LSF let a process guess how many others its host has.
+    guessed = [dataclasses.replace(jobs[0], local_size=1), jobs[1]]
+    assert "127.0.0.1" not in found_listening(guessed)
+    # So a process tries the host of process 0, too.
+    tried = list(port_agreement._candidates(jobs[1]))
+    assert tried[:2] == [(name, jobs[1].port(1000)) for name in ("127.0.0.1", host)]
+
+
+def found_listening(jobs: list[Layout]) -> set[str]:
+    """Lets the processes agree, and returns the addresses at which the chief has listened."""
+    found: set[str] = set()
+    create = socket.create_server
+
+    def noted(address: Any, **options: Any) -> socket.socket:
+        found.add(address[0] or "all")
+        return create(address, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "create_server", noted)
+        assert [future.result().rank for future in agree(jobs)] == [0, 1]
+    return found
+
+
+def test_a_job_on_several_hosts_without_a_secret_is_warned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    agree(layouts(2, local_size=1, local_rank=0))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the processes run on several hosts without TFMULTI_SECRET" in line
+    assert "secrets.token_hex()" in line
+    agree(layouts(2, local_size=1, local_rank=0), [{"TFMULTI_SECRET": "x" * 32}] * 2)
+    agree(layouts(2))
+    assert capsys.readouterr().err == ""
+
+
 def test_strangers_do_not_delay_the_chief() -> None:
     jobs = layouts(2)
     port, done = jobs[0].port(1000), threading.Event()

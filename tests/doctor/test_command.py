@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.processes import run
+from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.doctor import __main__ as command
 from tfmulti.doctor import machine
-from tfmulti.doctor.finding import FAILED, WARNING
+from tfmulti.doctor.finding import FAILED, WARNING, Finding
+from tfmulti.doctor.trust import check_trust
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +44,18 @@ def test_two_workers_of_the_launcher_are_tried_by_training(tmp_path: Path) -> No
     assert "multi_worker_mirrored: auto chose" in done.stdout
     assert "every worker reaches every other one" in done.stdout
     assert "8.39 MB over 2 devices" in done.stdout
+    assert "WARNING  gRPC ports    TensorFlow will listen on all interfaces" in done.stdout
     assert "It will train here" in done.stdout
+
+
+def test_isolated_workers_have_no_open_port(tmp_path: Path) -> None:
+    doctor = ["-m", "tfmulti.doctor", "--training=false", "--json"]
+    argv = ["-m", "tfmulti.launch", "--isolate", "--nproc-per-node", "2", *doctor]
+    done = run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
+    if "--isolate: this system does not allow" in done.stderr:
+        pytest.skip("network namespaces are not allowed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing outside of this network reaches them" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -105,6 +118,40 @@ def test_few_open_files_are_named(monkeypatch: pytest.MonkeyPatch, soft: int, st
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (soft, 1 << 20))
     finding = machine_findings()["open files"]
     assert (finding.status, finding.advice) == (status, "Run: ulimit -n 65536")
+
+
+ONE_MACHINE = Cluster(("127.0.0.1:2222", "127.0.0.2:2223"), Task("worker", 0))
+SEVERAL = Cluster(("10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"), Task("worker", 0))
+LAN = ["127.0.0.1", "::1", "10.0.0.1", "fe80::1%eth0"]
+SECRET = {"TFMULTI_SECRET": "x" * 32}
+
+
+def trust(cluster: Cluster, env: dict[str, str], addresses: list[str]) -> dict[str, Finding]:
+    return {each.check: each for each in check_trust(cluster, env, addresses)}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "advice"),
+    [(ONE_MACHINE, "tfmulti launch --isolate"), (SEVERAL, "NetworkPolicy")],
+)
+def test_open_ports_of_tensorflow_are_named(cluster: Cluster, advice: str) -> None:
+    finding = trust(cluster, SECRET, LAN)["gRPC ports"]
+    assert finding.status == WARNING
+    assert cluster.addresses[1] in finding.measured
+    assert "serves anyone who reaches a port" in finding.measured
+    assert advice in finding.advice
+
+
+def test_ports_in_a_network_with_loopback_alone_are_fine() -> None:
+    assert trust(ONE_MACHINE, {}, ["127.0.0.1", "::1"])["gRPC ports"].status == "ok"
+
+
+def test_several_machines_without_a_secret_are_named() -> None:
+    finding = trust(SEVERAL, {}, LAN)["secret"]
+    assert (finding.status, finding.measured[:26]) == (WARNING, "there is no TFMULTI_SECRET")
+    assert "secrets.token_hex()" in finding.advice
+    assert trust(SEVERAL, SECRET, LAN)["secret"].status == "ok"
+    assert "secret" not in trust(ONE_MACHINE, {}, LAN)
 
 
 def test_the_holder_of_a_port_is_named() -> None:

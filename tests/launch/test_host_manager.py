@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.launching import wait_for
 from tests.support.processes import is_alive
+from tfmulti.cluster.messages import MessageConnection
 from tfmulti.errors import ConfigError
 from tfmulti.launch import remote_machine
 from tfmulti.launch.agent import forwarded, serve
@@ -253,8 +254,8 @@ def there(tmp_path: Path) -> Iterator[tuple[RemoteMachine, list[tuple[int, str, 
             time.sleep(0.05)
 
 
-def link_of_pair(end: socket.socket) -> remote_machine.AgentConnection:
-    return remote_machine.AgentConnection(
+def link_of_pair(end: socket.socket) -> MessageConnection:
+    return MessageConnection(
         end.makefile("rb"), end.makefile("wb"), lambda: end.shutdown(socket.SHUT_RDWR)
     )
 

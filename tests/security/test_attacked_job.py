@@ -23,7 +23,8 @@ from tests.support.launching import (
     wait_for,
 )
 from tests.support.processes import processes
-from tfmulti.launch import connect
+from tfmulti.cluster.door import Stranger, prove
+from tfmulti.cluster.messages import TcpMessageConnection
 
 pytestmark = pytest.mark.processes
 
@@ -145,10 +146,10 @@ def many_at_once(place: Place) -> None:
 
 
 def without_the_secret(place: Place) -> None:
-    with call(place) as caller:
-        link = connect.link_of(caller)
-        assert not connect._prove(link, b"another secret, a guess", SECOND)
-        link.close()
+    """Calls by the name of a machine and by that of a rank, of which each door knows one."""
+    for name in (SECOND, "1"):
+        with call(place) as caller, contextlib.suppress(OSError), pytest.raises(Stranger):
+            prove(TcpMessageConnection(caller), b"another secret, a guess", name)
 
 
 def as_another_worker(place: Place) -> None:

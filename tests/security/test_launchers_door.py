@@ -16,20 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
+from tfmulti.cluster import door as doors
 from tfmulti.cluster.job_secret import MessageAuthenticator, secret_of
+from tfmulti.cluster.messages import MOST_BYTES, MessageConnection, TcpMessageConnection
 from tfmulti.distribution.transport import rendezvous
 from tfmulti.errors import ConfigError
-from tfmulti.launch import agent, connect, guard, remote_machine
+from tfmulti.launch import agent, connect, guard
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import JoinListener, remote_command
 from tfmulti.launch.host_manager import check_secret
 from tfmulti.launch.hosts import Host, parse_hosts
 from tfmulti.launch.machine import Unreachable
-from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
+from tfmulti.launch.remote_machine import RemoteMachine
 
 pytestmark = pytest.mark.processes
 
@@ -79,10 +80,14 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def proven(port: int, secret: str = SECRET, name: str = "b") -> AgentConnection | None:
+def proven(port: int, secret: str = SECRET, name: str = "b") -> MessageConnection | None:
     """Returns a connection on which both sides have proven that they know the secret."""
-    link = connect.link_of(knock(port))
-    return link if connect._prove(link, secret.encode(), name) else None
+    link = TcpMessageConnection(knock(port))
+    try:
+        doors.prove(link, secret.encode(), name)
+    except doors.Stranger:
+        return None
+    return link
 
 
 def comes_in(door: JoinListener, port: int, name: str = "b") -> bool:
@@ -96,32 +101,6 @@ def comes_in(door: JoinListener, port: int, name: str = "b") -> bool:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\x80\x04\x95cos\nsystem\n",
-        b"[]\n",
-        b'{"name": 3}\n',
-        b'{"name": {"a": "b"}, "program": "x"}\n',
-        b'{"name": "' + b"b" * 400 + b'"}\n',
-        b"[" * 60_000 + b"\n",
-        b'{"name": "b"' + b" " * connect.GREETING_BYTES + b"}\n",
-        b'{"name": "b", "nonce": ""}\n',
-        b'{"name": "b", "nonce": 7}\n',
-        b'{"name": "b", "nonce": "no hexadecimal"}\n',
-        b'{"name": "b", "nonce": "' + NONCE.encode() * 2 + b'"}\n',
-    ],
-)
-def test_a_caller_that_is_no_machine_is_rejected(
-    door: tuple[JoinListener, int], data: bytes
-) -> None:
-    with knock(door[1], data) as stranger:
-        assert is_closed(stranger)
-    assert comes_in(*door)
-
-
-@pytest.mark.parametrize(
     "second",
     [b"", b"{}", b'{"proof": ""}', b'{"proof": "' + b"00" * 32 + b'"}', b'{"program": "train"}'],
 )
@@ -129,7 +108,7 @@ def test_a_caller_without_the_secret_is_rejected(
     door: tuple[JoinListener, int], second: bytes
 ) -> None:
     """The machine's name and the program are not secret, because ps shows them to all users."""
-    link = connect.link_of(stranger := knock(door[1]))
+    link = TcpMessageConnection(stranger := knock(door[1]))
     link.send({"name": "b", "nonce": NONCE, "program": "\0".join(PROGRAM)})
     assert len((link.receive() or {})["proof"]) == 64
     stranger.sendall(second + b"\n")
@@ -137,7 +116,7 @@ def test_a_caller_without_the_secret_is_rejected(
     with pytest.raises(Unreachable, match="has not been started there"):
         # From here on the launcher knows the expected machine.
         accept_machine(door[0])
-    other = connect.link_of(knock(door[1]))
+    other = TcpMessageConnection(knock(door[1]))
     other.send({"name": "b", "nonce": NONCE})
     other.receive()
     other.send({"proof": "00" * 32})
@@ -175,31 +154,6 @@ def test_recorded_messages_prove_nothing(door: tuple[JoinListener, int]) -> None
         again.sendall(json.dumps({"proof": answer["proof"]}).encode() + b"\n")
         assert is_closed(again)
     assert comes_in(*door)
-
-
-@pytest.mark.parametrize("name", ["\ud800", "b\n", "\0", "b" * 300, 3, None, {}, "\x1b[2J"])
-def test_no_greeting_blocks_a_connection_for_ever(
-    door: tuple[JoinListener, int], name: Any
-) -> None:
-    """In an earlier version 64 names that cannot be encoded blocked all later connections."""
-    made, port = door
-    for _ in range(3):
-        line = json.dumps({"name": name, "nonce": NONCE}).encode() + b"\n"
-        assert is_closed(knock(port, line))
-    wait_for(lambda: made._greeted._value == connect.GREETED_AT_ONCE)
-    assert comes_in(made, port)
-
-
-def test_a_lack_of_threads_does_not_stop_the_listener(
-    door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, port = door
-    monkeypatch.setattr(connect.threading, "Thread", Mock(side_effect=RuntimeError("no more")))
-    for _ in range(3):
-        assert is_closed(knock(port))
-    monkeypatch.undo()
-    assert made._greeted._value == connect.GREETED_AT_ONCE
-    assert comes_in(made, port)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "x"), OSError(errno.ECONNABORTED, "x")])
@@ -291,9 +245,12 @@ def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], ask: str
 def test_an_answer_without_the_secret_gets_no_proof() -> None:
     """A program that took the first machine's port learns only the machine's name."""
     for answer in ({}, {"nonce": NONCE}, {"nonce": NONCE, "proof": "00" * 32}):
-        ours, theirs = over_pair()
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            ours = TcpMessageConnection(knock(taken.getsockname()[1]))
+            theirs, _ = taken.accept()
         theirs.sendall(json.dumps(answer).encode() + b"\n")
-        assert not connect._prove(ours, SECRET.encode(), "b")
+        with pytest.raises(doors.Stranger):
+            doors.prove(ours, SECRET.encode(), "b")
         heard = theirs.recv(10_000)
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -303,7 +260,7 @@ def test_an_answer_without_the_secret_gets_no_proof() -> None:
         assert SECRET.encode() not in heard
 
 
-def sealed_pair() -> tuple[AgentConnection, AgentConnection, socket.socket, socket.socket]:
+def sealed_pair() -> tuple[MessageConnection, MessageConnection, socket.socket, socket.socket]:
     """Returns two sealed ends, and the sockets of an attacker between them."""
     (one, from_one), (two, to_two) = over_pair(), over_pair()
     one.seal, two.seal = MessageAuthenticator(b"1", b"2"), MessageAuthenticator(b"2", b"1")
@@ -389,80 +346,9 @@ def test_the_secret_is_in_no_message_and_no_repr() -> None:
     assert over_ssh["env"]["TFMULTI_SECRET"] == SECRET
 
 
-def test_an_endless_line_is_not_kept(door: tuple[JoinListener, int]) -> None:
-    """The connection ends after the largest number of bytes that a greeting may have."""
-    data = b"x" * connect.GREETING_BYTES
-    with knock(door[1]) as stranger:
-        assert sent_until_it_ends(stranger, data, most=2_000) < 2_000
-    assert comes_in(*door)
-
-
-def sent_until_it_ends(stranger: socket.socket, data: bytes, most: int, wait_s: float = 0) -> int:
-    """Returns how often data was sent before the other side ended the connection."""
-    for count in range(most):
-        try:
-            stranger.sendall(data)
-        except OSError:
-            return count
-        time.sleep(wait_s)
-    return most
-
-
-def test_a_greeting_byte_by_byte_has_an_end(
-    door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connect, "GREETING_S", 0.5)
-    with knock(door[1]) as stranger:
-        assert sent_until_it_ends(stranger, b" ", most=200, wait_s=0.05) < 100
-    assert comes_in(*door)
-
-
-def test_many_at_once_do_not_fill_the_launcher(
-    door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connect, "GREETING_S", 1.0)
-    before = threading.active_count()
-    strangers = [knock(door[1]) for _ in range(3 * connect.GREETED_AT_ONCE)]
-    wait_for(lambda: sum(map(_is_over, strangers)) >= connect.GREETED_AT_ONCE)
-    assert threading.active_count() <= before + 2 * connect.GREETED_AT_ONCE
-    for stranger in strangers:
-        stranger.close()
-    wait_for(lambda: threading.active_count() <= before + 1)
-    assert comes_in(*door)
-
-
-def _is_over(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return connection.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def test_too_many_open_files_do_not_stop_the_listener(
-    door: tuple[JoinListener, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accept, failed = socket.socket.accept, []
-
-    def failing(self: socket.socket) -> Any:
-        if len(failed) < 3:
-            failed.append(1)
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return accept(self)
-
-    monkeypatch.setattr(socket.socket, "accept", failing)
-    # The launcher still waits in the original `accept`, which this connection ends.
-    with knock(door[1], b"\n"):
-        pass
-    assert comes_in(*door)
-    assert len(failed) == 3
-
-
-def over_pair() -> tuple[AgentConnection, socket.socket]:
+def over_pair() -> tuple[MessageConnection, socket.socket]:
     ours, theirs = socket.socketpair()
-    return AgentConnection(ours.makefile("rb"), ours.makefile("wb"), ours.close), theirs
+    return MessageConnection(ours.makefile("rb"), ours.makefile("wb"), ours.close), theirs
 
 
 @pytest.mark.parametrize(
@@ -637,4 +523,4 @@ def test_long_lines_of_a_connection_have_an_end() -> None:
     theirs.sendall(b'{"a": 1}\n{"b": 123456789}\n')
     assert link.receive() == {"a": 1}
     assert link.receive() is None
-    assert remote_machine.MOST_BYTES == 1 << 24
+    assert MOST_BYTES == 1 << 24

@@ -42,6 +42,7 @@ from tfmulti.cluster import job_secret
 from tfmulti.cluster.allocation import allocated_hosts
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import ENVIRONMENTS, described
+from tfmulti.cluster.messages import MessageConnection
 from tfmulti.config import json_values
 from tfmulti.config.fit_config import FitConfig, read_config_file
 from tfmulti.data.formats import pixels
@@ -62,7 +63,7 @@ from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import HeartbeatRecord, WorkerFailure
 from tfmulti.launch.hosts import discover, parse_hosts, read_hostfile
 from tfmulti.launch.machine import Unreachable
-from tfmulti.launch.remote_machine import AgentConnection, RemoteMachine
+from tfmulti.launch.remote_machine import RemoteMachine
 from tfmulti.launch.workers import WorkerStatus
 from tfmulti.run import report_page
 from tfmulti.run.report import FitReport
@@ -206,13 +207,13 @@ def only(*errors: type[Exception]) -> Iterator[None]:
 @fuzzed
 @given(st.lists(damaged(b'{"id": 1, "gives": null}\n', b'{"line": [0, "stdout", "x"]}\n')))
 def test_lines_of_a_connection(lines: list[bytes]) -> None:
-    link = AgentConnection(io.BytesIO(b"".join(lines)), io.BytesIO(), most_bytes=1000)
+    link = MessageConnection(io.BytesIO(b"".join(lines)), io.BytesIO(), most_bytes=1000)
     while (message := link.receive()) is not None:
         assert type(message) is dict
 
 
 def test_a_line_of_deep_brackets() -> None:
-    link = AgentConnection(io.BytesIO(NESTED.encode() + b"\n"), io.BytesIO())
+    link = MessageConnection(io.BytesIO(NESTED.encode() + b"\n"), io.BytesIO())
     assert link.receive() == {}
 
 
@@ -271,7 +272,7 @@ HELLO = b'{"hello": {"cores": 2, "gpus": 0}}\n'
 def test_messages_of_an_agent(messages: list[Any]) -> None:
     data = HELLO + b"".join(json.dumps(message).encode() + b"\n" for message in messages)
     machine = RemoteMachine(
-        "h", AgentConnection(io.BytesIO(data), io.BytesIO()), {}, lambda *a: None, lambda: ""
+        "h", MessageConnection(io.BytesIO(data), io.BytesIO()), {}, lambda *a: None, lambda: ""
     )
     with only(Unreachable):
         machine.look()
@@ -330,7 +331,7 @@ ORDER = {
 def test_orders_of_a_launcher(order: dict[str, Any]) -> None:
     said = io.BytesIO()
     obeying: Any = LocalMachine()
-    obeyed = Agent(AgentConnection(io.BytesIO(), said), obeying, Path("/nowhere"))
+    obeyed = Agent(MessageConnection(io.BytesIO(), said), obeying, Path("/nowhere"))
     assert obeyed._obey(order)
     answer = json.loads(said.getvalue())
     assert ("gives" in answer) != ("fails" in answer)
@@ -350,7 +351,7 @@ def test_the_first_message_to_an_agent(first: Any) -> None:
     first = first if isinstance(first, dict) else {}
     said = io.BytesIO()
     with only(ConfigError):
-        code = agent.serve(AgentConnection(io.BytesIO(), said), None, {}, first)
+        code = agent.serve(MessageConnection(io.BytesIO(), said), None, {}, first)
         assert code is None or type(code) is int
     assert said.getvalue() == b"" or "fails" in json.loads(said.getvalue())
 

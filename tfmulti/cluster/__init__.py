@@ -7,9 +7,10 @@ ranks and no ports, it reads a `layout.Layout`, and the processes agree by `port
 strategy and the batch sizes for a cluster and the devices of a machine, which `gpus` counts without
 CUDA.
 
-Three modules serve every connection of a job. `listening` chooses the address at which a process
-listens. `proxies` keeps the connections away from proxies. `job_secret` lets each side prove that
-it belongs to the job.
+Other modules serve the connections of a job. `listening` chooses the address at which a process
+listens. `proxies` keeps the connections away from proxies. `job_secret` makes and checks the proofs
+that a process belongs to the job. `door` lets in the callers that have proved it, and `messages`
+sends and receives signed lines of JSON.
 
 Nothing here imports TensorFlow.
 """

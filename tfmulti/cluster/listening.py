@@ -69,6 +69,11 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     return [(family, address) for family, _, _, _, address in found]
 
 
+def is_one_machine(hosts: Sequence[str]) -> bool:
+    """Returns whether hosts are one machine: they have one name, or all mean loopback addresses."""
+    return len(set(hosts)) == 1 or all(map(_names_loopback, hosts))
+
+
 def _names_loopback(host: str) -> bool:
     """Returns whether a name or an address means a loopback address."""
     return any(is_loopback(address[0]) for _, address in _addresses(host))

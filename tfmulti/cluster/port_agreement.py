@@ -1,54 +1,73 @@
 """Lets the processes of a scheduler's job tell each other their addresses before TensorFlow starts.
 
 A scheduler tells ranks and hosts, but no ports. So each process reserves a port of its own, and the
-chief (rank 0) collects the addresses and gives each process all of them. The messages of one
-connection are lines of JSON:
+chief (rank 0) collects the addresses and gives each process all of them. A process calls the chief,
+with its rank as its name. Both prove that they belong to the job, and sign their messages
+(`tfmulti.cluster.door`), which are:
 
-    process:  {"hello": random hex, "job": name, "rank": 3}
-    chief:    {"hello": random hex, "proof": proof(key, "answers", both hellos)}
-    process:  {"host": "n2", "port": 17003, "gpus": 1, "proof": proof(key, "calls", both hellos)}
+    process:  {"host": "n2", "port": 17003, "gpus": 1}
     chief:    {"addresses": ["n1:17001", …]}, once all have come, or {"error": "…"}
 
-The key is the job's secret (TFMULTI_SECRET), if there is one. Without it the key is the name of the
-job, which keeps out other jobs but no attacker, as TensorFlow's own ports do (docs/security.md).
-The chief listens at the first free port of a few that follow from the name of the job. The others
-try these ports in turn.
+The key is the job's secret (TFMULTI_SECRET) with the name of the job. Without a secret the name
+alone is left, which keeps out other jobs but no attacker, as TensorFlow's own ports do
+(docs/security.md). The chief listens at the first free port of a few that follow from the name of
+the job. The others try these ports in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import secrets
+import dataclasses
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfmulti.cluster.cluster import Cluster
-from tfmulti.cluster.job_secret import is_proof, proof, secret_of
+from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.cluster.door import LONGEST_NAME, Door, prove
+from tfmulti.cluster.job_secret import SECRET, secret_of
 from tfmulti.cluster.layout import Layout, address_of
 from tfmulti.cluster.listening import LOOPBACK, listen
+from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.config import json_values
 from tfmulti.errors import ClusterError
 
 TIMEOUT_S = 300.0
 # The chief's port is one of so many, beyond those of the processes of a host.
 CANDIDATES, _FIRST_CANDIDATE = 8, 1000
-_MOST_BYTES = 1 << 22
-# A caller must say something in this time, and so many may call at once.
-_STRANGER_S, _AT_ONCE = 5.0, 64
-_AGAIN_S = 0.2
+# The limits of a message after the greeting, and of a number of GPUs.
+_MOST_BYTES, _MOST_GPUS, _LONGEST_ERROR = 1 << 22, 1 << 16, 2000
+_CALL_S, _AGAIN_S = 5.0, 0.2
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a process tells the chief: its address, and how many GPUs it has for itself."""
+    """What a process tells the chief: its address, and how many GPUs it has for itself.
 
-    address: str
+    Raises:
+        ClusterError: the host or the port has a wrong form.
+        ValueError: the host has a name that cannot be printed, or a number is out of its range.
+    """
+
+    host: str
+    port: int
     gpus: int
+
+    def __post_init__(self) -> None:
+        if not (self.host.isprintable() and len(self.host) <= LONGEST_NAME):
+            raise ValueError("a host cannot have such a name")
+        if not 0 <= self.gpus <= _MOST_GPUS:
+            raise ValueError("a process cannot have so many GPUs")
+        # This checks the form of the address.
+        Cluster((self.address,), Task("worker", 0))
+
+    @property
+    def address(self) -> str:
+        """The address at which the process listens."""
+        return address_of(self.host, self.port)
 
 
 def agree(
@@ -69,12 +88,15 @@ def agree(
             have different numbers of GPUs.
         ConfigError: TFMULTI_SECRET cannot be a secret.
     """
-    key = f"{secret_of(env)} {layout.job}".encode()
+    secret = secret_of(env)
+    key = f"{secret} {layout.job}".encode()
+    if layout.rank == 0 and not secret and not _has_one_host(layout):
+        print(f"tfmulti: {_no_secret(layout)}", file=sys.stderr, flush=True)
     deadline_s = time.monotonic() + timeout_s
     with _reserved_port(layout) as port:
-        own = Told(address_of(layout.host, port), gpus)
+        own = Told(layout.host, port, gpus)
         if layout.rank == 0:
-            found = _Chief(layout, key, own).collect(deadline_s, timeout_s)
+            found = _Chief(layout, key, own).collect(timeout_s)
         else:
             found = _asked_of_chief(layout, key, own, deadline_s, timeout_s)
     return layout.cluster(found)
@@ -108,70 +130,48 @@ class _Chief:
     def __init__(self, layout: Layout, key: bytes, own: Told) -> None:
         self._layout, self._key = layout, key
         self._told: dict[int, Told] = {0: own}
-        self._links: dict[int, socket.socket] = {}
+        self._links: dict[int, TcpMessageConnection] = {}
         self._changed = threading.Condition()
-        self._places = threading.BoundedSemaphore(_AT_ONCE)
 
-    def collect(self, deadline_s: float, timeout_s: float) -> tuple[str, ...]:
+    def collect(self, timeout_s: float) -> tuple[str, ...]:
         """Returns the address of each rank, after all others have got them."""
         size = self._layout.size
-        with _listening(self._layout) as listener, contextlib.closing(_Ending(self._links)):
-            listener.settimeout(_AGAIN_S)
-            while True:
-                with self._changed:
+        with _listening(self._layout) as server:
+            try:
+                door = Door(
+                    server, self._key, self._enter, knows=self._knows, most_bytes=_MOST_BYTES
+                )
+            except OSError as error:
+                raise ClusterError(
+                    f"{self._layout.environment}: process 0 cannot wait for the others: "
+                    f"{error.strerror}. Raise the limit (ulimit -u), or start fewer processes."
+                ) from None
+            with contextlib.closing(door), self._changed:
+                self._changed.wait_for(lambda: len(self._told) == size, timeout_s)
+                try:
                     missing = [rank for rank in range(size) if rank not in self._told]
-                if not missing:
+                    if missing:
+                        raise ClusterError(_missing(self._layout, missing, timeout_s))
                     return self._give_all()
-                if time.monotonic() > deadline_s:
-                    raise ClusterError(_missing(self._layout, missing, timeout_s))
-                with contextlib.suppress(TimeoutError):
-                    link, _ = listener.accept()
-                    if self._places.acquire(blocking=False):
-                        threading.Thread(target=self._answer, args=(link,), daemon=True).start()
-                    else:
+                finally:
+                    for link in self._links.values():
                         link.close()
 
-    def _answer(self, link: socket.socket) -> None:
-        """Hears one caller, and keeps its connection if it is a process of the job."""
-        kept = False
-        try:
-            link.settimeout(_STRANGER_S)
-            with link.makefile("rb") as lines:
-                hello = _line(lines)
-                rank = hello.get("rank")
-                ours = secrets.token_hex()
-                both = _both(hello, ours)
-                known = (
-                    isinstance(rank, int)
-                    and 0 < rank < self._layout.size
-                    and hello.get("job") == self._layout.job
-                )
-                if not known or not isinstance(rank, int):
-                    return
-                _send(link, {"hello": ours, "proof": proof(self._key, b"answers", *both).hex()})
-                told = _line(lines)
-                if is_proof(_bytes(told.get("proof")), self._key, b"calls", *both):
-                    kept = self._keep(rank, told, link)
-        except (OSError, ValueError):
-            # A stranger, or a process that has ended. A process of the job calls again.
-            pass
-        finally:
-            self._places.release()
-            if not kept:
-                link.close()
+    def _knows(self, name: str) -> bool:
+        """Returns whether a name is the rank of another process of the job."""
+        is_number = name.isascii() and name.isdecimal() and len(name) < 10
+        return is_number and 0 < int(name) < self._layout.size
 
-    def _keep(self, rank: int, told: Mapping[str, Any], link: socket.socket) -> bool:
-        """Notes what a process told, and returns whether that was of the right form."""
-        host, port, gpus = (told.get(name) for name in ("host", "port", "gpus"))
-        if not (isinstance(host, str) and isinstance(port, int) and isinstance(gpus, int)):
-            return False
+    def _enter(self, name: str, first: dict[str, Any], link: TcpMessageConnection) -> None:
+        """Notes what a process tells, and keeps its connection for the answer."""
+        told, rank = json_values.build(Told, first), int(name)
         with self._changed:
             before = self._links.pop(rank, None)
             self._links[rank] = link
-            self._told[rank] = Told(address_of(host, port), gpus)
+            self._told[rank] = told
+            self._changed.notify_all()
         if before is not None:
             before.close()
-        return True
 
     def _give_all(self) -> tuple[str, ...]:
         """Sends all addresses to all processes; raises ClusterError if they cannot train."""
@@ -183,21 +183,21 @@ class _Chief:
             error += f"{', '.join(addresses)}. Does each host have a name of its own?"
         for link in self._links.values():
             with contextlib.suppress(OSError):
-                _send(link, {"error": error} if error else {"addresses": addresses})
+                link.limit(_CALL_S)
+                link.send({"error": error} if error else {"addresses": addresses})
         if error:
             raise ClusterError(error)
         return addresses
 
 
-class _Ending:
-    """Closes connections at the end of a context."""
-
-    def __init__(self, links: Mapping[int, socket.socket]) -> None:
-        self._links = links
-
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close()
+def _no_secret(layout: Layout) -> str:
+    """Returns the warning about a job on several hosts without a secret."""
+    return (
+        f"warning: {layout.environment}: the processes run on several hosts without {SECRET}, so "
+        "any user who reaches their ports can take the place of one. Set it to the same random "
+        "text on all hosts: export TFMULTI_SECRET=$(python -c 'import secrets; "
+        "print(secrets.token_hex())')"
+    )
 
 
 def _unequal(layout: Layout, gpus: list[int]) -> str:
@@ -224,8 +224,13 @@ def _asked_of_chief(
     while time.monotonic() < deadline_s:
         for host, port in _candidates(layout):
             try:
-                with socket.create_connection((host, port), _STRANGER_S) as link:
-                    found = _ask(link, layout, key, own, deadline_s)
+                connection = socket.create_connection((host, port), _CALL_S)
+                with contextlib.closing(TcpMessageConnection(connection)) as link:
+                    prove(link, key, str(layout.rank), _MOST_BYTES)
+                    link.send(dataclasses.asdict(own))
+                    # The chief answers when all processes have come.
+                    link.limit(max(_AGAIN_S, deadline_s - time.monotonic()))
+                    found = _answer(layout, own, link.expect())
             except OSError as error:
                 reason = reason or f"{host}: {error}"
                 continue
@@ -233,11 +238,9 @@ def _asked_of_chief(
                 # This tells more than that nobody listens at another port.
                 reason = f"{host}: {error}"
                 continue
-            if "error" in found:
-                raise ClusterError(str(found["error"]))
-            addresses = found.get("addresses")
-            if isinstance(addresses, list) and len(addresses) == layout.size:
-                return tuple(map(str, addresses))
+            if isinstance(found, str):
+                raise ClusterError(found)
+            return found
         time.sleep(_AGAIN_S)
     raise ClusterError(
         f"{layout.environment}: process {layout.rank} has not reached process 0 on "
@@ -246,38 +249,33 @@ def _asked_of_chief(
     )
 
 
-def _ask(
-    link: socket.socket, layout: Layout, key: bytes, own: Told, deadline_s: float
-) -> dict[str, Any]:
-    """Returns the chief's answer on one connection.
+def _answer(layout: Layout, own: Told, found: Mapping[str, Any]) -> tuple[str, ...] | str:
+    """Returns the addresses of all ranks as the chief tells them, or its error.
 
     Raises:
-        ValueError: another program answers, or another job's chief.
-        OSError: the connection ends, or nothing comes.
+        ValueError: the message has another form.
     """
-    ours = {"hello": secrets.token_hex(), "job": layout.job, "rank": layout.rank}
-    _send(link, ours)
-    with link.makefile("rb") as lines:
-        answer = _line(lines)
-        both = _both(ours, answer.get("hello"))
-        if not is_proof(_bytes(answer.get("proof")), key, b"answers", *both):
-            raise ValueError("another program or job answers")
-        host, _, port = own.address.rpartition(":")
-        told = {"host": host.strip("[]"), "port": int(port), "gpus": own.gpus}
-        _send(link, told | {"proof": proof(key, b"calls", *both).hex()})
-        # The chief answers when all processes have come.
-        link.settimeout(max(_AGAIN_S, deadline_s - time.monotonic()))
-        return _line(lines)
+    error, addresses = found.get("error"), found.get("addresses")
+    if isinstance(error, str) and error.isprintable():
+        return error[:_LONGEST_ERROR]
+    if isinstance(addresses, list) and len(addresses) == layout.size:
+        with contextlib.suppress(ClusterError, TypeError):
+            cluster = layout.cluster(tuple(addresses))
+            is_printable = "".join(addresses).isprintable()
+            if is_printable and cluster.addresses[layout.rank] == own.address:
+                return cluster.addresses
+    raise ValueError("process 0 has sent no addresses")
 
 
 @contextlib.contextmanager
 def _listening(layout: Layout) -> Iterator[socket.socket]:
     """Gives a socket that listens at the first candidate port that is free."""
     reason = ""
-    hosts = [layout.host] if layout.host == LOOPBACK else [layout.host, ""]
+    host = LOOPBACK if _has_one_host(layout) else layout.host
+    hosts = [host] if host == LOOPBACK else [host, ""]
     for number in range(CANDIDATES):
         try:
-            listener = listen(layout.host, hosts, layout.port(_FIRST_CANDIDATE + number))
+            listener = listen(host, hosts, layout.port(_FIRST_CANDIDATE + number))
         except OSError as error:
             reason = str(error)
             continue
@@ -286,16 +284,26 @@ def _listening(layout: Layout) -> Iterator[socket.socket]:
         return
     raise ClusterError(
         f"{layout.environment}: none of the {CANDIDATES} ports from "
-        f"{layout.port(_FIRST_CANDIDATE)} on is free on {layout.host} ({reason}). Start the job "
+        f"{layout.port(_FIRST_CANDIDATE)} on is free on {host} ({reason}). Start the job "
         "again, or end what holds them."
     )
 
 
 def _candidates(layout: Layout) -> Iterator[tuple[str, int]]:
     """Yields the addresses at which the chief may listen."""
+    hosts = layout.chief_hosts
+    if _has_one_host(layout):
+        # Some environments only let a process guess how many others its host has. Then process 0
+        # may see that differently.
+        hosts = (LOOPBACK, *(host for host in hosts if host != LOOPBACK))
     for number in range(CANDIDATES):
-        for host in layout.chief_hosts:
+        for host in hosts:
             yield host, layout.port(_FIRST_CANDIDATE + number)
+
+
+def _has_one_host(layout: Layout) -> bool:
+    """Returns whether one host has all processes, so that nothing on the network may call."""
+    return layout.local_size >= layout.size
 
 
 def _missing(layout: Layout, ranks: list[int], timeout_s: float) -> str:
@@ -305,30 +313,3 @@ def _missing(layout: Layout, ranks: list[int], timeout_s: float) -> str:
         f"{layout.environment}: {len(ranks)} of {layout.size} processes have not connected within "
         f"{timeout_s:.0f} s (ranks {shown}). Did they start, and can they reach {layout.host}?"
     )
-
-
-def _send(link: socket.socket, message: Mapping[str, Any]) -> None:
-    link.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _line(lines: Any) -> dict[str, Any]:
-    """Returns the next line's object; raises ValueError if it is none."""
-    line = lines.readline(_MOST_BYTES)
-    if not line.endswith(b"\n"):
-        raise ValueError("the connection has ended")
-    message = json_values.parse(line.decode())
-    if not isinstance(message, dict):
-        raise ValueError("a line is no JSON object")
-    return message
-
-
-def _both(hello: Mapping[str, Any], answer: object) -> tuple[bytes, bytes]:
-    """Returns the parts that both sides prove: all of the caller's hello, and the chief's."""
-    return json.dumps(dict(sorted(hello.items()))).encode(), str(answer).encode()
-
-
-def _bytes(text: object) -> bytes:
-    """Returns the bytes of a text of hexadecimal digits, or none."""
-    with contextlib.suppress(ValueError, TypeError):
-        return bytes.fromhex(str(text))
-    return b""

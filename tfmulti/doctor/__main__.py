@@ -38,7 +38,9 @@ from tfmulti.config.flags import config_of, exit_code, help_text, make_flags, pa
 from tfmulti.config.limited_reading import read_small
 from tfmulti.doctor import job, machine
 from tfmulti.doctor.finding import FAILED, OK, Finding, Report
-from tfmulti.doctor.network import Network, Result, holder_of
+from tfmulti.doctor.network import Network, holder_of
+from tfmulti.doctor.result import Result
+from tfmulti.doctor.trust import check_trust, own_addresses
 from tfmulti.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DeviceError, TfmultiError
 
 _OWN = ("json", "training", "wait_s")
@@ -194,6 +196,7 @@ def check_job(
 
             def decide(results: Mapping[int, Result]) -> bool:
                 found = job.compare(cluster, results, network.twice)
+                found += check_trust(cluster, env, own_addresses())
                 kept.append((found, job.links_of(results)))
                 return not job.worst(found)
 

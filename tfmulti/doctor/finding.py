@@ -132,6 +132,21 @@ class Report:
         )
 
 
+def printable(text: str, most: int) -> str:
+    r"""Returns a text of another machine as it may be shown.
+
+    Control characters must not reach the terminal.
+
+    Args:
+        text: the text.
+        most: the greatest number of characters that are kept.
+
+    >>> printable("a\x1b[2J\nb", 5)
+    'a[2Jb'
+    """
+    return "".join(filter(str.isprintable, text[: 2 * most]))[:most]
+
+
 def findings_of(values: Any, worker: int) -> list[Finding]:
     """Returns the findings that another worker has sent.
 
@@ -149,9 +164,8 @@ def findings_of(values: Any, worker: int) -> list[Finding]:
         finding = json_values.build(Finding, each)
         if finding.status not in _ORDER:
             raise ValueError("no status of a finding")
-        # Control characters of another machine must not reach the terminal.
         texts = {
-            item.name: "".join(filter(str.isprintable, text))[:_MOST_CHARACTERS]
+            item.name: printable(text, _MOST_CHARACTERS)
             for item in dataclasses.fields(Finding)
             if isinstance(text := getattr(finding, item.name), str)
         }

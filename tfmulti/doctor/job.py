@@ -8,7 +8,8 @@ from typing import Any
 
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding, findings_of
-from tfmulti.doctor.network import NO_NAME, NO_ROUTE, REFUSED, TIMED_OUT, Result
+from tfmulti.doctor.network import NO_NAME, NO_ROUTE, REFUSED, TIMED_OUT
+from tfmulti.doctor.result import Result
 
 _CLOCK_S = 1.0
 # A link this slow takes eight seconds for the gradients of a ResNet-50, 100 MB.
@@ -89,7 +90,7 @@ def links_of(results: Mapping[int, Result]) -> list[dict[str, float]]:
         }
         for rank, result in sorted(results.items())
         for other, speed in sorted(result.mb_s.items(), key=lambda item: int(item[0]))
-        if other.isdecimal() and other in result.rtt_ms
+        if other in result.rtt_ms
     ]
 
 
@@ -119,17 +120,19 @@ def _unreachable(cluster: Cluster, results: Mapping[int, Result]) -> list[Findin
             if str(rank) in result.errors:
                 reasons.setdefault(result.errors[str(rank)], []).append(other)
         for reason, others in reasons.items():
-            words, advice = _MEANING.get(reason, (reason, "Look at the network between them."))
             values = {"host": host, "port": port, "address": address}
+            # Only these texts are formats. Another reason comes from another machine as it is.
+            words, advice = reason, "Look at the network between them."
+            if reason in _MEANING:
+                words, advice = (text.format(**values) for text in _MEANING[reason])
             who = ", ".join(map(str, others))
             found.append(
                 Finding(
                     "connection",
                     FAILED,
-                    f"worker{'s' * (len(others) > 1)} {who} cannot reach it at {address}: "
-                    + words.format(**values),
+                    f"worker{'s' * (len(others) > 1)} {who} cannot reach it at {address}: " + words,
                     "every worker reaches every other one",
-                    advice.format(**values),
+                    advice,
                     rank,
                 )
             )
@@ -176,7 +179,7 @@ def _clocks(results: Mapping[int, Result]) -> list[Finding]:
             int(rank),
         )
         for rank, seconds in sorted(ahead.items())
-        if abs(seconds) > _CLOCK_S and rank.isdecimal()
+        if abs(seconds) > _CLOCK_S
     ]
     if found or not ahead:
         return found
@@ -211,7 +214,6 @@ def _links(results: Mapping[int, Result]) -> list[Finding]:
         (rank, int(other)): speed
         for rank, result in results.items()
         for other, speed in result.mb_s.items()
-        if other.isdecimal()
     }
     if not speeds:
         return []

@@ -1,8 +1,9 @@
 """Lets every worker call every other one, measures the links, and brings the results to the chief.
 
 Each worker listens at its own address, where TensorFlow will listen later, and calls all others. On
-each connection both sides prove that they belong to the job. Then the caller sends lines of JSON
-and gets a line of JSON for each:
+each connection both sides prove that they belong to the job, and sign their messages
+(`tfmulti.cluster.door`). The name of the caller is its rank. It sends messages, and gets an answer
+to each:
 
     {"ask": "ping"}                     {"time": seconds since 1970}
     {"ask": "load", "bytes": n}         after n more bytes: {}
@@ -20,22 +21,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
-import json
-import secrets
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 
 from tfmulti.cluster.cluster import Cluster, host_of
-from tfmulti.cluster.job_secret import is_proof, proof, secret_of
+from tfmulti.cluster.door import Door, prove
+from tfmulti.cluster.job_secret import proof, secret_of
 from tfmulti.cluster.listening import listen
-from tfmulti.config import json_values
+from tfmulti.cluster.messages import TcpMessageConnection
+from tfmulti.doctor.finding import FAILED, Finding
+from tfmulti.doctor.result import Result, result_of
 
 # A worker that answers at all does so in this time.
 _CALL_S, _AGAIN_S = 5.0, 0.2
@@ -44,28 +45,10 @@ _MORE_S = 20.0
 _PINGS = 20
 # The bytes of the first measurement, and of a second one if the first was fast.
 _FEW_BYTES, _MANY_BYTES, _FAST_S = 1 << 20, 1 << 25, 0.05
-_MOST_LINE, _MOST_WORKERS_AT_ONCE = 1 << 20, 256
-
-
-@dataclass
-class Result:
-    """What one worker has found.
-
-    Attributes:
-        facts: the versions, the number of GPUs and the like, by name.
-        findings: the findings about the worker's machine, as JSON objects.
-        rtt_ms: the round-trip time to each other worker by rank.
-        mb_s: the megabytes that reach each other worker in a second.
-        clock_s: how many seconds the clock of each other worker is ahead of this one's.
-        errors: why a worker could not be reached, by rank.
-    """
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    findings: list[Any] = field(default_factory=list)
-    rtt_ms: dict[str, float] = field(default_factory=dict)
-    mb_s: dict[str, float] = field(default_factory=dict)
-    clock_s: dict[str, float] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+# A load may take this time, and a message may have so many bytes.
+_LOAD_S, _MOST_BYTES = 60.0, 1 << 20
+# So many connections of each other worker are served at once: one, and one that has broken.
+_SERVED_AT_ONCE = 2
 
 
 class Network:
@@ -82,8 +65,7 @@ class Network:
 
     def __init__(self, cluster: Cluster, env: Mapping[str, str], wait_s: float) -> None:
         self._cluster = cluster
-        text = f"doctor {secret_of(env)} {' '.join(cluster.addresses)}"
-        self._key = hashlib.sha256(text.encode()).digest()
+        self._secret = f"doctor {secret_of(env)} {' '.join(cluster.addresses)}".encode()
         self._deadline_s = time.monotonic() + wait_s
         self._wait_s = wait_s
         self._changed = threading.Condition()
@@ -93,21 +75,32 @@ class Network:
         self.twice: set[int] = set()
         self._verdict: Any = None
         self._lines: dict[int, _Line] = {}
-        self._places = threading.BoundedSemaphore(_MOST_WORKERS_AT_ONCE)
-        host, _, port = cluster.addresses[cluster.rank].rpartition(":")
-        self._server = listen(host.strip("[]"), cluster.hosts, int(port))
+        self._places = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
+        address = cluster.addresses[cluster.rank]
+        server = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
+        self._door = Door(
+            server,
+            self.key_of(cluster.rank),
+            self._serve,
+            knows={str(rank) for rank in range(cluster.size)}.__contains__,
+            most_bytes=_MOST_BYTES,
+        )
 
     def __enter__(self) -> Network:
-        threading.Thread(target=self._accept, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        # `shutdown` ends the wait of `accept`, so that the port is free at once.
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        # The port is free at once, so that TensorFlow can listen there.
+        self._door.close()
         for line in self._lines.values():
             line.close()
+
+    def key_of(self, rank: int) -> bytes:
+        """Returns the key by which the worker of a rank proves that it is this worker of the job.
+
+        So a worker with the rank of another one is found.
+        """
+        return proof(self._secret, b"rank", str(rank).encode())
 
     def measure(self) -> Result:
         """Returns the links to all other workers. It waits for those that have not come yet."""
@@ -192,8 +185,12 @@ class Network:
         self._lines[rank].ask("decide", verdict=verdict)
 
     def _take_result(self, rank: int, values: Any) -> None:
-        """Keeps the result of a worker; raises ValueError if it has another form."""
-        found = json_values.build(Result, values)
+        """Keeps the result of a worker, or that it cannot be read."""
+        try:
+            found = result_of(values, self._cluster.size)
+        except ValueError as error:
+            why = Finding("result", FAILED, f"it cannot be read: {error}")
+            found = Result(findings=[dataclasses.asdict(why)])
         with self._changed:
             if self._results.setdefault(rank, found) != found:
                 self.twice.add(rank)
@@ -220,8 +217,8 @@ class Network:
         while True:
             with self._noting(result, rank):
                 connection = socket.create_connection((host, port), _CALL_S)
-                self._lines[rank] = line = _Line(connection)
-                line.prove(self._key, self._cluster.rank, rank)
+                self._lines[rank] = line = _Line(TcpMessageConnection(connection))
+                line.prove(self.key_of(rank), str(self._cluster.rank))
                 result.rtt_ms[str(rank)], result.clock_s[str(rank)] = line.ping()
                 result.errors.pop(str(rank), None)
                 return
@@ -231,37 +228,35 @@ class Network:
                 return
             time.sleep(_AGAIN_S)
 
-    def _accept(self) -> None:
-        """Answers the callers until the socket is closed."""
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            if self._places.acquire(blocking=False):
-                self._in_background(self._serve, connection)
-            else:
-                connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, name: str, first: dict[str, Any], link: TcpMessageConnection) -> None:
         """Answers one caller until it ends."""
-        line = _Line(connection)
+        rank, asked = int(name), first
+        if not self._places.acquire(blocking=False):
+            link.close()
+            return
         try:
-            rank = line.check(self._key, self._cluster)
-            connection.settimeout(2 * self._wait_s + _MORE_S)
             while True:
-                line.send(self._answer(rank, line, line.receive()))
+                answer = self._answer(rank, link, asked)
+                link.limit(2 * self._wait_s + _MORE_S)
+                link.send(answer)
+                asked = link.expect()
         finally:
-            line.close()
+            link.close()
             self._places.release()
 
-    def _answer(self, rank: int, line: _Line, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(
+        self, rank: int, link: TcpMessageConnection, asked: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Returns the answer to what a worker asks."""
         what, is_chief = asked.get("ask"), self._cluster.is_chief
         if what == "ping":
             return {"time": time.time()}
         if what == "load":
-            line.skip(asked.get("bytes"))
+            size = asked.get("bytes")
+            if type(size) is not int or not 0 <= size <= _MANY_BYTES:
+                raise ValueError("not a number of bytes")
+            link.limit(_LOAD_S)
+            link.skip(size)
             return {}
         if what == "result" and rank == 0:
             with self._changed:
@@ -284,69 +279,27 @@ class Network:
 
 
 class _Line:
-    """A connection on which each message is a line of JSON."""
+    """The connection to a worker that was called."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(_CALL_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = connection
-        self._reader: BinaryIO = connection.makefile("rb")
+    def __init__(self, link: TcpMessageConnection) -> None:
+        self._link = link
+        # Each answer belongs to the question before it.
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Ends the connection, also for a thread that waits on it."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
-            self._reader.close()
-        self._connection.close()
+        self._link.close()
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message."""
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> dict[str, Any]:
-        """Returns the next message; raises ValueError if it is none."""
-        text = self._reader.readline(_MOST_LINE)
-        if not text:
-            raise ConnectionError(errno.ECONNRESET, "the other side closed the connection")
-        found = json_values.parse(text)
-        if not isinstance(found, dict):
-            raise ValueError("another program or job answers there")
-        return found
+    def prove(self, key: bytes, name: str) -> None:
+        """Proves that this worker belongs to the job, and checks that the other one does."""
+        prove(self._link, key, name, _MOST_BYTES)
 
     def ask(self, what: str, *, wait_s: float = _CALL_S, **values: Any) -> dict[str, Any]:
         """Returns the answer to a question."""
-        self._connection.settimeout(wait_s + _CALL_S)
-        self.send({"ask": what, **values})
-        return self.receive()
-
-    def prove(self, key: bytes, own: int, other: int) -> None:
-        """Proves to the worker called that this one belongs to the job, and checks its proof."""
-        nonce = secrets.token_hex()
-        self.send({"hello": nonce, "rank": own})
-        answer = self.receive()
-        parts = (f"{own} {other}".encode(), nonce.encode(), str(answer.get("hello")).encode())
-        if not is_proof(_hexadecimal(answer.get("proof")), key, b"answers", *parts):
-            raise ValueError("another program or job answers there")
-        self.send({"proof": proof(key, b"calls", *parts).hex()})
-
-    def check(self, key: bytes, cluster: Cluster) -> int:
-        """Returns the rank of a caller that has proved to belong to the job.
-
-        Raises:
-            ValueError: it has not.
-        """
-        hello, nonce = self.receive(), secrets.token_hex()
-        rank = hello.get("rank")
-        if not isinstance(rank, int) or not 0 <= rank < cluster.size:
-            raise ValueError("no rank of the job")
-        name = f"{rank} {cluster.rank}".encode()
-        parts = (name, str(hello.get("hello")).encode(), nonce.encode())
-        self.send({"hello": nonce, "proof": proof(key, b"answers", *parts).hex()})
-        given = _hexadecimal(self.receive().get("proof"))
-        if not is_proof(given, key, b"calls", *parts):
-            raise ValueError("no proof")
-        return rank
+        with self._lock:
+            self._link.limit(wait_s + _CALL_S)
+            self._link.send({"ask": what, **values})
+            return self._link.expect()
 
     def ping(self) -> tuple[float, float]:
         """Returns the shortest round-trip time in ms, and how far ahead the other clock is in s."""
@@ -355,7 +308,7 @@ class _Line:
             sent, began = time.time(), time.perf_counter()
             answer = self.ask("ping").get("time")
             took_s = time.perf_counter() - began
-            if not isinstance(answer, float):
+            if not isinstance(answer, float) or not math.isfinite(answer):
                 raise ValueError("another program or job answers there")
             if took_s < best_s:
                 best_s, ahead_s = took_s, answer - (sent + took_s / 2)
@@ -370,33 +323,16 @@ class _Line:
 
     def _load(self, size: int) -> float:
         """Returns the seconds that so many bytes take until the other side has them all."""
-        # A slow link may take long.
-        self._connection.settimeout(60)
         block = bytes(1 << 16)
-        began = time.perf_counter()
-        self.send({"ask": "load", "bytes": size})
-        for _ in range(size // len(block)):
-            self._connection.sendall(block)
-        self.receive()
-        return time.perf_counter() - began
-
-    def skip(self, size: Any) -> None:
-        """Reads so many bytes and forgets them."""
-        if not isinstance(size, int) or not 0 <= size <= _MANY_BYTES:
-            raise ValueError("not a number of bytes")
-        while size:
-            got = len(self._reader.read(min(size, 1 << 16)))
-            if not got:
-                raise ConnectionError(errno.ECONNRESET, "the other side closed the connection")
-            size -= got
-
-
-def _hexadecimal(text: Any) -> bytes:
-    """Returns the bytes of a hexadecimal text; empty for anything else."""
-    try:
-        return bytes.fromhex(text)
-    except (TypeError, ValueError):
-        return b""
+        with self._lock:
+            # A slow link may take long.
+            self._link.limit(_LOAD_S)
+            began = time.perf_counter()
+            self._link.send({"ask": "load", "bytes": size})
+            for _ in range(size // len(block)):
+                self._link.send_bytes(block)
+            self._link.expect()
+            return time.perf_counter() - began
 
 
 TIMED_OUT, REFUSED, NO_ROUTE, NO_NAME = "timed out", "refused", "no route", "no name"

@@ -31,11 +31,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tfmulti.cluster.messages import MessageConnection
 from tfmulti.errors import ConfigError
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.machine import LocalMachine
-from tfmulti.launch.remote_machine import LOST_S, AgentConnection
+from tfmulti.launch.remote_machine import LOST_S
 from tfmulti.launch.workers import StartRequest, WorkerStatus
 
 # The time between two looks at the workers.
@@ -59,7 +60,7 @@ def forwarded(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(
-    link: AgentConnection,
+    link: MessageConnection,
     config: LaunchConfig | None,
     env: Mapping[str, str],
     first: dict[str, Any] | None = None,
@@ -154,7 +155,7 @@ def _own_folder() -> Path:
     return path
 
 
-def _sink(link: AgentConnection) -> Callable[[int, str, bytes], None]:
+def _sink(link: MessageConnection) -> Callable[[int, str, bytes], None]:
     """Returns a sink that sends each line of a worker's output to the launcher."""
 
     def send(rank: int, stream: str, line: bytes) -> None:
@@ -176,7 +177,7 @@ class Agent:
         folder: the folder for the files of the workers.
     """
 
-    def __init__(self, link: AgentConnection, here: LocalMachine, folder: Path) -> None:
+    def __init__(self, link: MessageConnection, here: LocalMachine, folder: Path) -> None:
         self._link, self._here, self._folder = link, here, folder
         self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._heard_s = time.monotonic()
@@ -303,7 +304,7 @@ def main() -> int:
     # Whatever this process prints goes to standard error, because it must not mix with messages.
     writer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    serve(AgentConnection(sys.stdin.buffer, writer), None, os.environ)
+    serve(MessageConnection(sys.stdin.buffer, writer), None, os.environ)
     return 0
 
 

@@ -5,15 +5,9 @@ the standard input and output of that command.
 
 If the user starts the command by hand on each machine, the first machine runs the launcher and
 listens at the master port. Every other machine connects to that port and serves as an agent. Both
-sides prove that they know the secret of the job (see `cluster.job_secret`), in three messages:
-
-1. The other machine sends its name and a nonce.
-2. The first machine sends a nonce of its own, and a proof over the name and both nonces.
-3. The other machine checks that proof, and sends its own proof over the same values.
-
-From then on each side signs its messages, with keys that are derived from the secret and the
-nonces. The other machine sends the command of its workers, which must be that of the first machine.
-The protocol of `remote_machine` follows.
+sides prove that they know the secret of the job, and sign their messages (see `cluster.door`). The
+other machine sends the command of its workers, which must be that of the first machine. The
+protocol of `remote_machine` follows.
 """
 
 from __future__ import annotations
@@ -31,15 +25,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from tfmulti.cluster.job_secret import (
-    NONCE_BYTES,
-    SECRET,
-    MessageAuthenticator,
-    is_proof,
-    nonce,
-    proof,
-)
-from tfmulti.cluster.listening import keep_alive, listen
+from tfmulti.cluster.door import Door, Stranger, prove
+from tfmulti.cluster.job_secret import SECRET
+from tfmulti.cluster.listening import listen
+from tfmulti.cluster.messages import MessageConnection, TcpMessageConnection
 from tfmulti.errors import EXIT_USER, ConfigError, TfmultiError
 from tfmulti.launch.agent import forwarded, sent_config, serve
 from tfmulti.launch.config import SRUN, LaunchConfig
@@ -47,7 +36,7 @@ from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.hosts import Host
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import say
-from tfmulti.launch.remote_machine import MOST_BYTES, AgentConnection, RemoteMachine
+from tfmulti.launch.remote_machine import RemoteMachine
 from tfmulti.launch.workers import Sink
 
 # The time limit for a connection, in whole seconds for SSH.
@@ -56,20 +45,6 @@ CONNECT_S = 10
 # The time between two attempts to connect to the first machine.
 RETRY_S = 1.0
 
-# Limits for a connection until its machine is accepted: the time, the length of a message, and the
-# number of such connections at once.
-GREETING_S = 5.0
-GREETING_BYTES = 65_536
-GREETED_AT_ONCE = 64
-
-# How long the listener waits when the system has no resources for another connection.
-ACCEPT_AGAIN_S = 0.2
-
-# The greatest length of a host name in DNS.
-LONGEST_NAME = 255
-
-# Each proof and each key names its side, so that a message cannot be sent back to its sender.
-_FIRST, _OTHER = b"the first machine", b"another machine"
 _NO_PROOF = (
     f"the program that answers there does not know this job's secret ({SECRET} or --secret-file)"
 )
@@ -179,7 +154,7 @@ def over_ssh(
             os.killpg(ssh.pid, signal.SIGKILL)
         ssh.wait()
 
-    link = AgentConnection(ssh.stdout, ssh.stdin, close)
+    link = MessageConnection(ssh.stdout, ssh.stdin, close)
     try:
         return RemoteMachine(host.name, link, begin_of(config, env, host.name, run_id), sink, why)
     except Unreachable as error:
@@ -237,22 +212,20 @@ class JoinListener:
 
     def __init__(self, config: LaunchConfig, own: str, names: Sequence[str]) -> None:
         self._config = config
-        self._key = config.secret.encode()
+        self._waiting: dict[str, TcpMessageConnection] = {}
+        # Why each machine that `accept_machine` was asked for was refused; empty if it was not.
+        self._refused: dict[str, str] = {}
+        self._lock = threading.Lock()
         try:
             hosts = [name.strip("[]") for name in names]
-            self._server = listen(own.strip("[]"), hosts, config.master_port)
+            server = listen(own.strip("[]"), hosts, config.master_port)
+            key = config.secret.encode()
+            self._door = Door(server, key, self._enter, refuse=self._refuse_stranger)
         except OSError as error:
             raise ConfigError(
                 f"--master-port {config.master_port}: {error.strerror}. Give another port, the "
                 "same on each machine."
             ) from None
-        self._closed = False
-        self._greeted = threading.BoundedSemaphore(GREETED_AT_ONCE)
-        self._waiting: dict[str, AgentConnection] = {}
-        # Why each machine that `accept_machine` was asked for was refused; empty if it was not.
-        self._refused: dict[str, str] = {}
-        self._lock = threading.Lock()
-        threading.Thread(target=self._listen, daemon=True).start()
 
     def accept_machine(
         self, host: Host, env: Mapping[str, str], run_id: str, sink: Sink
@@ -283,63 +256,19 @@ class JoinListener:
         Args:
             code: the exit code of the job.
         """
-        self._closed = True
-        with contextlib.suppress(OSError):
-            # This wakes the thread that waits in `accept`.
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        self._door.close()
         with self._lock:
             for link in self._waiting.values():
                 with contextlib.suppress(OSError):
                     link.send({"ended": code})
                 link.close()
 
-    def _listen(self) -> None:
-        """Accepts connections, and starts a thread for each, in a thread of its own."""
-        while not self._closed:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                # Too many files are open, or the other side has closed the connection again.
-                time.sleep(ACCEPT_AGAIN_S)
-                continue
-            if not self._greeted.acquire(blocking=False):
-                connection.close()
-                continue
-            try:
-                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-            except RuntimeError:
-                # The system has no more threads.
-                self._greeted.release()
-                connection.close()
-                time.sleep(ACCEPT_AGAIN_S)
-
-    def _greet(self, connection: socket.socket) -> None:
-        """Handles one new connection, in a thread of its own."""
-        try:
-            self._let_in(connection)
-        except Exception:
-            # No message from an unknown sender may end the job.
-            connection.close()
-        finally:
-            self._greeted.release()
-
-    def _let_in(self, connection: socket.socket) -> None:
-        """Keeps a connection for `accept_machine` if its machine belongs to the job, or closes it.
+    def _enter(self, name: str, first: dict[str, Any], link: TcpMessageConnection) -> None:
+        """Keeps a connection for `accept_machine` if its machine runs the same program.
 
         A new connection of a machine replaces the one that waits under the same name.
         """
-        link = link_of(connection, most_bytes=GREETING_BYTES)
-        late = threading.Timer(GREETING_S, link.close)
-        late.daemon = True
-        late.start()
-        name = self._proven(link)
-        program = (link.receive() or {}).get("program") if name is not None else None
-        late.cancel()
-        if name is None or program is None:
-            link.close()
-            return
-        link.most_bytes = MOST_BYTES
+        program = first.get("program")
         expected = "\0".join(self._config.program).encode()
         if not hmac.compare_digest(str(program).encode(), expected):
             with contextlib.suppress(OSError):
@@ -354,62 +283,18 @@ class JoinListener:
         if before is not None:
             before.close()
 
-    def _proven(self, link: AgentConnection) -> str | None:
-        """Returns the name of the other machine, or None if it does not know the secret."""
-        greeting = link.receive() or {}
-        name, theirs = greeting.get("name"), _bytes_of(greeting, "nonce")
-        if not isinstance(name, str) or len(theirs) != NONCE_BYTES:
-            # The other side is no machine of a job.
-            return None
-        if len(name) > LONGEST_NAME or not name.isprintable():
-            # No host can have such a name.
-            return None
-        ours = nonce()
-        said = (name.encode(), theirs, ours)
-        link.send({"nonce": ours.hex(), "proof": proof(self._key, _FIRST, *said).hex()})
-        if not is_proof(_bytes_of(link.receive() or {}, "proof"), self._key, _OTHER, *said):
-            self._refuse(
-                name,
-                f"a program that claims to be this machine does not know the job's secret "
-                f"({SECRET})",
-            )
-            return None
-        link.seal = MessageAuthenticator(
-            *(proof(self._key, b"seal", side, *said) for side in (_FIRST, _OTHER))
+    def _refuse_stranger(self, name: str) -> None:
+        """Notes that a caller has used the name of a machine without knowing the secret."""
+        words = (
+            f"a program that claims to be this machine does not know the job's secret ({SECRET})"
         )
-        return name
+        self._refuse(name, words)
 
     def _refuse(self, name: str, why: str) -> None:
         """Notes why a machine was refused. Names that do not belong to the job are not kept."""
         with self._lock:
             if name in self._refused:
                 self._refused[name] = why
-
-
-def _bytes_of(message: dict[str, Any], name: str) -> bytes:
-    """Returns the bytes that a message holds in hexadecimal, or no bytes if it holds none."""
-    try:
-        return bytes.fromhex(message[name])
-    except (KeyError, TypeError, ValueError):
-        return b""
-
-
-def link_of(connection: socket.socket, most_bytes: int = MOST_BYTES) -> AgentConnection:
-    """Returns an AgentConnection over a TCP connection.
-
-    Args:
-        connection: the TCP connection.
-        most_bytes: the greatest length of a received line.
-    """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(connection)
-
-    def close() -> None:
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-        connection.close()
-
-    return AgentConnection(connection.makefile("rb"), connection.makefile("wb"), close, most_bytes)
 
 
 def join_job(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str]) -> int:
@@ -504,39 +389,17 @@ def _wait(child: int, asked: list[int]) -> int:
         time.sleep(0.05)
 
 
-def _prove(link: AgentConnection, key: bytes, name: str) -> bool:
-    """Exchanges proofs with the first machine; returns whether it knows the secret.
-
-    Raises OSError if the connection has ended.
-    """
-    ours = nonce()
-    link.send({"name": name, "nonce": ours.hex()})
-    answer = link.receive()
-    if answer is None:
-        raise ConnectionResetError("it says nothing")
-    said = (name.encode(), ours, _bytes_of(answer, "nonce"))
-    if not is_proof(_bytes_of(answer, "proof"), key, _FIRST, *said):
-        return False
-    link.send({"proof": proof(key, _OTHER, *said).hex()})
-    link.seal = MessageAuthenticator(
-        *(proof(key, b"seal", side, *said) for side in (_OTHER, _FIRST))
-    )
-    return True
-
-
 def _serve_once(
     connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
 ) -> int:
     """Serves the first machine over one connection, and returns the exit code for this process."""
-    link = link_of(connection)
-    # Another program may listen at that port and never answer.
-    connection.settimeout(GREETING_S)
+    link = TcpMessageConnection(connection)
     try:
-        if not _prove(link, config.secret.encode(), name):
-            return _STRANGE
+        prove(link, config.secret.encode(), name)
+    except Stranger:
+        return _STRANGE
     except OSError:
         return _NOT_BEGUN
-    connection.settimeout(None)
     link.send({"program": "\0".join(config.program)})
     try:
         first = link.receive()

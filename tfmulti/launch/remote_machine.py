@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import Any
 
-from tfmulti.cluster.job_secret import MessageAuthenticator
+from tfmulti.cluster.messages import MessageConnection
 from tfmulti.config import json_values
 from tfmulti.errors import ConfigError
 from tfmulti.launch.machine import Unreachable
@@ -49,79 +48,6 @@ HELLO_S = 30.0
 
 STREAMS = ("stdout", "stderr")
 _NO_AGENT = "the program that answers there is no agent of tfmulti, or has another version"
-
-# The greatest length of a message. It is large, because workers may write long lines.
-MOST_BYTES = 1 << 24
-
-
-class AgentConnection:
-    """Sends and receives JSON objects, one a line. `send` may be called from any thread.
-
-    With a `seal` each line begins with the authentication code of its message. A line that fails
-    the check of the seal, or that is too long, ends the reception.
-
-    Args:
-        reader: where messages arrive.
-        writer: where messages are sent.
-        close: closes the connection.
-        most_bytes: the greatest length of a received line.
-    """
-
-    def __init__(
-        self,
-        reader: IO[bytes],
-        writer: IO[bytes],
-        close: Callable[[], None] = lambda: None,
-        most_bytes: int = MOST_BYTES,
-    ) -> None:
-        self._reader, self._writer, self._close = reader, writer, close
-        self.most_bytes = most_bytes
-        self.seal: MessageAuthenticator | None = None
-        self._lock = threading.Lock()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends one message.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        data = json.dumps(message).encode()
-        try:
-            with self._lock:
-                if self.seal is not None:
-                    data = self.seal.signed(data) + b" " + data
-                self._writer.write(data + b"\n")
-                self._writer.flush()
-        except ValueError as error:
-            # The file was closed.
-            raise OSError(str(error)) from None
-
-    def receive(self) -> dict[str, Any] | None:
-        """Returns the next message, or None when the reception has ended.
-
-        The result is an empty dict if the line is not a JSON object.
-        """
-        try:
-            line = self._reader.readline(self.most_bytes + 1)
-        except (OSError, ValueError):
-            # The connection was closed.
-            return None
-        if not line or len(line) > self.most_bytes:
-            return None
-        if self.seal is not None:
-            sign, _, line = line.removesuffix(b"\n").partition(b" ")
-            if not self.seal.passes(sign, line):
-                return None
-        try:
-            message = json_values.parse(line)
-        except ValueError:
-            # Over SSH the start file of the shell may print lines of its own.
-            return {}
-        return message if isinstance(message, dict) else {}
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self._close()
 
 
 class RemoteMachine:
@@ -146,7 +72,7 @@ class RemoteMachine:
     def __init__(
         self,
         name: str,
-        link: AgentConnection,
+        link: MessageConnection,
         begin: dict[str, Any],
         sink: Sink,
         why: Callable[[], str],

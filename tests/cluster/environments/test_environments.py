@@ -11,6 +11,7 @@ import pytest
 
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import ENVIRONMENTS, described, find_cluster
+from tfmulti.cluster.environments.mpi import names_of
 from tfmulti.cluster.layout import Layout
 from tfmulti.config import fit_config
 from tfmulti.errors import ClusterError, ConfigError
@@ -186,6 +187,14 @@ def test_open_mpi_and_hydra_on_one_host() -> None:
         found = layout_of(env)
         assert (found.rank, found.size, found.local_size) == (rank, size, size)
         assert set(found.hosts) == {"127.0.0.1"}
+
+
+def test_the_hosts_that_mpi_tells_are_names() -> None:
+    names = [b"n1".ljust(256, b"\0"), b"n-2.example".ljust(256, b"\0")]
+    assert names_of(b"".join(names)) == ("n1", "n-2.example")
+    for wrong in (b"", b"-F", b"a b", b"\x80\x04", b"n1\0n2"):
+        with pytest.raises(ClusterError, match="the host of process 1 calls itself"):
+            names_of(names[0] + wrong.ljust(256, b"\0"))
 
 
 def test_mpi_on_several_hosts_looks_for_rank_0_in_the_allocation() -> None:

@@ -352,7 +352,7 @@ def flat_model() -> keras.Model:
         (GOOD | {"label": [3]}, r"a.gz, record 2: 'label' is 3, out of range 0\.\.2"),
         (GOOD | {"image": [b"none"]}, "a.gz, record 2: feature 'image': .*image"),
         (b"\x80", "a.gz, record 2: the record is no tf.train.Example"),
-        (None, r"a.gz, record 1\d\d: the file is cut off in it\. Mend"),
+        (None, r"a.gz, record 1\d\d: the file is cut off in it\. Repair"),
     ],
 )
 def test_a_stream_tells_what_it_cannot_read(tmp_path: Path, values: Any, message: str) -> None:

@@ -164,4 +164,4 @@ def test_an_unreadable_example_is_named_in_its_step(threads: int) -> None:
         with pytest.raises(tf.errors.OpError):
             stream.shards.take()
         assert isinstance(stream.error, DataError)
-        assert str(stream.error).startswith("some.file, record 7: Input/output error. Mend")
+        assert str(stream.error).startswith("some.file, record 7: Input/output error. Repair")

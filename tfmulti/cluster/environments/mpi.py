@@ -12,6 +12,7 @@ all hosts.
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import replace
 
@@ -27,6 +28,9 @@ VARIABLES = (
 )
 # The rank, the number of processes, and both of the host's processes.
 _OPEN_MPI, _HYDRA = VARIABLES[:4], VARIABLES[4:]
+# Each process sends its host's name in so many bytes. A name in DNS has at most 253.
+_NAME_BYTES = 256
+_NAME = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def is_here(env: Env) -> bool:
@@ -59,7 +63,7 @@ def with_hosts(layout: Layout) -> Layout:
     """Returns a layout with the host of each rank, which MPI itself tells. Every process calls it.
 
     Raises:
-        ClusterError: mpi4py is not installed.
+        ClusterError: mpi4py is not installed, or a host has no valid name.
     """
     try:
         from mpi4py import MPI
@@ -70,8 +74,29 @@ def with_hosts(layout: Layout) -> Layout:
             "Install mpi4py (pip install 'tfmulti[mpi]'), start mpirun in an allocation of Slurm, "
             "PBS or LSF, or set TFMULTI_CHIEF_HOST to the host of rank 0 (mpirun -x)."
         ) from None
-    hosts = tuple(MPI.COMM_WORLD.allgather(layout.host))
+    # The method `allgather` would unpickle what the other processes send.
+    own = layout.host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    gathered = bytearray(_NAME_BYTES * layout.size)
+    MPI.COMM_WORLD.Allgather([own, MPI.BYTE], [gathered, MPI.BYTE])
+    hosts = names_of(bytes(gathered))
     return replace(layout, hosts=hosts, chief_hosts=hosts[:1])
+
+
+def names_of(gathered: bytes) -> tuple[str, ...]:
+    """Returns the host of each rank from the bytes of all ranks.
+
+    Raises:
+        ClusterError: the bytes of a rank are no name of a host.
+    """
+    ends = range(0, len(gathered), _NAME_BYTES)
+    names = [gathered[end : end + _NAME_BYTES].rstrip(b"\0") for end in ends]
+    for rank, name in enumerate(names):
+        if not _NAME.fullmatch(name):
+            raise ClusterError(
+                f"mpi: the host of process {rank} calls itself {name[:60]!r}, which is no name of "
+                "a host. Set its host name, or TFMULTI_CHIEF_HOST (mpirun -x)."
+            )
+    return tuple(name.decode() for name in names)
 
 
 def _kinds(env: Env) -> tuple[tuple[str, ...], ...]:

@@ -1,0 +1,218 @@
+"""Lets in the callers of a port that belong to the job, and nobody else.
+
+The launcher's master port, the port agreement of a scheduler's job and the doctor use it. Both
+sides prove that they know the key of the job, in three lines of JSON:
+
+    caller:    {"name": text, "nonce": hex}
+    answerer:  {"nonce": hex, "proof": proof(key, "answers", name, both nonces)}
+    caller:    {"proof": proof(key, "calls", name, both nonces)}
+
+From then on each side signs its messages, with keys that are derived from the same values. The
+three lines and the caller's first signed message are the greeting. A greeting has one time limit, a
+limit for its lines, and one of a few places. If all places are taken, the oldest greeting ends. So
+callers that say nothing keep nobody out, because a greeting of the job takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfmulti.cluster.job_secret import NONCE_BYTES, MessageAuthenticator, is_proof, nonce, proof
+from tfmulti.cluster.messages import MOST_BYTES, TcpMessageConnection
+
+# The limits of a greeting: its time, the length of a line, and how many there are at once.
+GREETING_S = 5.0
+GREETING_BYTES = 65_536
+GREETED_AT_ONCE = 64
+
+# How long the door waits when the system has no resources for another connection.
+ACCEPT_AGAIN_S = 0.2
+
+# The greatest length of a name, as of a host name in DNS.
+LONGEST_NAME = 255
+
+# Each proof and each key names its side, so that a message cannot be sent back to its sender.
+_ANSWERS, _CALLS = b"answers", b"calls"
+
+Enter = Callable[[str, dict[str, Any], TcpMessageConnection], None]
+
+
+class Stranger(ValueError):
+    """The other side does not know the key of the job."""
+
+
+class Door:
+    """Accepts connections at a port in a thread of its own, until it is closed.
+
+    Args:
+        server: the listening socket, which `close` closes.
+        key: what only the processes of the job know.
+        enter: takes the name, the first message and the connection of a caller that has proved
+            that it knows the key. It runs in a thread of its own, and may take its time. If it
+            raises an exception, the connection is closed.
+        knows: returns whether a caller may have this name.
+        refuse: is told the name of each caller that has proved nothing.
+        most_bytes: the greatest length of a message after the greeting.
+
+    Raises:
+        OSError: the system has no more threads.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        key: bytes,
+        enter: Enter,
+        *,
+        knows: Callable[[str], bool] = lambda name: True,
+        refuse: Callable[[str], None] = lambda name: None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._server, self._key, self._enter = server, key, enter
+        self._knows, self._refuse, self._most_bytes = knows, refuse, most_bytes
+        self._closed = False
+        # The connections that are greeted, the oldest first.
+        self._greeted: dict[TcpMessageConnection, bool] = {}
+        self._lock = threading.Lock()
+        try:
+            threading.Thread(target=self._accept, daemon=True).start()
+        except RuntimeError:
+            server.close()
+            raise OSError(errno.EAGAIN, "the system has no more threads") from None
+
+    def close(self) -> None:
+        """Closes the port, and the connections that are still greeted."""
+        with self._lock:
+            self._closed = True
+            greeted = list(self._greeted)
+            self._greeted.clear()
+        with contextlib.suppress(OSError):
+            # This wakes the thread that waits in `accept`.
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for link in greeted:
+            link.close()
+
+    def _accept(self) -> None:
+        """Accepts connections, and starts a thread for each."""
+        while not self._closed:
+            try:
+                self._begin(TcpMessageConnection(self._server.accept()[0], GREETING_BYTES))
+            except OSError:
+                if not self._closed:
+                    # Too many files are open, or the caller has closed the connection again.
+                    time.sleep(ACCEPT_AGAIN_S)
+
+    def _begin(self, link: TcpMessageConnection) -> None:
+        """Starts a thread for one new connection, or closes it if that is not possible."""
+        self._take_place(link)
+        try:
+            threading.Thread(target=self._greet, args=(link,), daemon=True).start()
+        except RuntimeError:
+            # The system has no more threads.
+            self._leave_place(link)
+            link.close()
+            time.sleep(ACCEPT_AGAIN_S)
+
+    def _greet(self, link: TcpMessageConnection) -> None:
+        """Handles one new connection, in a thread of its own."""
+        try:
+            link.limit(GREETING_S)
+            name = self._proven(link)
+            first = link.expect()
+            if not self._leave_place(link):
+                raise Stranger("the greeting has lost its place")
+            link.limit(None)
+            link.most_bytes = self._most_bytes
+            self._enter(name, first, link)
+        except Exception:
+            # No message from an unknown sender may end the job.
+            link.close()
+        finally:
+            self._leave_place(link)
+
+    def _take_place(self, link: TcpMessageConnection) -> None:
+        """Gives a connection a place, if need be that of the oldest greeting."""
+        oldest = None
+        with self._lock:
+            if len(self._greeted) >= GREETED_AT_ONCE:
+                oldest = next(iter(self._greeted))
+                del self._greeted[oldest]
+            self._greeted[link] = True
+        if oldest is not None:
+            oldest.close()
+
+    def _leave_place(self, link: TcpMessageConnection) -> bool:
+        """Frees the place of a connection, and returns whether it still had one."""
+        with self._lock:
+            return self._greeted.pop(link, False) and not self._closed
+
+    def _proven(self, link: TcpMessageConnection) -> str:
+        """Returns the name of the caller.
+
+        Raises:
+            ValueError: the caller does not know the key, or has no name of the job.
+        """
+        greeting = link.expect()
+        name, theirs = greeting.get("name"), _bytes_of(greeting, "nonce")
+        if not isinstance(name, str) or len(theirs) != NONCE_BYTES:
+            raise Stranger("the caller does not belong to a job")
+        if len(name) > LONGEST_NAME or not name.isprintable() or not self._knows(name):
+            raise Stranger("the job has no such name")
+        ours = nonce()
+        said = (name.encode(), theirs, ours)
+        link.send({"nonce": ours.hex(), "proof": proof(self._key, _ANSWERS, *said).hex()})
+        if not is_proof(_bytes_of(link.receive() or {}, "proof"), self._key, _CALLS, *said):
+            self._refuse(name)
+            raise Stranger("the caller does not know the key")
+        link.seal = _seal(self._key, _ANSWERS, _CALLS, said)
+        return name
+
+
+def prove(link: TcpMessageConnection, key: bytes, name: str, most_bytes: int = MOST_BYTES) -> None:
+    """Exchanges proofs with the side that was called, and signs the messages from then on.
+
+    Args:
+        link: the connection.
+        key: what only the processes of the job know.
+        name: the name of this caller.
+        most_bytes: the greatest length of a message after the greeting.
+
+    Raises:
+        Stranger: the other side does not know the key.
+        OSError: the connection has ended, or nothing has come in time.
+    """
+    ours = nonce()
+    link.most_bytes = GREETING_BYTES
+    link.limit(GREETING_S)
+    link.send({"name": name, "nonce": ours.hex()})
+    try:
+        answer = link.expect()
+    except ValueError:
+        answer = {}
+    said = (name.encode(), ours, _bytes_of(answer, "nonce"))
+    if not is_proof(_bytes_of(answer, "proof"), key, _ANSWERS, *said):
+        raise Stranger("another program or job answers there")
+    link.send({"proof": proof(key, _CALLS, *said).hex()})
+    link.seal = _seal(key, _CALLS, _ANSWERS, said)
+    link.most_bytes = most_bytes
+    link.limit(None)
+
+
+def _seal(key: bytes, own: bytes, other: bytes, said: tuple[bytes, ...]) -> MessageAuthenticator:
+    """Returns what signs the messages of one side, and checks those of the other side."""
+    return MessageAuthenticator(*(proof(key, b"seal", side, *said) for side in (own, other)))
+
+
+def _bytes_of(message: Mapping[str, Any], name: str) -> bytes:
+    """Returns the bytes that a message holds in hexadecimal, or no bytes if it holds none."""
+    try:
+        return bytes.fromhex(message[name])
+    except (KeyError, TypeError, ValueError):
+        return b""
