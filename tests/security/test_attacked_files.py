@@ -62,7 +62,7 @@ def test_a_crafted_checkpoint_writes_nothing_elsewhere(
 def test_a_compressed_checkpoint_is_ignored(tmp_path: Path, weights: list[np.ndarray]) -> None:
     """A file that would unpack to more than its size is not unpacked. The previous one is used."""
     interrupted(tmp_path)
-    newest = file_format.Checkpoints(tmp_path / "checkpoints").files()[0]
+    newest = file_format.Checkpoints(tmp_path / "checkpoints", keep=2).files()[0]
     with zipfile.ZipFile(newest, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.npy", bytes(100 << 20))
     done = saving(tmp_path)
@@ -96,7 +96,7 @@ def interrupted(folder: Path) -> None:
 
 def change_newest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes the newest checkpoint, and corrects all its checksums."""
-    path = file_format.Checkpoints(folder / "checkpoints").files()[0]
+    path = file_format.Checkpoints(folder / "checkpoints", keep=2).files()[0]
     record = file_format.from_bytes(path.read_bytes())
     change(record.tree)
     path.write_bytes(file_format.to_bytes(record))

@@ -71,7 +71,7 @@ def trained(folder: Path, epochs: int = 2, kind: str = "dataset") -> Counts:
 
 def crafted(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes a checkpoint from within a pass, corrects its checksums, and removes the others."""
-    *newer, path = file_format.Checkpoints(folder / "checkpoints").files()
+    *newer, path = file_format.Checkpoints(folder / "checkpoints", keep=2).files()
     for other in newer:
         other.unlink()
     record = file_format.from_bytes(path.read_bytes())

@@ -393,7 +393,7 @@ def test_a_configuration_of_the_user_may_be_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_no_larger_than_the_memory(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.write(Record(1, {}))
     with (tmp_path / "step-000000002.npz").open("wb") as file:
         file.truncate(1 << 43)
@@ -463,7 +463,7 @@ def test_an_array_of_a_checkpoint_is_no_larger_than_its_part() -> None:
 def test_a_named_pipe_is_no_checkpoint(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step-000000009.npz")
     (tmp_path / "step-000000008.npz").symlink_to("/dev/zero")
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.newest() == (None, [])
     checkpoints.write(Record(1, {}))
     assert [path.stem for path in checkpoints.files()] == ["step-000000001"]

@@ -349,7 +349,7 @@ def record(step: int) -> Record:
 
 def test_newer_checkpoints_are_removed_only_where_they_were_found_damaged(tmp_path: Path) -> None:
     """A chief that had been cut off once removed the checkpoints of the job that went on."""
-    live, stale = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    live, stale = Checkpoints(tmp_path, keep=2), Checkpoints(tmp_path, keep=2)
     for step in (10, 20):
         live.write(record(step))
     stale.write(record(15))
@@ -358,7 +358,7 @@ def test_newer_checkpoints_are_removed_only_where_they_were_found_damaged(tmp_pa
     }
     newest = live.files()[0]
     newest.write_bytes(b"damaged")
-    after = Checkpoints(tmp_path)
+    after = Checkpoints(tmp_path, keep=2)
     found, wrong = after.newest()
     assert (found and found.step, len(wrong)) == (15, 1)
     after.write(record(16))
@@ -370,9 +370,9 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def test_checkpoints_that_another_process_has_written_since_are_not_removed(tmp_path: Path) -> None:
-    before = Checkpoints(tmp_path)
+    before = Checkpoints(tmp_path, keep=2)
     before.write(record(10))
-    resumed, other = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path)
+    resumed, other = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path, keep=2)
     assert resumed.newest()[0] is not None
     other.write(record(12))
     resumed.write(record(14))

@@ -122,7 +122,7 @@ class Chaos(keras.callbacks.Callback):
     def _damage(self) -> None:
         # Otherwise a newer checkpoint may be completed afterwards.
         self._checkpoint.finish()
-        newest = Checkpoints(self._folder / "checkpoints").files()[0]
+        newest = Checkpoints(self._folder / "checkpoints", keep=2).files()[0]
         data = bytearray(newest.read_bytes())
         for place in range(len(data) // 2, len(data) // 2 + 64):
             # Several bytes, because a few single bytes of the format are never read.

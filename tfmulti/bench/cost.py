@@ -38,7 +38,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfmulti.distribution.bucket_sizes import GATHER_BYTES, PACK_BYTES
+from tfmulti.distribution.bucket_sizes import BUCKET_BYTES, GATHER_BYTES
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class NetworkModel:
             return collectives * 2 * (workers - 1)
         if workers == 2 or size <= GATHER_BYTES:
             return collectives
-        return collectives + min(collectives, math.ceil(size / PACK_BYTES))
+        return collectives + min(collectives, math.ceil(size / BUCKET_BYTES))
 
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:
         """Returns the seconds that some all-reduces take for the latency, and for the bytes.

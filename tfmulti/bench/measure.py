@@ -27,7 +27,7 @@ from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.selection import BatchSizes
 from tfmulti.data.source import Source
 from tfmulti.distribution.agreement import gather
-from tfmulti.distribution.bucket_sizes import PACK_BYTES
+from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.connections import channel_of
 from tfmulti.distribution.strategies import Placement, device_names
 from tfmulti.errors import DataError
@@ -198,13 +198,13 @@ def synchronized_layers(setup: Setup, model: keras.Model) -> int:
 def packs_of(sizes: Sequence[int]) -> int:
     """Returns about how many messages the gradients of a step travel in.
 
-    A gradient of at least `PACK_BYTES` travels alone. Smaller ones share a message.
+    A gradient of at least `BUCKET_BYTES` travels alone. Smaller ones share a message.
 
     Args:
         sizes: the bytes of each gradient.
     """
-    small = [size for size in sizes if size < PACK_BYTES]
-    return len(sizes) - len(small) + -(-sum(small) // PACK_BYTES)
+    small = [size for size in sizes if size < BUCKET_BYTES]
+    return len(sizes) - len(small) + -(-sum(small) // BUCKET_BYTES)
 
 
 def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tfmulti.bench.cost import NetworkModel
 from tfmulti.bench.parts import TimeParts
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.data.advice import MUCH, advice
+from tfmulti.data.advice import HIGH_SHARE, advice
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def limits(at: Situation) -> list[str]:
     found = [
         f"{at.name}: {say[name](at, share)}"
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
-        if name in say and share > MUCH
+        if name in say and share > HIGH_SHARE
     ]
     slower = _slower(at)
     if slower:
@@ -130,7 +130,7 @@ def _host(at: Situation, share: float) -> str:
 
 def _slower(at: Situation) -> str | None:
     """Returns a line if computing takes longer than it should by `computing_alone`; else None."""
-    if at.computing_alone is None or at.parts.compute < (1 + MUCH) * at.computing_alone:
+    if at.computing_alone is None or at.parts.compute < (1 + HIGH_SHARE) * at.computing_alone:
         return None
     times = at.parts.compute / at.computing_alone
     if at.weak:

@@ -11,6 +11,7 @@ import os
 import stat
 from typing import IO
 
+_PIECE_BYTES = 1 << 20
 # The longest number that `whole_number` accepts. It is far more than any count of processes.
 _MOST_DIGITS = 9
 
@@ -45,9 +46,12 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     with open_regular(path) as file:
         # A sparse file takes no place on the disk, so nothing of a file too large is read.
         if os.fstat(file.fileno()).st_size <= most:
-            content = file.read(most + 1)
+            content = bytearray()
+            # Python takes memory for as many bytes as `read` is asked for, so it is asked for few.
+            while len(content) <= most and (piece := file.read(_PIECE_BYTES)):
+                content += piece
             if len(content) <= most:
-                return content
+                return bytes(content)
     raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
 
 

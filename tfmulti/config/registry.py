@@ -1,4 +1,4 @@
-"""Lists the names of models, data sets and optimizers that flags accept, and where their code is.
+"""Lists the models, data sets and optimizers that flags accept: their places and their defaults.
 
 To add one, write a file with its code and add a line here. The places are text
 (`package.module:function`), so a mistyped name is answered without importing TensorFlow.

@@ -1,7 +1,8 @@
 """Knows the files in the folder of a run, and writes each of them whole or not at all.
 
 A file is first written under a partial name and then renamed. After a crash or a power cut the
-file is therefore complete, or it is as it was before.
+file is therefore complete, or it is as it was before. `training.checkpoint.owner` decides which
+process may write to the folder.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `prepare(model, options)` takes them, and `FitConfig` inherits their fields. A field holds
 everything about an option: its type, default, range and help text. The flags, `--help`, the checks
-and the docs are made from the fields, so a new flag needs only a new field.
+and the docs are made from the fields, so a new flag needs only a new field. The hyper-parameters,
+such as the learning rate, are fields of `fit_config.FitConfig`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Steps that wait for a smaller share of their time than this get no advice.
-MUCH = 0.1
+HIGH_SHARE = 0.1
 
 
 def advice(share: float, threads: int | None, *, cached: bool, cores: int = 0) -> str:

@@ -82,14 +82,14 @@ class DataSet:
         features: the names of the values of a vector, for users of the saved model.
         share: completes the data with values that the chief makes. All workers call it once they
             are connected, with the function `from_chief`. That function returns on every worker
-            what its argument returns on the chief (`broadcast.from_chief`).
+            what its argument returns on the chief (`distribution.agreement`).
         vocabulary: the tokens of token sequences, most frequent first, without the tokens for
             padding (0) and for unknown words (1).
         finish: returns the whole data set, given the global batch size. It is called once
             TensorFlow has been imported. Data that needs both has no parts before the call.
         warning: one line that the user should read, or None.
         lost: examples that could not be read when the data was loaded and are left out.
-            `transforms.stages` checks whether so many may be left out. A source that is told the
+            `run.data_stages` checks whether so many may be left out. A source that is told the
             limit checks it while it loads.
     """
 

@@ -2,7 +2,8 @@
 
 `__main__` is the command. `machine` and `gpus` look at the machine of each worker without starting
 TensorFlow. `network` lets every worker call every other one, measures the links, and brings what
-each worker has found to the chief. `job` compares the workers there. If nothing has failed,
+each worker has found to the chief. `job` compares the
+workers there, and judges the links. If nothing has failed,
 `training` sums over all devices and trains for some seconds. Each of them returns `finding.Finding`
 objects, of which `finding.Report` makes the text or the JSON object that the chief prints.
 

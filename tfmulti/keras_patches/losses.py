@@ -3,7 +3,8 @@
 `distribution.losses` has the formulas. Keras divides each replica's loss by the number of replicas,
 which is wrong for replicas with different numbers of rows. Inside a prepared model's step the
 patches leave that division out, and scale each loss to the replica's part of the global batch. A
-loss that is computed from several rows together is made the value of the global batch.
+loss that is computed from several rows together is made the value of the global batch:
+`_loss_of_all_rows` decides how.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -33,11 +34,20 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. See python -m tfmulti.launch --help.")
 
 
+_FIELDS = {field.name: field for field in dataclasses.fields(LaunchConfig)}
+
+
+def _default(name: str) -> str:
+    """Returns the default of a field of LaunchConfig as a flag's text."""
+    value = _FIELDS[name].default
+    return value if isinstance(value, str) else f"{value:g}"
+
+
 # The name, default, placeholder of the value (None for a switch) and help of each flag.
 _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
     (
         "nproc-per-node",
-        "1",
+        _default("per_node"),
         "N|auto|cpu|gpu",
         "Workers on a machine. auto: one a GPU, or one; gpu: one a GPU; cpu: one a core.",
     ),
@@ -71,7 +81,7 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
     ),
     (
         "master-port",
-        "29500",
+        _default("master_port"),
         "PORT",
         "Port at which the first machine accepts the others, with --node-rank.",
     ),
@@ -92,17 +102,22 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
     ("insecure", None, None, "Allow machines with --node-rank to have no secret."),
     (
         "ssh",
-        "ssh",
+        _default("ssh"),
         "CMD",
         "How to run a command on another machine, as in 'ssh -p 2222'; srun: by Slurm.",
     ),
     (
         "max-restarts",
-        "3",
+        _default("max_restarts"),
         "N",
         "Number of restarts without progress. Progress resets the count.",
     ),
-    ("monitor-interval", "0.1", "S", "Seconds between two checks of the workers."),
+    (
+        "monitor-interval",
+        _default("monitor_interval_s"),
+        "S",
+        "Seconds between two checks of the workers.",
+    ),
     (
         "log-dir",
         None,
@@ -120,16 +135,16 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
     ("redirects", "0", "STREAMS", "Streams that are only written to files."),
     (
         "start-timeout",
-        "300",
+        _default("start_timeout_s"),
         "S",
         "Time limit in seconds for all machines to answer, for all workers to listen once one of "
         "them does, and for workers that do nothing before they train. Workers that use cores, "
         "but show no progress (output, disk, memory), have ten times as long.",
     ),
-    ("shutdown-grace-s", "30", "S", "Seconds from SIGTERM to SIGKILL."),
+    ("shutdown-grace-s", _default("shutdown_grace_s"), "S", "Seconds from SIGTERM to SIGKILL."),
     (
         "stall-timeout-s",
-        "15",
+        _default("stall_timeout_s"),
         "S",
         "Restart the job if no step ends for so many seconds, and for five times the longest step; "
         "0: never.",

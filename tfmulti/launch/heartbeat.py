@@ -2,7 +2,8 @@
 
 The launcher names two files in the environment of the worker. A worker writes its heartbeat to the
 first file: one line, which is always overwritten in place. `shim` writes error.json, the second
-file, when the program fails. Without the variables nothing is written.
+file, when the program fails. Without the variables nothing is written. This module only reports:
+`watch` and `policy` decide when a worker counts as dead.
 """
 
 from __future__ import annotations

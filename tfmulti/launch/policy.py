@@ -3,6 +3,7 @@
 An attempt is one start of all workers of the job. MultiWorkerMirroredStrategy cannot take a worker
 back. So when one worker fails, the launcher ends all of them, starts them again, and they resume
 from their checkpoint. All functions are pure: the failures and the time are arguments.
+The limits are fields of `LaunchConfig`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,17 @@
 """Watches the workers of an attempt until all have ended, or one of them has failed.
 
-A worker fails if it ends with an error, does not answer, is frozen, does not start to listen, is
-idle before its first step, or if all workers are stalled.
+Each kind of failure has its own time limit:
+
+| failure | noticed after |
+|---|---|
+| a worker ends with an error, or is killed | `monitor_interval_s` (0.1 s) |
+| a worker is frozen: it is stopped by a signal or a debugger | `FROZEN_S` |
+| no worker ends a step | `--stall-timeout-s`, and five times the longest step |
+| before the first step: a worker does not listen, or all are idle | `--start-timeout` |
+| before the first step: workers use cores without progress | `POLLING_TIMES` start timeouts |
+| a machine does not answer | `remote_machine.LOST_S` |
+
+`training.watchdog` only writes what a hanging run waits for. It restarts nothing.
 """
 
 from __future__ import annotations

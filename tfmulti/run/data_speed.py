@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from tfmulti.config.console import Say, number
-from tfmulti.data.advice import MUCH, advice
+from tfmulti.data.advice import HIGH_SHARE, advice
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.loader import bytes_of, cores
 from tfmulti.data.source import Source, leaves_of, map_nest
@@ -63,7 +63,7 @@ def show_speed(setup: Setup, say: Say) -> None:
     )
     state = state_of(model)
     cached = setup.config.cache != "none"
-    if waiting.share > MUCH:
+    if waiting.share > HIGH_SHARE:
         say("", advice(waiting.share, state.epoch.reader_threads, cached=cached, cores=cores()))
     else:
         share = f"{waiting.share:.0%}".replace("%", " %")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tfmulti.config.console import number
-from tfmulti.data.advice import MUCH
+from tfmulti.data.advice import HIGH_SHARE
 from tfmulti.run import artifacts
 from tfmulti.run.straggler import Straggler
 
@@ -76,7 +76,7 @@ def warnings(report: FitReport) -> list[str]:
         found.append(f"{', '.join(report.inexact)}: these are not the numbers of one device.")
     if report.examples_lost:
         found.append(f"{report.examples_lost:,} examples could not be read.")
-    if report.waiting_share > MUCH:
+    if report.waiting_share > HIGH_SHARE:
         found.append(
             f"The steps waited for data for {100 * report.waiting_share:.0f} % of their time. "
             "See the page “Performance”."

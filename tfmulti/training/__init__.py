@@ -9,4 +9,8 @@ each of which imports only those after it:
 - `step` compiles the training step for all local replicas, and sums its results over the workers;
 - `input` turns what `fit` is given into the rows of each replica;
 - `state` is what a prepared model remembers, and how its variables are captured and restored.
+
+Three modules stand beside them. `watchdog` writes what the workers do when no step ends.
+`safe_callbacks` lets Keras' callbacks write files on the chief alone. `memory` estimates the memory
+of a step.
 """

@@ -26,7 +26,7 @@ from tfmulti.config import run_directory
 from tfmulti.config.reading import ReadOptions
 from tfmulti.config.training_options import TrainingOptions, changed
 from tfmulti.distribution import connections, losses
-from tfmulti.distribution.bucket_sizes import PACK_BYTES
+from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.replica_context import reduce_gradients
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ConfigError, ModelError
@@ -216,7 +216,7 @@ class DistributedModel(keras.Model):
             return {}
         compression = state_of(self).options.gradient_compression
         wire = None if compression == "none" else tf.as_dtype(compression)
-        return {"wire": wire, "by_bytes": PACK_BYTES}
+        return {"wire": wire, "by_bytes": BUCKET_BYTES}
 
     def _pace(self, checkpoint: Checkpoint | None) -> StepsPerExecution:
         """Returns the number of steps of each execution, as compiled or to be chosen.

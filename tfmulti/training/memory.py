@@ -19,7 +19,7 @@ import pynvml
 import tensorflow as tf
 
 from tfmulti.config.console import number
-from tfmulti.distribution.bucket_sizes import PACK_BYTES
+from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DeviceError, ModelError
 from tfmulti.training.input.worker_batch import PREFETCH_STEPS
@@ -298,7 +298,7 @@ def memory_of_step(
         weights=weights,
         optimizer=slots,
         gradients=gradients,
-        buckets=min(2 * PACK_BYTES, gradients) if place.workers > 1 else 0,
+        buckets=min(2 * BUCKET_BYTES, gradients) if place.workers > 1 else 0,
         batch_per_row=batch * (2 if place.gpus else PREFETCH_STEPS + 1),
         lines=_highest(lines),
         checkpoint=weights + slots,

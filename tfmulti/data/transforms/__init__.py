@@ -1,4 +1,4 @@
 """Transforms of examples that were read: split, cache, encode, augment and weight.
 
-`stages` applies the transforms in their fixed order.
+`run.data_stages` applies the transforms in their fixed order.
 """

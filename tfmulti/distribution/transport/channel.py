@@ -41,7 +41,7 @@ THREAD = "tfmulti-links"
 CHECK_EVERY_S = 1.0
 # A waiting caller polls the connections itself for this long, because waking the receiver thread
 # takes longer (docs/measurements.md).
-SOON_S = 0.0003
+BUSY_POLL_S = 0.0003
 # So many received bytes wake the receiver thread while no caller waits for it.
 ENOUGH_BYTES = 65_536
 _HEADER = struct.Struct("<QQ")  # key, bytes
@@ -212,12 +212,12 @@ class Channel:
         return [each for each in found if each[2]]
 
     def _read_soon(self, exchange: _Exchange) -> bool:
-        """Polls the connections for up to `SOON_S`, and returns whether the exchange has ended.
+        """Polls the connections for up to `BUSY_POLL_S`. Returns whether the exchange has ended.
 
         It stops while a message of this worker is still to be sent, since that is up to the
         receiver thread.
         """
-        until = time.perf_counter() + SOON_S
+        until = time.perf_counter() + BUSY_POLL_S
         while not exchange.done.acquire(blocking=False):
             if any(peer.outgoing for peer in self._peers):
                 return False

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti.data.advice import MUCH, advice
+from tfmulti.data.advice import HIGH_SHARE, advice
 from tfmulti.data.loader import cores
 from tfmulti.training.state.trainer_state import state_of
 
@@ -70,7 +70,7 @@ class Waiting(keras.callbacks.Callback):
         if self._writer is not None:
             with self._writer.as_default(step=epoch):
                 tf.summary.scalar("data/waiting_share", share)
-        if self._say is not None and share > MUCH:
+        if self._say is not None and share > HIGH_SHARE:
             self._say(
                 "waiting",
                 advice(share, state.epoch.reader_threads, cached=self._cached, cores=cores()),

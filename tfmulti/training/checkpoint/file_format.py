@@ -5,7 +5,8 @@ A record holds what a run needs to go on as if it had never stopped. It is a tre
 
 A record becomes one `.npz` file. It holds the arrays as NumPy writes them, and `record.json`. That
 has the tree and the SHA-256 of every array. These digests and zip's own checksums tell a damaged
-file from a whole one.
+file from a whole one. `DamagedCheckpointError` holds the reason, and `callback.Checkpoint` makes
+the message of it.
 """
 
 from __future__ import annotations
@@ -139,9 +140,7 @@ class Checkpoints:
         folder: the folder.
     """
 
-    def __init__(
-        self, folder: Path, keep: int = 2, check: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, folder: Path, keep: int, check: Callable[[], None] = lambda: None) -> None:
         self.folder, self._keep, self._check = folder, keep, check
         # The files that `newest` has read and found damaged.
         self._damaged: set[Path] = set()

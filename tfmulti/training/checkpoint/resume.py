@@ -152,7 +152,8 @@ def find_record(model: keras.Model, keeper: Checkpoint | None) -> Record | None:
         # The other workers wait in the broadcast, so the chief must not raise the error before.
         except Exception as wrong:
             error = wrong
-    words = broadcast(strategy, str(error).encode() if error else None)
+    why = None if error is None else str(error) or type(error).__name__
+    words = broadcast(strategy, None if why is None else why.encode())
     if words is not None:
         raise ResumeError(words.decode()) from None
     if placement_of(strategy).workers == 1:
