@@ -91,8 +91,12 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     ([], SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "has 2 tasks on 1 nodes, but the step has 2"),
     ([], SLURM | SAGEMAKER, "slurm says that this is process 1 of 2, and sagemaker that it is pro"),
     (["--environment", "sagemaker"], SLURM, "--environment sagemaker was asked for, but this"),
-    (["--environment", "slurn"], SLURM, "no environment 'slurn'; did you mean 'slurm'"),
-    ([], SAGEMAKER | {"SM_CURRENT_HOST": "c"}, "SM_CURRENT_HOST is 'c', but SM_HOSTS has a, b"),
+    (
+        ["--environment", "slurn"],
+        SLURM,
+        "no environment 'slurn' for --environment; did you mean 'slurm'",
+    ),
+    ([], SAGEMAKER | {"SM_CURRENT_HOST": "c"}, "SM_CURRENT_HOST is 'c', but SM_HOSTS"),
     ([], {"PMI_RANK": "4", "PMI_SIZE": "4"}, "mpi: the rank is 4, but there are 4 processes"),
 ]
 

@@ -41,7 +41,7 @@ def allocated_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
     elif "LSB_MCPU_HOSTS" in env:
         found += env["LSB_MCPU_HOSTS"].split()[::2]
     elif "AZ_BATCH_MASTER_NODE" in env:
-        found.append(env["AZ_BATCH_MASTER_NODE"].rpartition(":")[0])
+        found.append(env["AZ_BATCH_MASTER_NODE"].partition(":")[0])
     return tuple(dict.fromkeys(found))
 
 
