@@ -94,7 +94,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (
         ["--environment", "slurn"],
         SLURM,
-        "no environment 'slurn' for --environment; did you mean 'slurm'",
+        "no environment 'slurn' for --environment; did you mean",
     ),
     ([], SAGEMAKER | {"SM_CURRENT_HOST": "c"}, "SM_CURRENT_HOST is 'c', but SM_HOSTS"),
     ([], {"PMI_RANK": "4", "PMI_SIZE": "4"}, "mpi: the rank is 4, but there are 4 processes"),
