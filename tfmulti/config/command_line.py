@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from tfmulti.config import limited_reading
 from tfmulti.errors import EXIT_DONE, ConfigError, TfmultiError, did_you_mean
 
 
@@ -64,9 +65,10 @@ def whole_number(text: str) -> int:
     >>> whole_number("12")
     12
     """
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
+    number = limited_reading.whole_number(text)
+    if number is None:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
-    return int(text)
+    return number
 
 
 def exit_code_of(command: Callable[[], None]) -> int:
