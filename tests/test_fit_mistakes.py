@@ -21,6 +21,17 @@ from tfmulti.config.registry import DATASETS
 
 TWO = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": %s}}'
 SMALL = ["--global_batch_size", "4"]
+SLURM = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+SAGEMAKER = {"SM_HOSTS": '["a","b"]', "SM_CURRENT_HOST": "a"}
 
 MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--stratgy", "auto"], {}, "no flag --stratgy; did you mean 'strategy'"),
@@ -75,15 +86,28 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--strategy", "mirrored"], {"TF_CONFIG": TWO % 0}, "--ignore_cluster"),
     (["--global_batch_size", "1198"], {"TF_CONFIG": TWO % 0}, "larger than the training data"),
     (["--replicas", "2"], {"TF_CONFIG": TWO % 0}, "is one replica on its CPU"),
+    ([], SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, "slurm: the host list 'n[1-' does not parse"),
+    ([], SLURM | {"SLURM_PROCID": "2"}, "slurm: the rank is 2, but there are 2 processes (0..1)"),
+    ([], SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "has 2 tasks on 1 nodes, but the step has 2"),
+    ([], SLURM | SAGEMAKER, "slurm says that this is process 1 of 2, and sagemaker that it is pro"),
+    (["--environment", "sagemaker"], SLURM, "--environment sagemaker was asked for, but this"),
+    (
+        ["--environment", "slurn"],
+        SLURM,
+        "no environment 'slurn' for --environment; did you mean",
+    ),
+    ([], SAGEMAKER | {"SM_CURRENT_HOST": "c"}, "SM_CURRENT_HOST is 'c', but SM_HOSTS"),
+    ([], {"PMI_RANK": "4", "PMI_SIZE": "4"}, "mpi: the rank is 4, but there are 4 processes"),
 ]
 
 RUNNER = """
 import contextlib, io, json, os, sys
 from tfmulti.fit import main
 results = []
+before = dict(os.environ)
 for argv, env, _ in json.load(open(sys.argv[1])):
-    os.environ.pop("TF_CONFIG", None)
-    os.environ.update(env)
+    os.environ.clear()
+    os.environ.update(before | env)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["fit", *argv])

@@ -34,13 +34,15 @@ def ranges(draw: st.DrawFn) -> str:
 
 @given(st.lists(st.tuples(NAMES, ranges(), SUFFIXES), min_size=1, max_size=4))
 def test_lists_are_those_of_clustershell(parts: list[tuple[str, str, str]]) -> None:
-    text = ",".join("".join(part) for part in parts)
-    assert set(parse_hosts(text)) == set(NodeSet(text))
+    entries = ["".join(part) for part in parts]
+    # ClusterShell sorts the hosts of a list, and names each once, so it is asked for each entry.
+    expected = [host for entry in entries for host in NodeSet(entry)]
+    assert parse_hosts(",".join(entries)) == expected
 
 
 @given(NAMES, ranges(), NAMES, ranges())
 def test_several_brackets_are_those_of_clustershell(a: str, b: str, c: str, d: str) -> None:
-    assert set(parse_hosts(a + b + c + d)) == set(NodeSet(a + b + c + d))
+    assert parse_hosts(a + b + c + d) == list(NodeSet(a + b + c + d))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import ROOT
 from tests.support.slurm import NODES, Slurm
 from tfmulti.cluster.host_lists import parse_hosts
 from tfmulti.launch.sbatch import BatchScript
@@ -68,8 +74,8 @@ def whole(slurm: Slurm) -> dict[str, Any]:
 
 def test_a_job_saves_at_its_time_limit_and_goes_on(slurm: Slurm, whole: dict[str, Any]) -> None:
     """It ends equal to the bit to the job that was never stopped."""
-    # Slurm counts limits in minutes: the signal comes after 40 s or later.
-    job = slurm.submit(script("limited", "wait", time="2", signal_s=80))
+    # Slurm counts limits in minutes: the signal comes after 65 s or a little earlier.
+    job = slurm.submit(script("limited", "wait", time="2", signal_s=55))
     about = slurm.wait(job, 2 * LIMIT_S)
     assert about["JobState"] == "COMPLETED", slurm.logs()
     assert int(about["Restarts"]) >= 1
@@ -102,6 +108,19 @@ def test_requeue_and_a_lost_node_change_no_number(slurm: Slurm, whole: dict[str,
     assert result_of(slurm, "requeued") == whole
 
 
+def test_a_preempted_job_saves_and_goes_on(slurm: Slurm, whole: dict[str, Any]) -> None:
+    """A job of a partition with a higher priority takes its nodes."""
+    job = slurm.submit(script("preempted", cpus_per_task=4))
+    _wait_for_epochs(slurm, "preempted", 5)
+    other = slurm.submit("#!/bin/sh\ntrue\n", "-p", "high", "-N", "2", "-c", "4", "-o", "high.out")
+    assert slurm.wait(other, LIMIT_S)["JobState"] == "COMPLETED", slurm.logs()
+    # It has saved after the signal: no epoch is trained twice.
+    about = slurm.wait(job, LIMIT_S)
+    assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "1"), slurm.logs()
+    assert _epochs(slurm, "preempted") == EPOCHS
+    assert result_of(slurm, "preempted") == whole
+
+
 def test_a_cancelled_job_saves_and_is_not_requeued(slurm: Slurm) -> None:
     job = slurm.submit(script("cancelled"))
     _wait_for_epochs(slurm, "cancelled", 2)
@@ -131,6 +150,66 @@ def test_a_failed_program_is_not_requeued(slurm: Slurm) -> None:
     assert "tfmulti: --epochs is 0, but it must be at least 1." in output
 
 
+# A program that ends as a run does that has saved, and that succeeds when it starts again.
+SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *of: sys.exit(143))
+Path("started-" + sys.argv[1]).touch()
+time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else 60)
+"""
+
+
+def saving(slurm: Slurm, name: str, number: str = "", **options: Any) -> str:
+    """Submits a job of `SAVES`, and returns its number when it has started."""
+    words = ("-c", SAVES, f"{name}{'-%a' if number else ''}")
+    job = slurm.submit(BatchScript(program=words, name=name, **options).text)
+    started = slurm.folder / f"started-{name}{number and f'-{number}'}"
+    deadline = time.monotonic() + 60
+    while not started.exists():
+        assert time.monotonic() < deadline, slurm.logs()
+        time.sleep(0.1)
+    return job
+
+
+def test_one_task_of_an_array_is_requeued(slurm: Slurm) -> None:
+    job = saving(slurm, "one-of-two", "2", array="1-2")
+    assert slurm.run("scancel", "--signal=TERM", f"{job}_2").returncode == 0
+    about = slurm.wait(f"{job}_2", LIMIT_S)
+    assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "1"), slurm.logs()
+    about = slurm.about(f"{job}_1")
+    assert (about["JobState"], about["Restarts"]) == ("RUNNING", "0")
+    slurm.run("scancel", f"{job}_1")
+    slurm.wait(f"{job}_1", 60)
+
+
+def test_a_job_that_must_not_be_requeued_ends(slurm: Slurm) -> None:
+    job = saving(slurm, "ends", requeue=False)
+    assert slurm.run("scancel", "--signal=TERM", job).returncode == 0
+    about = slurm.wait(job, 60)
+    found = (about["JobState"], about["Restarts"], about["Requeue"], about["ExitCode"])
+    assert found == ("FAILED", "0", "0", "143:0")
+
+
+def test_a_job_without_scontrol_says_what_to_run(slurm: Slurm) -> None:
+    text = BatchScript(program=("-c", "raise SystemExit(143)"), name="contained").text
+    # As in a container, which has no programs of Slurm.
+    job = slurm.submit(text.replace("\ncase ", "\nPATH=/nowhere\ncase "))
+    about = slurm.wait(job, 60)
+    assert (about["JobState"], about["Restarts"], about["ExitCode"]) == ("FAILED", "0", "143:0")
+    words = "this job has saved, but cannot be requeued from here. Run: scontrol requeue"
+    assert f"{words} {job}\n" in (slurm.folder / f"contained-{job}.out").read_text()
+
+
+def test_srun_gets_the_cores_of_a_task(slurm: Slurm) -> None:
+    options = {"nodes": 2, "tasks_per_node": 1, "cpus_per_task": 3}
+    text = BatchScript(program=("-c", "1"), name="cores", **options).text
+    job = slurm.submit(text.replace("\nsrun ", "\nsrun -v "))
+    assert slurm.wait(job, 60)["JobState"] == "COMPLETED"
+    output = (slurm.folder / f"cores-{job}.out").read_text()
+    assert re.search("^srun: cpus-per-task +: 3$", output, re.M)
+
+
 def test_the_command_submits(slurm: Slurm) -> None:
     argv = [sys.executable, "-m", "tfmulti", "sbatch", "--submit"]
     done = slurm.run(*argv, "--name", "sent", "--", "-c", "1")
@@ -150,6 +229,108 @@ def test_the_environment_is_shown(slurm: Slurm) -> None:
     assert hosts == [NODES[0], NODES[1], NODES[0]]
     assert [about["rank"] for about in found] == [0, 1, 2]
     assert all(about["environment"] == "slurm" for about in found)
+
+
+FINDS = """
+import json, os
+from tfmulti.cluster.environments import find_cluster
+cluster, name = find_cluster(os.environ)
+print(json.dumps([name, cluster.rank, [a.partition(":")[0] for a in cluster.addresses]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts"),
+    [
+        (["-n", "3", "-m", "arbitrary"], [1, 0, 1]),
+        (["-N", "2", "-n", "6", "-m", "plane=2"], [0, 0, 1, 1, 0, 0]),
+    ],
+)
+def test_tasks_of_other_distributions_find_each_other(
+    slurm: Slurm, options: list[str], hosts: list[int]
+) -> None:
+    (slurm.folder / "hosts").write_text(f"{NODES[1]}\n{NODES[0]}\n{NODES[1]}\n")
+    env = ["env", f"SLURM_HOSTFILE={slurm.folder / 'hosts'}"] if "arbitrary" in options else []
+    done = slurm.run(*env, "srun", *options, sys.executable, "-c", FINDS)
+    assert done.returncode == 0, done.stderr
+    found = sorted(map(json.loads, done.stdout.splitlines()), key=lambda about: about[1])
+    names = [NODES[host] for host in hosts]
+    assert found == [["slurm", rank, names] for rank in range(len(hosts))]
+
+
+@pytest.mark.parametrize("engine", ["mpich", "impi-rt"])
+def test_mpiexec_in_a_batch_script(slurm: Slurm, engine: str) -> None:
+    """A batch script has a SLURM_PROCID, which is not the rank of each process of mpiexec."""
+    path = f"{os.environ.get('TFMULTI_TEST_MPI', '/nowhere')}/{engine}/bin"
+    mpiexec = shutil.which("mpiexec", path=path)
+    if mpiexec is None:
+        pytest.skip(f"mpiexec is not in {path} (TFMULTI_TEST_MPI)")
+    (slurm.folder / "finds.py").write_text(FINDS)
+    text = f"#!/bin/sh\nexec {mpiexec} -n 2 {sys.executable} finds.py\n"
+    job = slurm.submit(text, "-n", "2", "-o", f"{engine}.out")
+    assert slurm.wait(job, 60)["JobState"] == "COMPLETED", slurm.logs()
+    lines = sorted((slurm.folder / f"{engine}.out").read_text().splitlines())
+    assert list(map(json.loads, lines)) == [["mpi", rank, ["127.0.0.1"] * 2] for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_a_program_of_an_interactive_shell_trains_alone(slurm: Slurm, shell: str) -> None:
+    main, end = pty.openpty()
+    argv = ["srun", "-n", "2", "--pty", shell]
+    with subprocess.Popen(
+        argv, stdin=end, stdout=end, stderr=end, cwd=slurm.folder, env=slurm.env()
+    ) as srun:
+        os.close(end)
+        words = f"{sys.executable} -m tfmulti env --json > {shell}.json; exit\n"
+        os.write(main, words.encode())
+        try:
+            srun.wait(60)
+        finally:
+            srun.kill()
+            os.close(main)
+    found = json.loads((slurm.folder / f"{shell}.json").read_text())
+    assert (found["environment"], found["size"]) == (None, 1)
+
+
+def test_a_launcher_in_each_task_is_refused(slurm: Slurm) -> None:
+    argv = ["srun", "-N", "2", "-n", "2", sys.executable, "-m", "tfmulti", "launch"]
+    done = slurm.run(*argv, "-m", "tfmulti.fit", "--run_dir", "two-jobs")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tfmulti: ")]
+    assert done.returncode == 2
+    assert len(lines) == 2
+    assert all(line.startswith("tfmulti: srun has started several launchers") for line in lines)
+    assert not (slurm.folder / "two-jobs").exists()
+
+
+def blocks() -> list[str]:
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    return re.findall(r"^```bash\n(.*?)^```", page, re.M | re.S)
+
+
+# These nodes have no GPUs, and an epoch shows enough.
+CHANGED = {"--gpus-per-node 4": "--tasks-per-node 1", "--epochs 90": "--epochs 1"}
+
+
+def as_user(slurm: Slurm, commands: str) -> str:
+    """Returns what commands of the page print."""
+    for before, after in CHANGED.items():
+        commands = commands.replace(before, after)
+    path = f"PATH={Path(sys.executable).parent}:{slurm.env()['PATH']}"
+    done = slurm.run("env", path, "bash", "-euc", commands, limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr + slurm.logs()
+    return done.stdout
+
+
+def test_the_commands_of_the_page_run(slurm: Slurm) -> None:
+    step, shows, batch = blocks()
+    assert all(before in batch for before in CHANGED)
+    as_user(slurm, step)
+    assert report_of(slurm, "runs/digits")["replicas"] == 2
+    assert "found      slurm: process 1 of 2" in as_user(slurm, shows).splitlines()
+    job = re.fullmatch(r"Submitted batch job (\d+)\n", as_user(slurm, batch))
+    assert job is not None
+    assert slurm.wait(job[1], LIMIT_S)["JobState"] == "COMPLETED", slurm.logs()
+    assert report_of(slurm, f"runs/digits-{job[1]}")["replicas"] == 2
 
 
 @pytest.mark.parametrize("text", ["n[1-3,07],login", "r[1-2]n[08-10]", "a[3,1-2],b"])

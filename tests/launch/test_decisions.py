@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.processes import is_alive
-from tfmulti.errors import ConfigError
+from tfmulti.errors import ClusterError, ConfigError
 from tfmulti.launch import addresses, policy
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import over_ssh, remote_command
@@ -493,8 +493,43 @@ def test_the_hosts_of_an_allocation_are_taken(tmp_path: Path) -> None:
     assert "-m tfmulti.launch.agent" in argv[-1]
     file = tmp_path / "nodes"
     file.write_text("h1\nh1\nh2\n")
-    config = parse([__file__], "", {"PBS_NODEFILE": str(file)})
-    assert ([host.name for host in config.hosts], config.ssh) == (["h1", "h2"], "ssh")
+    for env in (
+        {"PBS_NODEFILE": str(file)},
+        {"LSB_DJOB_HOSTFILE": str(file)},
+        {"LSB_MCPU_HOSTS": "h1 2 h2 1"},
+        {"LSB_DJOB_HOSTFILE": str(file), "LSB_MCPU_HOSTS": "h3 1 h4 1"},
+    ):
+        config = parse([__file__], "", env)
+        assert ([host.name for host in config.hosts], config.ssh) == (["h1", "h2"], "ssh")
+
+
+STEP = {
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_JOB_NAME": "train",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "starter"),
+    [
+        (STEP, "srun"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun"),
+        ({"LSB_JOBID": "3", "JSM_NAMESPACE_SIZE": "2"}, "jsrun"),
+    ],
+)
+def test_one_of_several_launchers_starts_nothing(env: dict[str, str], starter: str) -> None:
+    words = f"{starter} has started several launchers, and each would start a whole job. Run tfm"
+    with pytest.raises(ClusterError, match=words):
+        parse([__file__], "", env)
+    for flags in (["--nnodes", "1"], ["--hosts", "n1,n2", "--node-rank", "1", "--insecure"]):
+        assert parse([*flags, __file__], "", env).program == (__file__,)
+
+
+def test_a_launcher_in_a_shell_of_slurm_takes_the_allocation() -> None:
+    for step in ({"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_JOB_NAME": "zsh", "SLURM_PTY_PORT": "1"}):
+        assert len(parse([__file__], "", STEP | step).hosts) == 2
 
 
 @pytest.mark.parametrize(

@@ -432,6 +432,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     },
     "azureml": {
         "AZUREML_RUN_ID": "r",
+        "AZUREML_NODE_COUNT": "2",
         "MASTER_ADDR": "10.0.0.4",
         "RANK": "1",
         "WORLD_SIZE": "2",

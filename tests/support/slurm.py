@@ -200,7 +200,11 @@ def _configured(folder: Path, munge: Path, cores: int, addresses: Mapping[str, s
             f"NodeName={node} NodeHostname={here} NodeAddr={addresses[node]} Port=6818 "
             f"CPUs={cores} RealMemory=4000"
         )
-    lines.append(f"PartitionName=p Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP")
+    # A job of the partition `high` takes the nodes of a job of `p`, which has 20 s to save.
+    lines += ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
+    partition = f"Nodes={','.join(NODES)} MaxTime=INFINITE State=UP"
+    lines.append(f"PartitionName=p {partition} Default=YES PriorityTier=1 GraceTime=20")
+    lines.append(f"PartitionName=high {partition} PriorityTier=2 PreemptMode=OFF")
     path = folder / "slurm.conf"
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -3,6 +3,7 @@
 Slurm   SLURM_JOB_NODELIST, in `salloc` and in batch scripts
 PBS     PBS_NODEFILE, a file with a line for each slot of a host
 LSF     LSB_DJOB_HOSTFILE, such a file, or LSB_MCPU_HOSTS, `host slots host slots …`
+Azure   AZ_BATCH_MASTER_NODE, `address:port` of the node on which mpirun runs alone
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def allocated_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
         found += hosts_of_file("LSB_DJOB_HOSTFILE", env["LSB_DJOB_HOSTFILE"])
     elif "LSB_MCPU_HOSTS" in env:
         found += env["LSB_MCPU_HOSTS"].split()[::2]
+    elif "AZ_BATCH_MASTER_NODE" in env:
+        found.append(env["AZ_BATCH_MASTER_NODE"].partition(":")[0])
     return tuple(dict.fromkeys(found))
 
 

@@ -10,7 +10,9 @@ LOCAL_WORLD_SIZE, TFMULTI_RUN_ID, TFMULTI_ATTEMPT, and its part of the GPUs or c
 shows each line of a worker's output with the rank of the worker, and keeps it in
 logs/attempt_N/worker_K/.
 
-With --hosts the workers run on several machines. The launcher starts them over SSH. With
+With --hosts the workers run on several machines. The launcher starts them over SSH. Without it, in
+an allocation of Slurm, PBS or LSF, the launcher takes the hosts of the allocation, and starts the
+workers of other hosts by srun under Slurm. Run it once there, not by srun or mpirun. With
 --node-rank it does not use SSH: start this command by hand on each machine. With --nnodes MIN:MAX
 or --min-workers the job goes on with the machines that are left. It grows again at a checkpoint,
 when other machines can take part.

@@ -8,12 +8,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tfmulti.cluster.allocation import CHIEF_HOST, allocated_hosts
+from tfmulti.cluster.environments import lsf, mpi, slurm
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.cluster.job_secret import secret_of
-from tfmulti.errors import ConfigError, did_you_mean
+from tfmulti.config.command_line import Parser
+from tfmulti.errors import ClusterError, ConfigError
 from tfmulti.launch.config import SRUN, LaunchConfig, check_devices
 from tfmulti.launch.hosts import Host, parse_hosts, slots_of
 
@@ -24,14 +25,6 @@ STREAMS: dict[str, tuple[str, ...]] = {
     "2": ("stderr",),
     "3": ("stdout", "stderr"),
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError with argparse's message."""
-        raise ConfigError(f"{message}. See python -m tfmulti.launch --help.")
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(LaunchConfig)}
@@ -162,18 +155,13 @@ _FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
 _SHORT = {"module": "-m", "tee": "-t", "redirects": "-r"}
 
 
-def make_parser(doc: str) -> argparse.ArgumentParser:
+def make_parser(doc: str) -> Parser:
     """Returns the parser of the launcher's own flags, which accept `_` in place of `-`.
 
     Args:
         doc: the description that `--help` shows.
     """
-    parser = _Parser(
-        prog="python -m tfmulti.launch",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m tfmulti.launch", doc)
     for name, default, metavar, words in _FLAGS:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         names = [*([_SHORT[name]] if name in _SHORT else []), *spellings]
@@ -197,13 +185,11 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
     Raises:
         ConfigError: a flag is unknown, a value breaks its rule, or the GPUs of this machine cannot
             be shared evenly by its workers.
-        ClusterError: the scheduler's list of hosts cannot be read.
+        ClusterError: the scheduler's list of hosts cannot be read, or it has started several
+            launchers.
         SystemExit: the help was asked for and has been shown.
     """
-    given, unknown = make_parser(doc).parse_known_args(argv)
-    if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-").replace("_", "-")
-        raise ConfigError(f"no flag --{name}; {did_you_mean(name, [f[0] for f in _FLAGS])}")
+    given = make_parser(doc).parsed(argv)
     program = given.program[1:] if given.program[:1] == ["--"] else given.program
     also_files = _streams("tee", given.tee)
     only_files = _streams("redirects", given.redirects)
@@ -253,13 +239,31 @@ def _allocated(
     An allocation of one machine needs no list, and `--nnodes 1` asks for this machine alone.
 
     Raises:
-        ClusterError: the scheduler's list of hosts cannot be read.
+        ClusterError: the scheduler's list of hosts cannot be read, or this launcher is one of
+            several that the scheduler has started.
     """
+    if nnodes != "1":
+        _check_alone(env)
     names = allocated_hosts({k: v for k, v in env.items() if k != CHIEF_HOST})
     if len(names) < 2 or nnodes == "1":
         return (), ssh
     by_slurm = "SLURM_JOB_NODELIST" in env and ssh == "ssh"
     return parse_hosts(",".join(names), "the allocation"), SRUN if by_slurm else ssh
+
+
+def _check_alone(env: Mapping[str, str]) -> None:
+    """Checks that the scheduler has not started other launchers beside this one.
+
+    Raises:
+        ClusterError: it has, and each would start all workers of the job.
+    """
+    for module, starter in ((mpi, "mpirun"), (slurm, "srun"), (lsf, "jsrun")):
+        if module.is_here(env):
+            raise ClusterError(
+                f"{starter} has started several launchers, and each would start a whole job. Run "
+                f"tfmulti launch without {starter}, once in the allocation; or let {starter} start "
+                "the training itself. --nnodes 1 asks for a job on each machine."
+            )
 
 
 def _default_log_dir(program: Sequence[str]) -> Path:

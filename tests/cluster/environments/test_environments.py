@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from tfmulti.cluster.layout import Layout
 from tfmulti.config import fit_config
 from tfmulti.errors import ClusterError, ConfigError
 
-# A TFJob with enableDynamicWorker.
-SPARSE = {"sparseCluster": {"worker": {"0": "a:1"}}, "task": {"type": "worker", "index": 0}}
+# A TFJob with enableDynamicWorker: SparseClusterSpec in
+# https://github.com/kubeflow/training-operator/blob/v1.9.0/pkg/controller.v1/tensorflow/tensorflow.go
+SPARSE = {
+    "sparseCluster": {"worker": {"0": "a:1"}, "ps": []},
+    "task": {"type": "worker", "index": 0},
+}
 TF_CONFIG = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
 # https://slurm.schedmd.com/srun.html, as 22.05 sets them for `srun -N 2 -n 3` (task 2).
 SLURM = {
@@ -40,7 +45,8 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "77",
 }
-# MPICH's hydra_pmi_proxy and Intel MPI.
+# https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md.
+# MPICH 5 and Intel MPI 2021 set them so (tests/clusters/test_mpi.py).
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
 # https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/
 INDEXED_JOB = {
@@ -88,9 +94,22 @@ CLUSTER_SPEC = {
     "environment": "cloud",
     "task": {"type": "workerpool1", "index": 1, "trial": ""},
 }
-# https://learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu
+# https://cloud.google.com/vertex-ai/docs/training/distributed-training#tf-config: there are keys
+# that TensorFlow's own format does not have.
+VERTEX_TF_CONFIG = {
+    "cluster": {
+        "chief": ["cmle-training-workerpool0-ab-0:2222"],
+        "worker": [f"cmle-training-workerpool1-ab-{i}:2222" for i in range(2)],
+    },
+    "environment": "cloud",
+    "job": {"python_module": "", "job_args": [], "region": "", "worker_count": ""},
+    "task": {"type": "worker", "index": 0, "trial": "", "cloud": "a1b2-ml"},
+}
+# https://learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu: rank 3 of two
+# nodes with process_count_per_instance 2.
 AZUREML = {
     "AZUREML_RUN_ID": "calm_cat",
+    "AZUREML_NODE_COUNT": "2",
     "MASTER_ADDR": "10.0.0.4",
     "MASTER_PORT": "6105",
     "RANK": "3",
@@ -169,8 +188,10 @@ def test_other_distributions_of_slurm(
     [
         {"SLURM_STEP_NUM_TASKS": "1"},
         {"SLURM_STEP_NUM_TASKS": ""},
-        {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "1"},
-        {"SLURM_JOB_NAME": "interactive", "SLURM_PTY_PORT": "1"},
+        *(
+            {"SLURM_JOB_NAME": name, "SLURM_PTY_PORT": "1"}
+            for name in ("interactive", "bash", "sh", "zsh", "fish", "tcsh")
+        ),
     ],
 )
 def test_a_batch_script_or_a_shell_trains_alone(changed: dict[str, str]) -> None:
@@ -202,6 +223,9 @@ def test_mpi_on_several_hosts_looks_for_rank_0_in_the_allocation() -> None:
     found = layout_of(several | {"SLURM_JOB_NODELIST": "n[3-4]"})
     assert found.chief_hosts == ("n3", "n4")
     assert layout_of(several | {"TFMULTI_CHIEF_HOST": "h"}).chief_hosts == ("h",)
+    # Azure's documents: https://learn.microsoft.com/azure/batch/batch-compute-node-environment-variables
+    azure = {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}
+    assert layout_of(several | azure).chief_hosts == ("10.0.0.4",)
 
 
 def test_mpi_on_several_hosts_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +251,13 @@ def test_lsf(tmp_path: Path) -> None:
     assert found.chief_hosts == ("c1", "c2")
 
 
+@pytest.mark.parametrize("name", ["LSB_JOBID", "LSB_JOBINDEX", "PMIX_NAMESPACE"])
+def test_jobs_of_lsf_have_different_names(tmp_path: Path, name: str) -> None:
+    """Elements of an array share their number, and so do two jsrun of one job."""
+    env = lsf(tmp_path) | {"LSB_JOBINDEX": "1", "PMIX_NAMESPACE": "5"}
+    assert layout_of(env).job != layout_of(env | {name: "2"}).job
+
+
 @pytest.mark.parametrize(
     ("env", "rank", "addresses"),
     [
@@ -237,6 +268,11 @@ def test_lsf(tmp_path: Path) -> None:
         (
             {"CLUSTER_SPEC": json.dumps(CLUSTER_SPEC)},
             2,
+            [f"cmle-training-workerpool{i}-ab-{j}:2222" for i, j in ((0, 0), (1, 0), (1, 1))],
+        ),
+        (
+            {"TF_CONFIG": json.dumps(VERTEX_TF_CONFIG)},
+            1,
             [f"cmle-training-workerpool{i}-ab-{j}:2222" for i, j in ((0, 0), (1, 0), (1, 1))],
         ),
         (
@@ -251,10 +287,23 @@ def test_environments_with_addresses(env: dict[str, str], rank: int, addresses: 
     assert (found.rank, list(found.addresses)) == (rank, addresses)
 
 
-def test_azureml() -> None:
-    found = layout_of(AZUREML)
-    assert (found.rank, found.size, found.local_rank, found.local_size) == (3, 4, 1, 2)
-    assert found.chief_hosts == ("10.0.0.4",)
+@pytest.mark.parametrize("rank", range(4))
+def test_azureml(rank: int) -> None:
+    """Each process takes its part of its node's GPUs, also on node 0."""
+    node, local_rank = divmod(rank, 2)
+    ranks = {"RANK": f"{rank}", "LOCAL_RANK": f"{local_rank}", "NODE_RANK": f"{node}"}
+    per_node = changed(AZUREML, AZUREML_NODE_COUNT=None, LOCAL_WORLD_SIZE="2")
+    for env in (AZUREML | ranks, per_node | ranks):
+        found = layout_of(env)
+        assert (found.rank, found.size) == (rank, 4)
+        assert (found.local_rank, found.local_size) == (local_rank, 2)
+        assert found.host == (socket.gethostname() if node else "10.0.0.4")
+        assert (found.chief_hosts, found.hosts) == (("10.0.0.4",), ())
+
+
+def test_azureml_on_one_node_knows_all_hosts() -> None:
+    found = layout_of(AZUREML | {"AZUREML_NODE_COUNT": "1", "NODE_RANK": "0", "LOCAL_RANK": "3"})
+    assert (found.local_rank, found.local_size, found.hosts) == (3, 4, ("10.0.0.4",) * 4)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +320,15 @@ def test_azureml() -> None:
 )
 def test_a_job_of_one_process_has_no_cluster(env: dict[str, str]) -> None:
     assert described(env) is None
+
+
+def test_a_pod_that_trains_alone_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    for env in ({"JOB_COMPLETION_INDEX": "0"}, {"VC_TASK_INDEX": "0"}) * 2:
+        assert find_cluster(env) == (None, "")
+    assert find_cluster({"VK_TASK_INDEX": "0", "JOB_COMPLETION_INDEX": "0"}, "none") == (None, "")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("tfmulti: kubernetes: JOB_COMPLETION_INDEX is set, but TFMULTI_WORKERS")
+    assert second.startswith("tfmulti: volcano: VC_TASK_INDEX is set, but VC_WORKER_HOSTS is not")
 
 
 def test_an_explicit_tf_config_wins() -> None:
@@ -378,6 +436,18 @@ def changed(env: dict[str, str], **values: str | None) -> dict[str, str]:
             {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1", "b:1"]}}'},
             r"CLUSTER_SPEC\['task'\] is None",
         ),
+        (changed(AZUREML, AZUREML_NODE_COUNT=None), "neither AZUREML_NODE_COUNT nor LOCAL_WORLD"),
+        (changed(AZUREML, AZUREML_NODE_COUNT="3"), "WORLD_SIZE is 4, .* divided by the 3 nodes"),
+        (changed(AZUREML, AZUREML_NODE_COUNT="0"), "AZUREML_NODE_COUNT is '0', but it must be"),
+        (changed(AZUREML, AZUREML_NODE_COUNT="8"), "WORLD_SIZE is 4, .* divided by the 8 nodes"),
+        (changed(AZUREML, LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE is '0', but it must be"),
+        (
+            changed(AZUREML, RANK="1", LOCAL_RANK="1", NODE_RANK="7"),
+            "RANK 1, LOCAL_RANK 1 and NODE_RANK 7 contradict each other with 2 processes",
+        ),
+        (changed(AZUREML, RANK="2", NODE_RANK=None), "NODE_RANK not set contradict each other"),
+        (changed(AZUREML, RANK="5", NODE_RANK="2"), "the rank is 5, but there are 4 processes"),
+        (changed(AZUREML, LOCAL_RANK="3", NODE_RANK="0"), "the local rank is 3, but there are 2"),
     ],
 )
 def test_mistakes_are_one_line(env: dict[str, str], words: str) -> None:
