@@ -1,4 +1,8 @@
-"""Training under a real mpirun: the numbers of one device, and the end of all with a lost rank."""
+"""Training under real mpirun programs: the numbers of one device, and the end of all with one rank.
+
+Open MPI 4.1 is Debian's. `.ci/run` installs the others from PyPI, each into a virtual environment
+in the folder that TFMULTI_TEST_MPI names: they would hide each other's mpirun in one.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,39 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.processes import clean_env
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed"),
-]
+pytestmark = pytest.mark.mpi
 
 LIMIT_S = 200
 FIT = ["-m", "tfmulti.fit", "--epochs", "1", "--verbose", "2"]
+DEBIAN = "debian"
+# Open MPI 5, which starts processes by PRRTE; MPICH and Intel MPI, which start them by Hydra.
+HYDRAS = ("mpich", "impi-rt")
+ENGINES = (DEBIAN, "openmpi", *HYDRAS)
+_OPEN_MPI = ("--oversubscribe", *(["--allow-run-as-root"] if os.getuid() == 0 else []))
 
 
-def mpirun(folder: Path, count: int, *argv: str) -> subprocess.CompletedProcess[str]:
+def command(engine: str, count: int) -> list[str]:
+    """Returns the command of an mpirun, or skips the test if it is not installed."""
+    where = os.environ.get("TFMULTI_TEST_MPI", "/nowhere")
+    path = "/usr/bin" if engine == DEBIAN else f"{where}/{engine}/bin"
+    program = shutil.which("mpiexec", path=path)
+    if program is None:
+        pytest.skip(f"mpiexec is not in {path} (TFMULTI_TEST_MPI)")
+    return [program, *(_OPEN_MPI if engine not in HYDRAS else ()), "-n", str(count)]
+
+
+def mpirun(
+    folder: Path, count: int, *argv: str, engine: str = DEBIAN
+) -> subprocess.CompletedProcess[str]:
     """Runs Python in processes of one mpirun, and returns what it printed."""
-    words = ["mpirun", "--oversubscribe", "-np", str(count)]
-    if os.getuid() == 0:
-        words.append("--allow-run-as-root")
     return subprocess.run(
-        [*words, sys.executable, *argv],
+        [*command(engine, count), sys.executable, *argv],
         cwd=folder,
         env=clean_env(),
         capture_output=True,
@@ -38,24 +54,78 @@ def mpirun(folder: Path, count: int, *argv: str) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_processes_of_mpirun_train_with_one_devices_numbers(tmp_path: Path, count: int) -> None:
-    done = mpirun(tmp_path, count, *FIT, "--run_dir", "all")
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Returns the report of the run on one device."""
+    folder = tmp_path_factory.mktemp("one")
+    argv = [sys.executable, *FIT, "--run_dir", "one"]
+    options: dict[str, Any] = {"capture_output": True, "timeout": LIMIT_S}
+    subprocess.run(argv, cwd=folder, env=clean_env(), check=True, **options)
+    return report_of(folder / "one")
+
+
+def report_of(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(("engine", "count"), [(DEBIAN, 3), *((engine, 2) for engine in ENGINES)])
+def test_processes_of_mpirun_train_with_one_devices_numbers(
+    tmp_path: Path, one_device: dict[str, Any], engine: str, count: int
+) -> None:
+    done = mpirun(tmp_path, count, *FIT, "--run_dir", "all", engine=engine)
     assert done.returncode == 0, done.stderr
-    subprocess.run(
-        [sys.executable, *FIT, "--run_dir", "one"],
-        cwd=tmp_path,
-        env=clean_env(),
-        check=True,
-        capture_output=True,
-        timeout=LIMIT_S,
-    )
-    found, one = (
-        json.loads((tmp_path / name / "report.json").read_text()) for name in ("all", "one")
-    )
+    found = report_of(tmp_path / "all")
     assert found["replicas"] == count
-    for name, values in one["history"].items():
+    for name, values in one_device["history"].items():
         assert found["history"][name] == pytest.approx(values, rel=1e-4)
+
+
+# Each rank writes the cluster that it has found.
+FINDS = """
+import json, os, sys
+from pathlib import Path
+from tfmulti.cluster.environments import find_cluster
+cluster, name = find_cluster({**os.environ, **json.loads(sys.argv[2])})
+found = json.dumps([name, cluster.rank, *cluster.addresses])
+Path(f"{sys.argv[1]}_{cluster.rank}.json").write_text(found)
+"""
+
+
+def clusters(folder: Path, name: str, ranks: int) -> list[list[str]]:
+    """Returns what the ranks of a job have written."""
+    # mpirun may print the lines of two ranks as one, so each rank writes its own file.
+    return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_jobs_at_the_same_time_do_not_mix(tmp_path: Path, engine: str) -> None:
+    names = ("a", "b", "c")
+    jobs = [
+        subprocess.Popen(
+            [*command(engine, 3), sys.executable, "-c", FINDS, name, "{}"],
+            cwd=tmp_path,
+            env=clean_env(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    ]
+    try:
+        for job in jobs:
+            _, errors = job.communicate(timeout=LIMIT_S)
+            assert job.returncode == 0, errors
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    seen: set[str] = set()
+    for name in names:
+        found = clusters(tmp_path, name, 3)
+        assert [about[:2] for about in found] == [["mpi", rank] for rank in range(3)]
+        assert all(about[2:] == found[0][2:] for about in found)
+        assert not seen & set(found[0][2:])
+        seen |= set(found[0][2:])
 
 
 DIES = """
@@ -91,30 +161,32 @@ def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
 
 
 # As on two hosts, of which mpirun does not tell the names: mpi4py does.
-SEVERAL_HOSTS = """
-import json, os
-from pathlib import Path
-from tfmulti.cluster.environments import find_cluster
-alone = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-cluster, name = find_cluster({**os.environ, **alone})
-found = json.dumps([name, cluster.rank, *cluster.addresses])
-Path(f"rank_{cluster.rank}.json").write_text(found)
-"""
+ALONE = {
+    DEBIAN: {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    "mpich": {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"},
+}
 
 
-def test_mpi4py_tells_the_hosts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ALONE)
+def test_mpi4py_tells_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     pytest.importorskip("mpi4py", reason="the extra mpi is not installed")
-    done = mpirun(tmp_path, 2, "-c", SEVERAL_HOSTS)
+    if engine != DEBIAN:
+        # mpi4py loads the MPI library that the system finds first.
+        library = Path(command(engine, 2)[0]).parents[1] / "lib"
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    done = mpirun(tmp_path, 2, "-c", FINDS, "all", json.dumps(ALONE[engine]), engine=engine)
     assert done.returncode == 0, done.stderr
-    # mpirun may print the lines of two ranks as one, so each rank writes its own file.
-    first, second = (json.loads((tmp_path / f"rank_{i}.json").read_text()) for i in range(2))
+    first, second = clusters(tmp_path, "all", 2)
     assert [first[:2], second[:2]] == [["mpi", 0], ["mpi", 1]]
     assert first[2:] == second[2:]
     assert all(address.startswith(f"{socket.gethostname()}:") for address in first[2:])
 
 
-def test_the_environment_is_shown(tmp_path: Path) -> None:
-    done = mpirun(tmp_path, 2, "-m", "tfmulti", "env", "--json")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_environment_is_shown(tmp_path: Path, engine: str) -> None:
+    done = mpirun(tmp_path, 2, "-m", "tfmulti", "env", "--json", engine=engine)
     decoder, text, found = json.JSONDecoder(), done.stdout.strip(), []
     while text:
         # mpirun may print the lines of two ranks as one.

@@ -30,7 +30,8 @@ class Layout:
         local_size: the number of processes of its host.
         host: the name under which the others reach this host.
         chief_hosts: the hosts on which rank 0 may be, the likeliest first. Empty: MPI must tell.
-        job: a name of the job, the same in all of its processes and different in other jobs.
+        job: a name of the job, the same in all of its processes and different in other jobs. Empty:
+            no variable tells it.
         hosts: the host of each rank, if the environment tells it; else empty.
 
     Raises:
@@ -65,8 +66,8 @@ class Layout:
 
     @property
     def planned(self) -> Cluster | None:
-        """The cluster if all planned ports are free; None if the hosts are not known."""
-        if not self.hosts:
+        """The cluster if all planned ports are free; None if no variables tell hosts and job."""
+        if not (self.hosts and self.job):
             return None
         seen: dict[str, int] = {}
         addresses = []

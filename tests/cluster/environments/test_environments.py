@@ -218,6 +218,13 @@ def test_lsf(tmp_path: Path) -> None:
     assert found.chief_hosts == ("c1", "c2")
 
 
+@pytest.mark.parametrize("name", ["LSB_JOBID", "LSB_JOBINDEX", "PMIX_NAMESPACE"])
+def test_jobs_of_lsf_have_different_names(tmp_path: Path, name: str) -> None:
+    """Elements of an array share their number, and so do two jsrun of one job."""
+    env = lsf(tmp_path) | {"LSB_JOBINDEX": "1", "PMIX_NAMESPACE": "5"}
+    assert layout_of(env).job != layout_of(env | {name: "2"}).job
+
+
 @pytest.mark.parametrize(
     ("env", "rank", "addresses"),
     [

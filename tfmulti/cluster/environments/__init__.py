@@ -129,7 +129,8 @@ def find_cluster(env: Env, name: str = AUTO) -> tuple[Cluster | None, str]:
         return found.job, found.name
     if found.job not in _agreed:
         gpus = len(gpus_of_task(env, found.job.local_rank, found.job.local_size))
-        job = found.job if found.job.chief_hosts else mpi.with_hosts(found.job)
+        is_complete = found.job.chief_hosts and found.job.job
+        job = found.job if is_complete else mpi.completed(found.job, env)
         _agreed[found.job] = port_agreement.agree(job, env, gpus=gpus)
     return _agreed[found.job], found.name
 

@@ -14,9 +14,11 @@ from tfmulti.cluster.layout import Env, Layout, number_of
 from tfmulti.errors import ClusterError
 
 NAME = "lsf"
+# The elements of a job array share the job's number, and so do several jsrun of one job.
+_JOB = ("LSB_JOBINDEX", "PMIX_NAMESPACE")
 VARIABLES = (
     *("LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    *("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    *("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", *_JOB),
 )
 
 
@@ -54,6 +56,6 @@ def read(env: Env) -> Layout:
         local_size,
         host=hosts[0] if len(hosts) == 1 else socket.gethostname(),
         chief_hosts=hosts,
-        job=f"lsf {env['LSB_JOBID']}",
+        job=" ".join(["lsf", env["LSB_JOBID"], *(env.get(name, "") for name in _JOB)]),
         hosts=hosts * size if len(hosts) == 1 else (),
     )

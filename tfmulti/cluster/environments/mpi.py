@@ -8,25 +8,40 @@
 The variables tell no hosts. On one host none are needed. On several hosts, rank 0 is looked for on
 the hosts of the allocation in which mpirun ran, which `allocation` reads. Without one, mpi4py tells
 all hosts.
+
+Jobs that run at the same time must have different names. Open MPI and Intel MPI number their jobs.
+MPICH sets no variable that differs between two jobs, so `completed` names the job by the process of
+mpirun, or by random bytes that mpi4py gives to all processes.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from tfmulti.cluster.allocation import allocated_hosts
+from tfmulti.cluster.job_secret import SECRET
 from tfmulti.cluster.layout import Env, Layout, number_of
 from tfmulti.cluster.listening import LOOPBACK
 from tfmulti.errors import ClusterError
 
 NAME = "mpi"
-VARIABLES = (
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    *("OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
 # The rank, the number of processes, and both of the host's processes.
-_OPEN_MPI, _HYDRA = VARIABLES[:4], VARIABLES[4:]
+_OPEN_MPI = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+# Each is the same in all processes of a job: the job's number in Open MPI, that of Intel MPI, and
+# the address at which an older Hydra listens.
+_JOB = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "PMI_PORT")
+VARIABLES = (*_OPEN_MPI, *_HYDRA, *_JOB)
+# The processes that start the ranks of a host: Hydra's, and those of other programs with PMI.
+_STARTERS = ("hydra_pmi_proxy", "mpiexec", "mpirun")
 
 
 def is_here(env: Env) -> bool:
@@ -46,8 +61,7 @@ def read(env: Env) -> Layout:
         number_of(env, name, NAME) if name in env else default
         for name, default in zip(names[2:], (rank, size), strict=True)
     )
-    # Open MPI's number of the job, or the address of Hydra: the same in all processes of the job.
-    job = f"mpi {env.get('PMIX_NAMESPACE', env.get('PMI_PORT', ''))}"
+    job = next((f"mpi {env[name]}" for name in _JOB if name in env), "")
     if local_size >= size:
         hosts = (LOOPBACK,) * size
         return Layout(NAME, rank, size, local_rank, local_size, LOOPBACK, (LOOPBACK,), job, hosts)
@@ -55,28 +69,93 @@ def read(env: Env) -> Layout:
     return Layout(NAME, rank, size, local_rank, local_size, own, allocated_hosts(env), job)
 
 
-def with_hosts(layout: Layout) -> Layout:
-    """Returns a layout with the host of each rank, which MPI itself tells. Every process calls it.
+def completed(layout: Layout, env: Env, processes: Path = Path("/proc")) -> Layout:
+    """Returns a layout with a name of the job and the hosts of rank 0. Every process calls it.
+
+    Args:
+        layout: what `read` has returned.
+        env: the environment, which may hold the job's secret.
+        processes: the folder with the files of Linux' processes.
 
     Raises:
-        ClusterError: mpi4py is not installed.
+        ClusterError: nothing tells this job from another one, or no host is known.
+    """
+    if layout.hosts and not layout.job:
+        layout = replace(layout, job=_started_by(processes, os.getpid()))
+    if layout.chief_hosts and (layout.job or env.get(SECRET)):
+        # Jobs with different secrets cannot mix, so any name will do.
+        return replace(layout, job=layout.job or "mpi")
+    if layout.hosts:
+        raise ClusterError(_no_name("the process of mpirun is not visible"))
+    world = _world(layout)
+    hosts = tuple(world.allgather(layout.host))
+    token = bytearray(secrets.token_bytes(16))
+    world.Bcast(token)
+    return replace(layout, hosts=hosts, chief_hosts=hosts[:1], job=layout.job or token.hex())
+
+
+def _started_by(processes: Path, pid: int) -> str:
+    """Returns a name of the process of mpirun that has started a process, or an empty text.
+
+    The number of a process is used again after its end, so the name also has the time of its start.
+    """
+    while pid > 1:
+        try:
+            before, _, after = (processes / str(pid) / "stat").read_text().rpartition(")")
+        except OSError:
+            return ""
+        # See `man 5 proc`: the name, in parentheses, may hold any character.
+        fields, name = after.split(), before.partition("(")[2]
+        if name.startswith(_STARTERS):
+            return f"mpi {pid} {fields[19]}"
+        pid = int(fields[1])
+    return ""
+
+
+def _no_name(reason: str) -> str:
+    """Returns the message about a job that has no name of its own."""
+    return (
+        f"mpi: this job cannot be told from others that run at the same time, because {reason}. "
+        f"Give all of its processes a secret of their own: {SECRET}=… mpirun …."
+    )
+
+
+def _world(layout: Layout) -> Any:
+    """Returns MPI's communicator of all processes.
+
+    Raises:
+        ClusterError: mpi4py is not installed, or uses another MPI than mpirun.
     """
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         # Its wheel raises RuntimeError if it finds no MPI library.
+        if layout.chief_hosts:
+            raise ClusterError(_no_name("mpi4py is not installed")) from None
         raise ClusterError(
             f"mpi: {layout.size} processes run on several hosts, whose names mpirun does not tell. "
             "Install mpi4py (pip install 'tfmulti[mpi]'), start mpirun in an allocation of Slurm, "
             "PBS or LSF, or set TFMULTI_CHIEF_HOST to the host of rank 0 (mpirun -x)."
         ) from None
-    hosts = tuple(MPI.COMM_WORLD.allgather(layout.host))
-    return replace(layout, hosts=hosts, chief_hosts=hosts[:1])
+    if MPI.COMM_WORLD.Get_size() != layout.size:
+        raise ClusterError(
+            f"mpi: mpirun has started {layout.size} processes, but mpi4py sees "
+            f"{MPI.COMM_WORLD.Get_size()}, since it uses another MPI library "
+            f"({MPI.Get_library_version().split(',')[0]}). Install mpi4py for this mpirun."
+        )
+    return MPI.COMM_WORLD
 
 
 def _kinds(env: Env) -> tuple[tuple[str, ...], ...]:
     """Returns the names of the variables of each kind of mpirun, the likeliest kind first.
 
-    `srun --mpi=pmi2` sets PMI_RANK, too; there Slurm's own variables tell more.
+    `srun --mpi=pmi2` sets PMI_RANK, too; there Slurm's own variables tell more. A batch script has
+    a SLURM_PROCID as well, and so has Hydra's proxy, which passes it on to its processes.
     """
-    return (_OPEN_MPI,) if "SLURM_PROCID" in env else (_OPEN_MPI, _HYDRA)
+    by_srun = (
+        "MPI_LOCALNRANKS" not in env
+        and "SLURM_PROCID" in env
+        and env.get("SLURM_PROCID") == env.get("PMI_RANK")
+        and env.get("SLURM_STEP_NUM_TASKS") == env.get("PMI_SIZE")
+    )
+    return (_OPEN_MPI,) if by_srun else (_OPEN_MPI, _HYDRA)
