@@ -10,7 +10,6 @@ others if one is taken.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,39 +17,46 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfmulti.cluster.cluster import Cluster
-from tfmulti.cluster.environments import CHOICES, Described, described
+from tfmulti.cluster.environments import AUTO, CHOICES, Described, described, why_alone
+from tfmulti.config.command_line import Parser, exit_code_of
 from tfmulti.config.console import speaker
-from tfmulti.errors import EXIT_DONE, TfmultiError
 
 
 def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser(
-        "tfmulti env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return exit_code_of(lambda: show(sys.argv[1:] if argv is None else argv, env))
+
+
+def show(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Prints what the environment describes.
+
+    Raises:
+        ClusterError: the description is wrong.
+        ConfigError: an argument is wrong.
+    """
+    parser = Parser("tfmulti env", __doc__ or "")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--environment", default="auto", help=f"one of {', '.join(CHOICES)}")
-    given = parser.parse_args(argv)
-    try:
-        found = described(env, given.environment)
-    except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
-        return int(error.exit_code)
+    given = parser.parsed(argv)
+    found = described(env, given.environment)
     about = _about(found)
     if given.json:
         print(json.dumps(about))
-        return EXIT_DONE
+        return
     say = speaker(True)
     if found is None:
         say("found", "no job: this process trains alone")
-        return EXIT_DONE
-    say("found", f"{found.name}: process {about['rank']} of {about['size']}")
+        if given.environment == AUTO and (hint := why_alone(env)):
+            say("but", hint)
+        return
+    is_evaluator = about["rank"] is None
+    place = f"process {about['rank']} of {about['size']}"
+    say("found", f"{found.name}: {'an evaluator, which does not train' if is_evaluator else place}")
     say("by", ", ".join(found.variables))
     tf_config = about["tf_config"]
     say("TF_CONFIG", json.dumps(tf_config) if tf_config else "known when all have started")
     if tf_config and not about["is_final"]:
         say("ports", "planned; the processes agree on others if one is taken")
-    return EXIT_DONE
 
 
 def _about(found: Described | None) -> dict[str, Any]:

@@ -15,7 +15,6 @@ the array's task, as in sbatch's own file names.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import shutil
@@ -24,14 +23,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tfmulti.errors import EXIT_DONE, ConfigError, TfmultiError
+from tfmulti.config.command_line import Parser, exit_code_of, whole_number
+from tfmulti.errors import ConfigError
 from tfmulti.launch.signals import PREEMPTION_SIGNALS
 
-# Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and with days before.
-_TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})")
-_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+# Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and with days before:
+# days-hours, days-hours:minutes, days-hours:minutes:seconds.
+_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
+_UNLIMITED = ("UNLIMITED", "INFINITE")
+_NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([1-9][0-9]{0,8}))?)?")
 # The program's own time before Slurm's signal is followed by SIGKILL.
 _MARGIN_S = 5
+# Slurm may send the signal so much earlier than it was asked to (`man sbatch`, --signal).
+_EARLY_S = 60
+# The options that the flags of this command set.
+_OWN_OPTIONS = (
+    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "array"),
+    *("output", "open-mode", "signal", "requeue", "no-requeue"),
+)
 _RANDOM = 'od -An -N32 -tx1 /dev/urandom | tr -d "[:space:]"'
 _SECRET = f'export TFMULTI_SECRET="${{TFMULTI_SECRET:-$({_RANDOM})}}"'
 _PATTERNS = {"%j": "SLURM_JOB_ID", "%A": "SLURM_ARRAY_JOB_ID", "%a": "SLURM_ARRAY_TASK_ID"}
@@ -82,8 +91,8 @@ class BatchScript:
             )
         for flag, value, low in (
             ("nodes", self.nodes, 1),
-            ("tasks-per-node", self.tasks, 1),
             ("gpus-per-node", self.gpus_per_node, 0),
+            ("tasks-per-node", self.tasks, 1),
             ("cpus-per-task", 1 if self.cpus_per_task is None else self.cpus_per_task, 1),
             ("signal-s", self.signal_s, 2 * _MARGIN_S),
         ):
@@ -100,19 +109,20 @@ class BatchScript:
                 f"--signal is {self.signal!r}, but it must be one of "
                 f"{', '.join(PREEMPTION_SIGNALS)}."
             )
-        for flag, text, form, example in (
-            ("time", self.time, _TIME, "04:00:00"),
-            ("array", self.array, _ARRAY, "0-3"),
-            ("name", self.name, re.compile(r"[\w.-]+"), "digits"),
-        ):
-            if text is not None and not form.fullmatch(text):
-                raise ConfigError(f"--{flag} is {text!r}, but it must look like {example}.")
+        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
+            raise ConfigError(f"--name is {self.name!r}, but it must look like digits-1.")
+        if self.array is not None:
+            _check_array(self.array)
+        limit_s = None if self.time is None else _seconds(self.time)
+        if limit_s is not None and limit_s <= self.signal_s + _EARLY_S:
+            # The job would be stopped at its start, requeued, stopped again, and so on.
+            raise ConfigError(
+                f"--time is {self.time!r}, which is {limit_s} s, but Slurm may send the signal "
+                f"{self.signal_s + _EARLY_S} s before the limit: --signal-s {self.signal_s}, and "
+                f"up to {_EARLY_S} s earlier. Give the job more time."
+            )
         for option in self.options:
-            if not re.fullmatch(r"[a-z][a-z-]*(=[^\s]+)?", option):
-                raise ConfigError(
-                    f"--option is {option!r}, but it must look like partition=gpu, an option of "
-                    "sbatch without its dashes."
-                )
+            _check_option(option)
 
     @property
     def tasks(self) -> int:
@@ -166,6 +176,11 @@ class BatchScript:
             "# The tasks prove to each other that they belong to this job.",
             _SECRET,
         ]
+        if self.cpus_per_task is not None:
+            found += [
+                "# From 22.05 on srun does not take the cores of a task from sbatch.",
+                'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+            ]
         if self.signal != "TERM":
             found += [
                 f"# SIG{self.signal} means the same as SIGTERM.",
@@ -207,6 +222,70 @@ class BatchScript:
         return " ".join(_quoted(word) for word in [self.python, *words])
 
 
+def _seconds(time: str) -> int | None:
+    """Returns the seconds of a time limit as Slurm reads it, or None if there is no limit.
+
+    Raises:
+        ConfigError: the time has none of Slurm's forms.
+
+    >>> _seconds("30"), _seconds("30:00"), _seconds("04:00:00"), _seconds("1-12"), _seconds("0")
+    (1800, 1800, 14400, 129600, None)
+    """
+    if time.upper() in _UNLIMITED:
+        return None
+    match = _TIME.fullmatch(time)
+    if match is None:
+        raise ConfigError(
+            f"--time is {time!r}, but it must look like 04:00:00, 1-12:00:00 or UNLIMITED."
+        )
+    days, *parts = [int(part) for part in match.groups() if part is not None]
+    if match[1] is None:
+        # One part is minutes, two are minutes:seconds.
+        parts = [days, *parts] if match[4] else [0, days, *parts]
+        days = 0
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None
+
+
+def _check_array(array: str) -> None:
+    """Checks the numbers of a job array, such as `0-3`, `1,5,7` or `0-20:4%2`.
+
+    Raises:
+        ConfigError: they do not parse, or a range falls.
+    """
+    numbers, percent, at_once = array.partition("%")
+    matches = [_NUMBERS.fullmatch(each) for each in numbers.split(",")]
+    if not all(matches) or (percent and not re.fullmatch("[1-9][0-9]{0,8}", at_once)):
+        raise ConfigError(f"--array is {array!r}, but it must look like 0-3, 1,5,7 or 0-20:4%2.")
+    for match in matches:
+        if match and match[2] and int(match[2]) < int(match[1]):
+            raise ConfigError(
+                f"--array is {array!r}, but the range {match[1]}-{match[2]} falls. Write "
+                f"{match[2]}-{match[1]}."
+            )
+
+
+def _check_option(option: str) -> None:
+    """Checks a further option of sbatch.
+
+    Raises:
+        ConfigError: it has another form, or would override a flag of this command.
+    """
+    if not re.fullmatch(r"[a-z][a-z-]*(=[^\s]+)?", option):
+        raise ConfigError(
+            f"--option is {option!r}, but it must look like partition=gpu, an option of sbatch "
+            "without its dashes."
+        )
+    name = option.partition("=")[0]
+    # sbatch accepts the beginning of a name, too.
+    own = next((own for own in _OWN_OPTIONS if own.startswith(name)), None)
+    if own is not None:
+        raise ConfigError(
+            f"--option is {option!r}, but this command sets {own} itself. Use its own flags; "
+            "tfmulti sbatch --help lists them."
+        )
+
+
 def _quoted(word: str) -> str:
     """Returns a word as the shell reads it, with sbatch's patterns as variables.
 
@@ -223,15 +302,18 @@ def _quoted(word: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        script = parsed(words)
-        submits = "--submit" in words[: words.index("--")]
-        print(_submitted(script.text) if submits else script.text, end="")
-    except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    return EXIT_DONE
+    return exit_code_of(lambda: write(sys.argv[1:] if argv is None else argv))
+
+
+def write(words: Sequence[str]) -> None:
+    """Prints the script that a command line describes, or submits it.
+
+    Raises:
+        ConfigError: a value breaks a rule, or sbatch is not there or refuses the script.
+    """
+    script = parsed(words)
+    submits = "--submit" in words[: list(words).index("--")]
+    print(_submitted(script.text) if submits else script.text, end="")
 
 
 def parsed(words: Sequence[str]) -> BatchScript:
@@ -241,25 +323,27 @@ def parsed(words: Sequence[str]) -> BatchScript:
         ConfigError: a value breaks a rule, or no program is given.
     """
     end = words.index("--") if "--" in words else len(words)
-    values = vars(_parser().parse_args(words[:end]))
+    values = vars(_parser().parsed(words[:end]))
     del values["submit"]
     options = tuple(values.pop("option"))
     return BatchScript(program=tuple(words[end + 1 :]), options=options, **values)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     """Returns the parser of the flags before `--`."""
-    parser = argparse.ArgumentParser(
-        "tfmulti sbatch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("tfmulti sbatch", __doc__ or "")
     add = parser.add_argument
-    add("--nodes", type=int, default=1, help="nodes of the job (default 1)")
-    add("--tasks-per-node", type=int, help="workers of each node (default: one for each GPU)")
-    add("--gpus-per-node", type=int, default=0, help="GPUs of each node (default 0)")
-    add("--cpus-per-task", type=int, help="cores of each worker (default: Slurm's)")
+    add("--nodes", type=whole_number, default=1, help="nodes of the job (default 1)")
+    add(
+        "--tasks-per-node",
+        type=whole_number,
+        help="workers of each node (default: one for each GPU)",
+    )
+    add("--gpus-per-node", type=whole_number, default=0, help="GPUs of each node (default 0)")
+    add("--cpus-per-task", type=whole_number, help="cores of each worker (default: Slurm's)")
     add("--time", help="time limit, such as 04:00:00 (default: the partition's)")
     add("--signal", default="TERM", help="signal before the limit: TERM, USR1, USR2")
-    add("--signal-s", type=int, default=90, help="seconds before the limit (default 90)")
+    add("--signal-s", type=whole_number, default=90, help="seconds before the limit (default 90)")
     add("--no-requeue", dest="requeue", action="store_false", help="end when it has saved")
     add("--array", help="numbers of a job array, such as 0-3")
     add("--name", default="tfmulti", help="name of the job")

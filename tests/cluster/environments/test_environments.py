@@ -168,8 +168,10 @@ def test_other_distributions_of_slurm(
     [
         {"SLURM_STEP_NUM_TASKS": "1"},
         {"SLURM_STEP_NUM_TASKS": ""},
-        {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "1"},
-        {"SLURM_JOB_NAME": "interactive", "SLURM_PTY_PORT": "1"},
+        *(
+            {"SLURM_JOB_NAME": name, "SLURM_PTY_PORT": "1"}
+            for name in ("interactive", "bash", "sh", "zsh", "fish", "tcsh")
+        ),
     ],
 )
 def test_a_batch_script_or_a_shell_trains_alone(changed: dict[str, str]) -> None:
@@ -269,6 +271,15 @@ def test_azureml() -> None:
 )
 def test_a_job_of_one_process_has_no_cluster(env: dict[str, str]) -> None:
     assert described(env) is None
+
+
+def test_a_pod_that_trains_alone_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    for env in ({"JOB_COMPLETION_INDEX": "0"}, {"VC_TASK_INDEX": "0"}) * 2:
+        assert find_cluster(env) == (None, "")
+    assert find_cluster({"VK_TASK_INDEX": "0", "JOB_COMPLETION_INDEX": "0"}, "none") == (None, "")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("tfmulti: kubernetes: JOB_COMPLETION_INDEX is set, but TFMULTI_WORKERS")
+    assert second.startswith("tfmulti: volcano: VC_TASK_INDEX is set, but VC_WORKER_HOSTS is not")
 
 
 def test_an_explicit_tf_config_wins() -> None:

@@ -11,6 +11,7 @@ processes agree on ports (`tfmulti.cluster.port_agreement`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -124,6 +125,9 @@ def find_cluster(env: Env, name: str = AUTO) -> tuple[Cluster | None, str]:
     """
     found = described(env, name)
     if found is None:
+        if name == AUTO and (hint := why_alone(env)) and hint not in _hints:
+            _hints.add(hint)
+            print(f"tfmulti: {hint}", file=sys.stderr, flush=True)
         return None, ""
     if isinstance(found.job, Cluster):
         return found.job, found.name
@@ -137,6 +141,28 @@ def find_cluster(env: Env, name: str = AUTO) -> tuple[Cluster | None, str]:
 
 # TensorFlow joins a cluster once in a process, and so do the processes agree once.
 _agreed: dict[Layout, Cluster] = {}
+
+
+_hints: set[str] = set()
+
+
+def why_alone(env: Env) -> str:
+    """Returns what a process that trains alone lacks to be one of several, or an empty text.
+
+    Args:
+        env: the environment variables, in which no environment was recognised.
+    """
+    if kubernetes.INDEX in env and not (kubernetes.WORKERS in env or "PET_NNODES" in env):
+        return (
+            f"kubernetes: {kubernetes.INDEX} is set, but {kubernetes.WORKERS} is not, so this pod "
+            f"trains alone. Set {kubernetes.WORKERS} to the job's completions, or to 1."
+        )
+    if "VC_TASK_INDEX" in env and "VC_WORKER_HOSTS" not in env:
+        return (
+            "volcano: VC_TASK_INDEX is set, but VC_WORKER_HOSTS is not, so this pod trains alone. "
+            "Name the task worker, and use the plugins env and svc."
+        )
+    return ""
 
 
 def check_trains(cluster: Cluster | None) -> None:

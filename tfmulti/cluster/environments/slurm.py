@@ -19,7 +19,8 @@ VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
 )
-_SHELLS = ("bash", "interactive")
+# `salloc` names a job `interactive`.
+_SHELLS = ("interactive", "bash", "sh", "zsh", "fish", "dash", "ksh", "csh", "tcsh")
 
 
 def is_here(env: Env) -> bool:

@@ -1,0 +1,90 @@
+"""Reads the command line of commands without absl's flags, and turns each mistake into one line.
+
+`Parser` is an argparse parser whose errors are ConfigErrors. `exit_code_of` runs a command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from tfmulti.errors import EXIT_DONE, ConfigError, TfmultiError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError instead of printing its usage and exiting.
+
+    A flag must be written in full.
+
+    Args:
+        prog: the command, as the user types it.
+        doc: the description that `--help` shows, with its line breaks.
+    """
+
+    def __init__(self, prog: str, doc: str) -> None:
+        super().__init__(
+            prog,
+            description=doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError with argparse's message."""
+        words = message.removeprefix("argument ").rstrip(".")
+        raise ConfigError(f"{words}. See {self.prog} --help.")
+
+    def parsed(self, words: Sequence[str]) -> argparse.Namespace:
+        """Returns the values of the arguments.
+
+        Raises:
+            ConfigError: an argument is unknown, or a value is wrong.
+            SystemExit: the help was asked for and has been shown.
+        """
+        given, unknown = self.parse_known_args(words)
+        if not unknown:
+            return given
+        if not unknown[0].startswith("-"):
+            raise ConfigError(f"unexpected argument {unknown[0]!r}. See {self.prog} --help.")
+        name = unknown[0].partition("=")[0].lstrip("-").replace("_", "-")
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        known = {flag[2:].replace("_", "-") for flag in flags if flag.startswith("--")}
+        raise ConfigError(f"no flag --{name}; {did_you_mean(name, known - {'help'})}")
+
+
+def whole_number(text: str) -> int:
+    """Returns the whole number of an argument, which is not negative.
+
+    Raises:
+        ArgumentTypeError: the text is none.
+
+    >>> whole_number("12")
+    12
+    """
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
+    return int(text)
+
+
+def exit_code_of(command: Callable[[], None]) -> int:
+    """Runs a command that prints to standard output, and returns its exit code.
+
+    An error of tfmulti is printed in one line. If the reader of the output ends first, as in
+    `tfmulti env | head -1`, the rest is not printed.
+
+    Args:
+        command: the command.
+    """
+    try:
+        command()
+        sys.stdout.flush()
+    except TfmultiError as error:
+        print(f"tfmulti: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except BrokenPipeError:
+        # Python writes the rest when it exits, and that would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_DONE
