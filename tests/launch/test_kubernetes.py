@@ -7,6 +7,7 @@ hostnames and the environment of the manifest, and are restarted by the manifest
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -24,11 +25,12 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from tests.support import networks
 from tests.support.networks import Hosts
 from tests.support.processes import ROOT, Processes, clean_env, processes
+from tfmulti.cluster.environments.kubernetes import PORT
 from tfmulti.errors import EXIT_PEER_LOST, ConfigError
 from tfmulti.launch.kubernetes import Manifest, main
 
 WHY_NOT = networks.why_not()
-LIMIT_S = 150
+LIMIT_S = 120
 EPOCHS = 12
 SECRET = "a secret that only the pods of this job know"
 FIT = ("-m", "tfmulti.fit")
@@ -163,6 +165,31 @@ def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
     assert users == [str(uid)]
 
 
+def _children(process: int) -> list[int]:
+    """Returns the child processes of a process, or none if it has ended."""
+    try:
+        return [
+            int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
+def _name(process: int) -> str:
+    """Returns the name of the program that a process runs, or nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text()
+    except OSError:
+        return ""
+
+
+def _listens(process: int) -> bool:
+    """Returns whether TensorFlow's port is open in the network of a process."""
+    tables = [Path(f"/proc/{process}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table.splitlines()]
+    return any(row[1].endswith(f":{PORT:04X}") and row[3] == "0A" for row in rows)
+
+
 class Pods:
     """The pods of a Job with two pods, which this class starts and restarts as Kubernetes would."""
 
@@ -199,10 +226,31 @@ class Pods:
         python, *argv = map(placed, container["command"])
         assert python == "python"
         bind = f'mount --bind {self._folder}/hosts /etc/hosts && exec "$@"'
-        before = [*self._hosts.inside(index + 1), "unshare", "--mount", "sh", "-c", bind, "-"]
+        # The command of a container is the first process of its PID namespace.
+        first = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        before = [*self._hosts.inside(index + 1), *first, "sh", "-c", bind, "-"]
         before += ["env", f"PYTHONPATH={ROOT}"]
         self.running[index] = self._group.start(argv, env, before=before)
         self.env = clean_env(env)
+
+    def processes(self, index: int) -> list[int]:
+        """Returns the shim of a pod and its program, as far as they have started."""
+        found = [self.running[index].pid]
+        while children := _children(found[-1]):
+            found.append(children[0])
+        return [process for process in found[1:3] if _name(process).startswith("python")]
+
+    def wait_for_program(self, index: int) -> int:
+        """Waits until the shim of a pod has started its program, and returns the program's id."""
+        deadline = time.monotonic() + LIMIT_S
+        while len(found := self.processes(index)) < 2:
+            assert time.monotonic() < deadline, self._group.logs()
+            time.sleep(0.01)
+        return found[1]
+
+    def end(self, index: int) -> None:
+        """Sends SIGTERM to the first process of a pod, as Kubernetes does when it ends a pod."""
+        os.kill(self.processes(index)[0], signal.SIGTERM)
 
     def probe(self, name: str) -> int:
         """Returns the exit code of a probe of the pod that was started last."""
@@ -266,7 +314,8 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
         assert pods.probe("livenessProbe") == 0
         wait_for_epochs(3)
         assert (pods.probe("startupProbe"), pods.probe("livenessProbe")) == (0, 0)
-        pods.running[1].kill()
+        # The system's memory is used up, for example: it kills the program, and not the shim.
+        os.kill(pods.wait_for_program(1), signal.SIGKILL)
         killed = pods.wait()
         assert killed == {0: EXIT_PEER_LOST, 1: 128 + signal.SIGKILL}, group.logs()
         assert [pods.action(code) for code in killed.values()] == ["Count", "Count"]
@@ -275,7 +324,7 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
             pods.start(index)
         wait_for_epochs(epochs() + 3)
         # A node is drained: its pod gets SIGTERM.
-        pods.running[0].send_signal(signal.SIGTERM)
+        pods.end(0)
         drained = pods.wait()
         assert drained == {0: 143, 1: 143}, group.logs()
         assert pods.action(143) == "Count"
@@ -290,6 +339,31 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
     found = json.loads((runs / "job" / "result.json").read_text())
     one = json.loads((tmp_path / "one" / "result.json").read_text())
     assert found["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.parametrize("waits", [False, True], ids=["imports", "waits"])
+def test_sigterm_ends_a_pod_that_has_not_begun(two: Hosts, tmp_path: Path, waits: bool) -> None:
+    """Linux drops SIGTERM to the first process of a container unless the process handles it."""
+    (tmp_path / "runs").mkdir()
+    script = tmp_path / "runs" / "own.py"
+    script.write_text("import tfmulti\ntfmulti.make_strategy()\n")
+    job = parts_of(program=("/runs/own.py",), name="job")["Job"]
+    with processes(tmp_path / "logs") as group:
+        pods = Pods(job, tmp_path, two, group)
+        pods.start(0)
+        pods.wait_for_program(0)
+        if waits:
+            deadline = time.monotonic() + LIMIT_S
+            # The worker listens, but the other pod does not come.
+            while not _listens(pods.wait_for_program(0)):
+                assert time.monotonic() < deadline, group.logs()
+                time.sleep(0.1)
+        began = time.monotonic()
+        pods.end(0)
+        assert pods.wait() == {0: 143}, group.logs()
+        assert time.monotonic() - began < 5
 
 
 @pytest.mark.hosts
