@@ -34,11 +34,12 @@ LIMIT_S = 120
 EPOCHS = 12
 SECRET = "a secret that only the pods of this job know"
 FIT = ("-m", "tfmulti.fit")
+IMAGE = "example/tfmulti:1"
 
 
 def parts_of(**options: Any) -> dict[str, Any]:
     """Returns the objects of a manifest by their kinds."""
-    wanted = {"program": FIT, "image": "example/tfmulti:1", **options}
+    wanted = {"program": FIT, "image": IMAGE, **options}
     found = list(yaml.safe_load_all(Manifest(**wanted).text))
     return {part["kind"]: part for part in found}
 
@@ -115,22 +116,100 @@ def test_the_programs_arguments_are_not_changed() -> None:
         ("-- a.py", "--image is '', but it must name a container image"),
         ("--image 'i j' -- a.py", "--image is 'i j'"),
         ("--image i --workers 0 -- a.py", "--workers is 0, but it must be at least 1"),
-        ("--image i --gpus -1 -- a.py", "--gpus is -1, but it must be at least 0"),
+        ("--image i --workers 100001 -- a.py", "--workers is 100001, but it must be at least 1"),
+        ("--image i --workers x -- a.py", "--workers: 'x' is not a whole number. See tfmulti "),
+        ("--image i --gpus -1 -- a.py", "--gpus: '-1' is not a whole number"),
+        ("--image i --gpus 1001 -- a.py", "--gpus is 1001, but it must be at least 0"),
         ("--image i --grace-s 5 -- a.py", "--grace-s is 5, but it must be at least 20"),
+        ("--image i --max-restarts 10001 -- a.py", "--max-restarts is 10001, but it must be at"),
+        ("--image i --max-restarts 1000000000000 -- a.py", "--max-restarts: '1000000000000' is "),
+        ("--image i --start-s 604801 -- a.py", "--start-s is 604801, but it must be at least 0"),
         ("--image i --name Digits -- a.py", "--name is 'Digits', but it must look like digits-1"),
         ("--image i --claim /x -- a.py", "--claim is '/x', but it must look like runs"),
-        ("--image i --memory 4GB -- a.py", "--memory is '4GB', but it must look like 32Gi"),
-        ("--image i --kind pod -- a.py", "--kind is 'pod', but it must be one of job, jobset"),
+        ("--image i --claim a..b -- a.py", "--claim is 'a..b', but it must look like runs"),
+        ("--image i --claim '' -- a.py", "--claim is '', but it must look like runs"),
+        (
+            "--image i --kind jobs -- a.py",
+            "no kind 'jobs'; did you mean 'job'? Known: job, jobset.",
+        ),
+        ("--image i --wrokers 3 -- a.py", "no flag --wrokers; did you mean 'workers'? Known: "),
+        ("--image i --work 3 -- a.py", "no flag --work; did you mean 'workers'? Known: "),
+        ("--image i train.py", "unexpected argument 'train.py'. See tfmulti kubernetes --help."),
+        ("--image", "--image: expected one argument. See tfmulti kubernetes --help."),
+        *(
+            (f"--image i --{flag} {value} -- a.py", f"--{flag} is '{value}', but it must look like")
+            for flag, values in (
+                ("memory", ("4GB", "4m", "4", "0", "0Gi", "4Mi", "٤Gi", "1e3Gi", "9999999999Gi")),
+                ("cpus", ("0", "0m", "0.0", "2Gi", "1.5m", "٢", "0.0001", "x")),
+                ("storage", ("0", "0Gi", "20", "20GB", "5m", "9000000Pi")),
+            )
+            for value in values
+        ),
+        *(
+            (f"--image '{image}' -- a.py", f"--image is '{image}', but it must name a container")
+            for image in (
+                "I",
+                "I/UPPER:x:y",
+                "a:b:c",
+                "a//b",
+                "a/",
+                "a:",
+                "é",
+                "a@sha256:1",
+                "a" * 256,
+            )
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["manifest", *shlex.split(words)]) == 2
+    check_mistake(["manifest", *shlex.split(words)], message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no document ''; Known: manifest. Write tfmulti kubernetes manifest, and then"),
+        (["manifst", "--image", "i"], "no document 'manifst'; did you mean 'manifest'?"),
+    ],
+)
+def test_what_to_print_must_be_given(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_mistake(words, message, capsys)
+
+
+def check_mistake(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"tfmulti: {message}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpus": "500m", "memory": "512Mi", "storage": "1.5T"},
+        {"cpus": "0.5", "memory": "64Mi", "claim": "a.b-1"},
+        {"image": "registry.example:5000/a_b/c--d/tfmulti:1.2-x"},
+        {"image": f"localhost/a@sha256:{'0' * 64}"},
+        {"workers": 100_000, "max_restarts": 10_000},
+    ],
+)
+def test_values_that_kubernetes_takes(options: dict[str, Any]) -> None:
+    spec = parts_of(**options)["Job"]["spec"]
+    assert spec["backoffLimit"] < 2**31
+    assert pod_of({"spec": spec})["containers"][0]["image"] == options.get("image", IMAGE)
+
+
+@pytest.mark.parametrize(("start_s", "failures"), [(3600, 120), (31, 2), (0, None)])
+def test_the_time_until_training_begins(start_s: int, failures: int | None) -> None:
+    """Without a limit there is no startup probe: a program may send no heartbeats."""
+    container = pod_of(parts_of(start_s=start_s)["Job"])["containers"][0]
+    assert container.get("startupProbe", {}).get("failureThreshold") == failures
+    assert "livenessProbe" in container
 
 
 def test_a_name_that_fits_gives_hostnames_that_fit() -> None:
