@@ -6,8 +6,10 @@ hostnames and the environment of the manifest, and are restarted by the manifest
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,12 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from tests.support import networks
+from tests.support.kubernetes import check
 from tests.support.networks import Hosts
 from tests.support.processes import ROOT, Processes, clean_env, processes
 from tfmulti.cluster.environments.kubernetes import PORT
@@ -49,45 +51,104 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
     return pod
 
 
-@pytest.mark.parametrize("options", [{}, {"gpus": 8, "workers": 16}, {"claim": "data.claim-1"}])
+MANIFESTS: list[dict[str, Any]] = [
+    {},
+    {"gpus": 8, "workers": 16},
+    {"claim": "data.claim-1"},
+    {"kind": "jobset", "workers": 3},
+    {"workers": 100_000, "max_restarts": 10_000, "start_s": 604_800, "grace_s": 604_800},
+]
+
+
+@pytest.mark.parametrize("options", MANIFESTS)
 def test_the_objects_are_valid(options: dict[str, Any]) -> None:
-    """They fit the schemas of the oldest and the newest supported Kubernetes."""
+    """They fit the schemas of the oldest and the newest supported Kubernetes, and its rules."""
     parts = parts_of(**options)
-    assert set(parts) >= {"Service", "NetworkPolicy", "Job"}
+    is_set = options.get("kind") == "jobset"
+    assert set(parts) >= ({"NetworkPolicy", "JobSet"} if is_set else {"Service", "Job"})
     assert ("PersistentVolumeClaim" in parts) == ("claim" not in options)
-    for part in parts.values():
-        for version in ("1.31", "1.35"):
-            kubernetes_validate.validate(part, version, strict=True)
+    check(list(parts.values()))
 
 
-def test_a_wrong_field_is_not_valid() -> None:
-    job = parts_of()["Job"]
-    job["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = 1
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, "1.35", strict=True)
-
-
-def test_a_job_set_is_valid() -> None:
+def test_the_fields_of_a_job_set_are_known() -> None:
     """Kubeflow has JobSet's schema as classes, which drop unknown fields."""
     made = parts_of(kind="jobset", workers=3)["JobSet"]
     assert JobsetV1alpha2JobSet.from_dict(made).to_dict() == made
-    (replicated,) = made["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}}
-    kubernetes_validate.validate(job | replicated["template"], "1.35", strict=True)
+
+
+# A path to a field, the value that it gets, and what Kubernetes says. None removes the field.
+JOB, SET = ("Job", "spec"), ("JobSet", "spec")
+POD = (*JOB, "template", "spec")
+WORKER = (*POD, "containers", 0)
+RULE = (*JOB, "podFailurePolicy", "rules", 0)
+SET_JOB = (*SET, "replicatedJobs", 0, "template", "spec")
+SET_RULE = (*SET, "failurePolicy", "rules", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ((*RULE, "action"), "FailJobb", "action 'FailJobb'"),
+        ((*RULE, "onExitCode"), 1, "onExitCode"),
+        ((*RULE, "onExitCodes", "containerName"), "nope", "containerName"),
+        ((*RULE, "onExitCodes", "operator"), "in", "operator 'in'"),
+        ((*RULE, "onExitCodes", "values"), [2, 1], "values"),
+        ((*RULE, "onExitCodes", "values"), [0, 1], "values"),
+        ((*JOB, "completionMode"), "indexed", "completionMode 'indexed'"),
+        ((*JOB, "completions"), None, "completions"),
+        ((*JOB, "completions"), 100_001, "completions"),
+        ((*JOB, "parallelism"), 100_001, "parallelism"),
+        ((*JOB, "backoffLimit"), 10**12, "backoffLimit 1000000000000"),
+        ((*JOB, "template", "metadata", "labels"), {"a": "b"}, "selector"),
+        ((*POD, "restartPolicy"), "never", "restartPolicy 'never'"),
+        ((*POD, "restartPolicy"), "OnFailure", "restartPolicy of a Job"),
+        ((*POD, "restartPolicy"), None, "restartPolicy is missing"),
+        ((*POD, "subdomain"), "other", "subdomain"),
+        ((*POD, "volumes", 0, "name"), "other", "volume 'runs'"),
+        ((*POD, "volumes", 1, "name"), "runs", "volumes"),
+        ((*POD, "volumes", 0, "persistentVolumeClaim", "claimName"), "x", "claimName 'x'"),
+        ((*WORKER, "volumeMounts", 1, "mountPath"), "/runs", "mountPath"),
+        ((*WORKER, "resources", "limits", "memory"), "x", "quantity 'x'"),
+        ((*WORKER, "env", 1, "value"), 4, "4 is not"),
+        ((*WORKER, "env", 1, "name"), "TFMULTI_SECRET", "env"),
+        ((*WORKER, "startupProbe", "failureThreshold"), 0, "startupProbe"),
+        (("PersistentVolumeClaim", "spec", "accessModes"), ["RWX"], "accessModes 'RWX'"),
+        (("NetworkPolicy", "spec", "policyTypes"), ["ingress"], "policyTypes 'ingress'"),
+        (("NetworkPolicy", "spec", "podSelector", "matchLabels"), {"a": "b"}, "selector"),
+        (("Service", "spec", "selector"), {"a": "b"}, "selector"),
+        (("Service", "metadata", "name"), "A", "name"),
+        ((*SET_RULE, "action"), "FailJobSett", "'FailJobSett' is not one of"),
+        ((*SET_RULE, "name"), None, "'name' is a required property"),
+        ((*SET_RULE, "onJobFailureReasons"), ["X"], "'X' is not one of"),
+        ((*SET, "failurePolicy", "maxRestarts"), "3", "'3' is not of type 'integer'"),
+        ((*SET, "replicatedJobs"), None, "'replicatedJobs' is a required property"),
+        ((*SET, "foo"), 1, "'foo' was unexpected"),
+        ((*SET_JOB, "completionMode"), "indexed", "completionMode 'indexed'"),
+        ((*SET_JOB, "template", "spec", "restartPolicy"), None, "restartPolicy is missing"),
+    ],
+)
+def test_a_wrong_manifest_is_not_valid(
+    path: tuple[str | int, ...], value: object, message: str
+) -> None:
+    """The checks of these tests see a fault in each place."""
+    parts: Any = parts_of(kind="jobset" if path[0] == "JobSet" else "job")
+    *folder, last = path
+    inner = functools.reduce(lambda found, key: found[key], folder, parts)
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(list(parts.values()))
 
 
 def test_the_parts_belong_together() -> None:
     parts = parts_of(name="digits", workers=3, grace_s=60)
     spec, pod = parts["Job"]["spec"], pod_of(parts["Job"])
-    labels = spec["template"]["metadata"]["labels"]
-    assert parts["Service"]["spec"]["selector"] == labels
     assert parts["Service"]["spec"]["publishNotReadyAddresses"] is True
     rules = parts["NetworkPolicy"]["spec"]
     assert rules["podSelector"] == rules["ingress"][0]["from"][0]["podSelector"]
-    assert rules["podSelector"]["matchLabels"] == labels
-    assert pod["subdomain"] == parts["Service"]["metadata"]["name"] == "digits"
-    claim = parts["PersistentVolumeClaim"]["metadata"]["name"]
-    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
+    assert pod["subdomain"] == "digits"
     assert spec["completions"] == spec["parallelism"] == 3
     # The worker must have saved before Kubernetes kills it.
     grace = next(e for e in pod["containers"][0]["env"] if e["name"] == "TFMULTI_GRACE_S")
