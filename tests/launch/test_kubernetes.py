@@ -6,6 +6,7 @@ hostnames and the environment of the manifest, and are restarted by the manifest
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -24,11 +25,13 @@ import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from tests.support import networks
-from tests.support.kubernetes import check
+from tests.support.kubernetes import check, check_object
 from tests.support.networks import Hosts
 from tests.support.processes import ROOT, Processes, clean_env, processes
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.environments import check_trains, described
 from tfmulti.cluster.environments.kubernetes import PORT
-from tfmulti.errors import EXIT_PEER_LOST, ConfigError
+from tfmulti.errors import EXIT_PEER_LOST, ClusterError, ConfigError
 from tfmulti.launch.kubernetes import Manifest, main
 
 WHY_NOT = networks.why_not()
@@ -154,6 +157,104 @@ def test_the_parts_belong_together() -> None:
     grace = next(e for e in pod["containers"][0]["env"] if e["name"] == "TFMULTI_GRACE_S")
     assert int(grace["value"]) < pod["terminationGracePeriodSeconds"] == 60
     assert pod["containers"][0]["command"][-2:] == ["--run_dir", "/runs/digits"]
+
+
+def tf_job(**replicas: int) -> dict[str, Any]:
+    """Returns the TFJob of the page of docs, with other replicas."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    found: dict[str, Any] = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    specs = found["spec"]["tfReplicaSpecs"]
+    if replicas:
+        specs |= {name: specs["Worker"] | {"replicas": n} for name, n in replicas.items()}
+    return found
+
+
+def tf_configs(job: dict[str, Any]) -> list[str]:
+    """Returns the TF_CONFIG of each pod that trains or evaluates, as the operator sets it.
+
+    A job of one replica gets none, and an evaluator does not belong to the cluster. See
+    pkg/controller.v1/tensorflow/tensorflow.go of Kubeflow's training operator v1.
+    """
+    spec, name = job["spec"], job["metadata"]["name"]
+    counts = {kind.lower(): one["replicas"] for kind, one in spec["tfReplicaSpecs"].items()}
+    if sum(counts.values()) == 1:
+        return []
+    cluster = {
+        kind: [f"{name}-{kind}-{index}.default.svc:2222" for index in range(count)]
+        for kind, count in counts.items()
+        if kind != "evaluator"
+    }
+    found = []
+    for kind, count in counts.items():
+        for index in range(count) if kind != "ps" else ():
+            task = {"type": kind, "index": index}
+            config = {"cluster": cluster, "task": task, "environment": "cloud"}
+            if spec.get("enableDynamicWorker"):
+                sparse = {"worker": {str(index): cluster[kind][index]}, "ps": []}
+                config = {"sparseCluster": sparse, "task": task}
+            found.append(json.dumps(config))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("replicas", "chief"),
+    [
+        ({}, "digits-worker-0"),
+        ({"Chief": 1, "Worker": 3}, "digits-chief-0"),
+        ({"Master": 1, "Worker": 3}, "digits-master-0"),
+        ({"PS": 0}, "digits-worker-0"),
+        ({"Evaluator": 1}, "digits-worker-0"),
+    ],
+)
+def test_the_pods_of_a_tfjob_form_a_cluster(replicas: dict[str, int], chief: str) -> None:
+    job = tf_job(**replicas)
+    check_object(job)
+    read = [described({"TF_CONFIG": config}) for config in tf_configs(job)]
+    clusters = [found.job for found in read if found and isinstance(found.job, Cluster)]
+    workers = [cluster for cluster in clusters if not cluster.is_evaluator]
+    assert sorted(cluster.rank for cluster in workers) == [0, 1, 2, 3]
+    assert len({cluster.addresses for cluster in workers}) == 1
+    assert workers[0].addresses[0] == f"{chief}.default.svc:2222"
+    assert len(clusters) - len(workers) == replicas.get("Evaluator", 0)
+    for cluster in clusters:
+        with pytest.raises(ClusterError) if cluster.is_evaluator else contextlib.nullcontext():
+            check_trains(cluster)
+
+
+def test_a_tfjob_of_one_pod_trains_alone() -> None:
+    job = tf_job(Worker=1)
+    check_object(job)
+    assert tf_configs(job) == []
+    assert described({"HOSTNAME": "digits-worker-0"}) is None
+
+
+def test_a_tfjob_with_dynamic_workers_is_refused() -> None:
+    job = tf_job()
+    job["spec"]["enableDynamicWorker"] = True
+    check_object(job)
+    for config in tf_configs(job):
+        with pytest.raises(ClusterError, match="sparseCluster, which lists this worker alone"):
+            described({"TF_CONFIG": config})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("Worker", "restartPolicy"), "Exitcode", "'Exitcode' is not one of"),
+        (("Workers",), {}, "'Workers' does not match"),
+        (("Worker", "template", "spec", "containers", 0, "name"), "worker", "does not contain"),
+        (("Worker", "template", "spec", "containers", 0, "volumeMounts", 0, "name"), "x", "'x'"),
+    ],
+)
+def test_a_wrong_tfjob_is_not_valid(
+    path: tuple[str | int, ...], value: object, message: str
+) -> None:
+    job = tf_job()
+    *folder, last = path
+    inner: Any = job["spec"]["tfReplicaSpecs"]
+    functools.reduce(lambda found, key: found[key], folder, inner)[last] = value
+    with pytest.raises(ValueError, match=message):
+        check_object(job)
 
 
 def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,14 +432,15 @@ def _listens(process: int) -> bool:
 
 
 class Pods:
-    """The pods of a Job with two pods, which this class starts and restarts as Kubernetes would."""
+    """The pods of a Job, which this class starts and restarts as Kubernetes would."""
 
     def __init__(self, job: dict[str, Any], folder: Path, hosts: Hosts, group: Processes) -> None:
         self._job, self._folder, self._hosts, self._group = job, folder, hosts, group
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.count = 0
-        names = [f"{self.hostname(i)}.{pod_of(job)['subdomain']}" for i in range(2)]
-        lines = [f"{hosts.address(i + 1)} {names[i]}\n" for i in range(2)]
+        pods = range(job["spec"]["completions"])
+        names = [f"{self.hostname(i)}.{pod_of(job)['subdomain']}" for i in pods]
+        lines = [f"{hosts.address(i + 1)} {names[i]}\n" for i in pods]
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
 
     def hostname(self, index: int) -> str:
@@ -479,6 +581,32 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
     found = json.loads((runs / "job" / "result.json").read_text())
     one = json.loads((tmp_path / "one" / "result.json").read_text())
     assert found["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_the_pods_of_the_pages_command_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (line,) = re.findall(r"^python -m tfmulti kubernetes (manifest .*)$", page, re.MULTILINE)
+    assert main(shlex.split(line.replace("--epochs 90", "--epochs 2"))) == 0
+    parts = list(yaml.safe_load_all(capsys.readouterr().out))
+    check(parts)
+    job = parts[-1]
+    pods_count = job["spec"]["completions"]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "network").mkdir()
+    with (
+        networks.hosts(pods_count, tmp_path / "network") as made,
+        processes(tmp_path / "logs") as group,
+    ):
+        pods = Pods(job, tmp_path, made, group)
+        for index in range(pods_count):
+            pods.start(index)
+        assert set(pods.wait().values()) == {0}, group.logs()
+    report = json.loads((tmp_path / "runs" / "digits" / "report.json").read_text())
+    assert (report["workers"], report["epochs"]) == (4, 2)
 
 
 @pytest.mark.hosts
