@@ -1,7 +1,7 @@
 """Tests that the manifests for Kubernetes are valid, and that their pods train.
 
 No Kubernetes runs here. The commands of the pods run as processes in network namespaces, with the
-hostnames and the environment of the manifest, and are restarted by the manifest's policy.
+hostnames, the environment and the privileges of the manifest, and are restarted by its policy.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from tests.support import networks
 from tests.support.kubernetes import check, check_object
 from tests.support.networks import Hosts
-from tests.support.processes import ROOT, Processes, clean_env, processes
+from tests.support.pods import LIMIT_S, Pods, pod_of, why_not
+from tests.support.processes import ROOT, clean_env, processes
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import check_trains, described
 from tfmulti.cluster.environments.kubernetes import PORT
 from tfmulti.errors import EXIT_PEER_LOST, ClusterError, ConfigError
 from tfmulti.launch.kubernetes import Manifest, main
 
-WHY_NOT = networks.why_not()
-LIMIT_S = 120
+WHY_NOT = why_not()
 EPOCHS = 12
-SECRET = "a secret that only the pods of this job know"
 FIT = ("-m", "tfmulti.fit")
 IMAGE = "example/tfmulti:1"
 
@@ -47,11 +46,6 @@ def parts_of(**options: Any) -> dict[str, Any]:
     wanted = {"program": FIT, "image": IMAGE, **options}
     found = list(yaml.safe_load_all(Manifest(**wanted).text))
     return {part["kind"]: part for part in found}
-
-
-def pod_of(job: dict[str, Any]) -> dict[str, Any]:
-    pod: dict[str, Any] = job["spec"]["template"]["spec"]
-    return pod
 
 
 MANIFESTS: list[dict[str, Any]] = [
@@ -401,27 +395,11 @@ def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
         ["sh", "-euc", install], cwd=source, env=clean_env({"EXTRAS": "images"}), check=True
     )
     subprocess.run(["sh", "-nc", second], check=True)
+    (command,) = [json.loads(text) for word, text in steps if word == "CMD"]
+    assert command == pod_of(parts_of()["Job"])["containers"][0]["command"][: len(command)]
     users = [text for word, text in steps if word == "USER"]
     uid = pod_of(parts_of()["Job"])["securityContext"]["runAsUser"]
     assert users == [str(uid)]
-
-
-def _children(process: int) -> list[int]:
-    """Returns the child processes of a process, or none if it has ended."""
-    try:
-        return [
-            int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        ]
-    except OSError:
-        return []
-
-
-def _name(process: int) -> str:
-    """Returns the name of the program that a process runs, or nothing if it has ended."""
-    try:
-        return Path(f"/proc/{process}/comm").read_text()
-    except OSError:
-        return ""
 
 
 def _listens(process: int) -> bool:
@@ -429,94 +407,6 @@ def _listens(process: int) -> bool:
     tables = [Path(f"/proc/{process}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     rows = [row.split() for table in tables for row in table.splitlines()]
     return any(row[1].endswith(f":{PORT:04X}") and row[3] == "0A" for row in rows)
-
-
-class Pods:
-    """The pods of a Job, which this class starts and restarts as Kubernetes would."""
-
-    def __init__(self, job: dict[str, Any], folder: Path, hosts: Hosts, group: Processes) -> None:
-        self._job, self._folder, self._hosts, self._group = job, folder, hosts, group
-        self.running: dict[int, subprocess.Popen[bytes]] = {}
-        self.count = 0
-        pods = range(job["spec"]["completions"])
-        names = [f"{self.hostname(i)}.{pod_of(job)['subdomain']}" for i in pods]
-        lines = [f"{hosts.address(i + 1)} {names[i]}\n" for i in pods]
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-
-    def hostname(self, index: int) -> str:
-        return f"{self._job['metadata']['name']}-{index}"
-
-    def start(self, index: int) -> None:
-        """Starts a pod with this index, as the Job's controller does."""
-        own = self._folder / f"scratch-{index}-{self.count}"
-        own.mkdir()
-        self.count += 1
-        container = pod_of(self._job)["containers"][0]
-        # The volumes are folders of this machine.
-        folders = {"runs": self._folder / "runs", "scratch": own}
-        places = {m["mountPath"]: folders[m["name"]] for m in container["volumeMounts"]}
-
-        def placed(text: str) -> str:
-            for path, folder in places.items():
-                if text == path or text.startswith(f"{path}/"):
-                    return str(folder) + text.removeprefix(path)
-            return text
-
-        env = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": self.hostname(index)}
-        for entry in container["env"]:
-            env[entry["name"]] = placed(entry.get("value", SECRET))
-        python, *argv = map(placed, container["command"])
-        assert python == "python"
-        bind = f'mount --bind {self._folder}/hosts /etc/hosts && exec "$@"'
-        # The command of a container is the first process of its PID namespace.
-        first = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        before = [*self._hosts.inside(index + 1), *first, "sh", "-c", bind, "-"]
-        before += ["env", f"PYTHONPATH={ROOT}"]
-        self.running[index] = self._group.start(argv, env, before=before)
-        self.env = clean_env(env)
-
-    def processes(self, index: int) -> list[int]:
-        """Returns the shim of a pod and its program, as far as they have started."""
-        found = [self.running[index].pid]
-        while children := _children(found[-1]):
-            found.append(children[0])
-        return [process for process in found[1:3] if _name(process).startswith("python")]
-
-    def wait_for_program(self, index: int) -> int:
-        """Waits until the shim of a pod has started its program, and returns the program's id."""
-        deadline = time.monotonic() + LIMIT_S
-        while len(found := self.processes(index)) < 2:
-            assert time.monotonic() < deadline, self._group.logs()
-            time.sleep(0.01)
-        return found[1]
-
-    def end(self, index: int) -> None:
-        """Sends SIGTERM to the first process of a pod, as Kubernetes does when it ends a pod."""
-        os.kill(self.processes(index)[0], signal.SIGTERM)
-
-    def probe(self, name: str) -> int:
-        """Returns the exit code of a probe of the pod that was started last."""
-        command = pod_of(self._job)["containers"][0][name]["exec"]["command"]
-        return subprocess.run([sys.executable, *command[1:]], cwd=ROOT, env=self.env).returncode
-
-    def action(self, code: int) -> str:
-        """Returns the action of the Job's policy for an exit code."""
-        for rule in self._job["spec"]["podFailurePolicy"]["rules"]:
-            if code in rule.get("onExitCodes", {}).get("values", []):
-                return str(rule["action"])
-        return "Count"
-
-    def wait(self) -> dict[int, int]:
-        """Waits for all pods, and returns their exit codes."""
-        codes = {}
-        deadline = time.monotonic() + LIMIT_S
-        for index, process in self.running.items():
-            try:
-                code = process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(self._group.logs()) from None
-            codes[index] = 128 - code if code < 0 else code
-        return codes
 
 
 @pytest.fixture
@@ -533,7 +423,6 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
     two: Hosts, tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
-    runs.mkdir()
     program = ("-m", "tests.support.slow_training", "/runs/job", str(EPOCHS))
     job = parts_of(program=program, name="job")["Job"]
     progress = runs / "job" / "progress.txt"
@@ -552,10 +441,10 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
 
         for index in (0, 1):
             pods.start(index)
-        assert pods.probe("startupProbe") == 1
-        assert pods.probe("livenessProbe") == 0
+        assert pods.probe("startupProbe", 1) == 1
+        assert pods.probe("livenessProbe", 1) == 0
         wait_for_epochs(3)
-        assert (pods.probe("startupProbe"), pods.probe("livenessProbe")) == (0, 0)
+        assert (pods.probe("startupProbe", 1), pods.probe("livenessProbe", 1)) == (0, 0)
         # The system's memory is used up, for example: it kills the program, and not the shim.
         os.kill(pods.wait_for_program(1), signal.SIGKILL)
         killed = pods.wait()
@@ -583,6 +472,32 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
     assert found["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
+PRIVILEGES = """
+import os, pathlib, socket
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status"))
+assert (os.getuid(), os.getgid(), os.getppid()) == (1000, 1000, 1)
+assert [int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")] == [0, 0, 0]
+assert status["NoNewPrivs"].strip() == "1"
+for folder in ("/", "/usr", "/etc", "/venv", "/src"):
+    assert os.statvfs(folder).f_flag & os.ST_RDONLY, folder
+for folder in ("/runs", os.environ["HOME"]):
+    (pathlib.Path(folder) / "new").touch()
+assert socket.gethostbyname("job-1.job").startswith("10.")
+"""
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_a_pod_has_the_privileges_of_the_manifest(two: Hosts, tmp_path: Path) -> None:
+    """So the other tests of pods show what a container of Kubernetes could do."""
+    job = parts_of(program=("/runs/own.py",), name="job")["Job"]
+    with processes(tmp_path / "logs") as group:
+        pods = Pods(job, tmp_path, two, group)
+        (pods.runs / "own.py").write_text(PRIVILEGES)
+        pods.start(0)
+        assert pods.wait() == {0: 0}, group.logs()
+
+
 @pytest.mark.hosts
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_the_pods_of_the_pages_command_train(
@@ -595,7 +510,6 @@ def test_the_pods_of_the_pages_command_train(
     check(parts)
     job = parts[-1]
     pods_count = job["spec"]["completions"]
-    (tmp_path / "runs").mkdir()
     (tmp_path / "network").mkdir()
     with (
         networks.hosts(pods_count, tmp_path / "network") as made,
@@ -614,12 +528,10 @@ def test_the_pods_of_the_pages_command_train(
 @pytest.mark.parametrize("waits", [False, True], ids=["imports", "waits"])
 def test_sigterm_ends_a_pod_that_has_not_begun(two: Hosts, tmp_path: Path, waits: bool) -> None:
     """Linux drops SIGTERM to the first process of a container unless the process handles it."""
-    (tmp_path / "runs").mkdir()
-    script = tmp_path / "runs" / "own.py"
-    script.write_text("import tfmulti\ntfmulti.make_strategy()\n")
     job = parts_of(program=("/runs/own.py",), name="job")["Job"]
     with processes(tmp_path / "logs") as group:
         pods = Pods(job, tmp_path, two, group)
+        (pods.runs / "own.py").write_text("import tfmulti\ntfmulti.make_strategy()\n")
         pods.start(0)
         pods.wait_for_program(0)
         if waits:
@@ -637,7 +549,6 @@ def test_sigterm_ends_a_pod_that_has_not_begun(two: Hosts, tmp_path: Path, waits
 @pytest.mark.hosts
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_a_mistake_ends_the_job(two: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
     job = parts_of(program=(*FIT, "--epochs", "0"), name="job")["Job"]
     with processes(tmp_path / "logs") as group:
         pods = Pods(job, tmp_path, two, group)
