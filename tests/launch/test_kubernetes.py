@@ -27,7 +27,7 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from tests.support import networks
 from tests.support.kubernetes import check, check_object
 from tests.support.networks import Hosts
-from tests.support.pods import LIMIT_S, Pods, pod_of, why_not
+from tests.support.pods import LIMIT_S, Pods, expanded, pod_of, why_not
 from tests.support.processes import ROOT, clean_env, processes
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import check_trains, described
@@ -257,11 +257,12 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ODD = ["train.py", 'a: "b"\n- c', "yes", "null", "'", "1", "#", "%", "\u2028", "&x", "-"]
+ODD += ["$", "$(HOME)", "$$(HOME)", "a$$b"]
 
 
 def test_the_programs_arguments_are_not_changed() -> None:
     command = pod_of(parts_of(program=tuple(ODD))["Job"])["containers"][0]["command"]
-    assert command[3:] == ODD
+    assert [expanded(word) for word in command[3:]] == ODD
 
 
 @pytest.mark.parametrize(

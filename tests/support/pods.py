@@ -8,6 +8,7 @@ process of a PID namespace.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -69,6 +70,15 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
     return pod
 
 
+def expanded(word: str) -> str:
+    """Returns a word of a command as Kubernetes passes it to a container.
+
+    https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
+    """
+    assert not re.search(r"(?<!\$)(\$\$)*\$\(", word), f"{word} names a variable"
+    return word.replace("$$", "$")
+
+
 class Pods:
     """The pods of a Job, which this class starts and restarts as Kubernetes would."""
 
@@ -100,7 +110,7 @@ class Pods:
         env = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": self.hostname(index)}
         for entry in self._container["env"]:
             env[entry["name"]] = entry.get("value", SECRET)
-        python, *argv = self._container["command"]
+        python, *argv = map(expanded, self._container["command"])
         assert python == "python"
         first = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
         before = [*self._hosts.inside(index + 1), *first, "sh", "-c", _CONTAINER, "-", str(root)]

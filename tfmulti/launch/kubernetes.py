@@ -348,7 +348,8 @@ class Manifest:
         fits = words[:2] == ["-m", "tfmulti.fit"]
         if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in words):
             words += ["--run_dir", f"{_MOUNT}/{self.name}"]
-        return words
+        # Kubernetes replaces $(NAME) in a command, and makes one $ of two.
+        return [word.replace("$", "$$") for word in words]
 
 
 def _are_cores(text: str) -> bool:
