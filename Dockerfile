@@ -24,4 +24,5 @@ USER 1000
 WORKDIR /app
 
 ENTRYPOINT []
-CMD ["python", "-m", "tfmulti.fit"]
+# The shim is the first process of the container and lets SIGTERM end the program at any time.
+CMD ["python", "-m", "tfmulti.launch.shim", "-m", "tfmulti.fit"]

@@ -1,12 +1,16 @@
 """Tests that the manifests for Kubernetes are valid, and that their pods train.
 
 No Kubernetes runs here. The commands of the pods run as processes in network namespaces, with the
-hostnames and the environment of the manifest, and are restarted by the manifest's policy.
+hostnames, the environment and the privileges of the manifest, and are restarted by its policy.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,80 +20,235 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from tests.support import networks
+from tests.support.kubernetes import check, check_object
 from tests.support.networks import Hosts
-from tests.support.processes import ROOT, Processes, clean_env, processes
-from tfmulti.errors import EXIT_PEER_LOST, ConfigError
+from tests.support.pods import LIMIT_S, Pods, expanded, pod_of, why_not
+from tests.support.processes import ROOT, clean_env, processes
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.environments import check_trains, described
+from tfmulti.cluster.environments.kubernetes import PORT
+from tfmulti.errors import EXIT_PEER_LOST, ClusterError, ConfigError
 from tfmulti.launch.kubernetes import Manifest, main
 
-WHY_NOT = networks.why_not()
-LIMIT_S = 150
+WHY_NOT = why_not()
 EPOCHS = 12
-SECRET = "a secret that only the pods of this job know"
 FIT = ("-m", "tfmulti.fit")
+IMAGE = "example/tfmulti:1"
 
 
 def parts_of(**options: Any) -> dict[str, Any]:
     """Returns the objects of a manifest by their kinds."""
-    wanted = {"program": FIT, "image": "example/tfmulti:1", **options}
+    wanted = {"program": FIT, "image": IMAGE, **options}
     found = list(yaml.safe_load_all(Manifest(**wanted).text))
     return {part["kind"]: part for part in found}
 
 
-def pod_of(job: dict[str, Any]) -> dict[str, Any]:
-    pod: dict[str, Any] = job["spec"]["template"]["spec"]
-    return pod
+MANIFESTS: list[dict[str, Any]] = [
+    {},
+    {"gpus": 8, "workers": 16},
+    {"claim": "data.claim-1"},
+    {"kind": "jobset", "workers": 3},
+    {"workers": 100_000, "max_restarts": 10_000, "start_s": 604_800, "grace_s": 604_800},
+]
 
 
-@pytest.mark.parametrize("options", [{}, {"gpus": 8, "workers": 16}, {"claim": "data.claim-1"}])
+@pytest.mark.parametrize("options", MANIFESTS)
 def test_the_objects_are_valid(options: dict[str, Any]) -> None:
-    """They fit the schemas of the oldest and the newest supported Kubernetes."""
+    """They fit the schemas of the oldest and the newest supported Kubernetes, and its rules."""
     parts = parts_of(**options)
-    assert set(parts) >= {"Service", "NetworkPolicy", "Job"}
+    is_set = options.get("kind") == "jobset"
+    assert set(parts) >= ({"NetworkPolicy", "JobSet"} if is_set else {"Service", "Job"})
     assert ("PersistentVolumeClaim" in parts) == ("claim" not in options)
-    for part in parts.values():
-        for version in ("1.31", "1.35"):
-            kubernetes_validate.validate(part, version, strict=True)
+    check(list(parts.values()))
 
 
-def test_a_wrong_field_is_not_valid() -> None:
-    job = parts_of()["Job"]
-    job["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = 1
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, "1.35", strict=True)
-
-
-def test_a_job_set_is_valid() -> None:
+def test_the_fields_of_a_job_set_are_known() -> None:
     """Kubeflow has JobSet's schema as classes, which drop unknown fields."""
     made = parts_of(kind="jobset", workers=3)["JobSet"]
     assert JobsetV1alpha2JobSet.from_dict(made).to_dict() == made
-    (replicated,) = made["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}}
-    kubernetes_validate.validate(job | replicated["template"], "1.35", strict=True)
+
+
+# A path to a field, the value that it gets, and what Kubernetes says. None removes the field.
+JOB, SET = ("Job", "spec"), ("JobSet", "spec")
+POD = (*JOB, "template", "spec")
+WORKER = (*POD, "containers", 0)
+RULE = (*JOB, "podFailurePolicy", "rules", 0)
+SET_JOB = (*SET, "replicatedJobs", 0, "template", "spec")
+SET_RULE = (*SET, "failurePolicy", "rules", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ((*RULE, "action"), "FailJobb", "action 'FailJobb'"),
+        ((*RULE, "onExitCode"), 1, "onExitCode"),
+        ((*RULE, "onExitCodes", "containerName"), "nope", "containerName"),
+        ((*RULE, "onExitCodes", "operator"), "in", "operator 'in'"),
+        ((*RULE, "onExitCodes", "values"), [2, 1], "values"),
+        ((*RULE, "onExitCodes", "values"), [0, 1], "values"),
+        ((*JOB, "completionMode"), "indexed", "completionMode 'indexed'"),
+        ((*JOB, "completions"), None, "completions"),
+        ((*JOB, "completions"), 100_001, "completions"),
+        ((*JOB, "parallelism"), 100_001, "parallelism"),
+        ((*JOB, "backoffLimit"), 10**12, "backoffLimit 1000000000000"),
+        ((*JOB, "template", "metadata", "labels"), {"a": "b"}, "selector"),
+        ((*POD, "restartPolicy"), "never", "restartPolicy 'never'"),
+        ((*POD, "restartPolicy"), "OnFailure", "restartPolicy of a Job"),
+        ((*POD, "restartPolicy"), None, "restartPolicy is missing"),
+        ((*POD, "subdomain"), "other", "subdomain"),
+        ((*POD, "volumes", 0, "name"), "other", "volume 'runs'"),
+        ((*POD, "volumes", 1, "name"), "runs", "volumes"),
+        ((*POD, "volumes", 0, "persistentVolumeClaim", "claimName"), "x", "claimName 'x'"),
+        ((*WORKER, "volumeMounts", 1, "mountPath"), "/runs", "mountPath"),
+        ((*WORKER, "resources", "limits", "memory"), "x", "quantity 'x'"),
+        ((*WORKER, "env", 1, "value"), 4, "4 is not"),
+        ((*WORKER, "env", 1, "name"), "TFMULTI_SECRET", "env"),
+        ((*WORKER, "startupProbe", "failureThreshold"), 0, "startupProbe"),
+        (("PersistentVolumeClaim", "spec", "accessModes"), ["RWX"], "accessModes 'RWX'"),
+        (("NetworkPolicy", "spec", "policyTypes"), ["ingress"], "policyTypes 'ingress'"),
+        (("NetworkPolicy", "spec", "podSelector", "matchLabels"), {"a": "b"}, "selector"),
+        (("Service", "spec", "selector"), {"a": "b"}, "selector"),
+        (("Service", "metadata", "name"), "A", "name"),
+        ((*SET_RULE, "action"), "FailJobSett", "'FailJobSett' is not one of"),
+        ((*SET_RULE, "name"), None, "'name' is a required property"),
+        ((*SET_RULE, "onJobFailureReasons"), ["X"], "'X' is not one of"),
+        ((*SET, "failurePolicy", "maxRestarts"), "3", "'3' is not of type 'integer'"),
+        ((*SET, "replicatedJobs"), None, "'replicatedJobs' is a required property"),
+        ((*SET, "foo"), 1, "'foo' was unexpected"),
+        ((*SET_JOB, "completionMode"), "indexed", "completionMode 'indexed'"),
+        ((*SET_JOB, "template", "spec", "restartPolicy"), None, "restartPolicy is missing"),
+    ],
+)
+def test_a_wrong_manifest_is_not_valid(
+    path: tuple[str | int, ...], value: object, message: str
+) -> None:
+    """The checks of these tests see a fault in each place."""
+    parts: Any = parts_of(kind="jobset" if path[0] == "JobSet" else "job")
+    *folder, last = path
+    inner = functools.reduce(lambda found, key: found[key], folder, parts)
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(list(parts.values()))
 
 
 def test_the_parts_belong_together() -> None:
     parts = parts_of(name="digits", workers=3, grace_s=60)
     spec, pod = parts["Job"]["spec"], pod_of(parts["Job"])
-    labels = spec["template"]["metadata"]["labels"]
-    assert parts["Service"]["spec"]["selector"] == labels
     assert parts["Service"]["spec"]["publishNotReadyAddresses"] is True
     rules = parts["NetworkPolicy"]["spec"]
     assert rules["podSelector"] == rules["ingress"][0]["from"][0]["podSelector"]
-    assert rules["podSelector"]["matchLabels"] == labels
-    assert pod["subdomain"] == parts["Service"]["metadata"]["name"] == "digits"
-    claim = parts["PersistentVolumeClaim"]["metadata"]["name"]
-    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
+    assert pod["subdomain"] == "digits"
     assert spec["completions"] == spec["parallelism"] == 3
     # The worker must have saved before Kubernetes kills it.
     grace = next(e for e in pod["containers"][0]["env"] if e["name"] == "TFMULTI_GRACE_S")
     assert int(grace["value"]) < pod["terminationGracePeriodSeconds"] == 60
     assert pod["containers"][0]["command"][-2:] == ["--run_dir", "/runs/digits"]
+
+
+def tf_job(**replicas: int) -> dict[str, Any]:
+    """Returns the TFJob of the page of docs, with other replicas."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    found: dict[str, Any] = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    specs = found["spec"]["tfReplicaSpecs"]
+    if replicas:
+        specs |= {name: specs["Worker"] | {"replicas": n} for name, n in replicas.items()}
+    return found
+
+
+def tf_configs(job: dict[str, Any]) -> list[str]:
+    """Returns the TF_CONFIG of each pod that trains or evaluates, as the operator sets it.
+
+    A job of one replica gets none, and an evaluator does not belong to the cluster. See
+    pkg/controller.v1/tensorflow/tensorflow.go of Kubeflow's training operator v1.
+    """
+    spec, name = job["spec"], job["metadata"]["name"]
+    counts = {kind.lower(): one["replicas"] for kind, one in spec["tfReplicaSpecs"].items()}
+    if sum(counts.values()) == 1:
+        return []
+    cluster = {
+        kind: [f"{name}-{kind}-{index}.default.svc:2222" for index in range(count)]
+        for kind, count in counts.items()
+        if kind != "evaluator"
+    }
+    found = []
+    for kind, count in counts.items():
+        for index in range(count) if kind != "ps" else ():
+            task = {"type": kind, "index": index}
+            config = {"cluster": cluster, "task": task, "environment": "cloud"}
+            if spec.get("enableDynamicWorker"):
+                sparse = {"worker": {str(index): cluster[kind][index]}, "ps": []}
+                config = {"sparseCluster": sparse, "task": task}
+            found.append(json.dumps(config))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("replicas", "chief"),
+    [
+        ({}, "digits-worker-0"),
+        ({"Chief": 1, "Worker": 3}, "digits-chief-0"),
+        ({"Master": 1, "Worker": 3}, "digits-master-0"),
+        ({"PS": 0}, "digits-worker-0"),
+        ({"Evaluator": 1}, "digits-worker-0"),
+    ],
+)
+def test_the_pods_of_a_tfjob_form_a_cluster(replicas: dict[str, int], chief: str) -> None:
+    job = tf_job(**replicas)
+    check_object(job)
+    read = [described({"TF_CONFIG": config}) for config in tf_configs(job)]
+    clusters = [found.job for found in read if found and isinstance(found.job, Cluster)]
+    workers = [cluster for cluster in clusters if not cluster.is_evaluator]
+    assert sorted(cluster.rank for cluster in workers) == [0, 1, 2, 3]
+    assert len({cluster.addresses for cluster in workers}) == 1
+    assert workers[0].addresses[0] == f"{chief}.default.svc:2222"
+    assert len(clusters) - len(workers) == replicas.get("Evaluator", 0)
+    for cluster in clusters:
+        with pytest.raises(ClusterError) if cluster.is_evaluator else contextlib.nullcontext():
+            check_trains(cluster)
+
+
+def test_a_tfjob_of_one_pod_trains_alone() -> None:
+    job = tf_job(Worker=1)
+    check_object(job)
+    assert tf_configs(job) == []
+    assert described({"HOSTNAME": "digits-worker-0"}) is None
+
+
+def test_a_tfjob_with_dynamic_workers_is_refused() -> None:
+    job = tf_job()
+    job["spec"]["enableDynamicWorker"] = True
+    check_object(job)
+    for config in tf_configs(job):
+        with pytest.raises(ClusterError, match="sparseCluster, which lists this worker alone"):
+            described({"TF_CONFIG": config})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("Worker", "restartPolicy"), "Exitcode", "'Exitcode' is not one of"),
+        (("Workers",), {}, "'Workers' does not match"),
+        (("Worker", "template", "spec", "containers", 0, "name"), "worker", "does not contain"),
+        (("Worker", "template", "spec", "containers", 0, "volumeMounts", 0, "name"), "x", "'x'"),
+    ],
+)
+def test_a_wrong_tfjob_is_not_valid(
+    path: tuple[str | int, ...], value: object, message: str
+) -> None:
+    job = tf_job()
+    *folder, last = path
+    inner: Any = job["spec"]["tfReplicaSpecs"]
+    functools.reduce(lambda found, key: found[key], folder, inner)[last] = value
+    with pytest.raises(ValueError, match=message):
+        check_object(job)
 
 
 def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +257,12 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ODD = ["train.py", 'a: "b"\n- c', "yes", "null", "'", "1", "#", "%", "\u2028", "&x", "-"]
+ODD += ["$", "$(HOME)", "$$(HOME)", "a$$b"]
 
 
 def test_the_programs_arguments_are_not_changed() -> None:
     command = pod_of(parts_of(program=tuple(ODD))["Job"])["containers"][0]["command"]
-    assert command[3:] == ODD
+    assert [expanded(word) for word in command[3:]] == ODD
 
 
 @pytest.mark.parametrize(
@@ -113,22 +273,100 @@ def test_the_programs_arguments_are_not_changed() -> None:
         ("-- a.py", "--image is '', but it must name a container image"),
         ("--image 'i j' -- a.py", "--image is 'i j'"),
         ("--image i --workers 0 -- a.py", "--workers is 0, but it must be at least 1"),
-        ("--image i --gpus -1 -- a.py", "--gpus is -1, but it must be at least 0"),
+        ("--image i --workers 100001 -- a.py", "--workers is 100001, but it must be at least 1"),
+        ("--image i --workers x -- a.py", "--workers: 'x' is not a whole number. See tfmulti "),
+        ("--image i --gpus -1 -- a.py", "--gpus: '-1' is not a whole number"),
+        ("--image i --gpus 1001 -- a.py", "--gpus is 1001, but it must be at least 0"),
         ("--image i --grace-s 5 -- a.py", "--grace-s is 5, but it must be at least 20"),
+        ("--image i --max-restarts 10001 -- a.py", "--max-restarts is 10001, but it must be at"),
+        ("--image i --max-restarts 1000000000000 -- a.py", "--max-restarts: '1000000000000' is "),
+        ("--image i --start-s 604801 -- a.py", "--start-s is 604801, but it must be at least 0"),
         ("--image i --name Digits -- a.py", "--name is 'Digits', but it must look like digits-1"),
         ("--image i --claim /x -- a.py", "--claim is '/x', but it must look like runs"),
-        ("--image i --memory 4GB -- a.py", "--memory is '4GB', but it must look like 32Gi"),
-        ("--image i --kind pod -- a.py", "--kind is 'pod', but it must be one of job, jobset"),
+        ("--image i --claim a..b -- a.py", "--claim is 'a..b', but it must look like runs"),
+        ("--image i --claim '' -- a.py", "--claim is '', but it must look like runs"),
+        (
+            "--image i --kind jobs -- a.py",
+            "no kind 'jobs'; did you mean 'job'? Known: job, jobset.",
+        ),
+        ("--image i --wrokers 3 -- a.py", "no flag --wrokers; did you mean 'workers'? Known: "),
+        ("--image i --work 3 -- a.py", "no flag --work; did you mean 'workers'? Known: "),
+        ("--image i train.py", "unexpected argument 'train.py'. See tfmulti kubernetes --help."),
+        ("--image", "--image: expected one argument. See tfmulti kubernetes --help."),
+        *(
+            (f"--image i --{flag} {value} -- a.py", f"--{flag} is '{value}', but it must look like")
+            for flag, values in (
+                ("memory", ("4GB", "4m", "4", "0", "0Gi", "4Mi", "٤Gi", "1e3Gi", "9999999999Gi")),
+                ("cpus", ("0", "0m", "0.0", "2Gi", "1.5m", "٢", "0.0001", "x")),
+                ("storage", ("0", "0Gi", "20", "20GB", "5m", "9000000Pi")),
+            )
+            for value in values
+        ),
+        *(
+            (f"--image '{image}' -- a.py", f"--image is '{image}', but it must name a container")
+            for image in (
+                "I",
+                "I/UPPER:x:y",
+                "a:b:c",
+                "a//b",
+                "a/",
+                "a:",
+                "é",
+                "a@sha256:1",
+                "a" * 256,
+            )
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["manifest", *shlex.split(words)]) == 2
+    check_mistake(["manifest", *shlex.split(words)], message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no document ''; Known: manifest. Write tfmulti kubernetes manifest, and then"),
+        (["manifst", "--image", "i"], "no document 'manifst'; did you mean 'manifest'?"),
+    ],
+)
+def test_what_to_print_must_be_given(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_mistake(words, message, capsys)
+
+
+def check_mistake(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"tfmulti: {message}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpus": "500m", "memory": "512Mi", "storage": "1.5T"},
+        {"cpus": "0.5", "memory": "64Mi", "claim": "a.b-1"},
+        {"image": "registry.example:5000/a_b/c--d/tfmulti:1.2-x"},
+        {"image": f"localhost/a@sha256:{'0' * 64}"},
+        {"workers": 100_000, "max_restarts": 10_000},
+    ],
+)
+def test_values_that_kubernetes_takes(options: dict[str, Any]) -> None:
+    spec = parts_of(**options)["Job"]["spec"]
+    assert spec["backoffLimit"] < 2**31
+    assert pod_of({"spec": spec})["containers"][0]["image"] == options.get("image", IMAGE)
+
+
+@pytest.mark.parametrize(("start_s", "failures"), [(3600, 120), (31, 2), (0, None)])
+def test_the_time_until_training_begins(start_s: int, failures: int | None) -> None:
+    """Without a limit there is no startup probe: a program may send no heartbeats."""
+    container = pod_of(parts_of(start_s=start_s)["Job"])["containers"][0]
+    assert container.get("startupProbe", {}).get("failureThreshold") == failures
+    assert "livenessProbe" in container
 
 
 def test_a_name_that_fits_gives_hostnames_that_fit() -> None:
@@ -158,75 +396,18 @@ def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
         ["sh", "-euc", install], cwd=source, env=clean_env({"EXTRAS": "images"}), check=True
     )
     subprocess.run(["sh", "-nc", second], check=True)
+    (command,) = [json.loads(text) for word, text in steps if word == "CMD"]
+    assert command == pod_of(parts_of()["Job"])["containers"][0]["command"][: len(command)]
     users = [text for word, text in steps if word == "USER"]
     uid = pod_of(parts_of()["Job"])["securityContext"]["runAsUser"]
     assert users == [str(uid)]
 
 
-class Pods:
-    """The pods of a Job with two pods, which this class starts and restarts as Kubernetes would."""
-
-    def __init__(self, job: dict[str, Any], folder: Path, hosts: Hosts, group: Processes) -> None:
-        self._job, self._folder, self._hosts, self._group = job, folder, hosts, group
-        self.running: dict[int, subprocess.Popen[bytes]] = {}
-        self.count = 0
-        names = [f"{self.hostname(i)}.{pod_of(job)['subdomain']}" for i in range(2)]
-        lines = [f"{hosts.address(i + 1)} {names[i]}\n" for i in range(2)]
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-
-    def hostname(self, index: int) -> str:
-        return f"{self._job['metadata']['name']}-{index}"
-
-    def start(self, index: int) -> None:
-        """Starts a pod with this index, as the Job's controller does."""
-        own = self._folder / f"scratch-{index}-{self.count}"
-        own.mkdir()
-        self.count += 1
-        container = pod_of(self._job)["containers"][0]
-        # The volumes are folders of this machine.
-        folders = {"runs": self._folder / "runs", "scratch": own}
-        places = {m["mountPath"]: folders[m["name"]] for m in container["volumeMounts"]}
-
-        def placed(text: str) -> str:
-            for path, folder in places.items():
-                if text == path or text.startswith(f"{path}/"):
-                    return str(folder) + text.removeprefix(path)
-            return text
-
-        env = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": self.hostname(index)}
-        for entry in container["env"]:
-            env[entry["name"]] = placed(entry.get("value", SECRET))
-        python, *argv = map(placed, container["command"])
-        assert python == "python"
-        bind = f'mount --bind {self._folder}/hosts /etc/hosts && exec "$@"'
-        before = [*self._hosts.inside(index + 1), "unshare", "--mount", "sh", "-c", bind, "-"]
-        before += ["env", f"PYTHONPATH={ROOT}"]
-        self.running[index] = self._group.start(argv, env, before=before)
-        self.env = clean_env(env)
-
-    def probe(self, name: str) -> int:
-        """Returns the exit code of a probe of the pod that was started last."""
-        command = pod_of(self._job)["containers"][0][name]["exec"]["command"]
-        return subprocess.run([sys.executable, *command[1:]], cwd=ROOT, env=self.env).returncode
-
-    def action(self, code: int) -> str:
-        """Returns the action of the Job's policy for an exit code."""
-        for rule in self._job["spec"]["podFailurePolicy"]["rules"]:
-            if code in rule.get("onExitCodes", {}).get("values", []):
-                return str(rule["action"])
-        return "Count"
-
-    def wait(self) -> dict[int, int]:
-        """Waits for all pods, and returns their exit codes."""
-        codes = {}
-        deadline = time.monotonic() + LIMIT_S
-        for index, process in self.running.items():
-            try:
-                code = process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(self._group.logs()) from None
-            codes[index] = 128 - code if code < 0 else code
-        return codes
+def _listens(process: int) -> bool:
+    """Returns whether TensorFlow's port is open in the network of a process."""
+    tables = [Path(f"/proc/{process}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table.splitlines()]
+    return any(row[1].endswith(f":{PORT:04X}") and row[3] == "0A" for row in rows)
 
 
 @pytest.fixture
@@ -243,7 +424,6 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
     two: Hosts, tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
-    runs.mkdir()
     program = ("-m", "tests.support.slow_training", "/runs/job", str(EPOCHS))
     job = parts_of(program=program, name="job")["Job"]
     progress = runs / "job" / "progress.txt"
@@ -262,11 +442,12 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
 
         for index in (0, 1):
             pods.start(index)
-        assert pods.probe("startupProbe") == 1
-        assert pods.probe("livenessProbe") == 0
+        assert pods.probe("startupProbe", 1) == 1
+        assert pods.probe("livenessProbe", 1) == 0
         wait_for_epochs(3)
-        assert (pods.probe("startupProbe"), pods.probe("livenessProbe")) == (0, 0)
-        pods.running[1].kill()
+        assert (pods.probe("startupProbe", 1), pods.probe("livenessProbe", 1)) == (0, 0)
+        # The system's memory is used up, for example: it kills the program, and not the shim.
+        os.kill(pods.wait_for_program(1), signal.SIGKILL)
         killed = pods.wait()
         assert killed == {0: EXIT_PEER_LOST, 1: 128 + signal.SIGKILL}, group.logs()
         assert [pods.action(code) for code in killed.values()] == ["Count", "Count"]
@@ -275,7 +456,7 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
             pods.start(index)
         wait_for_epochs(epochs() + 3)
         # A node is drained: its pod gets SIGTERM.
-        pods.running[0].send_signal(signal.SIGTERM)
+        pods.end(0)
         drained = pods.wait()
         assert drained == {0: 143, 1: 143}, group.logs()
         assert pods.action(143) == "Count"
@@ -292,10 +473,83 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
     assert found["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
+PRIVILEGES = """
+import os, pathlib, socket
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status"))
+assert (os.getuid(), os.getgid(), os.getppid()) == (1000, 1000, 1)
+assert [int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")] == [0, 0, 0]
+assert status["NoNewPrivs"].strip() == "1"
+for folder in ("/", "/usr", "/etc", "/venv", "/src"):
+    assert os.statvfs(folder).f_flag & os.ST_RDONLY, folder
+for folder in ("/runs", os.environ["HOME"]):
+    (pathlib.Path(folder) / "new").touch()
+assert socket.gethostbyname("job-1.job").startswith("10.")
+"""
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_a_pod_has_the_privileges_of_the_manifest(two: Hosts, tmp_path: Path) -> None:
+    """So the other tests of pods show what a container of Kubernetes could do."""
+    job = parts_of(program=("/runs/own.py",), name="job")["Job"]
+    with processes(tmp_path / "logs") as group:
+        pods = Pods(job, tmp_path, two, group)
+        (pods.runs / "own.py").write_text(PRIVILEGES)
+        pods.start(0)
+        assert pods.wait() == {0: 0}, group.logs()
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_the_pods_of_the_pages_command_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (line,) = re.findall(r"^python -m tfmulti kubernetes (manifest .*)$", page, re.MULTILINE)
+    assert main(shlex.split(line.replace("--epochs 90", "--epochs 2"))) == 0
+    parts = list(yaml.safe_load_all(capsys.readouterr().out))
+    check(parts)
+    job = parts[-1]
+    pods_count = job["spec"]["completions"]
+    (tmp_path / "network").mkdir()
+    with (
+        networks.hosts(pods_count, tmp_path / "network") as made,
+        processes(tmp_path / "logs") as group,
+    ):
+        pods = Pods(job, tmp_path, made, group)
+        for index in range(pods_count):
+            pods.start(index)
+        assert set(pods.wait().values()) == {0}, group.logs()
+    report = json.loads((tmp_path / "runs" / "digits" / "report.json").read_text())
+    assert (report["workers"], report["epochs"]) == (4, 2)
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.parametrize("waits", [False, True], ids=["imports", "waits"])
+def test_sigterm_ends_a_pod_that_has_not_begun(two: Hosts, tmp_path: Path, waits: bool) -> None:
+    """Linux drops SIGTERM to the first process of a container unless the process handles it."""
+    job = parts_of(program=("/runs/own.py",), name="job")["Job"]
+    with processes(tmp_path / "logs") as group:
+        pods = Pods(job, tmp_path, two, group)
+        (pods.runs / "own.py").write_text("import tfmulti\ntfmulti.make_strategy()\n")
+        pods.start(0)
+        pods.wait_for_program(0)
+        if waits:
+            deadline = time.monotonic() + LIMIT_S
+            # The worker listens, but the other pod does not come.
+            while not _listens(pods.wait_for_program(0)):
+                assert time.monotonic() < deadline, group.logs()
+                time.sleep(0.1)
+        began = time.monotonic()
+        pods.end(0)
+        assert pods.wait() == {0: 143}, group.logs()
+        assert time.monotonic() - began < 5
+
+
 @pytest.mark.hosts
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_a_mistake_ends_the_job(two: Hosts, tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
     job = parts_of(program=(*FIT, "--epochs", "0"), name="job")["Job"]
     with processes(tmp_path / "logs") as group:
         pods = Pods(job, tmp_path, two, group)

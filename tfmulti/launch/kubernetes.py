@@ -12,7 +12,6 @@ directory is on a volume that all pods share: /runs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -21,24 +20,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfmulti.cluster.environments.kubernetes import PORT, SUBDOMAIN, WORKERS
-from tfmulti.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, ConfigError, TfmultiError
+from tfmulti.config.command_line import Parser, exit_code_of, whole_number
+from tfmulti.errors import EXIT_FAILED, EXIT_USER, ConfigError, did_you_mean
 from tfmulti.launch.heartbeat import PROGRESS_FILE
 from tfmulti.launch.shim import GRACE
 
 KINDS = ("job", "jobset")
+_DOCUMENTS = ("manifest",)
 # https://kubernetes.io/docs/concepts/overview/working-with-objects/names/#dns-label-names. Pods
 # append their numbers to the name, and the whole may have 63 characters.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_LABEL_FORM = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_CLAIM = re.compile(rf"(?!.{{254}}){_LABEL_FORM}(\.{_LABEL_FORM})*")
+# https://github.com/distribution/reference: a host, a path, and a tag or a digest.
+_HOST = r"[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?(:[0-9]+)?"
+_PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
+_TAG = r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
+_IMAGE = re.compile(rf"(?!.{{256}})({_HOST}/)?{_PART}(/{_PART})*{_TAG}")
 # https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
+_CORES = re.compile(r"[0-9]{1,7}m|[0-9]{1,4}(\.[0-9]{1,3})?")
+_BYTES = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([MGTP]i?)")
+# A container with less memory than this cannot start TensorFlow.
+_LEAST_BYTES = 2**26
+# An Indexed Job has at most this many pods at a time.
+_MOST_PODS = 100_000
+# The counters of failures have 32 bits.
+_MOST_RESTARTS = 10_000
+_WEEK_S = 7 * 24 * 3600
 _MOUNT, _SCRATCH = "/runs", "/tmp"
 _HEARTBEAT = f"{_SCRATCH}/heartbeat"
 # A pod has this much less time than Kubernetes gives it until SIGKILL.
 _MARGIN_S = 10
 _LABEL = "tfmulti.dev/job"
-# How often the probes look, and for how long a worker may load its data and trace.
-_PROBE_S, _START_S = 30, 3600
+# How often the probes look.
+_PROBE_S = 30
 
 # A mapping in a manifest. An entry whose key begins with # is a comment, and its value is None.
 _Mapping = dict[str, Any]
@@ -62,6 +77,8 @@ class Manifest:
         storage: the size of the claim that is made.
         grace_s: how many seconds a pod has after SIGTERM to save.
         max_restarts: how often the pods are started again.
+        start_s: the seconds within which training must begin: loading data and tracing may take
+            long. 0 is without a limit, for a program that sends no heartbeats.
 
     Raises:
         ConfigError: a value breaks a rule of Kubernetes or of this command.
@@ -79,6 +96,7 @@ class Manifest:
     storage: str = "20Gi"
     grace_s: int = 120
     max_restarts: int = 10
+    start_s: int = 3600
 
     def __post_init__(self) -> None:
         if not self.program or self.program == ("-m",):
@@ -86,30 +104,33 @@ class Manifest:
                 "no program was given. Write it after --: tfmulti kubernetes manifest --workers 2 "
                 "--image IMAGE -- -m tfmulti.fit …, or a script in the image."
             )
-        if not re.fullmatch(r"[\w./:@-]+", self.image, re.ASCII):
+        if not _IMAGE.fullmatch(self.image):
             raise ConfigError(
                 f"--image is {self.image!r}, but it must name a container image with tfmulti, such "
                 "as registry.example/tfmulti:1. The Dockerfile of tfmulti makes one."
             )
-        for flag, value, low in (
-            ("workers", self.workers, 1),
-            ("gpus", self.gpus, 0),
-            ("grace-s", self.grace_s, 2 * _MARGIN_S),
-            ("max-restarts", self.max_restarts, 0),
+        for flag, value, low, high in (
+            ("workers", self.workers, 1, _MOST_PODS),
+            ("gpus", self.gpus, 0, 1000),
+            ("grace-s", self.grace_s, 2 * _MARGIN_S, _WEEK_S),
+            ("max-restarts", self.max_restarts, 0, _MOST_RESTARTS),
+            ("start-s", self.start_s, 0, _WEEK_S),
         ):
-            if value < low:
-                raise ConfigError(f"--{flag} is {value}, but it must be at least {low}.")
-        for flag, text, form, example in (
-            ("name", self.name, _NAME, "digits-1, at most 40 of a-z, 0-9 and -"),
-            ("claim", self.claim or "x", _CLAIM, "runs"),
-            ("cpus", self.cpus, _QUANTITY, "8 or 500m"),
-            ("memory", self.memory, _QUANTITY, "32Gi"),
-            ("storage", self.storage, _QUANTITY, "100Gi"),
+            if not low <= value <= high:
+                raise ConfigError(
+                    f"--{flag} is {value}, but it must be at least {low} and at most {high}."
+                )
+        for flag, is_right, text, example in (
+            ("name", _NAME.fullmatch, self.name, "digits-1, at most 40 of a-z, 0-9 and -"),
+            ("claim", _CLAIM.fullmatch, "x" if self.claim is None else self.claim, "runs"),
+            ("cpus", _are_cores, self.cpus, "8 or 500m"),
+            ("memory", _are_bytes, self.memory, "32Gi, at least 64Mi"),
+            ("storage", _are_bytes, self.storage, "100Gi, at least 64Mi"),
         ):
-            if not form.fullmatch(text):
+            if not is_right(text):
                 raise ConfigError(f"--{flag} is {text!r}, but it must look like {example}.")
         if self.kind not in KINDS:
-            raise ConfigError(f"--kind is {self.kind!r}, but it must be one of {', '.join(KINDS)}.")
+            raise ConfigError(f"no kind {self.kind!r}; {did_you_mean(self.kind, KINDS)}")
 
     @property
     def text(self) -> str:
@@ -291,10 +312,18 @@ class Manifest:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             },
-            "# Training must begin within an hour: loading data and tracing may take long.": None,
-            "startupProbe": _probe("started", _START_S // _PROBE_S),
+            **self._startup_probe(),
             "# A step may take ten minutes, or five times as long as the longest before.": None,
             "livenessProbe": _probe("alive", 3),
+        }
+
+    def _startup_probe(self) -> _Mapping:
+        """Returns the entry of the startup probe, or nothing if training may begin at any time."""
+        if not self.start_s:
+            return {}
+        return {
+            f"# Training must begin within {self.start_s} s: see --start-s.": None,
+            "startupProbe": _probe("started", -(-self.start_s // _PROBE_S)),
         }
 
     def _env(self) -> list[_Mapping]:
@@ -319,7 +348,32 @@ class Manifest:
         fits = words[:2] == ["-m", "tfmulti.fit"]
         if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in words):
             words += ["--run_dir", f"{_MOUNT}/{self.name}"]
-        return words
+        # Kubernetes replaces $(NAME) in a command, and makes one $ of two.
+        return [word.replace("$", "$$") for word in words]
+
+
+def _are_cores(text: str) -> bool:
+    """Returns whether a text is an amount of cores for Kubernetes: whole thousandths, not 0.
+
+    >>> [_are_cores(text) for text in ("8", "0.5", "500m", "0", "0.5m", "2Gi")]
+    [True, True, True, False, False, False]
+    """
+    return bool(_CORES.fullmatch(text)) and float(text.removesuffix("m")) > 0
+
+
+def _are_bytes(text: str) -> bool:
+    """Returns whether a text is an amount of memory or storage that a worker can use.
+
+    >>> [_are_bytes(text) for text in ("32Gi", "1.5T", "4m", "4", "0Gi", "4Mi", "٤Gi")]
+    [True, True, False, False, False, False, False]
+    """
+    found = _BYTES.fullmatch(text)
+    if not found:
+        return False
+    base = 1024 if "i" in found[2] else 1000
+    amount: float = float(found[1]) * base ** ("MGTP".index(found[2][0]) + 2)
+    # Kubernetes counts bytes in 64 bits.
+    return _LEAST_BYTES <= amount < 2**63
 
 
 def _probe(what: str, failures: int) -> _Mapping:
@@ -383,12 +437,8 @@ def _scalar(value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    try:
-        print(parsed(list(sys.argv[1:] if argv is None else argv)).text, end="")
-    except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    return EXIT_DONE
+    words = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: print(parsed(words).text, end=""))
 
 
 def parsed(words: Sequence[str]) -> Manifest:
@@ -398,31 +448,43 @@ def parsed(words: Sequence[str]) -> Manifest:
         ConfigError: a value breaks a rule, or no program is given.
     """
     end = words.index("--") if "--" in words else len(words)
-    values = vars(_parser().parse_args(words[:end]))
-    del values["what"]
+    values = vars(_parser().parsed(words[:end]))
+    what = values.pop("what")
+    if what not in _DOCUMENTS:
+        raise ConfigError(
+            f"no document {what!r}; {did_you_mean(what, _DOCUMENTS)} Write tfmulti kubernetes "
+            "manifest, and then the flags."
+        )
     return Manifest(program=tuple(words[end + 1 :]), **values)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     """Returns the parser of the flags before `--`."""
-    parser = argparse.ArgumentParser(
-        "tfmulti kubernetes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("tfmulti kubernetes", __doc__ or "")
     add = parser.add_argument
-    add("what", choices=["manifest"], help="what is printed")
-    add("--workers", type=int, default=2, help="pods, each one worker (default 2)")
+    add("what", nargs="?", default="", help="what is printed: manifest")
+    add("--workers", type=whole_number, default=2, help="pods, each one worker (default 2)")
     add("--image", default="", help="container image with Python, tfmulti and the program")
-    add("--gpus", type=int, default=0, help="GPUs of each pod (default 0)")
+    add("--gpus", type=whole_number, default=0, help="GPUs of each pod (default 0)")
     add("--cpus", default="2", help="cores of each pod (default 2)")
     add("--memory", default="4Gi", help="memory of each pod (default 4Gi)")
     add("--name", default="tfmulti", help="name of the job (default tfmulti)")
     add("--kind", default="job", help="job or jobset (default job)")
     add("--claim", help="existing volume claim that all pods may write (default: one is made)")
     add("--storage", default="20Gi", help="size of the volume that is made (default 20Gi)")
-    add("--grace-s", type=int, default=120, help="seconds to save after SIGTERM (default 120)")
-    add("--max-restarts", type=int, default=10, help="restarts of the job (default 10)")
+    add(
+        "--grace-s",
+        type=whole_number,
+        default=120,
+        help="seconds to save after SIGTERM (default 120)",
+    )
+    add("--max-restarts", type=whole_number, default=10, help="restarts of the job (default 10)")
+    add(
+        "--start-s",
+        type=whole_number,
+        default=3600,
+        help="seconds until training begins; 0: no limit",
+    )
     return parser
 
 

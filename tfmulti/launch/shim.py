@@ -3,8 +3,9 @@
     python -m tfmulti.launch.shim [-m] MODULE_OR_SCRIPT [ARGUMENTS…]
 
 The program runs as Python would run it. Without a launcher the exit code 138 says that another
-worker was lost. SIGUSR1 makes the process write the stacks of all its
-threads to a file.
+worker was lost. As the first process of a container the shim starts a second one for the program,
+so that SIGTERM ends it at any time. SIGUSR1 makes the process write the stacks of all its threads
+to a file.
 
     python -m tfmulti.launch.shim --standby
 
@@ -36,6 +37,7 @@ from pathlib import Path
 from tfmulti.errors import EXIT_PEER_LOST, ConfigError, TfmultiError
 from tfmulti.launch import garbage_collection
 from tfmulti.launch.heartbeat import ERROR_FILE, write_error
+from tfmulti.launch.init_process import leave_first_process
 from tfmulti.launch.policy import LOST_A_WORKER
 
 STACKS_FILE, STANDBY, COMMAND = "TFMULTI_STACKS_FILE", "--standby", "--command"
@@ -143,6 +145,7 @@ def _check_module(name: str) -> None:
 
 def main() -> None:
     """Runs the program that the command line names; writes error.json if it raises."""
+    leave_first_process()
     if sys.argv[1:2] == [COMMAND]:
         # The setting stays when the program replaces this process.
         _end_with_parent()

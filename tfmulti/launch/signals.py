@@ -62,18 +62,21 @@ def default_signals() -> Iterator[None]:
     """A context in which SIGINT and SIGTERM end the process at once, by the system's default.
 
     While a worker waits for the other workers to join, TensorFlow holds Python's global lock. No
-    Python handler and no Python thread runs then. Outside of the main thread the context does
-    nothing.
+    Python handler and no Python thread runs then. TensorFlow also handles SIGTERM itself and does
+    nothing. The main thread blocks SIGTERM meanwhile: this tells `init_process`, which then ends
+    the worker. Outside of the main thread the context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, signal.SIG_DFL) for number in WATCHED}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def sigterm_grace_s(env: Mapping[str, str]) -> float:

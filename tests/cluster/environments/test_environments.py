@@ -55,12 +55,16 @@ INDEXED_JOB = {
     "TFMULTI_WORKERS": "4",
     "TFMULTI_SUBDOMAIN": "train",
 }
-# https://www.kubeflow.org/docs/components/trainer: the torch runtime sets PET_NNODES.
+# What the torch runtime of Trainer v2 sets, and JOB_COMPLETION_INDEX of the JobSet's Job:
+# https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go
 TRAIN_JOB = {
     "JOB_COMPLETION_INDEX": "1",
     "HOSTNAME": "fit-node-0-1",
     "PET_NNODES": "2",
-    "TFMULTI_SUBDOMAIN": "fit",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "fit-node-0-0.fit",
+    "PET_MASTER_PORT": "29500",
 }
 # https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/tensorflow/
 TF_JOB = {
@@ -394,6 +398,8 @@ def changed(env: dict[str, str], **values: str | None) -> dict[str, str]:
         ),
         (changed(INDEXED_JOB, JOB_COMPLETION_INDEX="4"), "is 4, but the job has 4 pods"),
         (changed(INDEXED_JOB, HOSTNAME="train-2"), "of pod 3 is 'train-2', but it must end in"),
+        (changed(INDEXED_JOB, TFMULTI_SUBDOMAIN=None), "TFMULTI_SUBDOMAIN is not set, but"),
+        (changed(TRAIN_JOB, PET_MASTER_ADDR="fit-node-0-0"), "TFMULTI_SUBDOMAIN is not set, but"),
         (changed(VOLCANO, VC_TASK_INDEX="2"), "VC_TASK_INDEX is 2, but VC_WORKER_HOSTS has 2"),
         (changed(SAGEMAKER, SM_HOSTS="a,b"), "SM_HOSTS is 'a,b', but it must be a JSON list"),
         (changed(SAGEMAKER, SM_HOSTS="[1,2]"), "SM_HOSTS is"),

@@ -4,8 +4,10 @@ Kubernetes gives each pod of an Indexed Job its index (JOB_COMPLETION_INDEX) and
 JOB-INDEX, and a headless Service makes `JOB-INDEX.SUBDOMAIN` its address. See
 https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/. A JobSet names its pods
 SET-JOB-NUMBER-INDEX, with the name of the set as the subdomain (https://jobset.sigs.k8s.io), and
-Trainer v2's TrainJob is a JobSet with the job `node`. No variable tells how many pods there are, so
-the manifest must: TFMULTI_WORKERS, or PET_NNODES, which Trainer's torch runtime sets.
+Trainer v2's TrainJob is a JobSet with the job `node`. Kubernetes tells neither how many pods there
+are nor their subdomain, so the manifest must: TFMULTI_WORKERS and TFMULTI_SUBDOMAIN. In their place
+Trainer's torch runtime sets PET_NNODES, and PET_MASTER_ADDR to the first pod's address. See
+https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from tfmulti.errors import ClusterError
 
 NAME = "kubernetes"
 INDEX, WORKERS, SUBDOMAIN = "JOB_COMPLETION_INDEX", "TFMULTI_WORKERS", "TFMULTI_SUBDOMAIN"
-VARIABLES = (INDEX, "HOSTNAME", WORKERS, "PET_NNODES", SUBDOMAIN)
+VARIABLES = (INDEX, "HOSTNAME", WORKERS, "PET_NNODES", SUBDOMAIN, "PET_MASTER_ADDR")
 # The port that Kubeflow's TFJob uses, too.
 PORT = 2222
 
@@ -45,7 +47,12 @@ def read(env: Env) -> Cluster:
             f"kubernetes: the hostname of pod {rank} is {name!r}, but it must end in {ending!r}, "
             "as in a Job with completionMode: Indexed and a subdomain."
         )
-    prefix, subdomain = name.removesuffix(ending), env.get(SUBDOMAIN, "")
-    after = f".{subdomain}" if subdomain else ""
-    addresses = tuple(address_of(f"{prefix}-{pod}{after}", PORT) for pod in range(size))
+    subdomain = env.get(SUBDOMAIN) or env.get("PET_MASTER_ADDR", "").partition(".")[2]
+    if not subdomain:
+        raise ClusterError(
+            f"kubernetes: {SUBDOMAIN} is not set, but without it the other pods have no names. Set "
+            "it to the pods' subdomain, which is the name of their headless Service."
+        )
+    prefix = name.removesuffix(ending)
+    addresses = tuple(address_of(f"{prefix}-{pod}.{subdomain}", PORT) for pod in range(size))
     return Cluster(addresses, Task("worker", rank))

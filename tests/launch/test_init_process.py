@@ -1,0 +1,88 @@
+"""Tests that the shim is a good first process of a container (PID 1)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Finished, processes
+
+LIMIT_S = 30
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def why_not() -> str | None:
+    """Returns why no process can be the first of a PID namespace here, or None."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return "PID namespaces need root and unshare"
+    done = subprocess.run([*CONTAINER, "true"], capture_output=True)
+    return f"PID namespaces are not allowed here: {done.stderr!r}" if done.returncode else None
+
+
+WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+ORPHAN = """
+import os, time
+if os.fork() == 0:
+    # The parent of the process below ends before it, so PID 1 becomes its parent.
+    if os.fork() == 0:
+        time.sleep(0.2)
+    os._exit(0)
+os.wait()
+deadline = time.monotonic() + 10
+while sum(name.isdigit() for name in os.listdir("/proc")) > 2:
+    assert time.monotonic() < deadline, os.listdir("/proc")
+    time.sleep(0.05)
+print(os.getppid())
+"""
+HANDLER = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(9))
+os.kill(1, signal.SIGUSR2)
+time.sleep(20)
+"""
+SIGWAIT = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.kill(1, signal.SIGTERM)
+sys.exit(5 if signal.sigwait([signal.SIGTERM]) else 6)
+"""
+
+
+def run(program: str, folder: Path) -> Finished:
+    """Runs a program under the shim, as the command of a container."""
+    (folder / "program.py").write_text(program)
+    with processes(folder / "logs") as group:
+        argv = ["-m", "tfmulti.launch.shim", str(folder / "program.py")]
+        group.start(argv, before=CONTAINER)
+        return group.wait(LIMIT_S)[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("print('done')", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
+        ("import os; os.kill(1, 15); os.read(os.pipe()[0], 1)", 128 + signal.SIGTERM),
+        (HANDLER, 9),
+        (SIGWAIT, 5),
+    ],
+    ids=["done", "exit", "killed", "sigterm", "handler", "sigwait"],
+)
+def test_a_container_ends_with_the_code_of_its_program(
+    program: str, code: int, tmp_path: Path
+) -> None:
+    done = run(program, tmp_path)
+    assert done.returncode == code, done.stderr
+
+
+def test_orphaned_processes_are_collected(tmp_path: Path) -> None:
+    done = run(ORPHAN, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

@@ -1,0 +1,74 @@
+"""Runs a program under a parent process of its own where it would be the first of a container.
+
+Linux drops a signal to the first process of a container (PID 1) unless that process has set a
+handler, see pid_namespaces(7). So SIGTERM would not end a worker that imports TensorFlow or loads
+its data.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tfmulti.errors import EXIT_TERMINATED
+
+
+def leave_first_process() -> None:
+    """Forks if this process is the first of its container, and returns in the new process.
+
+    The first process stays: it forwards each signal to the new one, collects the exit codes of
+    processes whose parents have ended, and ends with the new one's exit code. That is 128 + the
+    number of the signal if a signal has ended it.
+    """
+    if os.getpid() != 1:
+        return
+    # A blocked signal waits until it is read, also in the first process.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    child = os.fork()
+    if child:
+        os._exit(_exit_code(child))
+    # Ctrl-C goes to all processes of a session at once, and the first process forwards it as well.
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _exit_code(child: int) -> int:
+    """Forwards signals to a child process until it ends, and returns its exit code."""
+    is_killed = False
+    while True:
+        number = signal.sigwait(signal.valid_signals())
+        if number != signal.SIGCHLD:
+            os.kill(child, number)
+            if number == signal.SIGTERM and _joins(child):
+                os.kill(child, signal.SIGKILL)
+                is_killed = True
+            continue
+        code = _ended(child)
+        if code is not None:
+            return EXIT_TERMINATED if is_killed else code
+
+
+def _joins(process: int) -> bool:
+    """Returns whether a process waits inside TensorFlow for the other workers to join.
+
+    TensorFlow's handler of SIGTERM is in place then, and does nothing. `signals.default_signals`
+    blocks the signal meanwhile, so a process that both blocks and handles it would not notice it.
+    """
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    masks = (int(values[name], 16) for name in ("SigBlk", "SigCgt"))
+    return all(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
+
+
+def _ended(child: int) -> int | None:
+    """Collects all children that have ended, and returns the exit code of one if it has, too."""
+    code = None
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == child:
+                code = os.waitstatus_to_exitcode(found[1])
+    except ChildProcessError:
+        # No child is left.
+        pass
+    return code if code is None or code >= 0 else 128 - code
