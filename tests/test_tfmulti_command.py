@@ -54,6 +54,22 @@ def test_the_console_script_is_this_command() -> None:
     assert script.value == "tfmulti.__main__:main"
 
 
+def test_the_console_script_finds_modules_of_this_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import keras, numpy as np\n"
+        "def build():\n"
+        "    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
+        "def data():\n"
+        "    return np.ones((64, 4), np.float32), np.arange(64) % 2\n"
+    )
+    script = str(Path(sys.executable).parent / "tfmulti")
+    words = [script, "fit", "--model", "mine:build", "--dataset", "mine:data"]
+    words += ["--global_batch_size", "16", "--dry_run"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Nothing was written." in done.stdout
+
+
 def test_fit_is_a_module_and_train_the_function() -> None:
     code = "import tfmulti.fit; from tfmulti import fit, train; print(fit.__name__, train.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -15,6 +15,7 @@ are also `python -m tfmulti.fit` and so on.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tfmulti: no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return EXIT_USER
     sys.argv = [f"tfmulti {name}", *arguments]
+    # `python -m` finds the user's modules in this folder. The script `tfmulti` must find them, too.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
     runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     return EXIT_DONE
 
