@@ -33,7 +33,9 @@ def test_each_command_runs_by_its_name(name: str) -> None:
 def test_a_mistake_keeps_the_exit_code_and_the_line_of_its_command() -> None:
     done = run("fit", "--epochs", "0")
     assert done.returncode == EXIT_USER
-    assert done.stderr == "tfmulti: --epochs is 0, but it must be at least 1.\n"
+    assert done.stderr == (
+        "tfmulti: --epochs is 0, but it must be at least 1. (docs: troubleshooting#configuration)\n"
+    )
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])

@@ -20,7 +20,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from tfmulti.errors import EXIT_DONE, EXIT_USER, did_you_mean
+from tfmulti.errors import EXIT_DONE, EXIT_USER, ConfigError, did_you_mean
+from tfmulti.troubleshooting import print_error
 
 # The commands, and their modules.
 COMMANDS = {
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return EXIT_DONE
     if name not in COMMANDS:
-        print(f"tfmulti: no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
+        print_error(ConfigError(f"no command {name!r}; {did_you_mean(name, COMMANDS)}"))
         return EXIT_USER
     sys.argv = [f"tfmulti {name}", *arguments]
     # `python -m` finds the user's modules in this folder. The script `tfmulti` must find them, too.

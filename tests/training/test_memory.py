@@ -293,5 +293,9 @@ def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"dry run    {last}"
     refused = fit("--device_memory_gb", "0")
     assert refused.returncode == 2
-    assert refused.stderr == "tfmulti: --device_memory_gb is 0, but it must be above 0.\n"
+    assert refused.stderr == (
+        "tfmulti: --device_memory_gb is 0, but it must be above 0. "
+        "(docs: troubleshooting#configuration)
+"
+    )
     assert not list(tmp_path.iterdir())

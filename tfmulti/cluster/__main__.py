@@ -21,6 +21,7 @@ from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import CHOICES, Described, described
 from tfmulti.config.console import speaker
 from tfmulti.errors import EXIT_DONE, TfmultiError
+from tfmulti.troubleshooting import print_error
 
 
 def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> int:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ)
     try:
         found = described(env, given.environment)
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     about = _about(found)
     if given.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from tfmulti import errors
 from tfmulti.config.fit_config import FitConfig, read_config_file
 from tfmulti.config.training_options import TrainingOptions, base_type
 from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
+from tfmulti.troubleshooting import print_error
 
 
 def exit_code(command: Callable[[], object]) -> int:
@@ -24,7 +24,7 @@ def exit_code(command: Callable[[], object]) -> int:
     try:
         command()
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     except KeyboardInterrupt:
         return errors.EXIT_INTERRUPTED

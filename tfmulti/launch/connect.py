@@ -38,6 +38,7 @@ from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import say
 from tfmulti.launch.remote_machine import RemoteMachine
 from tfmulti.launch.workers import Sink
+from tfmulti.troubleshooting import print_error
 
 # The time limit for a connection, in whole seconds for SSH.
 CONNECT_S = 10
@@ -409,6 +410,6 @@ def _serve_once(
             say(f"this machine is {name} of the job")
         code = serve(link, config, env, first)
     except ConfigError as error:
-        print(f"tfmulti: {error}", file=sys.stderr, flush=True)
+        print_error(error)
         return EXIT_USER
     return _GONE if code is None else code

@@ -24,6 +24,7 @@ from tfmulti.cluster.environments.kubernetes import PORT, SUBDOMAIN, WORKERS
 from tfmulti.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER, ConfigError, TfmultiError
 from tfmulti.launch.heartbeat import PROGRESS_FILE
 from tfmulti.launch.shim import GRACE
+from tfmulti.troubleshooting import print_error
 
 KINDS = ("job", "jobset")
 # https://kubernetes.io/docs/concepts/overview/working-with-objects/names/#dns-label-names. Pods
@@ -386,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(parsed(list(sys.argv[1:] if argv is None else argv)).text, end="")
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     return EXIT_DONE
 

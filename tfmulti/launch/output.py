@@ -15,6 +15,7 @@ from typing import IO
 
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import WorkerFailure
+from tfmulti.troubleshooting import documented
 
 # Lines that TensorFlow's C++ code writes about itself. They do not explain a failure.
 _CHATTER = re.compile(
@@ -132,4 +133,4 @@ def say(words: str) -> None:
     """Shows the user a line of the launcher itself, on standard error."""
     # A terminal that is gone does not end the run.
     with contextlib.suppress(OSError):
-        print(f"[launch] {words}", file=sys.stderr, flush=True)
+        print(f"[launch] {documented(words)}", file=sys.stderr, flush=True)

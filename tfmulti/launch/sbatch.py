@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from tfmulti.errors import EXIT_DONE, ConfigError, TfmultiError
 from tfmulti.launch.signals import PREEMPTION_SIGNALS
+from tfmulti.troubleshooting import print_error
 
 # Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and with days before.
 _TIME = re.compile(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})")
@@ -229,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         submits = "--submit" in words[: words.index("--")]
         print(_submitted(script.text) if submits else script.text, end="")
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     return EXIT_DONE
 

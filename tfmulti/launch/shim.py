@@ -37,6 +37,7 @@ from tfmulti.errors import EXIT_PEER_LOST, ConfigError, TfmultiError
 from tfmulti.launch import garbage_collection
 from tfmulti.launch.heartbeat import ERROR_FILE, write_error
 from tfmulti.launch.policy import LOST_A_WORKER
+from tfmulti.troubleshooting import print_error
 
 STACKS_FILE, STANDBY, COMMAND = "TFMULTI_STACKS_FILE", "--standby", "--command"
 PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
@@ -170,7 +171,7 @@ def main() -> None:
     except SystemExit:
         raise
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)
     except BaseException as error:
         path = os.environ.get(ERROR_FILE)
