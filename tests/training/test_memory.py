@@ -295,7 +295,6 @@ def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert refused.stderr == (
         "tfmulti: --device_memory_gb is 0, but it must be above 0. "
-        "(docs: troubleshooting#configuration)
-"
+        "(docs: troubleshooting#configuration)\n"
     )
     assert not list(tmp_path.iterdir())
