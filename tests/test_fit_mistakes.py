@@ -176,5 +176,7 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr == "tfmulti: --epochs is 0, but it must be at least 1.\n"
+    assert done.stderr == (
+        "tfmulti: --epochs is 0, but it must be at least 1. (docs: troubleshooting#configuration)\n"
+    )
     assert list(tmp_path.iterdir()) == []

@@ -33,7 +33,9 @@ def test_each_command_runs_by_its_name(name: str) -> None:
 def test_a_mistake_keeps_the_exit_code_and_the_line_of_its_command() -> None:
     done = run("fit", "--epochs", "0")
     assert done.returncode == EXIT_USER
-    assert done.stderr == "tfmulti: --epochs is 0, but it must be at least 1.\n"
+    assert done.stderr == (
+        "tfmulti: --epochs is 0, but it must be at least 1. (docs: troubleshooting#configuration)\n"
+    )
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
@@ -52,6 +54,22 @@ def test_a_misspelled_command_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 def test_the_console_script_is_this_command() -> None:
     (script,) = entry_points(group="console_scripts", name="tfmulti")
     assert script.value == "tfmulti.__main__:main"
+
+
+def test_the_console_script_finds_modules_of_this_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import keras, numpy as np\n"
+        "def build():\n"
+        "    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
+        "def data():\n"
+        "    return np.ones((64, 4), np.float32), np.arange(64) % 2\n"
+    )
+    script = str(Path(sys.executable).parent / "tfmulti")
+    words = [script, "fit", "--model", "mine:build", "--dataset", "mine:data"]
+    words += ["--global_batch_size", "16", "--dry_run"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Nothing was written." in done.stdout
 
 
 def test_fit_is_a_module_and_train_the_function() -> None:

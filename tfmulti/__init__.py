@@ -36,12 +36,13 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from tfmulti.launch.config import LaunchConfig
-    from tfmulti.notebook import notebook_launcher
     from tfmulti.run.callbacks.live_curves import LiveCurves
     from tfmulti.run.callbacks.throughput import Throughput
     from tfmulti.run.callbacks.tracker import Tracker
+    from tfmulti.run.notebook import notebook_launcher
     from tfmulti.run.report import FitReport
     from tfmulti.run.train import train
+    from tfmulti.run.tuning import make_tuner
     from tfmulti.training.checkpoint.callback import Backup, Checkpoint
     from tfmulti.training.distributed_model import estimate, prepare
     from tfmulti.training.memory import MemoryEstimate
@@ -82,8 +83,9 @@ _PLACES = {
     "VerificationError": "tfmulti.errors",
     "estimate": "tfmulti.training.distributed_model",
     "make_strategy": "tfmulti.distribution.strategies",
+    "make_tuner": "tfmulti.run.tuning",
     "Watchdog": "tfmulti.training.watchdog",
-    "notebook_launcher": "tfmulti.notebook",
+    "notebook_launcher": "tfmulti.run.notebook",
     "prepare": "tfmulti.training.distributed_model",
     "train": "tfmulti.run.train",
     "verify": "tfmulti.training.verification.verification",
@@ -119,6 +121,7 @@ __all__ = [
     "Watchdog",
     "estimate",
     "make_strategy",
+    "make_tuner",
     "notebook_launcher",
     "prepare",
     "train",

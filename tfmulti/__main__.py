@@ -15,11 +15,13 @@ are also `python -m tfmulti.fit` and so on.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 
-from tfmulti.errors import EXIT_DONE, EXIT_USER, did_you_mean
+from tfmulti.config.troubleshooting import print_error
+from tfmulti.errors import EXIT_DONE, EXIT_USER, ConfigError, did_you_mean
 
 # The commands, and their modules.
 COMMANDS = {
@@ -42,9 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return EXIT_DONE
     if name not in COMMANDS:
-        print(f"tfmulti: no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
+        print_error(ConfigError(f"no command {name!r}; {did_you_mean(name, COMMANDS)}"))
         return EXIT_USER
     sys.argv = [f"tfmulti {name}", *arguments]
+    # `python -m` finds the user's modules in this folder. The script `tfmulti` must find them, too.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
     runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     return EXIT_DONE
 

@@ -33,6 +33,8 @@ class TfmultiError(Exception):
     """The base class of every error that tfmulti raises."""
 
     exit_code: int = EXIT_FAILED
+    # The heading of docs/troubleshooting.md for messages that have none of their own.
+    anchor: str = "failed"
     # From this line TensorFlow knows that it can raise an error of the same type again, with the
     # traceback of a traced function in its message.
     __init__ = Exception.__init__
@@ -50,11 +52,14 @@ class TfmultiError(Exception):
 class VerificationError(TfmultiError):
     """A step on replicas gives other numbers than on one device, so nothing was trained."""
 
+    anchor = "verification"
+
 
 class UserError(TfmultiError, ValueError):
     """The user has asked for something that cannot be done. The message says what to change."""
 
     exit_code = EXIT_USER
+    anchor = "configuration"
 
 
 class ConfigError(UserError):
@@ -64,25 +69,37 @@ class ConfigError(UserError):
 class ClusterError(UserError):
     """The description of the cluster is wrong."""
 
+    anchor = "cluster"
+
 
 class DeviceError(UserError):
     """This machine does not have the devices or the memory asked for."""
+
+    anchor = "devices"
 
 
 class DataError(UserError):
     """The data is missing, damaged or not in the form that training needs."""
 
+    anchor = "data"
+
 
 class ModelError(UserError):
     """The model cannot be built or trained as asked."""
+
+    anchor = "model"
 
 
 class RunDirError(UserError):
     """The run directory cannot be used."""
 
+    anchor = "run-directory"
+
 
 class ResumeError(UserError):
     """The run cannot resume from its checkpoints."""
+
+    anchor = "resume"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from tfmulti import errors
 from tfmulti.cluster.environments import find_cluster
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.flags import help_text, make_flags, parse
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import TfmultiError
 from tfmulti.launch import garbage_collection
 from tfmulti.run import validation
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from tfmulti.run import train
         stopped_by = train.run(job).stopped_by
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     except KeyboardInterrupt:
         print("tfmulti: stopped by Ctrl-C before training began.", file=sys.stderr)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.processes import Finished, run
 from tfmulti.distribution.collectives import SEND
@@ -87,6 +89,16 @@ def test_the_report_is_printed_and_drawn(measured: Measured) -> None:
     ):
         assert words in done.stdout
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_shows_the_picture(measured: Measured) -> None:
+    folder, _, _ = measured
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    [shown] = events.Images("scaling")
+    assert shown.encoded_image_string == (folder / "bench.png").read_bytes()
+    with Image.open(folder / "bench.png") as picture:
+        assert (shown.width, shown.height) == picture.size
 
 
 def test_profile_leaves_a_trace_of_each_place(measured: Measured) -> None:

@@ -148,15 +148,16 @@ def test_a_report_shows_rules_and_advice_where_something_is_wrong() -> None:
     links = [{"from": 0, "to": 1, "rtt_ms": 0.5, "mb_s": 117.0}]
     report = Report(findings, 2, links, 3.0)
     lines = list(report.lines())
-    assert lines[:4] == [
+    assert lines[:5] == [
         "ok       cores         2",
         "FAILED   disk          worker 1: none free",
         "         rule          1 GiB",
         "         do            Make room.",
+        "         docs          troubleshooting#doctor",
     ]
-    assert lines[6].split() == ["0", "1"]
-    assert lines[7].split() == ["0", "-", "0.50", "/", "117"]
-    assert lines[8].split() == ["1", "none", "-"]
+    assert lines[7].split() == ["0", "1"]
+    assert lines[8].split() == ["0", "-", "0.50", "/", "117"]
+    assert lines[9].split() == ["1", "none", "-"]
     assert lines[-1].endswith("2 checks are ok, 0 gave a warning, 1 failed (3 s).")
     assert json.loads(report.to_json())["status"] == "failed"
 

@@ -8,9 +8,11 @@ import re
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
-from tests.support.processes import ROOT, run, run_workers
+from tests.support.processes import ROOT, clean_env, run, run_workers
 
 pytestmark = pytest.mark.processes
 
@@ -55,9 +57,16 @@ def test_two_workers(tmp_path: Path) -> None:
 
 
 def test_notebook(tmp_path: Path) -> None:
-    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
-    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
-    done = run(["-c", "\n\n".join(cells)], tmp_path / "logs", limit_s=90, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Epoch 5/5" in done.stdout
+    """The file runs in a real kernel, cell after cell."""
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    env = clean_env({"PYTHONPATH": str(ROOT)})
+    client = nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3")
+    with client.setup_kernel(env=env, cwd=str(tmp_path)):
+        # An error in a cell is raised here.
+        for number, cell in enumerate(notebook.cells):
+            client.execute_cell(cell, number)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    texts = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    assert "Epoch 5/5" in texts
+    assert "loss" in outputs[-1]["data"]["text/plain"]
     assert len(list(tmp_path.glob("runs/digits-cnn-*/report.json"))) == 1

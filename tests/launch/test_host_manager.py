@@ -388,7 +388,7 @@ def test_a_machine_that_waits_for_the_first_can_be_stopped(
 @pytest.mark.parametrize(
     ("secret", "says"),
     [
-        (SECRET, "tfmulti: the first machine runs another program, or has other flags\n"),
+        (SECRET, "tfmulti: the first machine runs another program, or has other flags (docs: "),
         (SECRET[::-1], "does not know this job's secret (TFMULTI_SECRET or --secret-file); it is "),
         ("", "tfmulti: --node-rank over 2 machines needs a secret, else whoever reaches port "),
     ],

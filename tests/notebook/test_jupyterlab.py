@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -20,14 +19,12 @@ from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from tests.support.browser import chromium, needs_chromium
 from tests.support.processes import ROOT, processes
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.skipif(
-        not (shutil.which("chromium") and shutil.which("chromedriver")),
-        reason="Chromium is not installed (apt-get install chromium chromium-driver)",
-    ),
+    needs_chromium,
 ]
 LIMIT_S = 120.0
 
@@ -85,18 +82,8 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
-    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(word)
-    options.add_argument("--window-size=1200,1400")
-    options.add_argument(f"--user-data-dir={tmp_path / 'browser'}")
-    service = webdriver.ChromeService(str(shutil.which("chromedriver")))
-    driver = webdriver.Chrome(options=options, service=service)
-    try:
+    with chromium(tmp_path) as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.processes import ROOT, clean_env, is_alive, processes
 from tfmulti import ConfigError, notebook_launcher
-from tfmulti.notebook import main as call_in_worker
+from tfmulti.run.notebook import main as call_in_worker
 
 pytestmark = pytest.mark.processes
 
@@ -82,7 +82,7 @@ class Notebook:
         """
         found = []
         for process in psutil.process_iter(["cmdline"]):
-            if "tfmulti.notebook" in (process.info["cmdline"] or []):
+            if "tfmulti.run.notebook" in (process.info["cmdline"] or []):
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     if process.environ().get("HOME") == str(self._home):
                         found.append(process.pid)
@@ -177,6 +177,62 @@ notebook_launcher(waits, workers=2)
     assert not notebook.workers()
     # The kernel lives.
     assert notebook.run("1 + 1") == ("2", None)
+
+
+# Each epoch takes about a second, so that the interrupt comes in the middle of the training.
+SAVES = """
+def train(folder):
+    import time, keras, tfmulti
+    import numpy as np
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.1)
+        def on_epoch_end(self, epoch, logs=None):
+            print("epoch", epoch, flush=True)
+            open("begun", "w").close()
+    strategy = tfmulti.make_strategy()
+    with strategy.scope():
+        model = tfmulti.prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+        model.compile("sgd", "mse")
+    x = np.ones((64, 4), "float32")
+    callbacks = [tfmulti.Checkpoint(folder, every_s=None, every_steps=None), Slow()]
+    return model.fit(x, x[:, :1], batch_size=8, epochs=EPOCHS, callbacks=callbacks, verbose=0)
+"""
+
+
+def test_an_interrupt_saves_and_the_cell_goes_on_from_there(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    cell = (
+        "from tfmulti import notebook_launcher\n"
+        "history = notebook_launcher(train, ('checkpoints',))\n"
+        "print(history.epoch)"
+    )
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + LIMIT_S / 2
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        notebook.interrupt()
+
+    notebook.run(SAVES.replace("EPOCHS", "300"))
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    _, error = notebook.run(cell)
+    thread.join()
+    assert error["ename"] == "KeyboardInterrupt"
+    assert not notebook.workers()
+    saved = sorted(folder.glob("step-*"))
+    assert saved
+    step = int(re.sub(r"\D", "", saved[-1].name))
+    assert 8 <= step < 300 * 8
+    # The next run of the cell trains only what was left of the epochs.
+    notebook.run(SAVES.replace("EPOCHS", str(step // 8 + 2)))
+    shown, error = notebook.run(cell)
+    assert error is None
+    assert "epoch 0\n" not in shown
+    assert f"epoch {step // 8 + 1}\n" in shown
 
 
 def test_a_report_and_live_curves_are_shown_as_html(notebook: Notebook) -> None:

@@ -85,6 +85,19 @@ def test_a_page_has_curves_and_loads_nothing() -> None:
     assert all(value is not None and value.startswith("#") for value in loads)
 
 
+def test_the_places_of_all_workers_are_shown() -> None:
+    texts = page_of(
+        workers=2,
+        addresses=("a:1", "b:2"),
+        places=("node1: GPU:0 (NVIDIA H100)", "node2: GPU:0 (NVIDIA H200)"),
+    ).texts
+    assert texts[texts.index("worker 0") + 1] == "node1: GPU:0 (NVIDIA H100) (at a:1)"
+    assert texts[texts.index("worker 1") + 1] == "node2: GPU:0 (NVIDIA H200) (at b:2)"
+    # A report from before has no places.
+    texts = page_of().texts
+    assert texts[texts.index("worker 0") + 1] == "CPU:0, CPU:1"
+
+
 def test_names_are_texts() -> None:
     """Names of metrics, folders and devices come from users."""
     evil = "<script>alert(1)</script>"

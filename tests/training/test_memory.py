@@ -98,31 +98,61 @@ model.fit(x, x[:, :1], batch_size=20_000, verbose=0)
 """
 
 
+# A layer of oneDNN that gets no memory ends the process itself.
+LITTLE = {
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "TF_CPU_ALLOCATOR_USE_BFC": "true",
+    "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400",
+}
+
+
+def uses_up(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with TensorFlow's own log level, and with little memory."""
+    env = clean_env(LITTLE)
+    del env["TF_CPP_MIN_LOG_LEVEL"]
+    return subprocess.run(
+        [sys.executable, *argv],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
 @pytest.mark.processes
 def test_used_up_memory_ends_in_one_line_with_advice_that_helps(tmp_path: Path) -> None:
-    # A layer of oneDNN that gets no memory ends the process itself.
-    limit = {"TF_ENABLE_ONEDNN_OPTS": "0"}
-    limit |= {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "400"}
-
-    def train(passes: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", USES_UP, passes],
-            env=clean_env(limit),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-
-    done = train("1")
-    last = done.stderr.strip().splitlines()[-1]
+    done = uses_up(tmp_path, "-c", USES_UP, "1")
+    *before, last = done.stderr.strip().splitlines()
     assert last.startswith("tfmulti.errors.DeviceError: the memory of CPU:0 ("), done.stderr
     assert "on each device for 20,000 rows" in last
+    # What TensorFlow says at its start, and the traceback of the script.
+    assert len(before) <= 20
+    assert not any("bfc_allocator" in line for line in before)
     advised = re.search(r"Give --microbatches (\d+), or at most [\d,]+ rows per replica\.", last)
     assert advised, last
-    done = train(advised[1])
+    done = uses_up(tmp_path, "-c", USES_UP, advised[1])
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
+def test_used_up_memory_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import keras, numpy as np\n"
+        "def build():\n"
+        "    hidden = [keras.layers.Dense(1024, 'relu') for _ in range(6)]\n"
+        "    return keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(2)])\n"
+        "def data():\n"
+        "    return np.ones((20_000, 64), np.float32), np.arange(20_000) % 2\n"
+    )
+    words = ["-m", "tfmulti.fit", "--model", "mine:build", "--dataset", "mine:data"]
+    words += ["--validation_fraction", "0", "--global_batch_size", "20000", "--epochs", "1"]
+    done = uses_up(tmp_path, *words)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("tfmulti: the memory of CPU:0 (")
+    assert "Give --microbatches " in line
 
 
 def dense() -> keras.Model:
@@ -205,12 +235,29 @@ def test_a_model_of_unknown_inputs_needs_specs() -> None:
     assert tfmulti.estimate(model, specs=(x, x[:, :2])).gradients == 4 * (8 * 2 + 2)
 
 
-def test_a_loop_is_named_as_not_seen() -> None:
+def test_a_loop_is_named_as_not_seen_and_what_fits_is_then_unknown() -> None:
     model = keras.Sequential([keras.Input((6, 3)), keras.layers.GRU(4), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    found = tfmulti.estimate(model, rows=4)
+    found = tfmulti.estimate(model, rows=4, device_memory_gb=1)
     assert found.unseen
     assert any("is not seen" in line for line in found.describe())
+    assert found.fits is found.largest_batch is found.fitting_microbatches is None
+    assert found.describe()[-1] == (
+        "a device has 1 GB. Whether it fits is not known: try some steps."
+    )
+    # What is seen is too much already.
+    found = tfmulti.estimate(model, rows=4, device_memory_gb=1e-6)
+    assert found.fits is False
+    assert found.largest_batch is found.fitting_microbatches is None
+    assert found.advice().startswith("It does not fit: give more --microbatches")
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_row_adds_activations_where_the_gradients_are_larger(passes: int) -> None:
+    model = keras.Sequential([keras.Input((784,)), keras.layers.Dense(512), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    found = tfmulti.estimate(model, tfmulti.TrainingOptions(microbatches=passes), rows=8)
+    assert found.activations_per_row >= 4 * 512
 
 
 def test_several_passes_need_the_sums_of_the_gradients() -> None:
@@ -242,7 +289,12 @@ def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("memory ")]
     assert "on each device for 64 rows: weights 212 kB" in lines[0]
     assert "a device has only 1 MB. Give " in lines[-1]
+    last = "no step was run, because it does not fit. Nothing was written."
+    assert done.stdout.splitlines()[-1] == f"dry run    {last}"
     refused = fit("--device_memory_gb", "0")
     assert refused.returncode == 2
-    assert refused.stderr == "tfmulti: --device_memory_gb is 0, but it must be above 0.\n"
+    assert refused.stderr == (
+        "tfmulti: --device_memory_gb is 0, but it must be above 0. "
+        "(docs: troubleshooting#configuration)\n"
+    )
     assert not list(tmp_path.iterdir())

@@ -7,9 +7,9 @@
 --replicas counts the replicas of one process: GPUs, or logical CPU devices. --workers counts
 processes with one replica each, which are connected over loopback. Each place is measured --rounds
 times in new processes. Every second round goes through the places in reverse order. The results in
---output_dir are bench.json, bench.png and the logs of the processes. The command also takes the
-flags of python -m tfmulti.fit that say what is trained. Without --dataset it measures with made-up
-data in the form that the model needs.
+--output_dir are bench.json, bench.png, the same picture for TensorBoard (folder tensorboard) and
+the logs of the processes. The command also takes the flags of python -m tfmulti.fit that say what
+is trained. Without --dataset it measures with made-up data in the form that the model needs.
 
 The time of a step is shown in four parts that add up to it. Computing is the time of a step without
 peers, on the same cores or device and with the same rows. Communication is what a step takes longer
@@ -30,7 +30,7 @@ from pathlib import Path
 from tfmulti.bench import flags
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.matrix import Launch, Matrix, MeasurementError
-from tfmulti.bench.picture import draw
+from tfmulti.bench.picture import draw, log_picture
 from tfmulti.bench.report import Report, busy_words
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.config.console import Say, speaker
@@ -139,7 +139,7 @@ def describe(
 
 
 def write(report: Report, say: Say) -> None:
-    """Writes bench.json, and bench.png if matplotlib is installed.
+    """Writes bench.json, and bench.png if matplotlib is installed, with an image for TensorBoard.
 
     Raises:
         MeasurementError: the disk is full, or the files cannot be written.
@@ -150,7 +150,8 @@ def write(report: Report, say: Say) -> None:
         write_text(folder / "bench.json", json.dumps(report.as_dict(), indent=1) + "\n")
         files.append("bench.json")
         draw(report, folder / "bench.png")
-        files.append("bench.png")
+        log_picture(folder / "bench.png", folder / "tensorboard")
+        files += ["bench.png", "tensorboard"]
     except ImportError:
         say("warning", "no bench.png: matplotlib is not installed (pip install matplotlib)")
     except OSError as error:

@@ -1,9 +1,18 @@
-"""Draws bench.png: the throughput, the efficiency and the parts of the time of a step."""
+"""Draws bench.png: the throughput, the efficiency and the parts of the time of a step.
+
+TensorBoard shows the same picture.
+"""
 
 from __future__ import annotations
 
+import struct
+import time
 from pathlib import Path
 from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from tfmulti.bench.parts import PARTS
 from tfmulti.bench.report import Report
@@ -47,6 +56,23 @@ def draw(report: Report, path: Path) -> None:
     figure.suptitle(f"{run.model}, {batch}, {run.precision}, {devices}")
     with replacing(path) as partial:
         figure.savefig(partial, dpi=110)
+
+
+def log_picture(picture: Path, folder: Path) -> None:
+    """Writes a PNG as an image of TensorBoard, with the name `scaling`.
+
+    Args:
+        picture: the PNG file.
+        folder: the folder of the event file.
+    """
+    data = picture.read_bytes()
+    # A PNG begins with its width and its height: https://www.w3.org/TR/png/#11IHDR.
+    width, height = struct.unpack(">II", data[16:24])
+    image = Summary.Image(encoded_image_string=data, width=width, height=height, colorspace=4)
+    summary = Summary(value=[Summary.Value(tag="scaling", image=image)])
+    writer = EventFileWriter(str(folder))
+    writer.add_event(Event(wall_time=time.time(), step=0, summary=summary))
+    writer.close()
 
 
 def _draw_curves(report: Report, speed: Any, efficiency: Any) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tfmulti.bench.request import MeasureRequest
 from tfmulti.cluster.environments import find_cluster
 from tfmulti.config.run_directory import write_text
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_DONE, TfmultiError
 from tfmulti.launch import garbage_collection
 from tfmulti.launch.workers import THREADS
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
         answer = measure.answer(order, None if order.run.ignore_cluster else cluster)
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     write_text(order.answer_file(rank), answer.to_json())
     return EXIT_DONE

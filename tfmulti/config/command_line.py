@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tfmulti.config import limited_reading
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_DONE, ConfigError, TfmultiError, did_you_mean
 
 
@@ -84,7 +85,7 @@ def exit_code_of(command: Callable[[], None]) -> int:
         command()
         sys.stdout.flush()
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     except BrokenPipeError:
         # Python writes the rest when it exits, and that would fail again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from absl import flags
 from tfmulti import errors
 from tfmulti.config.fit_config import FitConfig, read_config_file
 from tfmulti.config.training_options import TrainingOptions, base_type
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
 
 
@@ -24,7 +24,7 @@ def exit_code(command: Callable[[], object]) -> int:
     try:
         command()
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     except KeyboardInterrupt:
         return errors.EXIT_INTERRUPTED

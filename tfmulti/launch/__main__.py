@@ -33,6 +33,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_INTERRUPTED, TfmultiError
 from tfmulti.launch import flags, supervisor
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = flags.parse(sys.argv[1:] if argv is None else argv, __doc__ or "")
         return supervisor.run(job)
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         return int(error.exit_code)
     except KeyboardInterrupt:
         # Ctrl-C came before the supervisor handles signals, so no worker runs yet.

@@ -29,6 +29,7 @@ from tfmulti.cluster.door import Door, Stranger, prove
 from tfmulti.cluster.job_secret import SECRET
 from tfmulti.cluster.listening import listen
 from tfmulti.cluster.messages import MessageConnection, TcpMessageConnection
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_USER, ConfigError, TfmultiError
 from tfmulti.launch.agent import forwarded, sent_config, serve
 from tfmulti.launch.config import SRUN, LaunchConfig
@@ -409,6 +410,6 @@ def _serve_once(
             say(f"this machine is {name} of the job")
         code = serve(link, config, env, first)
     except ConfigError as error:
-        print(f"tfmulti: {error}", file=sys.stderr, flush=True)
+        print_error(error)
         return EXIT_USER
     return _GONE if code is None else code

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
+from tfmulti.config.troubleshooting import documented
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import WorkerFailure
 
@@ -132,4 +133,4 @@ def say(words: str) -> None:
     """Shows the user a line of the launcher itself, on standard error."""
     # A terminal that is gone does not end the run.
     with contextlib.suppress(OSError):
-        print(f"[launch] {words}", file=sys.stderr, flush=True)
+        print(f"[launch] {documented(words)}", file=sys.stderr, flush=True)

@@ -34,6 +34,7 @@ import time
 import traceback
 from pathlib import Path
 
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_PEER_LOST, ConfigError, TfmultiError
 from tfmulti.launch import garbage_collection
 from tfmulti.launch.heartbeat import ERROR_FILE, write_error
@@ -173,7 +174,7 @@ def main() -> None:
     except SystemExit:
         raise
     except TfmultiError as error:
-        print(f"tfmulti: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)
     except BaseException as error:
         path = os.environ.get(ERROR_FILE)

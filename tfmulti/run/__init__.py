@@ -6,5 +6,6 @@ A `FitConfig` becomes a `validation.Job`, a `setup.Setup`, a prepared model and 
 model with the callbacks of `callbacks`. `summary` prints what happens, and `artifacts` writes the
 exported model, the report and the curves. `models` and `optimizers` hold what flags can name.
 
-`data_command`, `inspection` and `data_speed` are the command `python -m tfmulti.data`.
+`data_command`, `inspection` and `data_speed` are the command `python -m tfmulti.data`. `notebook`
+starts workers from a notebook, and `tuning` lets KerasTuner train its trials on all workers.
 """

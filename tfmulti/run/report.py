@@ -37,6 +37,7 @@ class FitReport:
             `seconds`. If all steps were traced, it is that quotient. 0: nothing was left to train.
         waiting_share: the share of the time of the steps in which they waited for data.
         addresses: the `host:port` of each worker, by rank. Empty with one worker.
+        places: the host name and the devices of each worker in words, by rank.
         others_share: the share of the time of the steps in which the chief waited for messages of
             other workers. None: one worker, or workers that NCCL connects.
         weights_sha256: the SHA-256 of all weights.
@@ -74,6 +75,7 @@ class FitReport:
     waiting_share: float
     weights_sha256: str
     addresses: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
     others_share: float | None = None
     examples_lost: int = 0
     inexact: tuple[str, ...] = ()

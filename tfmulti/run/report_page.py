@@ -124,11 +124,17 @@ def _results(report: FitReport) -> dict[str, str]:
 
 
 def _places(report: FitReport) -> dict[str, str]:
-    """Returns the strategy, the devices and the versions."""
+    """Returns the strategy, where each worker ran, and the versions."""
+    # A report of an earlier version has only the chief's devices.
+    places = report.places or (", ".join(report.devices),)
+    ports = [f" (at {address})" for address in report.addresses] or [""]
+    workers = {
+        f"worker {rank}": f"{place}{port}"
+        for rank, (place, port) in enumerate(zip(places, ports, strict=False))
+    }
     return {
         "strategy": f"{report.strategy} ({report.why})",
-        "workers": ", ".join(report.addresses) or "1",
-        "devices of the chief": ", ".join(report.devices),
+        **workers,
         "replicas": str(report.replicas),
         "batch": f"{report.global_batch_size} global, at most {report.per_replica_batch_size} on "
         "each replica",

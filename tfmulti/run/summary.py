@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tfmulti.config.console import Say, number, speaker
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.run_directory import RunDir
 from tfmulti.data.data_set import size_of
+from tfmulti.distribution.agreement import gather_bytes
 from tfmulti.distribution.strategies import Placement, device_names
 from tfmulti.run import artifacts
 from tfmulti.run.callbacks.stragglers import Stragglers
@@ -124,7 +126,7 @@ class Trained:
 def make_report(
     setup: Setup, model: keras.Model, run_dir: RunDir | None, trained: Trained
 ) -> FitReport:
-    """Returns the report of a run.
+    """Returns the report of a run. Every worker must call this function.
 
     Args:
         setup: the parts of the run.
@@ -145,6 +147,7 @@ def make_report(
         devices=device_names(setup.strategy),
         workers=setup.place.workers,
         addresses=setup.place.addresses,
+        places=places_of(setup),
         replicas=setup.place.replicas,
         global_batch_size=setup.batch.global_batch_size,
         per_replica_batch_size=setup.batch.per_replica_batch_size,
@@ -171,6 +174,22 @@ def make_report(
         run_dir=str(run_dir.path) if run_dir else None,
         versions={"tensorflow": tf.__version__, "keras": keras.__version__},
     )
+
+
+def places_of(setup: Setup) -> tuple[str, ...]:
+    """Returns the host name and the devices of each worker in words, by rank.
+
+    Every worker must call this function.
+    """
+    kinds = {
+        f"GPU:{number}": tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
+        for number, gpu in enumerate(tf.config.get_visible_devices("GPU"))
+    }
+    devices = device_names(setup.strategy)
+    named = (f"{each} ({kinds[each]})" if each in kinds else each for each in devices)
+    own = f"{platform.node()}: {', '.join(named)}"
+    found = gather_bytes(setup.strategy, own.encode())
+    return tuple((each or b"").decode(errors="replace") for each in found)
 
 
 def summarize(setup: Setup, report: FitReport) -> None:

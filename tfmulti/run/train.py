@@ -32,6 +32,7 @@ from tfmulti.config.run_directory import (
 from tfmulti.config.trackers import TENSORBOARD, names_in
 from tfmulti.data.data_set import size_of
 from tfmulti.data.source import Source
+from tfmulti.distribution.agreement import gather
 from tfmulti.errors import RunDirError, VerificationError
 from tfmulti.launch.signals import SignalWatch
 from tfmulti.run import artifacts, report_page, validation
@@ -50,6 +51,7 @@ from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.checkpoint.owner import ownership_of
 from tfmulti.training.distributed_model import estimate
 from tfmulti.training.input.prefetcher import specs_of
+from tfmulti.training.memory import MemoryEstimate
 from tfmulti.training.state.trainer_state import interrupt, state_of
 from tfmulti.training.watchdog import Watchdog
 
@@ -290,12 +292,20 @@ def test(setup: Setup, model: keras.Model) -> dict[str, float]:
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:
     """Prints how much memory a step needs, and how long a full run would take.
 
-    Two executions and a step of validation run. Every worker must call this function. It writes no
-    files.
+    Two executions and a step of validation run, unless a step does not fit the memory of a device.
+    Every worker must call this function. It writes no files.
     """
     throughput, waiting = Throughput(in_logs=False), Waiting()
-    for line in memory_lines(setup, model):
-        say_for(setup)("memory", line)
+    say = say_for(setup)
+    started = time.perf_counter()
+    found = memory_of(setup, model)
+    unknown = ["it is not known, because the data does not tell the form of its batches"]
+    for line in found.describe() if found else unknown:
+        say("memory", line)
+    if not may_run(setup, found):
+        say("dry run", "no step was run, because it does not fit. Nothing was written.")
+        seconds = time.perf_counter() - started
+        return make_report(setup, model, None, Trained({}, {}, seconds, throughput, waiting))
     # The first execution is traced, so only the second one shows how long a step takes.
     steps = 2 * int(model.steps_per_execution)
     is_short = setup.steps_per_epoch is not None and setup.steps_per_epoch < steps
@@ -312,7 +322,6 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
         verbose=0,
     ).history
     seconds = time.perf_counter() - started
-    say = say_for(setup)
     if setup.steps_per_epoch is None:
         say(
             "dry run",
@@ -332,8 +341,8 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
     return make_report(setup, model, None, trained)
 
 
-def memory_lines(setup: Setup, model: keras.Model) -> list[str]:
-    """Returns lines that tell how much memory a step needs on each device.
+def memory_of(setup: Setup, model: keras.Model) -> MemoryEstimate | None:
+    """Returns how much memory a step needs on each device, or None if that is not known.
 
     Every worker must call this function.
 
@@ -347,13 +356,26 @@ def memory_lines(setup: Setup, model: keras.Model) -> list[str]:
     elif isinstance(data, tf.data.Dataset):
         specs = data.element_spec
     else:
-        return ["it is not known, because the data does not tell the form of its batches"]
+        return None
     return estimate(
         model,
         rows=setup.batch.per_replica_batch_size,
         specs=specs,
         device_memory_gb=setup.config.device_memory_gb,
-    ).describe()
+    )
+
+
+def may_run(setup: Setup, found: MemoryEstimate | None) -> bool:
+    """Returns whether a step may fit the devices of all workers, which may have other memory.
+
+    Every worker must call this function.
+
+    Args:
+        setup: the parts of the run.
+        found: the estimate of this worker, or None.
+    """
+    fits_here = found is None or found.fits is not False
+    return all(fits for (fits,) in gather(setup.strategy, [fits_here]))
 
 
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:

@@ -22,6 +22,7 @@ from tfmulti.config.console import number
 from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DeviceError, ModelError
+from tfmulti.keras_patches.logs import errors_only
 from tfmulti.training.input.worker_batch import PREFETCH_STEPS
 from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import state_of
@@ -144,19 +145,29 @@ class MemoryEstimate:
 
     @property
     def activations_per_row(self) -> float:
-        """The bytes that one row more adds to the activations of a pass."""
-        rows = self._rows_of_pass(self.rows, self.microbatches)
-        return max(self.lines, key=lambda line: line[0] + line[1] * rows)[1]
+        """The bytes that one row more adds to the activations of a pass of many rows.
+
+        In a pass of few rows, a row may add nothing. The gradients are then the larger part of the
+        step, and their size does not depend on the rows.
+        """
+        return max(per_row for _, per_row in self.lines)
 
     @property
     def fits(self) -> bool | None:
-        """Whether a device has so much memory; None if its memory is not known."""
-        return None if self.device is None else self.total <= self.device
+        """Whether a device has so much memory.
+
+        None: its memory is not known, or operations that are not seen may need what is left of it.
+        """
+        if self.device is None:
+            return None
+        if self.total > self.device:
+            return False
+        return None if self.unseen else True
 
     @property
     def largest_batch(self) -> int | None:
-        """The most rows of one replica that fit in one pass; None if no memory is known."""
-        if self.device is None:
+        """The most rows of one replica that fit in one pass; None if that is not known."""
+        if self.device is None or self.unseen:
             return None
         room = self.device - self._steady(1)
         most = (
@@ -168,8 +179,8 @@ class MemoryEstimate:
 
     @property
     def fitting_microbatches(self) -> int | None:
-        """The fewest passes with which `rows` fit; None if no number of passes is enough."""
-        if self.device is None:
+        """The fewest passes with which `rows` fit; None if none is enough, or it is not known."""
+        if self.device is None or self.unseen:
             return None
         counts = (passes for passes in range(1, self.rows + 1))
         return next((n for n in counts if self.at(self.rows, n) <= self.device), None)
@@ -203,9 +214,15 @@ class MemoryEstimate:
         >>> few.advice()
         'Give --microbatches 2, or at most 60 rows per replica.'
         """
+        if self.device is None:
+            return "Give --device_memory_gb to learn what fits."
         largest, passes = self.largest_batch, self.fitting_microbatches
         if largest is None:
-            return "Give --device_memory_gb to learn what fits."
+            if self.fits is None:
+                return "Whether it fits is not known: try some steps."
+            return (
+                "It does not fit: give more --microbatches, or a smaller batch, and try some steps."
+            )
         if self.fits:
             return f"It fits; up to {largest:,} rows per replica do."
         if largest == 0 and passes is None:
@@ -241,7 +258,7 @@ class MemoryEstimate:
                 f"more than that, because the memory of {', '.join(self.unseen)} is not seen"
             )
         if self.device is not None:
-            verb = "has" if self.fits else "has only"
+            verb = "has only" if self.fits is False else "has"
             lines.append(f"a device {verb} {size(self.device)}. {self.advice()}")
         return lines
 
@@ -311,13 +328,15 @@ def memory_of_step(
 def out_of_memory_explained(model: keras.Model) -> Iterator[None]:
     """Raises a DeviceError with advice in place of TensorFlow's error that memory is used up.
 
-    What the failed device could give is taken as its memory. There are no collectives.
+    What the failed device could give is taken as its memory. There are no collectives. The
+    allocator's own report, which has some hundred lines, is not logged.
 
     Args:
         model: the prepared model that trains inside the context.
     """
     try:
-        yield
+        with errors_only():
+            yield
     except tf.errors.ResourceExhaustedError as error:
         # Other things can be exhausted, too, such as the size of a message between workers.
         if "OOM when" not in error.message and "out of memory" not in error.message.lower():
@@ -332,7 +351,10 @@ def out_of_memory_explained(model: keras.Model) -> Iterator[None]:
             specs = state_of(model).specs
             rows = math.ceil(tf.nest.flatten(specs)[0].shape[0] / place.replicas)
             found = memory_of_step(model, specs, rows, peak if place.gpus else _shared(place, peak))
-            words += [f"It needs {found.describe()[0]}.", "" if found.fits else found.advice()]
+            words += [
+                f"It needs {found.describe()[0]}.",
+                found.advice() if found.fits is False else "",
+            ]
         if len(words) == 1 or not words[-1]:
             words = [*words[:2], "Give more --microbatches, or a smaller batch."]
         raise DeviceError(" ".join([*words, "See docs/memory.md."])) from None

@@ -37,6 +37,7 @@ from pathlib import Path
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import open_regular, read_small
 from tfmulti.config.run_directory import remove_partial, write_text
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_FAILED, ResumeError, TfmultiError
 
 FILE = "owner.json"
@@ -245,7 +246,7 @@ class Ownership:
         late.daemon = True
         late.start()
         with contextlib.suppress(OSError, ValueError):
-            print(f"tfmulti: {error}", file=sys.stderr, flush=True)
+            print_error(error)
             sys.stdout.flush()
         late.cancel()
         self._end(EXIT_FAILED)

@@ -129,7 +129,7 @@ def _check(function: Any, workers: int) -> None:
 
 def _launched(folder: Path, workers: int) -> tuple[int, str]:
     """Runs the workers, and returns the launcher's exit code and its last lines."""
-    argv = [sys.executable, "-m", "tfmulti.notebook", _LAUNCH, str(folder), str(workers)]
+    argv = [sys.executable, "-m", "tfmulti.run.notebook", _LAUNCH, str(folder), str(workers)]
     paths = [path for path in sys.path if path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *paths])}
     env[FOLDER_VARIABLE] = str(folder)
@@ -171,7 +171,7 @@ def _launch(folder: Path, workers: str) -> int:
         tie_to_launcher()
         argv = ["--nproc-per-node", workers, "--max-restarts", "0", "--no-standby"]
         argv += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
-        return launch([*argv, "-m", "tfmulti.notebook", str(folder)])
+        return launch([*argv, "-m", "tfmulti.run.notebook", str(folder)])
     finally:
         if str(os.getppid()) != os.environ[PARENT]:
             shutil.rmtree(folder, ignore_errors=True)

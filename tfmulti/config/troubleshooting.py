@@ -1,0 +1,86 @@
+"""Says where the page docs/troubleshooting.md explains a message.
+
+The commands print the place at the end of the line, such as `(docs: troubleshooting#secret)`. A
+frequent message has a heading of its own there. Any other error has the heading of its class.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from tfmulti.errors import TfmultiError
+
+# The anchors of the page, and the words of their messages. `…` stands for any words.
+MESSAGES = {
+    "no-module": "no module …. It must be importable from this folder",
+    "devices-started": "logical CPU devices are needed, but TensorFlow has started with",
+    "second-strategy": "but this process made another strategy before",
+    "cannot-listen": "this worker cannot listen at",
+    "no-port": "does not listen at",
+    "idle": "has done nothing for",
+    "no-progress": "has shown no progress for",
+    "ssh": "does not let SSH in",
+    "needs-secret": "--node-rank over … needs a secret",
+    "secret": "does not know this job's secret",
+    "isolate": "--isolate: this system does not allow a separate network",
+    "shared-folder": "cannot see worker 0's folder of checkpoints",
+    "folder-in-use": "is in use by another run",
+    "scope": "was not made inside the strategy's scope",
+    "not-compiled": "the model is not compiled",
+    "overrides": "overrides …, which is what prepare() replaces",
+    "optimizer": "applies gradients with a … that is not part of the model",
+    "stateful": "is stateful: it keeps a state for each row",
+    "loop": "normalizes by the rows of all replicas, but it stands in a loop",
+    "different-batches": "the workers read different batches",
+    "different-rows": "the parts of a batch have different numbers of rows",
+    "no-regular-file": "is no regular file",
+    "pixels": "the image has more than … pixels",
+    "file-limit": "is the limit (by default the memory)",
+    "feature-class": "features.json names the class",
+    "changed-setting": "saved …=…, this run …=…",
+    "damaged-checkpoint": "the newest checkpoint does not have the format of this version",
+    "damaged-position": "TensorFlow does not take the position in the data",
+    "cut-off": "ends without saving",
+    "memory": "is used up by a training step",
+    "worker-lost": "worker … is lost: ",
+    "starting-again": "starting all workers again",
+}
+# What the doctor finds names its own rule, and what to do.
+DOCTOR = "doctor"
+_PATTERNS = {
+    anchor: re.compile(".*?".join(map(re.escape, words.split("…"))))
+    for anchor, words in MESSAGES.items()
+}
+_PAGE = "troubleshooting#"
+
+
+def place_of(words: str, otherwise: str = "") -> str:
+    """Returns where the docs explain a message, or an empty text.
+
+    Args:
+        words: the message.
+        otherwise: the anchor of a message that has none of its own.
+
+    >>> place_of("h2 does not know this job's secret")
+    'troubleshooting#secret'
+    """
+    found = (anchor for anchor, pattern in _PATTERNS.items() if pattern.search(words))
+    anchor = next(found, otherwise)
+    return f"{_PAGE}{anchor}" if anchor else ""
+
+
+def documented(words: str, otherwise: str = "") -> str:
+    """Returns a message with the place of its explanation, unless it names one already.
+
+    Args:
+        words: the message.
+        otherwise: the anchor of a message that has none of its own.
+    """
+    place = place_of(words, otherwise)
+    return f"{words} (docs: {place})" if place and _PAGE not in words else words
+
+
+def print_error(error: TfmultiError) -> None:
+    """Prints the one line of an error to standard error."""
+    print(f"tfmulti: {documented(str(error), error.anchor)}", file=sys.stderr, flush=True)

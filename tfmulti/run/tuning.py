@@ -1,0 +1,183 @@
+"""Lets KerasTuner search with trials that train on all workers.
+
+    import keras_tuner
+    import tfmulti
+
+    strategy = tfmulti.make_strategy()
+    tuner = tfmulti.make_tuner(
+        keras_tuner.RandomSearch, strategy, hypermodel=build, objective="val_loss", max_trials=10
+    )
+    tuner.search(x, y, epochs=3, validation_data=(xv, yv))
+
+KerasTuner by itself has an oracle on each worker, and each worker writes the same project folder.
+Here only the chief has a project folder and asks its oracle. It sends the state of the oracle to
+the other workers when a trial begins and when it ends. Between these two collectives all workers
+train the trial's model. So every question to the tuner has the same answer on every worker, and
+only `search` and the loading of models need all workers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import keras_tuner
+import tensorflow as tf
+from keras_tuner.engine import trial as trials
+
+from tfmulti.distribution.agreement import broadcast
+from tfmulti.distribution.strategies import placement_of
+from tfmulti.errors import ConfigError
+
+
+def make_tuner(
+    kind: type[keras_tuner.Tuner], strategy: tf.distribute.Strategy, **arguments: Any
+) -> keras_tuner.Tuner:
+    """Returns a tuner whose trials train on all replicas of a strategy. Every worker calls it.
+
+    A trial that fails on several workers ends the search on all of them, since the others may wait
+    for the failed worker inside a step.
+
+    Args:
+        kind: the class of the tuner, such as `keras_tuner.RandomSearch`.
+        strategy: the strategy of `make_strategy`.
+        **arguments: the arguments of the class by name, with a `hypermodel` that returns a prepared
+            model. `directory` and `project_name` count on the chief alone.
+
+    Raises:
+        ConfigError: KerasTuner's own oracle for separate searches (KERASTUNER_ORACLE_IP) is in use.
+    """
+    place = placement_of(strategy)
+    arguments["distribution_strategy"] = strategy
+    if place.workers == 1:
+        return kind(**arguments)
+    if "KERASTUNER_ORACLE_IP" in os.environ:
+        raise ConfigError(
+            "KERASTUNER_ORACLE_IP is set, but the chief of these workers has the oracle itself. "
+            "Unset it, or search on one worker in each process."
+        )
+    own_folder = None
+    name = arguments.get("project_name") or "untitled_project"
+    project = Path(arguments.get("directory") or ".") / name
+    if not place.is_chief:
+        own_folder = tempfile.TemporaryDirectory(prefix="tfmulti-not-chief-")
+        arguments["directory"] = own_folder.name
+        project = Path(own_folder.name) / name
+    # A tuner that finds a project does not build the model, which needs all workers. So the others
+    # find what the chief finds.
+    is_new = arguments.get("overwrite") or not project.is_dir()
+    _send(strategy, project, () if is_new else project.rglob("*.json"))
+    tuner = type(kind.__name__, (_OnAllWorkers, kind), {})(**arguments)
+    tuner.oracle = _ChiefsOracle(tuner.oracle, strategy)
+    tuner.own_folder = own_folder
+    return tuner
+
+
+class _OnAllWorkers:
+    """The methods of a tuner whose trials train on several workers."""
+
+    distribution_strategy: tf.distribute.Strategy
+
+    def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trains a trial. Every worker calls it."""
+        # Hyperband begins with the weights of another trial.
+        begins_from = trial.hyperparameters.values.get("tuner/trial_id")
+        if begins_from is not None:
+            self._fetch(begins_from)
+        try:
+            return super().run_trial(trial, *args, **kwargs)  # type: ignore[misc]
+        except keras_tuner.errors.FatalError:
+            raise
+        except Exception as error:
+            # KerasTuner would go on with the next trial on this worker alone.
+            raise keras_tuner.errors.FatalError(
+                f"trial {trial.trial_id} failed on this worker, which ends the search on all: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def load_model(self, trial: Any) -> Any:
+        """Returns the model of a trial with its best weights. Every worker calls it."""
+        self._fetch(trial.trial_id)
+        return super().load_model(trial)  # type: ignore[misc]
+
+    def _fetch(self, trial_id: str) -> None:
+        """Copies the chief's files of a trial to the other workers. Every worker calls it."""
+        folder = Path(self.get_trial_dir(trial_id))  # type: ignore[attr-defined]
+        _send(self.distribution_strategy, folder, folder.iterdir())
+
+
+class _ChiefsOracle:
+    """The oracle of the chief, and a copy of its state on the other workers."""
+
+    def __init__(self, oracle: keras_tuner.Oracle, strategy: tf.distribute.Strategy) -> None:
+        self._oracle, self._strategy = oracle, strategy
+        self._is_chief = placement_of(strategy).is_chief
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._oracle, name)
+
+    @property
+    def verbose(self) -> Any:
+        return self._oracle.verbose
+
+    @verbose.setter
+    def verbose(self, value: Any) -> None:
+        self._oracle.verbose = value
+
+    def create_trial(self, tuner_id: str) -> Any:
+        """Returns the trial that the chief's oracle gives. Every worker calls it."""
+        return self._share(self._oracle.create_trial(tuner_id) if self._is_chief else None)
+
+    def update_trial(self, trial_id: str, metrics: dict[str, float], step: int = 0) -> None:
+        """Reports the metrics of a trial, on the chief."""
+        if self._is_chief:
+            self._oracle.update_trial(trial_id, metrics, step=step)
+
+    def end_trial(self, trial: Any) -> None:
+        """Ends a trial on the chief, and tells all workers. Every worker calls it."""
+        if self._is_chief:
+            self._oracle.end_trial(trial)
+        self._share(trial)
+
+    def _share(self, trial: Any) -> Any:
+        """Gives the state of the chief's oracle to all workers, and returns the chief's trial."""
+        oracle, state = self._oracle, None
+        if self._is_chief:
+            of_trials = [each.get_state() for each in oracle.trials.values()]
+            state = json.dumps([trial.get_state(), of_trials, oracle.get_state()]).encode()
+        state = broadcast(self._strategy, state)
+        if self._is_chief:
+            return trial
+        assert state is not None
+        of_trial, of_trials, of_oracle = json.loads(state)
+        oracle.trials = {each["trial_id"]: trials.Trial.from_state(each) for each in of_trials}
+        oracle.set_state(of_oracle)
+        return trials.Trial.from_state(of_trial)
+
+
+def _send(strategy: tf.distribute.Strategy, folder: Path, files: Iterable[Path]) -> None:
+    """Copies files of the chief's folder to the same places in the other workers' folders.
+
+    This is a collective: every worker must call it.
+
+    Args:
+        strategy: the strategy of all workers.
+        folder: the folder of this worker.
+        files: the files below the folder; only the chief's count.
+    """
+    data = io.BytesIO()
+    if placement_of(strategy).is_chief:
+        with zipfile.ZipFile(data, "w") as archive:
+            for path in files:
+                archive.write(path, path.relative_to(folder))
+    sent = broadcast(strategy, data.getvalue())
+    if not placement_of(strategy).is_chief:
+        assert sent is not None
+        with zipfile.ZipFile(io.BytesIO(sent)) as archive:
+            archive.extractall(folder)
