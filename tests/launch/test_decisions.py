@@ -341,6 +341,23 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     assert saved_before("/b", {}) == -1
 
 
+def test_one_slow_step_does_not_change_the_usual_time() -> None:
+    now, teller, kind, other = [0.0], Heartbeat(None, lambda: now[0]), Kind(), Kind()
+    assert teller.usual_s() == 0.0
+    for seconds in (99.0, *[1.0] * 9, 50.0, *[1.0] * 9):
+        with teller.working(kind):
+            now[0] += seconds
+    assert teller.usual_s() == 1.0
+    assert teller.record().longest_s == 50.0
+    # One execution in five has more steps than the others.
+    for seconds in [4.0, 1.0, 1.0, 1.0, 1.0] * 10:
+        with teller.working(kind):
+            now[0] += seconds
+    assert teller.usual_s() == 4.0
+    with teller.working(other):
+        assert teller.usual_s() == 0.0
+
+
 def test_who_goes_on_after_an_error_is_in_no_step(tmp_path: Path) -> None:
     path, kind = tmp_path / "progress", Kind()
     teller = Heartbeat(str(path), lambda: 1.0)

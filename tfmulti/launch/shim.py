@@ -37,8 +37,9 @@ from tfmulti.errors import EXIT_PEER_LOST, ConfigError, TfmultiError
 from tfmulti.launch import garbage_collection
 from tfmulti.launch.heartbeat import ERROR_FILE, write_error
 from tfmulti.launch.policy import LOST_A_WORKER
+from tfmulti.launch.stacks import STACKS_FILE
 
-STACKS_FILE, STANDBY, COMMAND = "TFMULTI_STACKS_FILE", "--standby", "--command"
+STANDBY, COMMAND = "--standby", "--command"
 PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
