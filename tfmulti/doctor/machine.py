@@ -143,13 +143,20 @@ def _resources(gpus: int) -> list[Finding]:
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < _FILES
+    most = hard if 0 < hard < 65536 else 65536
+    advice = f"Run: ulimit -n {most}"
+    if most < _FILES:
+        advice = (
+            f"The hard limit is {hard:,}. Raise it: LimitNOFILE of the service, nofile in "
+            "/etc/security/limits.conf, or --ulimit nofile=65536 of the container."
+        )
     findings.append(
         Finding(
             "open files",
             FAILED if soft < _FEW_FILES else WARNING if few else OK,
             f"{soft:,} may be open at a time",
             f"{_FILES:,} for many workers and many files of data",
-            f"Run: ulimit -n {min(hard, 65536) if hard > 0 else 65536}",
+            advice,
         )
     )
     return findings

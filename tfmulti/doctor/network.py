@@ -42,6 +42,8 @@ from tfmulti.doctor.result import Result, result_of
 _CALL_S, _AGAIN_S = 5.0, 0.2
 # How long measuring the bandwidths may take, beyond the waiting for others.
 _MORE_S = 20.0
+# How long a worker waits at most until the chief has printed the report.
+_REPORT_S = 10.0
 _PINGS = 20
 # The bytes of the first measurement, and of a second one if the first was fast.
 _FEW_BYTES, _MANY_BYTES, _FAST_S = 1 << 20, 1 << 25, 0.05
@@ -157,6 +159,17 @@ class Network:
         # A worker that only asks gets its answer from a thread of this process.
         time.sleep(_AGAIN_S)
         return verdict
+
+    def wait_for_chief(self) -> None:
+        """Waits until the chief has ended its part, but only for some time.
+
+        A launcher may end the chief, before it prints the report, once another worker has failed.
+        """
+        until = time.monotonic() + _REPORT_S
+        with contextlib.suppress(OSError, ValueError):
+            while 0 in self._lines and time.monotonic() < until:
+                self._lines[0].ask("ping")
+                time.sleep(_AGAIN_S)
 
     def _in_background(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
         """Starts a thread that ends silently if its connection ends."""
