@@ -207,6 +207,7 @@ def check_job(
         with contextlib.ExitStack() as measuring:
             measuring.enter_context(network)
             measured = network.measure()
+            findings += network.check_free_ports()
             measured.findings = [dataclasses.asdict(each) for each in findings]
             gpus = len(gpus_of_task(env, cluster.local_rank, cluster.local_size))
             measured.facts = {"versions": machine.versions(), "GPUs": gpus}
