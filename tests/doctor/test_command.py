@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def test_two_workers_of_the_launcher_are_tried_by_training(tmp_path: Path) -> No
     assert "every worker reaches every other one" in done.stdout
     assert "8.39 MB over 2 devices" in done.stdout
     assert "WARNING  gRPC ports    TensorFlow will listen on all interfaces" in done.stdout
+    assert re.search(r"doors +worker 0 listens at .*:\d+ \(gRPC\); worker 1 listens", done.stdout)
     assert "It will train here" in done.stdout
 
 

@@ -27,7 +27,13 @@ from tfmulti.doctor.gpus import check_gpus, driver
 
 # The packages whose versions decide the numbers; they must be equal on all workers.
 _COMPARED = ("tensorflow", "keras", "numpy", "ml_dtypes")
-_SHOWN = (*_COMPARED, "nvidia-cudnn-cu12", "nvidia-nccl-cu12", "nvidia-cuda-runtime-cu12")
+# From CUDA 13 on the name of the runtime has no number.
+_CUDA = ("nvidia-cudnn-cu", "nvidia-nccl-cu", "nvidia-cuda-runtime-cu")
+_SHOWN = (
+    *_COMPARED,
+    *(f"{name}{number}" for name in _CUDA for number in (12, 13)),
+    "nvidia-cuda-runtime",
+)
 _MEMORY_GIB, _DISK_GIB, _FULL_GIB = 2.0, 1.0, 0.05
 # NCCL puts its buffers there. Containers get 64 MiB unless told otherwise.
 _SHM_MIB = 512
