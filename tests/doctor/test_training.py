@@ -13,9 +13,9 @@ from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.doctor import job, training
 from tfmulti.doctor.cuda import cuda_findings
-from tfmulti.doctor.doors import doors_finding
 from tfmulti.doctor.finding import FAILED, OK, WARNING
-from tfmulti.doctor.network import Result
+from tfmulti.doctor.result import Result
+from tfmulti.doctor.trust import doors_finding
 
 BUILD = {"is_cuda_build": True, "cuda_version": "12.5.1", "cudnn_version": "9"}
 NEEDS = [

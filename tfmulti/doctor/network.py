@@ -82,9 +82,9 @@ class Network:
         self._lines: dict[int, _Line] = {}
         self._places = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
         address = cluster.addresses[cluster.rank]
+        server = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
         # As tfmulti's own collectives listen.
         self._free = listen(host_of(address), cluster.hosts)
-        server = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
         self._door = Door(
             server,
             self.key_of(cluster.rank),

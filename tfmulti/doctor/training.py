@@ -33,9 +33,9 @@ from tfmulti.config.registry import MODELS
 from tfmulti.distribution.agreement import gather_bytes
 from tfmulti.distribution.strategies import Placement
 from tfmulti.doctor.cuda import cuda_findings, installed_wheels, needs_of_tensorflow
-from tfmulti.doctor.doors import doors_finding, own_doors
 from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding, findings_of
 from tfmulti.doctor.gpus import Utilization, driver
+from tfmulti.doctor.trust import doors_finding, own_doors
 from tfmulti.run import validation
 from tfmulti.run.setup import Setup, set_up
 
