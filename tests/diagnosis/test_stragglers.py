@@ -56,12 +56,12 @@ class Slow(ArraySource):
 
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
         if '"index": 1' in os.environ["TF_CONFIG"]:
-            time.sleep(0.03)
+            time.sleep(0.1)
         return super().read(indices, epoch)
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
         if '"index": 1' in os.environ["TF_CONFIG"]:
-            time.sleep(0.03)
+            time.sleep(0.1)
         super().read_into(indices, epoch, out)
 
 
@@ -76,7 +76,7 @@ def slow() -> Slow:
 
 def slow_for_long() -> Slow:
     """The data of one long epoch."""
-    return Slow(tuple(np.tile(each, (40,) + (1,) * (each.ndim - 1)) for each in rows()))
+    return Slow(tuple(np.tile(each, (8,) + (1,) * (each.ndim - 1)) for each in rows()))
 
 
 def build() -> keras.Model:
@@ -100,6 +100,11 @@ class Dawdles(keras.layers.Layer):
         return dawdled
 
 
+def build_small() -> keras.Model:
+    layers = [keras.Input((64,)), keras.layers.Dense(64, "relu")]
+    return keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
+
+
 def build_slow() -> keras.Model:
     layers = [keras.Input((64,)), Dawdles(), keras.layers.Dense(64, "relu")]
     return keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
@@ -121,7 +126,8 @@ def finished(folder: Path, dataset: str, model: str) -> tuple[dict[str, Any], st
 
 @pytest.mark.multiworker
 @pytest.mark.parametrize(
-    ("dataset", "model", "cause"), [("rows", "build_slow", COMPUTING), ("slow", "build", DATA)]
+    ("dataset", "model", "cause"),
+    [("rows", "build_slow", COMPUTING), ("slow", "build_small", DATA)],
 )
 def test_a_slow_worker_is_named(tmp_path: Path, dataset: str, model: str, cause: str) -> None:
     report, output = finished(tmp_path, dataset, model)
@@ -139,14 +145,14 @@ def test_a_slow_worker_is_named(tmp_path: Path, dataset: str, model: str, cause:
 
 @pytest.mark.multiworker
 def test_a_slow_worker_is_named_within_an_epoch(tmp_path: Path) -> None:
-    argv = command(tmp_path, "slow_for_long", "build", "--global_batch_size", "128")
+    argv = command(tmp_path, "slow_for_long", "build_small", "--global_batch_size", "128")
     with reserved(2) as addresses, processes(tmp_path / "logs") as group:
         for rank in (0, 1):
             group.start(argv, {"TF_CONFIG": tf_config(addresses, rank), **ONE_THREAD})
         deadline = time.monotonic() + LIMIT_S
         while "\nstraggler " not in group.output(0):
             assert time.monotonic() < deadline, group.logs()
-            time.sleep(0.2)
+            time.sleep(0.1)
         assert "worker 1 (127.0.0.1:" in group.output(0)
         # The first epoch has not ended.
         assert not (tmp_path / "run/history.csv").exists(), group.logs()

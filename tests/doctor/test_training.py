@@ -104,7 +104,7 @@ def test_more_devices_that_are_slower_get_advice() -> None:
     finding = training.throughput_finding(at, 100.0, 50.0)
     assert finding.status == WARNING
     assert "100 examples/s on one device, 50 on 2 (25 % of 2 ×)" in finding.measured
-    assert "communication-bound: 90 % of the step is what peers cost" in finding.advice
+    assert "communication-bound: 90 % of the step is communication" in finding.advice
 
 
 def test_unequal_numbers_of_gpus_are_a_fault() -> None:
