@@ -2,6 +2,7 @@
 
     TfmultiError                 exit code 1: the program failed
     ├── VerificationError        replicas compute other numbers than one device
+    ├── ChecksFailed             a check of the doctor has failed
     └── UserError                exit code 2: a mistake of the user
         ├── ConfigError          a wrong flag, argument or configuration file
         ├── ClusterError         a wrong TF_CONFIG, or a wrong cluster
@@ -53,6 +54,10 @@ class VerificationError(TfmultiError):
     """A step on replicas gives other numbers than on one device, so nothing was trained."""
 
     anchor = "verification"
+
+
+class ChecksFailed(TfmultiError):
+    """A check of the doctor has failed. Its report says what to do; a restart cannot help."""
 
 
 class UserError(TfmultiError, ValueError):

@@ -25,12 +25,14 @@ from tfmulti.config.flags import help_text, make_flags, parse
 from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import TfmultiError
 from tfmulti.launch import garbage_collection
+from tfmulti.launch.stacks import show_at_sigusr1
 from tfmulti.run import validation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     try:
+        show_at_sigusr1()
         config = parse(sys.argv if argv is None else argv)
         if config is None:
             print(help_text(__doc__ or "", make_flags()))

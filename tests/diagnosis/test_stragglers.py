@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -15,7 +14,9 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.processes import ONE_THREAD, processes, slowed, tf_config
+from tests.support import networks
+from tests.support.doctor import PORT, on
+from tests.support.processes import ONE_THREAD, processes, run_workers, tf_config
 from tfmulti import ArraySource
 from tfmulti.launch.addresses import reserved
 from tfmulti.run.straggler import COMPUTING, DATA, NETWORK, straggler_of
@@ -55,12 +56,12 @@ class Slow(ArraySource):
 
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
         if '"index": 1' in os.environ["TF_CONFIG"]:
-            time.sleep(0.03)
+            time.sleep(0.1)
         return super().read(indices, epoch)
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
         if '"index": 1' in os.environ["TF_CONFIG"]:
-            time.sleep(0.03)
+            time.sleep(0.1)
         super().read_into(indices, epoch, out)
 
 
@@ -73,46 +74,63 @@ def slow() -> Slow:
     return Slow(rows())
 
 
+def slow_for_long() -> Slow:
+    """The data of one long epoch."""
+    return Slow(tuple(np.tile(each, (8,) + (1,) * (each.ndim - 1)) for each in rows()))
+
+
 def build() -> keras.Model:
     layers = [keras.layers.Dense(1024, "relu") for _ in range(3)]
     return keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(3, "softmax")])
 
 
-def fitted(folder: Path, dataset: str, is_slowed: bool) -> tuple[dict[str, Any], str]:
-    """Returns the report and the output of a run of two workers.
+class Dawdles(keras.layers.Layer):
+    """A layer that takes the second worker long, whatever else the machine does."""
 
-    Args:
-        folder: a folder for the run.
-        dataset: the function of this module that gives the data.
-        is_slowed: whether the second worker runs for a part of the time only.
-    """
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        if '"index": 1' not in os.environ["TF_CONFIG"]:
+            return x
+
+        def dawdle(values: tf.Tensor) -> tf.Tensor:
+            time.sleep(0.2)
+            return values
+
+        dawdled = tf.py_function(dawdle, [x], tf.float32)
+        dawdled.set_shape(x.shape)
+        return dawdled
+
+
+def build_small() -> keras.Model:
+    layers = [keras.Input((64,)), keras.layers.Dense(64, "relu")]
+    return keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
+
+
+def build_slow() -> keras.Model:
+    layers = [keras.Input((64,)), Dawdles(), keras.layers.Dense(64, "relu")]
+    return keras.Sequential([*layers, keras.layers.Dense(3, "softmax")])
+
+
+def command(folder: Path, dataset: str, model: str, *flags: str) -> list[str]:
+    """Returns the arguments of a run with a dataset and a model of this module."""
     argv = ["-m", "tfmulti.fit", "--dataset", f"{__name__}:{dataset}", "--model"]
-    argv += [f"{__name__}:build", "--global_batch_size", "128", "--epochs", "3"]
-    argv += [
-        "--reader_threads",
-        "1",
-        "--steps_per_execution",
-        "1",
-        "--run_dir",
-        str(folder / "run"),
-    ]
-    with reserved(2) as addresses, processes(folder / "logs") as group:
-        started = [
-            group.start(argv, {"TF_CONFIG": tf_config(addresses, rank), **ONE_THREAD})
-            for rank in (0, 1)
-        ]
-        with slowed(started[1]) if is_slowed else contextlib.nullcontext():
-            done = group.wait(LIMIT_S)
-        assert [each.returncode for each in done] == [0, 0], group.logs()
+    argv += [f"{__name__}:{model}", "--reader_threads", "1", "--steps_per_execution", "1"]
+    return [*argv, "--run_dir", str(folder / "run"), *flags]
+
+
+def finished(folder: Path, dataset: str, model: str) -> tuple[dict[str, Any], str]:
+    """Returns the report and the output of a run of two workers."""
+    argv = command(folder, dataset, model, "--global_batch_size", "128", "--epochs", "2")
+    done = run_workers(argv, 2, folder / "logs", limit_s=LIMIT_S, env=ONE_THREAD)
     return json.loads((folder / "run/report.json").read_text()), done[0].stdout
 
 
 @pytest.mark.multiworker
 @pytest.mark.parametrize(
-    ("dataset", "is_slowed", "cause"), [("rows", True, COMPUTING), ("slow", False, DATA)]
+    ("dataset", "model", "cause"),
+    [("rows", "build_slow", COMPUTING), ("slow", "build_small", DATA)],
 )
-def test_a_slow_worker_is_named(tmp_path: Path, dataset: str, is_slowed: bool, cause: str) -> None:
-    report, output = fitted(tmp_path, dataset, is_slowed)
+def test_a_slow_worker_is_named(tmp_path: Path, dataset: str, model: str, cause: str) -> None:
+    report, output = finished(tmp_path, dataset, model)
     found = report["straggler"]
     assert (found["worker"], found["cause"]) == (1, cause), output
     assert found["slowdown"] > 1.5
@@ -123,3 +141,41 @@ def test_a_slow_worker_is_named(tmp_path: Path, dataset: str, is_slowed: bool, c
     events.Reload()
     value = events.Tensors("straggler/worker")[-1].tensor_proto
     assert int(tf.make_ndarray(value)) == 1
+
+
+@pytest.mark.multiworker
+def test_a_slow_worker_is_named_within_an_epoch(tmp_path: Path) -> None:
+    argv = command(tmp_path, "slow_for_long", "build_small", "--global_batch_size", "128")
+    with reserved(2) as addresses, processes(tmp_path / "logs") as group:
+        for rank in (0, 1):
+            group.start(argv, {"TF_CONFIG": tf_config(addresses, rank), **ONE_THREAD})
+        deadline = time.monotonic() + LIMIT_S
+        while "\nstraggler " not in group.output(0):
+            assert time.monotonic() < deadline, group.logs()
+            time.sleep(0.1)
+        assert "worker 1 (127.0.0.1:" in group.output(0)
+        # The first epoch has not ended.
+        assert not (tmp_path / "run/history.csv").exists(), group.logs()
+
+
+_WHY_NOT = networks.why_not()
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
+def test_a_slow_network_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").mkdir()
+    limit = ["rate", "50mbit", "burst", "64kbit", "latency", "400ms"]
+    argv = command(tmp_path, "rows", "build", "--global_batch_size", "512", "--epochs", "1")
+    with networks.hosts(2, tmp_path / "hosts") as hosts, processes(tmp_path / "logs") as group:
+        for host in (1, 2):
+            on(hosts, host, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+        addresses = [f"{hosts.address(host)}:{PORT}" for host in (1, 2)]
+        for rank in (0, 1):
+            env = {"TF_CONFIG": tf_config(addresses, rank), **ONE_THREAD}
+            group.start(argv, env, before=hosts.inside(rank + 1))
+        done = group.wait(LIMIT_S)
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    found = json.loads((tmp_path / "run/report.json").read_text())["straggler"]
+    assert (found["cause"], found["worker"]) == (NETWORK, None), done[0].stdout
+    assert "all workers wait for messages for" in done[0].stdout

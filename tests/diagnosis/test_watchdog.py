@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import Processes, processes, tf_config
+from tests.support.processes import ONE_THREAD, Processes, processes, tf_config
 from tfmulti.errors import ConfigError
 from tfmulti.launch.addresses import reserved
 from tfmulti.training.watchdog import Watchdog, read
@@ -87,7 +89,76 @@ def test_a_worker_that_is_frozen_tells_nothing(group: Processes, tmp_path: Path)
     (tmp_path / "end").touch()
     group.wait(LIMIT_S)
     assert "it waits for worker 1 in collective" in line
-    assert "worker 1 tells nothing: its process has stopped, or its machine is lost" in line
+    assert "worker 1 tells nothing: its process has ended or stopped, or" in line
+
+
+def fit(group: Processes, addresses: list[str], rank: int, folder: Path) -> int:
+    """Starts a worker of `python -m tfmulti.fit`, with all defaults of its watchdog."""
+    flags = ["--dataset", "digits", "--steps_per_execution", "1", "--epochs", "100000"]
+    argv = ["-m", "tfmulti.fit", *flags, "--run_dir", str(folder / "run")]
+    env = {"TF_CONFIG": tf_config(addresses, rank), **ONE_THREAD}
+    return group.start(argv, env).pid
+
+
+def test_a_worker_is_named_if_tensorflow_ends_the_step_first(
+    group: Processes, tmp_path: Path
+) -> None:
+    """TensorFlow notices a frozen worker sooner than the watchdog with its defaults."""
+    with reserved(2) as addresses:
+        pids = [fit(group, addresses, rank, tmp_path) for rank in (0, 1)]
+        until((tmp_path / "run/history.csv").exists, group)
+    os.kill(pids[1], signal.SIGSTOP)
+    until(lambda: hang_file(tmp_path, 0), group)
+    until(lambda: "UnavailableError: " in group.errors(0), group)
+    (line,) = re.findall(r"tfmulti: worker 0: .*\n", group.errors(0))
+    seen = hang_file(tmp_path, 0)
+    # Between two steps TensorFlow's own collective waits, which tells only the task.
+    expected = (
+        r"(TensorFlow has lost /job:worker/replica:0/task:1\.|it waited for worker 1 in coll)"
+    )
+    assert re.search(rf"the step has failed.* {expected}", line)
+    assert line.endswith(f"See {tmp_path}/run/hang_worker_0.json\n")
+    assert "/job:worker/replica:0/task:1" in seen["error"]
+    assert all(waits["missing"] == [1] for waits in seen["waits"])
+    assert "/job:worker/replica:0/task:1" in group.errors(0).rpartition("UnavailableError: ")[2]
+    assert len(seen["last_collectives"]) >= 32
+    assert all(each["began_s"] <= 0 for each in seen["last_collectives"])
+
+
+def test_data_that_does_not_come_is_named(group: Processes, tmp_path: Path) -> None:
+    start(group, tmp_path, 1, "read")
+    line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+    (tmp_path / "end").touch()
+    group.wait(LIMIT_S)
+    where = r"worker 1 waited for data in wait_for \(.*hanging_script\.py:\d+\) \(process"
+    assert re.search(where, line), line
+    assert "it waits for worker 1 in collective" in line
+
+
+def test_sigusr1_ends_no_worker_that_waits_for_another(group: Processes, tmp_path: Path) -> None:
+    with reserved(2) as addresses:
+        pid = fit(group, addresses, 0, tmp_path)
+        port = int(addresses[0].rpartition(":")[2])
+
+        def listens() -> bool:
+            with contextlib.closing(socket.socket()) as asked:
+                return asked.connect_ex(("127.0.0.1", port)) == 0
+
+        until(listens, group)
+        os.kill(pid, signal.SIGUSR1)
+        until(lambda: "in build_strategy" in group.errors(0), group)
+        fit(group, addresses, 1, tmp_path)
+        until((tmp_path / "run/history.csv").exists, group)
+
+
+def test_sigusr1_ends_no_worker_after_the_training(group: Processes, tmp_path: Path) -> None:
+    pids = start(group, tmp_path, 9, "stay")
+    (tmp_path / "end").touch()
+    until(lambda: "trained" in group.output(1), group)
+    os.kill(pids[1], signal.SIGUSR1)
+    until(lambda: "in wait_for" in group.errors(1), group)
+    (tmp_path / "leave").touch()
+    assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
 
 
 def test_a_chief_that_sleeps_says_where(group: Processes, tmp_path: Path) -> None:
@@ -108,7 +179,9 @@ def test_sigusr1_tells_without_ending_the_run(group: Processes, tmp_path: Path) 
     line = until(lambda: re.search(r"tfmulti: worker 1: .*\n", group.errors(1)), group)[0]
     (tmp_path / "end").touch()
     assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
-    assert line.startswith("tfmulti: worker 1: SIGUSR1; it ")
+    assert line.startswith("tfmulti: worker 1: SIGUSR1; at this moment it ")
+    # Of a healthy job nothing else is known.
+    assert "process" not in line
     assert hang_file(tmp_path, 1)["pid"] == pids[1]
     # The steps of the others go on, so they have nothing to tell.
     assert hang_file(tmp_path, 0) is None
@@ -120,8 +193,8 @@ def test_sigusr1_tells_without_ending_the_run(group: Processes, tmp_path: Path) 
         "",
         "[]",
         "{",
-        '{"at": 3, "pid": 1, "host": "h", "time": 1.0}',
-        '{"at": "f", "pid": "1", "host": "h", "time": 1.0}',
+        '{"at": 3, "reads": "", "pid": 1, "host": "h", "time": 1.0}',
+        '{"at": "f", "reads": "", "pid": "1", "host": "h", "time": 1.0}',
         "\xff",
     ],
 )
@@ -129,7 +202,9 @@ def test_a_file_of_another_form_is_left_out(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)
     assert read(tmp_path / "a") is None
     assert read(tmp_path / "b") is None
-    (tmp_path / "a").write_text('{"at": "f\\u001b[2J", "pid": 1, "host": "h", "time": 1.0}')
+    (tmp_path / "a").write_text(
+        '{"at": "f\\u001b[2J", "reads": "", "pid": 1, "host": "h", "time": 1.0}'
+    )
     found = read(tmp_path / "a")
     assert found is not None
     assert found["at"] == "f[2J"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import run
+from tests.support.processes import processes, run
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.doctor import __main__ as command
 from tfmulti.doctor import machine
@@ -45,6 +46,7 @@ def test_two_workers_of_the_launcher_are_tried_by_training(tmp_path: Path) -> No
     assert "every worker reaches every other one" in done.stdout
     assert "8.39 MB over 2 devices" in done.stdout
     assert "WARNING  gRPC ports    TensorFlow will listen on all interfaces" in done.stdout
+    assert re.search(r"doors +worker 0 listens at .*:\d+ \(gRPC\); worker 1 listens", done.stdout)
     assert "It will train here" in done.stdout
 
 
@@ -56,6 +58,30 @@ def test_isolated_workers_have_no_open_port(tmp_path: Path) -> None:
         pytest.skip("network namespaces are not allowed")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing outside of this network reaches them" in done.stdout
+
+
+def test_the_launcher_shows_a_failed_check_once(tmp_path: Path) -> None:
+    """A restart cannot help, and no worker ends before the chief has printed the report."""
+    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "-m", "tfmulti.doctor"]
+    few = ["sh", "-c", 'ulimit -n 200 && exec "$@"', "-"]
+    with processes(tmp_path / "logs") as group:
+        group.start([*argv, "--training=false"], cwd=tmp_path, before=few)
+        (done,) = group.wait(LIMIT_S)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.count("It will not train here as it is") == 1, done.stdout
+    assert "worker 1: 200 may be open at a time" in done.stdout
+    assert "The hard limit is 200. Raise it" in done.stdout
+    assert "starting all workers again" not in done.stderr
+    assert "ending with exit code 1: a restart cannot help" in done.stderr
+
+
+def test_the_launcher_keeps_the_report_as_json(tmp_path: Path) -> None:
+    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "-m", "tfmulti.doctor"]
+    flags = ["--json", "--training=false"]
+    done = run([*argv, *flags], tmp_path / "launcher", limit_s=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "logs/attempt_0/worker_0/stdout.log").read_text())
+    assert (report["workers"], report["status"] in ("ok", "warning")) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +105,8 @@ def test_mistakes_are_one_line(
     assert err.startswith(f"tfmulti: {message}")
     assert err.count("\n") == 1
     assert not out
+    # A flag without effect is no advice.
+    assert "warmup_steps" not in err
 
 
 def test_help_lists_the_flags_that_are_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +180,14 @@ def test_several_machines_without_a_secret_are_named() -> None:
     assert "secrets.token_hex()" in finding.advice
     assert trust(SEVERAL, SECRET, LAN)["secret"].status == "ok"
     assert "secret" not in trust(ONE_MACHINE, {}, LAN)
+
+
+def test_a_hard_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (200, 200))
+    advice = machine_findings()["open files"].advice
+    assert advice.startswith("The hard limit is 200. Raise it: LimitNOFILE")
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (200, 5000))
+    assert machine_findings()["open files"].advice == "Run: ulimit -n 5000"
 
 
 def test_the_holder_of_a_port_is_named() -> None:

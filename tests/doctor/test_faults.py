@@ -62,6 +62,32 @@ def test_a_firewalled_port_is_named(hosts: Hosts, tmp_path: Path) -> None:
     assert [each.returncode for each in done] == [1, 1, 1]
 
 
+@pytest.mark.skipif(program("nft") is None, reason="nft is not installed (apt install nftables)")
+def test_a_firewall_that_opens_only_the_port_of_tensorflow_is_named(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    is_new = f"tcp flags & (syn|ack) == syn tcp dport != {PORT}"
+    rules = (
+        "add table inet doctor",
+        "add chain inet doctor input { type filter hook input priority 0; }",
+        f"add rule inet doctor input {is_new} drop",
+    )
+    for rule in rules:
+        on(hosts, 2, "nft", rule)
+    try:
+        done = examine(hosts, tmp_path, NO_TRAINING)
+    finally:
+        on(hosts, 2, "nft", "delete table inet doctor")
+    found = wrong(report_of(done[0]))
+    assert [(f["check"], f["worker"], f["status"]) for f in found] == [
+        ("free ports", 0, "warning"),
+        ("free ports", 2, "warning"),
+    ]
+    assert f"worker 1 is not reached at {hosts.address(2)}:" in found[0]["measured"]
+    assert found[0]["measured"].endswith("a port that its system has chosen: timed out")
+    assert [each.returncode for each in done] == [0, 0, 0]
+
+
 def test_a_slow_link_is_named(hosts: Hosts, tmp_path: Path) -> None:
     limit = ["rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
     on(hosts, 3, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)

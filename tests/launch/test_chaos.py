@@ -190,6 +190,24 @@ def test_a_job_that_cannot_continue_ends_with_the_cause(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "[launch] worker 1 exited with 3 at step 1" in done.stderr
     assert "[launch] ending with exit code 3" in done.stderr
+    assert "[launch] no checkpoint was saved" in done.stderr
+    assert "to go on" not in done.stderr
+
+
+def test_the_report_of_a_failure_is_short_and_says_how_to_go_on(tmp_path: Path) -> None:
+    done = launched(tmp_path, "0.4.1.raise", "--max-restarts", "0")
+    assert done.returncode == 1
+    lines = [line.removeprefix("[launch] ") for line in done.stderr.splitlines() if "[la" in line]
+    first, where, *log = lines
+    assert first == "worker 1 exited with 1 (RuntimeError: the data was on fire) at step 5"
+    assert where == f"it ran on {os.uname().nodename}; the last lines of its log:"
+    assert "    RuntimeError: the data was on fire" in log
+    assert len(lines) <= 16
+    # The checkpoint of step 4 may still be written when the worker fails.
+    saved = [line for line in lines if line.startswith("saved: step ")]
+    assert re.fullmatch(rf"saved: step [24], in {tmp_path}/checkpoints", saved[0])
+    assert lines[-1].startswith("to go on: tfmulti launch --nproc-per-node 2 --shutdown-grace-s 10")
+    assert "-m tests.support.chaos" in lines[-1]
 
 
 def test_one_worker_resumes_a_run_of_two(tmp_path: Path, whole: dict[str, np.ndarray]) -> None:

@@ -38,8 +38,23 @@ from tfmulti.launch.heartbeat import (
 from tfmulti.launch.idle import Idle, Use
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import Output
-from tfmulti.launch.policy import Attempt, Budget, Failure, Restart, StepTiming, Stop, next_action
-from tfmulti.launch.supervisor import Stopped, folder_for_attempt, stopping_by_signals
+from tfmulti.launch.policy import (
+    Attempt,
+    Budget,
+    Failure,
+    Restart,
+    StepTiming,
+    Stop,
+    next_action,
+    words_of_error,
+)
+from tfmulti.launch.supervisor import (
+    Stopped,
+    command_to_go_on,
+    folder_for_attempt,
+    stopping_by_signals,
+    words_of_saved,
+)
 from tfmulti.launch.workers import Standby, StartRequest, command, worker_env
 
 CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
@@ -304,9 +319,54 @@ def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> Non
     folder = tmp_path / "worker_3"
     assert (folder / "stdout.log").read_bytes() == "one\r\n1/2\r2/2\nüber".encode()
     assert terminal.getvalue() == "[worker  3] one\n[worker  3] 2/2\n[worker  3] über\n"
-    assert (output.last_line(3), output.last_line(2)) == ("a warning", "")
+    assert (output.last_lines(3), output.last_lines(2)) == (["a warning"], [])
+    for number in range(20):
+        output.line(3, "stderr", f"  {number}\n\n".encode())
+    assert output.last_lines(3) == [f"  {number}" for number in range(10, 20)]
     output.begin(tmp_path / "next", workers=1)
-    assert output.last_line(3) == ""
+    assert output.last_lines(3) == []
+
+
+IN_GRAPH = "Graph execution error:\n\nDetected at node f defined at:\n  File x, line 8, in call\n\n"
+OF_NODE = "\n\n\n\t [[{{node f}}]] [Op:__inference_one_561]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "words"),
+    [
+        ("KeyError", "'weights'", "KeyError: 'weights'"),
+        ("ValueError", "", "ValueError: "),
+        ("ValueError", "first\nsecond", "ValueError: first"),
+        ("ValueError", "in user code:\n  File x\n\n  TypeError: no", "ValueError: TypeError: no"),
+        (
+            "UnknownError",
+            f"{IN_GRAPH}KeyError: 'a'\nTraceback (most recent call last):\n\n  File x\n\n"
+            f"KeyError: 'a'{OF_NODE}",
+            "KeyError: 'a'",
+        ),
+        (
+            "InvalidArgumentError",
+            f"{IN_GRAPH}Incompatible shapes: [8,3] vs. [8,4]{OF_NODE}",
+            "InvalidArgumentError: Incompatible shapes: [8,3] vs. [8,4]",
+        ),
+    ],
+)
+def test_an_error_is_told_in_a_line(kind: str, message: str, words: str) -> None:
+    assert words_of_error(kind, message) == words
+
+
+def test_a_failure_that_says_so_is_final() -> None:
+    failed = dataclasses.replace(CRASH, final=True)
+    found = next_action(Attempt((failed,), step=3), Budget(max_restarts=3))
+    assert found == Stop(1, "a restart cannot help")
+
+
+def test_the_command_that_goes_on_names_the_folder_of_the_run() -> None:
+    saved = {"runs/x/checkpoints": 7}
+    given = ["-m", "tfmulti.fit", "--run_dir=runs/a"]
+    assert command_to_go_on(given, saved) == "tfmulti launch -m tfmulti.fit --run_dir=runs/a"
+    assert command_to_go_on(["a.py", "--lr", "1 0"], saved) == "tfmulti launch a.py --lr '1 0'"
+    assert words_of_saved({"runs/x/checkpoints": -1}) == "no checkpoint was saved"
 
 
 class Kind:
@@ -339,6 +399,23 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     assert read_progress(path) == dataclasses.replace(told, saved=9, folder="/b")
     assert saved_before("/b", {SAVED: '{"/b": 9}'}) == 9
     assert saved_before("/b", {}) == -1
+
+
+def test_one_slow_step_does_not_change_the_usual_time() -> None:
+    now, teller, kind, other = [0.0], Heartbeat(None, lambda: now[0]), Kind(), Kind()
+    assert teller.usual_s() == 0.0
+    for seconds in (99.0, *[1.0] * 9, 50.0, *[1.0] * 9):
+        with teller.working(kind):
+            now[0] += seconds
+    assert teller.usual_s() == 1.0
+    assert teller.record().longest_s == 50.0
+    # One execution in five has more steps than the others.
+    for seconds in [4.0, 1.0, 1.0, 1.0, 1.0] * 10:
+        with teller.working(kind):
+            now[0] += seconds
+    assert teller.usual_s() == 4.0
+    with teller.working(other):
+        assert teller.usual_s() == 0.0
 
 
 def test_who_goes_on_after_an_error_is_in_no_step(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_host_is_cut_off_and_comes_back(
         two.bring_back(2)
         [done] = group.wait(LIMIT_S)
     assert done.returncode == 0, done.stderr
+    assert f"[launch] it ran on {two.address(2)}" in done.stderr
     grown = f"going on with 2 workers: 1 on {two.address(1)}, 1 on {two.address(2)}"
     assert grown.replace("going on with", "the job restarts with") in done.stderr
     assert grown in done.stderr

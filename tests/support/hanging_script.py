@@ -3,7 +3,9 @@
     python -m tests.support.hanging_script FOLDER WORKER HOW
 
 The worker with the rank WORKER stops in its tenth step: `sleep` in a callback for a minute, or
-`freeze` by SIGSTOP. With `none` nothing happens, and the training ends when FOLDER/end exists.
+`freeze` by SIGSTOP. With `read` it stops while it reads the data of that step. With `none` nothing
+happens, and the training ends when FOLDER/end exists. With `stay` all workers then wait for a file
+FOLDER/leave.
 """
 
 from __future__ import annotations
@@ -47,6 +49,25 @@ class Dawdles(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+class Stuck(tfmulti.ArraySource):
+    """Data that one worker cannot read for a while."""
+
+    folder: Path | None = None
+    reads = 0
+
+    def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
+        self.reads += 1
+        if self.folder is not None and self.reads == 10:
+            wait_for(self.folder / "end")
+        super().read_into(indices, epoch, out)
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not path.exists():
+        time.sleep(0.1)
+
+
 def main(folder: Path, rank: int, how: str) -> None:
     strategy = tfmulti.make_strategy()
     with strategy.scope():
@@ -56,8 +77,12 @@ def main(folder: Path, rank: int, how: str) -> None:
     rows = np.zeros((400, 4), np.float32)
     own = how if placement_of(strategy).rank == rank else ""
     callbacks = [Dawdles(folder, own or "none"), tfmulti.Watchdog(folder / "run", least_s=2.0)]
-    model.fit(rows, rows[:, :1], batch_size=8, epochs=200, verbose=0, callbacks=callbacks)
+    data = Stuck((rows, rows[:, :1]))
+    data.folder = folder if own == "read" else None
+    model.fit(data, batch_size=8, epochs=200, verbose=0, callbacks=callbacks)
     print("trained", flush=True)
+    if how == "stay":
+        wait_for(folder / "leave")
 
 
 if __name__ == "__main__":

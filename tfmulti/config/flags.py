@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from absl import flags
@@ -75,8 +75,15 @@ def parse(argv: Sequence[str]) -> FitConfig | None:
     return config_of(values)
 
 
-def parse_into(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+def parse_into(
+    values: flags.FlagValues, argv: Sequence[str], unused: Collection[str] = ()
+) -> list[str]:
     """Parses a command line into flags, and returns the arguments that are not flags.
+
+    Args:
+        values: the flags, which get their values.
+        argv: the command line.
+        unused: the flags that have no effect. The answer to a typo leaves them out.
 
     Raises:
         ConfigError: a flag is unknown, or it has no value.
@@ -85,7 +92,8 @@ def parse_into(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
         return list(values(list(argv))[1:])
     except flags.UnrecognizedFlagError as error:
         name = error.flagname.lstrip("-")
-        raise ConfigError(f"no flag --{name}; {did_you_mean(name, list(values))}") from None
+        known = [each for each in values if each not in unused]
+        raise ConfigError(f"no flag --{name}; {did_you_mean(name, known)}") from None
     except flags.Error as error:
         raise ConfigError(f"{error}. See --help.") from None
 

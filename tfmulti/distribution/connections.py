@@ -28,7 +28,7 @@ from tfmulti.cluster.cluster import host_of
 from tfmulti.cluster.job_secret import proof, secret_of
 from tfmulti.cluster.listening import LOOPBACK, is_here, listen
 from tfmulti.distribution.strategies import Placement
-from tfmulti.distribution.transport.channel import Channel, ChannelError
+from tfmulti.distribution.transport.channel import Channel, ChannelError, ExchangeRecord
 from tfmulti.distribution.transport.rendezvous import connect_workers
 
 # TensorFlow counts the keys of its own groups from 1.
@@ -36,8 +36,8 @@ _GROUP_KEY = 0x7466_6D75
 
 # The channels by the addresses of all workers. None means that one worker could not reach another.
 _connected: dict[tuple[str, ...], Channel | None] = {}
-# The addresses of channels that an error has ended, which must connect anew.
-_ended: set[tuple[str, ...]] = set()
+# The channels that an error has ended, by the addresses of all workers, which must connect anew.
+_ended: dict[tuple[str, ...], Channel] = {}
 # What operations have raised since `own_errors` was entered.
 _raised: list[BaseException] = []
 
@@ -73,6 +73,12 @@ def channel_now(placement: Placement) -> Channel:
 def made_channel(placement: Placement) -> Channel | None:
     """Returns the channel that `channel_of` has made, or None; it connects nothing."""
     return _connected.get(placement.addresses)
+
+
+def last_exchanges(placement: Placement) -> list[ExchangeRecord]:
+    """Returns the last exchanges with other workers, of a channel that an error has ended, too."""
+    links = _connected.get(placement.addresses) or _ended.get(placement.addresses)
+    return links.last() if links is not None else []
 
 
 def _connect(placement: Placement) -> Channel | None:
@@ -165,13 +171,26 @@ def call_of_all(placement: Placement, name: str) -> Iterator[None]:
         aborted = "Collective ops is aborted" in error.message
         if placement.workers == 1 or not aborted or advice in error.message:
             raise
-        words = error.message[error.message.index("Collective ops is aborted") :].splitlines()[0]
+        missing = sorted({rank for each in last_exchanges(placement) for rank in each.missing})
+        several = "s" * (len(missing) > 1)
+        waited = f" This worker waited for worker{several} {', '.join(map(str, missing))}."
         raise type(error)(
             error.node_def,
             error.op,
             f"another worker has ended, or did not come to {name}(). Call {name}() {advice}; if a "
-            f"worker has failed, its own log says why. TensorFlow says: {words}",
+            f"worker has failed, its own log says why.{waited if missing else ''} TensorFlow says: "
+            f"{_tensorflows_words(error.message)}",
         ) from None
+
+
+def _tensorflows_words(message: str) -> str:
+    r"""Returns why TensorFlow has aborted a collective, with the tasks that it names.
+
+    >>> _tensorflows_words("a\nCollective ops is aborted by: lost:\n/job:worker/task:1\nmore")
+    'Collective ops is aborted by: lost: /job:worker/task:1'
+    """
+    first, *others = message[message.index("Collective ops is aborted") :].splitlines()
+    return " ".join([first, *(line.strip() for line in others if line.startswith("/job:"))])
 
 
 @contextlib.contextmanager
@@ -186,14 +205,14 @@ def own_errors(placement: Placement) -> Iterator[None]:
     """
     if placement.addresses in _ended:
         channel_of(placement)
-        _ended.discard(placement.addresses)
+        _ended.pop(placement.addresses, None)
     try:
         yield
     except (tf.errors.OpError, KeyboardInterrupt):
         for addresses, links in list(_connected.items()):
             if links is not None:
                 links.close()
-                _ended.add(addresses)
+                _ended[addresses] = links
                 del _connected[addresses]
         if not _raised:
             raise

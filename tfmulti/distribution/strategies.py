@@ -16,6 +16,7 @@ from tfmulti.cluster.proxies import go_past_proxies
 from tfmulti.cluster.selection import Selection, select
 from tfmulti.errors import ClusterError, DeviceError
 from tfmulti.launch.signals import default_signals
+from tfmulti.launch.stacks import show_at_sigusr1
 
 # TensorFlow reads these variables: the threads of one operation, and the operations at a time.
 INTRA_OP, INTER_OP = "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"
@@ -95,6 +96,7 @@ def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribu
         DeviceError: TensorFlow has started already with other devices, or this process has made
             another strategy of several devices.
     """
+    show_at_sigusr1()
     _use_gpus_without_taking_all_memory()
     if selection.strategy == "multi_worker_mirrored":
         assert cluster is not None

@@ -41,7 +41,15 @@ from tfmulti.doctor.finding import FAILED, OK, Finding, Report
 from tfmulti.doctor.network import Network, holder_of
 from tfmulti.doctor.result import Result
 from tfmulti.doctor.trust import check_trust, own_addresses
-from tfmulti.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DeviceError, TfmultiError
+from tfmulti.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    ChecksFailed,
+    ConfigError,
+    DeviceError,
+    TfmultiError,
+)
+from tfmulti.launch.heartbeat import ERROR_FILE, write_error
 
 _OWN = ("json", "training", "wait_s")
 _USED = (
@@ -74,7 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         asked = parse(sys.argv if argv is None else argv)
         if asked is not None:
-            codes.append(examine(asked, os.environ))
+            with contextlib.ExitStack() as until_printed:
+                codes.append(examine(asked, os.environ, until_printed))
+            if codes[-1] == EXIT_FAILED:
+                _note_failure(os.environ)
 
     return exit_code(command) or codes[-1]
 
@@ -95,8 +106,8 @@ def parse(argv: Sequence[str]) -> Asked | None:
     flags.DEFINE_string(
         "wait_s", "30", "Seconds in which all workers must have come.", flag_values=values
     )
-    rest = parse_into(values, argv)
     unused = tuple(f.name for f in dataclasses.fields(FitConfig) if f.name not in _USED)
+    rest = parse_into(values, argv, unused)
     if values.help:
         print(help_text(__doc__ or "", values, _OWN, unused))
         return None
@@ -122,12 +133,14 @@ def parse(argv: Sequence[str]) -> Asked | None:
     return Asked(config, values.json, values.training, wait_s)
 
 
-def examine(asked: Asked, env: Mapping[str, str]) -> int:
+def examine(asked: Asked, env: Mapping[str, str], until_printed: contextlib.ExitStack) -> int:
     """Does all checks, prints the report on the chief, and returns the exit code.
 
     Args:
         asked: what the command line asks for.
         env: the environment variables.
+        until_printed: takes the connections to the other workers after a check has failed. While
+            the chief holds them open, the other workers wait for its report.
 
     Raises:
         UserError: a flag does not fit the environment.
@@ -147,7 +160,7 @@ def examine(asked: Asked, env: Mapping[str, str]) -> int:
     links: list[dict[str, float]] = []
     go_on = not job.worst(findings)
     if cluster is not None and cluster.size > 1:
-        told = check_job(asked, cluster, env, findings, gpus)
+        told = check_job(asked, cluster, env, findings, until_printed)
         if told is None:
             return _cut_off(cluster, findings)
         own, (findings, links, go_on) = findings, told
@@ -165,7 +178,11 @@ def examine(asked: Asked, env: Mapping[str, str]) -> int:
 
 
 def check_job(
-    asked: Asked, cluster: Cluster, env: Mapping[str, str], findings: list[Finding], gpus: int
+    asked: Asked,
+    cluster: Cluster,
+    env: Mapping[str, str],
+    findings: list[Finding],
+    until_printed: contextlib.ExitStack,
 ) -> tuple[list[Finding], list[dict[str, float]], bool] | None:
     """Compares the workers and measures the links between them.
 
@@ -174,7 +191,7 @@ def check_job(
         cluster: the cluster.
         env: the environment variables.
         findings: the findings about this worker's machine.
-        gpus: the number of its GPUs.
+        until_printed: takes the connections to the other workers if a check has failed.
 
     Returns:
         The findings, the links, and whether nothing has failed. The findings and the links are
@@ -187,9 +204,12 @@ def check_job(
         except OSError as error:
             findings.append(_no_port(cluster, error))
             return None
-        with network:
+        with contextlib.ExitStack() as measuring:
+            measuring.enter_context(network)
             measured = network.measure()
+            findings += network.check_free_ports()
             measured.findings = [dataclasses.asdict(each) for each in findings]
+            gpus = len(gpus_of_task(env, cluster.local_rank, cluster.local_size))
             measured.facts = {"versions": machine.versions(), "GPUs": gpus}
             measured.facts["seen"] = _seen(run_dir)
             kept: list[tuple[list[Finding], list[dict[str, float]]]] = []
@@ -201,10 +221,21 @@ def check_job(
                 return not job.worst(found)
 
             verdict = network.exchange(measured, decide if cluster.is_chief else None)
+            if verdict is not True:
+                until_printed.push(measuring.pop_all())
+                if not cluster.is_chief:
+                    network.wait_for_chief()
     if verdict is None:
         return None
     found, links = kept[0] if kept else ([], [])
     return found, links, verdict is True
+
+
+def _note_failure(env: Mapping[str, str]) -> None:
+    """Tells the launcher, if there is one, that a restart cannot help."""
+    if path := env.get(ERROR_FILE):
+        error = ChecksFailed("its report says what to do")
+        write_error(Path(path), error, int(env.get("RANK", "0")))
 
 
 class Token:

@@ -27,7 +27,13 @@ from tfmulti.doctor.gpus import check_gpus, driver
 
 # The packages whose versions decide the numbers; they must be equal on all workers.
 _COMPARED = ("tensorflow", "keras", "numpy", "ml_dtypes")
-_SHOWN = (*_COMPARED, "nvidia-cudnn-cu12", "nvidia-nccl-cu12", "nvidia-cuda-runtime-cu12")
+# From CUDA 13 on the name of the runtime has no number.
+_CUDA = ("nvidia-cudnn-cu", "nvidia-nccl-cu", "nvidia-cuda-runtime-cu")
+_SHOWN = (
+    *_COMPARED,
+    *(f"{name}{number}" for name in _CUDA for number in (12, 13)),
+    "nvidia-cuda-runtime",
+)
 _MEMORY_GIB, _DISK_GIB, _FULL_GIB = 2.0, 1.0, 0.05
 # NCCL puts its buffers there. Containers get 64 MiB unless told otherwise.
 _SHM_MIB = 512
@@ -143,13 +149,20 @@ def _resources(gpus: int) -> list[Finding]:
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < _FILES
+    most = hard if 0 < hard < 65536 else 65536
+    advice = f"Run: ulimit -n {most}"
+    if most < _FILES:
+        advice = (
+            f"The hard limit is {hard:,}. Raise it: LimitNOFILE of the service, nofile in "
+            "/etc/security/limits.conf, or --ulimit nofile=65536 of the container."
+        )
     findings.append(
         Finding(
             "open files",
             FAILED if soft < _FEW_FILES else WARNING if few else OK,
             f"{soft:,} may be open at a time",
             f"{_FILES:,} for many workers and many files of data",
-            f"Run: ulimit -n {min(hard, 65536) if hard > 0 else 65536}",
+            advice,
         )
     )
     return findings

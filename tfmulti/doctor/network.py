@@ -7,6 +7,7 @@ to each:
 
     {"ask": "ping"}                     {"time": seconds since 1970}
     {"ask": "load", "bytes": n}         after n more bytes: {}
+    {"ask": "port"}                     {"port": another port at which the worker listens}
     {"ask": "result"}                   {"result": …}, when the worker called has it
     {"ask": "take", "result": …}        {}; the chief keeps the caller's result
     {"ask": "verdict"}                  {"verdict": …}, when the chief has it
@@ -35,13 +36,17 @@ from tfmulti.cluster.door import Door, prove
 from tfmulti.cluster.job_secret import proof, secret_of
 from tfmulti.cluster.listening import listen
 from tfmulti.cluster.messages import TcpMessageConnection
-from tfmulti.doctor.finding import FAILED, Finding
+from tfmulti.doctor.finding import FAILED, WARNING, Finding
 from tfmulti.doctor.result import Result, result_of
 
 # A worker that answers at all does so in this time.
 _CALL_S, _AGAIN_S = 5.0, 0.2
 # How long measuring the bandwidths may take, beyond the waiting for others.
 _MORE_S = 20.0
+# How long a call at a free port may take.
+_FREE_S = 3.0
+# How long a worker waits at most until the chief has printed the report.
+_REPORT_S = 10.0
 _PINGS = 20
 # The bytes of the first measurement, and of a second one if the first was fast.
 _FEW_BYTES, _MANY_BYTES, _FAST_S = 1 << 20, 1 << 25, 0.05
@@ -78,6 +83,8 @@ class Network:
         self._places = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
         address = cluster.addresses[cluster.rank]
         server = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
+        # As tfmulti's own collectives listen.
+        self._free = listen(host_of(address), cluster.hosts)
         self._door = Door(
             server,
             self.key_of(cluster.rank),
@@ -92,6 +99,7 @@ class Network:
     def __exit__(self, *error: object) -> None:
         # The port is free at once, so that TensorFlow can listen there.
         self._door.close()
+        self._free.close()
         for line in self._lines.values():
             line.close()
 
@@ -157,6 +165,40 @@ class Network:
         # A worker that only asks gets its answer from a thread of this process.
         time.sleep(_AGAIN_S)
         return verdict
+
+    def check_free_ports(self) -> list[Finding]:
+        """Returns the workers that are reached at their own port, but not at a free one.
+
+        tfmulti's own collectives connect the workers at ports that the system chooses.
+        """
+        found: dict[int, Finding] = {}
+        own = self._cluster.rank
+
+        def call(rank: int, line: _Line) -> None:
+            port, host = line.ask("port").get("port"), host_of(self._cluster.addresses[rank])
+            try:
+                if type(port) is not int:
+                    raise ValueError("another program or job answers there")
+                socket.create_connection((host, port), _FREE_S).close()
+            except (OSError, ValueError) as error:
+                found[rank] = free_port_finding(rank, f"{host}:{port}", _words(error))
+
+        others = [(rank, line) for rank, line in self._lines.items() if rank != own]
+        threads = [self._in_background(call, rank, line) for rank, line in others]
+        for thread in threads:
+            thread.join(_FREE_S + _CALL_S)
+        return [found[rank] for rank in sorted(found)]
+
+    def wait_for_chief(self) -> None:
+        """Waits until the chief has ended its part, but only for some time.
+
+        A launcher may end the chief, before it prints the report, once another worker has failed.
+        """
+        until = time.monotonic() + _REPORT_S
+        with contextlib.suppress(OSError, ValueError):
+            while 0 in self._lines and time.monotonic() < until:
+                self._lines[0].ask("ping")
+                time.sleep(_AGAIN_S)
 
     def _in_background(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
         """Starts a thread that ends silently if its connection ends."""
@@ -251,6 +293,8 @@ class Network:
         what, is_chief = asked.get("ask"), self._cluster.is_chief
         if what == "ping":
             return {"time": time.time()}
+        if what == "port":
+            return {"port": self._free.getsockname()[1]}
         if what == "load":
             size = asked.get("bytes")
             if type(size) is not int or not 0 <= size <= _MANY_BYTES:
@@ -349,6 +393,24 @@ def _words(error: Exception) -> str:
     if getattr(error, "errno", None) in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return NO_ROUTE
     return (getattr(error, "strerror", None) or str(error))[:200]
+
+
+def free_port_finding(rank: int, address: str, why: str) -> Finding:
+    """Returns the finding about a worker that is not reached at a free port.
+
+    Args:
+        rank: the rank of the worker that was called.
+        address: its address with that port.
+        why: why the call has failed.
+    """
+    return Finding(
+        "free ports",
+        WARNING,
+        f"worker {rank} is not reached at {address}, a port that its system has chosen: {why}",
+        "the workers connect at free ports, too: without them gradients travel by gRPC, which is "
+        "slower, and NCCL does not start",
+        "Open the ports of net.ipv4.ip_local_port_range (sysctl) for the machines of the job.",
+    )
 
 
 def holder_of(port: int) -> str:

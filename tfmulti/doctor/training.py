@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from ipaddress import ip_address
 from typing import Any
 
 import keras
@@ -30,8 +32,10 @@ from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.registry import MODELS
 from tfmulti.distribution.agreement import gather_bytes
 from tfmulti.distribution.strategies import Placement
+from tfmulti.doctor.cuda import cuda_findings, installed_wheels, needs_of_tensorflow
 from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding, findings_of
-from tfmulti.doctor.gpus import Utilization
+from tfmulti.doctor.gpus import Utilization, driver
+from tfmulti.doctor.trust import doors_finding, own_doors
 from tfmulti.run import validation
 from tfmulti.run.setup import Setup, set_up
 
@@ -45,6 +49,8 @@ _SUM_SIZES = (4_096, 524_288, 8_388_608)  # bytes
 # differences are noise.
 _STRAGGLER, _STRAGGLER_MS = 1.5, 2.0
 _UNEVEN, _IDLE_PERCENT = 1.25, 10.0
+# The work by which devices are compared.
+_PRODUCT_SIZE, _PRODUCTS = 2048, 20
 # How much longer an all-reduce may take than its bytes take on the slowest link.
 _OVERHEAD, _OVERHEAD_MS = 5.0, 50.0
 
@@ -82,6 +88,7 @@ def check_training(
     network = fit_network([(setup.place.replicas, *each) for each in times])
     findings = [
         Finding("strategy", OK, f"{setup.selection.strategy}: {setup.selection.why}"),
+        *_doors(setup),
         *_seen_gpus(env),
         *_sums(setup, links, times),
         *_learns(setup),
@@ -120,25 +127,54 @@ def _of_all(setup: Setup, findings: list[Finding]) -> list[Finding]:
     return found
 
 
+def _doors(setup: Setup) -> list[Finding]:
+    """Returns at which addresses the workers listen, on the chief."""
+    if setup.place.workers == 1:
+        return []
+    sent = gather_bytes(setup.strategy, json.dumps(own_doors()).encode())
+    if setup.place.rank:
+        return []
+    doors = [
+        # The address of another machine is shown, so it must be one.
+        [(str(ip_address(ip)), int(port)) for ip, port in json_values.parse(each or b"[]")]
+        for each in sent
+    ]
+    ports = [int(address.rpartition(":")[2]) for address in setup.place.addresses]
+    return [doors_finding(doors, ports)]
+
+
 def _seen_gpus(env: Mapping[str, str]) -> list[Finding]:
-    """Returns whether TensorFlow sees the GPUs of this process."""
+    """Returns whether TensorFlow sees the GPUs of this process, and whether CUDA fits."""
     expected, seen = len(visible_gpus(env)), len(tf.config.list_physical_devices("GPU"))
     if not expected and not seen:
         return []
-    about = tf.sysconfig.get_build_info()
-    build = f"CUDA {about.get('cuda_version', 'none')}, cuDNN {about.get('cudnn_version', 'none')}"
+    build, on = tf.sysconfig.get_build_info(), driver()
+    newest = None if on is None else on[1]
+    return [
+        seen_gpus_finding(expected, seen, build),
+        *cuda_findings(build, newest, needs_of_tensorflow(), installed_wheels()),
+    ]
+
+
+def seen_gpus_finding(expected: int, seen: int, build: Mapping[str, object]) -> Finding:
+    """Returns whether TensorFlow sees the GPUs that the driver shows.
+
+    Args:
+        expected: the number of GPUs that the driver shows to this process.
+        seen: the number of those that TensorFlow sees.
+        build: what `tf.sysconfig.get_build_info` returns.
+    """
+    about = f"CUDA {build.get('cuda_version', 'none')}, cuDNN {build.get('cudnn_version', 'none')}"
     if seen < expected:
-        return [
-            Finding(
-                "TensorFlow",
-                FAILED,
-                f"it sees {seen} of {expected} GPUs; it was built for {build}",
-                "TensorFlow sees the GPUs that the driver shows",
-                "Install its CUDA libraries: pip install 'tfmulti[gpu]', and look at the driver's "
-                "version above.",
-            )
-        ]
-    return [Finding("TensorFlow", OK, f"it sees {seen} GPUs; it was built for {build}")]
+        return Finding(
+            "TensorFlow",
+            FAILED,
+            f"it sees {seen} of {expected} GPUs; it was built for {about}",
+            "TensorFlow sees the GPUs that the driver shows",
+            "Install its CUDA libraries: pip install 'tfmulti[gpu]', and look at the driver's "
+            "version above.",
+        )
+    return Finding("TensorFlow", OK, f"it sees {seen} GPUs; it was built for {about}")
 
 
 def _sums(
@@ -157,35 +193,61 @@ def _sums(
 
         return strategy.experimental_local_results(strategy.run(on_replica))
 
-    expected = place.replicas * (place.replicas + 1) / 2
-    for index, values in enumerate(tf.function(total, autograph=False)()):
-        if not np.array_equal(values.numpy(), np.full(1000, expected, np.float32)):
-            return [
-                Finding(
-                    "all-reduce",
-                    FAILED,
-                    f"device {index} has the sum {values.numpy().min():g}",
-                    f"the sum over {place.replicas} devices is {expected:g}",
-                    "Look at this device; on GPUs try NCCL_P2P_DISABLE=1.",
-                )
-            ]
-    size, seconds = times[-1]
-    words = f"{size / 1e6:.3g} MB over {place.replicas} devices in {1000 * seconds:.3g} ms"
+    sums = [values.numpy() for values in tf.function(total, autograph=False)()]
+    wrong = wrong_sum(sums, place.replicas)
+    return [wrong or all_reduce_finding(times[-1], place.replicas, place.workers, links)]
+
+
+def wrong_sum(sums: Sequence[np.ndarray], replicas: int) -> Finding | None:
+    """Returns the finding about a device that has a wrong sum, or None.
+
+    Args:
+        sums: for each local device the sum of 1, 2, …, `replicas` in each element.
+        replicas: the number of all devices.
+    """
+    expected = replicas * (replicas + 1) / 2
+    for index, values in enumerate(sums):
+        off = values[values != np.float32(expected)]
+        if off.size:
+            return Finding(
+                "all-reduce",
+                FAILED,
+                f"device {index} has the sum {off[0]:g}",
+                f"the sum over {replicas} devices is {expected:g}",
+                "Look at this device; on GPUs try NCCL_P2P_DISABLE=1.",
+            )
+    return None
+
+
+def all_reduce_finding(
+    measured: tuple[int, float],
+    replicas: int,
+    workers: int,
+    links: Sequence[Mapping[str, float]],
+) -> Finding:
+    """Returns whether an all-reduce is as fast as the links allow.
+
+    Args:
+        measured: the bytes and the seconds of an all-reduce.
+        replicas: the number of all devices.
+        workers: the number of workers.
+        links: the measured links between the workers.
+    """
+    size, seconds = measured
+    words = f"{size / 1e6:.3g} MB over {replicas} devices in {1000 * seconds:.3g} ms"
     slowest = min((each["mb_s"] for each in links), default=math.inf)
-    if place.workers == 1 or not links:
-        return [Finding("all-reduce", OK, words)]
+    if workers == 1 or not links:
+        return Finding("all-reduce", OK, words)
     # Each worker sends its part to all others at least once.
-    expected_ms = size / 1e3 / slowest * 2 * (place.workers - 1) / place.workers
+    expected_ms = size / 1e3 / slowest * 2 * (workers - 1) / workers
     limit_ms = _OVERHEAD * expected_ms + _OVERHEAD_MS
-    return [
-        Finding(
-            "all-reduce",
-            OK if 1000 * seconds <= limit_ms else WARNING,
-            f"{words}; the slowest link needs {expected_ms:.3g} ms for its bytes",
-            f"at most {limit_ms:.3g} ms",
-            "Look for other programs on the machines and on the network.",
-        )
-    ]
+    return Finding(
+        "all-reduce",
+        OK if 1000 * seconds <= limit_ms else WARNING,
+        f"{words}; the slowest link needs {expected_ms:.3g} ms for its bytes",
+        f"at most {limit_ms:.3g} ms",
+        "Look for other programs on the machines and on the network.",
+    )
 
 
 def _learns(setup: Setup) -> list[Finding]:
@@ -197,31 +259,44 @@ def _learns(setup: Setup) -> list[Finding]:
         place=Placement(0, 1, 1, setup.place.gpus[:1]),
         batch=BatchSizes(DIGITS_BATCH, DIGITS_BATCH, True),
     )
-    shown = " → ".join(f"{loss:.3f}" for loss in losses)
-    falls = losses[-1] < 0.7 * losses[0]
-    findings = [
-        Finding(
-            "digits",
-            OK if falls else FAILED,
-            f"the loss of {len(losses)} epochs: {shown}",
-            "the loss falls to less than 0.7 of the first epoch's",
-            "Run: python -m tfmulti.fit --dataset digits --verify",
-        )
-    ]
     if setup.place.replicas == 1:
-        return findings
-    expected = _losses(alone)
-    apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-    return [
-        *findings,
-        Finding(
-            "numbers",
-            OK if apart <= _ROUNDING else FAILED,
-            f"the losses of one device and of {setup.place.replicas} differ by {apart:.1e}",
-            f"at most {_ROUNDING:g}, which is rounding",
-            "Run: python -m tfmulti.fit --dataset digits --verify, which names the variable.",
-        ),
-    ]
+        return [digits_finding(losses)]
+    return [digits_finding(losses), numbers_finding(losses, _losses(alone), setup.place.replicas)]
+
+
+def digits_finding(losses: Sequence[float]) -> Finding:
+    """Returns whether the loss on the digits falls.
+
+    Args:
+        losses: the loss of each epoch.
+    """
+    shown = " → ".join(f"{loss:.3f}" for loss in losses)
+    return Finding(
+        "digits",
+        OK if losses[-1] < 0.7 * losses[0] else FAILED,
+        f"the loss of {len(losses)} epochs: {shown}",
+        "the loss falls to less than 0.7 of the first epoch's",
+        "Run: python -m tfmulti.fit --dataset digits --verify",
+    )
+
+
+def numbers_finding(losses: Sequence[float], expected: Sequence[float], replicas: int) -> Finding:
+    """Returns whether the losses equal those of one device.
+
+    Args:
+        losses: the loss of each epoch on all devices.
+        expected: the loss of each epoch on one device.
+        replicas: the number of all devices.
+    """
+    # NumPy's greatest number is NaN if one of them is.
+    apart = float(np.max([abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]))
+    return Finding(
+        "numbers",
+        OK if apart <= _ROUNDING else FAILED,
+        f"the losses of one device and of {replicas} differ by {apart:.1e}",
+        f"at most {_ROUNDING:g}, which is rounding",
+        "Run: python -m tfmulti.fit --dataset digits --verify, which names the variable.",
+    )
 
 
 def _losses(setup: Setup) -> list[float]:
@@ -248,13 +323,13 @@ def _speed(setup: Setup, network: NetworkModel | None) -> list[Finding]:
             phase, _ = trained(setup, model, executions)
         speed = phase.examples / phase.seconds
         words = f"{setup.config.model}: {speed:,.0f} examples/s on one device"
-        return [Finding("throughput", OK, words), *_idle(used.mean)]
+        return [Finding("throughput", OK, words), *_busy(setup, used.mean)]
     one = without_peers(setup, rows)
     executions = agreed(setup, model, warm, None, _MEASURED_S)
     with Utilization() as used:
         together, _, alone = in_turns(setup, model, one, executions)
     assert alone is not None
-    findings = [_throughput(setup, model, network, together, alone), *_idle(used.mean)]
+    findings = [_throughput(setup, model, network, together, alone), *_busy(setup, used.mean)]
     return findings + _stragglers(setup, alone) + _memory(setup)
 
 
@@ -267,17 +342,11 @@ def _throughput(
 ) -> Finding:
     """Returns the examples a second of one and of all devices, with advice if more are slower."""
     place = setup.place
-    one, every = alone.examples / alone.seconds, together.examples / together.seconds
-    words = (
-        f"{setup.config.model}: {one:,.0f} examples/s on one device, {every:,.0f} on "
-        f"{place.replicas} ({every / one / place.replicas:.0%} of {place.replicas} ×)"
-    ).replace("%", " %")
-    parts = TimeParts.of(together, alone)
     at = Situation(
         name=f"{place.replicas} devices",
         kind="workers" if place.workers > 1 else "replicas",
         devices=place.replicas,
-        parts=parts,
+        parts=TimeParts.of(together, alone),
         run=setup.config,
         weak=True,
         gradient_bytes=sum(4 * math.prod(v.shape) for v in model.trainable_variables),
@@ -285,6 +354,23 @@ def _throughput(
         cores=psutil.cpu_count() or 1,
         gpus=bool(place.gpus),
     )
+    return throughput_finding(
+        at, alone.examples / alone.seconds, together.examples / together.seconds
+    )
+
+
+def throughput_finding(at: Situation, one: float, every: float) -> Finding:
+    """Returns whether all devices train faster than one, with advice if they do not.
+
+    Args:
+        at: what was measured with all devices.
+        one: the examples that one device trains in a second.
+        every: those of all devices together.
+    """
+    words = (
+        f"{at.run.model}: {one:,.0f} examples/s on one device, {every:,.0f} on "
+        f"{at.devices} ({every / one / at.devices:.0%} of {at.devices} ×)"
+    ).replace("%", " %")
     if every >= one:
         return Finding("throughput", OK, words)
     return Finding(
@@ -292,9 +378,21 @@ def _throughput(
     )
 
 
-def _idle(used: Mapping[int, float]) -> list[Finding]:
-    """Returns the GPUs that did nothing while the model trained."""
-    seen = set(map(str, visible_gpus({})))
+def _busy(setup: Setup, used: Mapping[int, float]) -> list[Finding]:
+    """Returns the GPUs of this worker that did nothing, or that are slower than the others."""
+    if used or not setup.place.gpus:
+        return idle_findings(used, set(map(str, visible_gpus({}))))
+    # NVIDIA's library does not tell it, as for MIG devices.
+    return device_findings(device_times_ms(setup.place.gpus))
+
+
+def idle_findings(used: Mapping[int, float], visible: Collection[str]) -> list[Finding]:
+    """Returns the GPUs that did nothing while the model trained.
+
+    Args:
+        used: for how many percent of the time each GPU was busy, by its index.
+        visible: the indices of the GPUs that this process uses.
+    """
     return [
         Finding(
             f"GPU {index}",
@@ -304,8 +402,53 @@ def _idle(used: Mapping[int, float]) -> list[Finding]:
             "Give --replicas so many as there are GPUs, and a larger --global_batch_size.",
         )
         for index, percent in used.items()
-        if str(index) in seen and percent < _IDLE_PERCENT
+        if str(index) in visible and percent < _IDLE_PERCENT
     ]
+
+
+def device_times_ms(devices: Sequence[str]) -> list[float]:
+    """Returns how long each of some devices takes for the same product of two matrices.
+
+    Args:
+        devices: TensorFlow's names of the devices.
+    """
+
+    def product(values: tf.Tensor) -> tf.Tensor:
+        for _ in range(_PRODUCTS):
+            values = tf.linalg.matmul(values, values) / _PRODUCT_SIZE
+        return tf.reduce_sum(values)
+
+    times = []
+    for device in devices:
+        with tf.device(device):
+            values, compiled_product = tf.ones((_PRODUCT_SIZE,) * 2), tf.function(product)
+            compiled_product(values).numpy()
+            began = time.perf_counter()
+            compiled_product(values).numpy()
+            times.append(1000 * (time.perf_counter() - began))
+    return times
+
+
+def device_findings(times_ms: Sequence[float]) -> list[Finding]:
+    """Returns the devices of a worker that compute slower than its others.
+
+    Args:
+        times_ms: the time of the same work on each device.
+    """
+    usual = statistics.median_low(times_ms)
+    found = [
+        Finding(
+            f"device {index}",
+            WARNING,
+            f"the same work takes it {took:.3g} ms, and the median device {usual:.3g} ms",
+            f"less than {_STRAGGLER:g} × the median: every step waits for the slowest device",
+            "Look for other programs on it and for heat, or leave it out: CUDA_VISIBLE_DEVICES.",
+        )
+        for index, took in enumerate(times_ms)
+        if took > max(_STRAGGLER * usual, usual + _STRAGGLER_MS)
+    ]
+    words = ", ".join(f"{took:.3g}" for took in times_ms)
+    return found or [Finding("devices", OK, f"the same work takes the devices {words} ms")]
 
 
 def _stragglers(setup: Setup, alone: Phase) -> list[Finding]:
@@ -356,14 +499,21 @@ def _memory(setup: Setup) -> list[Finding]:
         for sent in gather_bytes(setup.strategy, np.array(used, np.int64).tobytes())
         for each in np.frombuffer(sent or b"", np.int64)
     ]
-    is_even = max(every) <= _UNEVEN * min(every)
-    shown = ", ".join(f"{each / 2**20:,.0f}" for each in every)
-    return [
-        Finding(
-            "device memory",
-            OK if is_even else WARNING,
-            f"the {what} use {shown} MiB",
-            f"at most {_UNEVEN:g} × the least: all replicas hold the same",
-            "Look for other models and data on the device that uses the most.",
-        )
-    ]
+    return [memory_finding(every, what)]
+
+
+def memory_finding(used: Sequence[int], what: str) -> Finding:
+    """Returns whether all devices use about as much memory.
+
+    Args:
+        used: the bytes of each device.
+        what: what uses them, in the plural.
+    """
+    shown = ", ".join(f"{each / 2**20:,.0f}" for each in used)
+    return Finding(
+        "device memory",
+        OK if max(used) <= _UNEVEN * min(used) else WARNING,
+        f"the {what} use {shown} MiB",
+        f"at most {_UNEVEN:g} × the least: all replicas hold the same",
+        "Look for other models and data on the device that uses the most.",
+    )

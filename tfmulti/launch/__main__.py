@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments of the command line. None: those of this process.
     """
     try:
-        job = flags.parse(sys.argv[1:] if argv is None else argv, __doc__ or "")
-        return supervisor.run(job)
+        given = sys.argv[1:] if argv is None else argv
+        return supervisor.run(flags.parse(given, __doc__ or ""), command=given)
     except TfmultiError as error:
         print_error(error)
         return int(error.exit_code)

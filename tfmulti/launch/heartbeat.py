@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
 
 # This variable holds a JSON object: for each folder of checkpoints, the step of the newest one.
 SAVED = "TFMULTI_SAVED"
+
+# The usual duration of an execution is that which this share of the last ones does not exceed.
+_REMEMBERED, _USUAL_SHARE = 64, 0.9
 
 # All fields but the last have a fixed width, so a new line covers the old one.
 _LINE = (
@@ -100,6 +104,10 @@ class Heartbeat:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644) if path else None
         self._clock = clock
         self._longest_s: weakref.WeakKeyDictionary[object, float] = weakref.WeakKeyDictionary()
+        self._durations: weakref.WeakKeyDictionary[object, deque[float]]
+        self._durations = weakref.WeakKeyDictionary()
+        # The last durations of the kind of the last execution, in seconds.
+        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._asked, self._saved, self._folder = False, -1, ""
         self._last = (BUSY, 0.0, 0.0)
@@ -112,6 +120,16 @@ class Heartbeat:
         """Returns the last heartbeat."""
         with self._lock:
             return HeartbeatRecord(self._step, *self._last, self._asked, self._saved, self._folder)
+
+    def usual_s(self) -> float:
+        """Returns how long executions of the last kind usually take, or 0.0 if none has ended.
+
+        Nine in ten of the last executions were shorter. So a single slow one does not count, but
+        the longer ones among executions of different numbers of steps do.
+        """
+        with self._lock:
+            durations = sorted(self._recent)
+        return durations[int(_USUAL_SHARE * (len(durations) - 1))] if durations else 0.0
 
     def begin(self) -> None:
         """Reports that training begins."""
@@ -132,6 +150,8 @@ class Heartbeat:
         began = self._clock()
         is_new, known = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
         self._is_traced = False
+        with self._lock:
+            self._recent = self._durations.setdefault(kind, deque(maxlen=_REMEMBERED))
         self._tell(TRAINING if known else FIRST, began, known)
         try:
             yield
@@ -139,6 +159,9 @@ class Heartbeat:
             now = self._clock()
             longest_s = known if self._is_traced else max(known, now - began)
             self._longest_s[kind] = 0.0 if is_new else longest_s
+            if not (is_new or self._is_traced):
+                with self._lock:
+                    self._recent.append(now - began)
             self._tell(BUSY, now, known)
 
     def tracing(self) -> None:

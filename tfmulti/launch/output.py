@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,9 @@ from tfmulti.launch.heartbeat import WorkerFailure
 _CHATTER = re.compile(
     rb"[IW]\d{4,} |WARNING: All log messages before|To enable the following instr"
 )
+
+# So many last lines of a worker are kept for the report of a failure, and bytes of each.
+_LAST_LINES, _LONGEST_LINE = 10, 300
 
 
 class Output:
@@ -39,7 +43,7 @@ class Output:
         self._terminals = terminals or {"stdout": sys.stdout, "stderr": sys.stderr}
         self._lock = threading.Lock()
         self._files: dict[tuple[int, str], IO[bytes]] = {}
-        self._last: dict[tuple[int, str], bytes] = {}
+        self._last: dict[tuple[int, str], deque[bytes]] = {}
         self._folder: Path | None = None
         self._width = 1
         self._heard_s = float("-inf")
@@ -74,7 +78,8 @@ class Output:
         """
         with self._lock:
             if line.strip() and not _CHATTER.match(line):
-                self._last[rank, stream] = line
+                last = self._last.setdefault((rank, stream), deque(maxlen=_LAST_LINES))
+                last.append(line[:_LONGEST_LINE])
                 self._heard_s = time.monotonic()
             if stream in self._config.files and self._folder is not None:
                 # A full disk does not end the run.
@@ -92,20 +97,20 @@ class Output:
                     terminal.write(f"[worker {rank:>{self._width}}] {shown}\n")
                     terminal.flush()
 
-    def last_line(self, rank: int) -> str:
-        """Returns the last line that a worker wrote, preferably to standard error.
+    def last_lines(self, rank: int) -> list[str]:
+        """Returns the last lines that a worker wrote, preferably to standard error.
 
         Empty lines and the log lines of TensorFlow's C++ code (`I0000 …`) do not count. The result
         is empty if there is no other line.
         """
         with self._lock:
             for stream in ("stderr", "stdout"):
-                if line := self._last.get((rank, stream)):
-                    return line.decode(errors="replace").strip()
-        return ""
+                if lines := self._last.get((rank, stream)):
+                    return [line.decode(errors="replace").rstrip() for line in lines]
+        return []
 
     def heard_s(self) -> float:
-        """Returns when a worker last wrote a line that counts for `last_line`, or -inf."""
+        """Returns when a worker last wrote a line that counts for `last_lines`, or -inf."""
         with self._lock:
             return self._heard_s
 

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER
+from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, ChecksFailed
 
 # The delay doubles with each restart without progress, from the first value up to the second.
 FIRST_DELAY_S = 1.0
@@ -37,10 +37,9 @@ class Failure:
         found_s: when the launcher noticed the failure, or when the worker itself wrote it down.
             All failures are in seconds of the launcher's clock.
         step: the last step that the worker reported; None without a report.
-        traceback: the Python traceback, if the worker wrote one down.
-        last_line: the last line of its output.
         follows: whether the failure is a consequence of the failure of another worker.
         notice: whether this worker, and not all workers, was asked to stop.
+        final: whether the worker says that a restart cannot help.
     """
 
     rank: int
@@ -48,10 +47,9 @@ class Failure:
     exit_code: int
     found_s: float
     step: int | None = None
-    traceback: str = ""
-    last_line: str = ""
     follows: bool = False
     notice: bool = False
+    final: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,9 @@ class Stop:
 def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
     """Returns whether the job is restarted or ends after an attempt.
 
-    A user's mistake (exit code 2) and Ctrl-C never lead to a restart. The first restart after
-    progress of the job has no delay. The following ones wait 1, 2, 4, … seconds, at most 30.
+    A user's mistake (exit code 2), Ctrl-C and an error of `FINAL` never lead to a restart. The
+    first restart after progress of the job has no delay. The following ones wait 1, 2, 4, …
+    seconds, at most 30.
 
     >>> crash = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
     >>> next_action(Attempt((crash,), step=90), Budget(max_restarts=3, used=2, furthest=40))
@@ -130,6 +129,8 @@ def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
         return Stop(code, "a user's mistake is not retried")
     if code == EXIT_INTERRUPTED:
         return Stop(code, "it was interrupted")
+    if any(failure.final for failure in attempt.failures):
+        return Stop(code, "a restart cannot help")
     furthest = max(budget.furthest, -1 if attempt.step is None else attempt.step)
     used = 0 if furthest > budget.furthest else budget.used
     if used >= budget.max_restarts:
@@ -147,6 +148,35 @@ def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
 
 # The errors that TensorFlow raises in a worker when another worker is gone.
 LOST_A_WORKER = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
+
+# The errors after which a restart cannot help.
+FINAL = (ChecksFailed.__name__,)
+
+# TensorFlow names the operation that failed after its error.
+_NODE = "[[{{node "
+
+
+def words_of_error(kind: str, message: str) -> str:
+    r"""Returns an error in one line, with the user's own error if it was raised inside a graph.
+
+    Args:
+        kind: the name of the error's type.
+        message: its message.
+
+    >>> words_of_error("UnknownError", "Graph execution error:\n\nKeyError: 'a'\n\t [[{{node f}}]]")
+    "UnknownError: KeyError: 'a'"
+    """
+    before, found, _ = message.partition(_NODE)
+    lines = [line.strip() for line in before.splitlines() if line.strip()] or [""]
+    if found:
+        words = lines[-1]
+        # After a traceback of Python there is the error of the user's function, with its type.
+        if "Traceback (most recent call last):" in before:
+            return words[:300]
+    else:
+        # An error in a traced function begins with its traceback, and ends with the message.
+        words = lines[-1 if lines[0].startswith("in user code") else 0]
+    return f"{kind}: {words[:300]}"
 
 
 def words_of_exit(returncode: int) -> tuple[str, int]:

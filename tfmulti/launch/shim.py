@@ -40,8 +40,9 @@ from tfmulti.launch import garbage_collection
 from tfmulti.launch.heartbeat import ERROR_FILE, write_error
 from tfmulti.launch.init_process import leave_first_process
 from tfmulti.launch.policy import LOST_A_WORKER
+from tfmulti.launch.stacks import STACKS_FILE
 
-STACKS_FILE, STANDBY, COMMAND = "TFMULTI_STACKS_FILE", "--standby", "--command"
+STANDBY, COMMAND = "--standby", "--command"
 PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from tfmulti.cluster import job_secret
+from tfmulti.cluster.listening import is_loopback
 from tfmulti.errors import EXIT_FAILED, ConfigError
 from tfmulti.launch import membership, policy
 from tfmulti.launch.config import LaunchConfig
@@ -50,12 +51,15 @@ class Stopped(Exception):
         self.number = number
 
 
-def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
+def run(
+    config: LaunchConfig, env: Mapping[str, str] = os.environ, command: Sequence[str] = ()
+) -> int:
     """Runs a job and returns its exit code: 0, that of the failed worker, or 128 + signal.
 
     Args:
         config: the job.
         env: the environment that the workers inherit.
+        command: the arguments of the command line, which are shown after a failure.
 
     Raises:
         UserError: the job cannot run as the configuration asks.
@@ -76,7 +80,7 @@ def run(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> int:
     pool = HostManager(config, env, run_id, output.line, say)
     code = EXIT_FAILED
     try:
-        code = Job(config, pool, output, run_id).run()
+        code = Job(config, pool, output, run_id, command).run()
     finally:
         pool.close(code)
     return code
@@ -90,13 +94,19 @@ class Job:
         pool: finds and holds the machines.
         output: takes the workers' output.
         run_id: names the job, the same on all machines.
+        command: the arguments of the command line. Empty: a program has started the job.
     """
 
     def __init__(
-        self, config: LaunchConfig, pool: HostManager, output: Output, run_id: str
+        self,
+        config: LaunchConfig,
+        pool: HostManager,
+        output: Output,
+        run_id: str,
+        command: Sequence[str],
     ) -> None:
         self._config, self._pool, self._output = config, pool, output
-        self._run_id = run_id
+        self._run_id, self._command = run_id, command
         self._budget = Budget(config.max_restarts)
         self._standing = Standing()
         self._saved: dict[str, int] = {}
@@ -129,12 +139,20 @@ class Job:
             say("starting all workers again on the machines that answer")
             return None
         if found.failures:
-            report(found, folder)
+            rank = found.cause.rank
+            host = membership.ranks_of(placement)[rank][0]
+            host = os.uname().nodename if is_loopback(host) else host
+            lines = [] if found.cause.final else self._output.last_lines(rank)
+            report(found, folder, host, lines)
+            if found.cause.step is not None:
+                say(words_of_saved(self._saved))
         action = policy.next_action(found, self._budget)
         if isinstance(action, Stop):
             if found.failures:
                 why = f": {action.why}" if action.why else ""
                 say(f"ending with exit code {action.exit_code}{why}")
+                if self._command and any(step >= 0 for step in self._saved.values()):
+                    say(f"to go on: {command_to_go_on(self._command, self._saved)}")
             return action.exit_code
         self._remember(found, placement, action.budget)
         left = self._budget.max_restarts - self._budget.used
@@ -278,20 +296,56 @@ def first_of_each(failures: list[Failure]) -> list[Failure]:
     return sorted(found.values(), key=lambda failure: failure.found_s)
 
 
-def report(found: Attempt, folder: Path) -> None:
-    """Shows the cause of an attempt's end, the failures of other workers, and the log folder."""
+def report(found: Attempt, folder: Path, host: str, lines: Sequence[str]) -> None:
+    """Shows the cause of an attempt's end, the failures of other workers, and the log folder.
+
+    Args:
+        found: how the attempt ended.
+        folder: the folder of its logs.
+        host: the machine of the worker that is the cause.
+        lines: the last lines of the output of that worker.
+    """
     cause = found.cause
     at = "" if cause.step is None else f" at step {cause.step}"
     say(f"worker {cause.rank} {cause.what}{at}")
-    if cause.traceback:
-        with suppress(OSError):
-            print(cause.traceback.rstrip(), file=sys.stderr, flush=True)
-    elif cause.last_line:
-        say(f"its last line: {cause.last_line}")
+    say(f"it ran on {host}" + ("; the last lines of its log:" if lines else ""))
+    for line in lines:
+        say(f"    {line}")
     for other in found.failures:
         if other.rank != cause.rank:
             say(f"then worker {other.rank} {other.what}")
     say(f"all output: {folder}")
+
+
+def words_of_saved(saved: Mapping[str, int]) -> str:
+    """Returns what a job has saved, in words.
+
+    Args:
+        saved: for each folder of checkpoints, the step of the newest one.
+
+    >>> words_of_saved({"runs/a/checkpoints": 40})
+    'saved: step 40, in runs/a/checkpoints'
+    """
+    found = [f"step {step}, in {folder}" for folder, step in sorted(saved.items()) if step >= 0]
+    return f"saved: {'; '.join(found)}" if found else "no checkpoint was saved"
+
+
+def command_to_go_on(command: Sequence[str], saved: Mapping[str, int]) -> str:
+    """Returns the command that starts a job again where it has stopped.
+
+    Args:
+        command: the arguments of the launcher.
+        saved: for each folder of checkpoints, the step of the newest one.
+
+    >>> command_to_go_on(["-m", "tfmulti.fit"], {"runs/a b/checkpoints": 40})
+    "tfmulti launch -m tfmulti.fit --run_dir 'runs/a b'"
+    """
+    words = ["tfmulti", "launch", *command]
+    has_folder = any(word.lstrip("-").partition("=")[0] == "run_dir" for word in command)
+    if "tfmulti.fit" in command and not has_folder and len(saved) == 1:
+        # The name of a default folder has the time, so another start would take another folder.
+        words += ["--run_dir", str(Path(next(iter(saved))).parent)]
+    return shlex.join(words)
 
 
 class Signals:

@@ -48,7 +48,7 @@ class Watch:
     Args:
         config: the time limits.
         crew: the workers.
-        output: has the last line that each worker wrote.
+        output: keeps the errors that workers on other machines have written down.
         wants_others: returns the placement of an attempt that began at this moment, or None if that
             is the placement of this attempt.
         show: shows a line to the user.
@@ -304,18 +304,15 @@ class Watch:
             return replace(failure, notice=notice, follows=told_by_others)
         self._output.keep_error(one.rank, one.error)
         follows = one.error.type in policy.LOST_A_WORKER
-        lines = one.error.message.strip().splitlines() or [""]
-        # An error in a traced function begins with its traceback, and ends with the message.
-        message = lines[-1 if lines[0].startswith("in user code") else 0].strip()[:300]
-        message = "another worker was lost" if follows else message
-        what = f"{what} ({one.error.type}: {message})"
+        message = "another worker was lost" if follows else one.error.message
+        what = f"{what} ({policy.words_of_error(one.error.type, message)})"
         failure = self._failure(one.rank, one, what, code, min(found_s, one.error.time_s))
-        return replace(failure, traceback=one.error.traceback, follows=follows)
+        return replace(failure, follows=follows, final=one.error.type in policy.FINAL)
 
     def _failure(
         self, rank: int, one: WorkerStatus | None, what: str, code: int, found_s: float
     ) -> Failure:
-        """Returns a failure, with the worker's last step and its last line of output.
+        """Returns a failure, with the worker's last step.
 
         Args:
             rank: the rank of the worker.
@@ -325,5 +322,4 @@ class Watch:
             found_s: when it was noticed, in seconds of the launcher's clock.
         """
         step = one.told.step if one and one.told else None
-        last = self._output.last_line(rank)
-        return Failure(rank, what, code, found_s, step, last_line=last)
+        return Failure(rank, what, code, found_s, step)

@@ -29,7 +29,8 @@ from tfmulti.launch.heartbeat import (
     read_progress,
 )
 from tfmulti.launch.idle import Idle
-from tfmulti.launch.shim import COMMAND, PARENT, STACKS_FILE, STANDBY
+from tfmulti.launch.shim import COMMAND, PARENT, STANDBY
+from tfmulti.launch.stacks import STACKS_FILE
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")

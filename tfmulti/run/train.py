@@ -135,7 +135,7 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
             raise
         seconds = time.perf_counter() - started
         metrics = {name: values[-1] for name, values in history.items()}
-        metrics |= test(setup, model)
+        metrics |= test(setup, model, watchdog)
         watch.finished()
         trained = Trained(history, metrics, seconds, throughput, waiting, stragglers)
         report = make_report(setup, model, run_dir, trained)
@@ -270,16 +270,22 @@ def train_model(
     return {name: values for name, values in history.history.items() if name not in LOGS}
 
 
-def test(setup: Setup, model: keras.Model) -> dict[str, float]:
+def test(setup: Setup, model: keras.Model, watchdog: Watchdog) -> dict[str, float]:
     """Returns the metrics of the test part by name, or none if a signal has stopped the run.
 
     Every worker must call this function. Without a test part the result is empty too.
+
+    Args:
+        setup: the parts of the run.
+        model: the trained model.
+        watchdog: names the worker that the others wait for.
     """
     if setup.data.test is None or state_of(model).run.stopped_by:
         return {}
     found = model.evaluate(
         setup.data.test,
         batch_size=_batch_for(setup, setup.data.test),
+        callbacks=[watchdog],
         verbose=0,
         return_dict=True,
     )

@@ -394,7 +394,10 @@ class DistributedModel(keras.Model):
         tools = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
         # A feed that the caller gave stays open: `fit` uses it again in the next validation.
-        with closing(None if feed is x else feed):
+        with (
+            watching(tools.callbacks, self._placement),
+            closing(None if feed is x else feed),
+        ):
             found = epochs_loop.evaluate(self, feed, count, tools)
         return _results(found, return_dict)
 

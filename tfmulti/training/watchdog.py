@@ -2,8 +2,11 @@
 
 Every worker has a watchdog of its own, a thread that never waits for another worker. When it finds
 that the steps have stopped, it writes hang_worker_K.json into its folder: the step, what the worker
-does, the collectives that wait, each with the workers whose part has not come, and the stacks of
-all threads. On the chief it also prints a line that names the worker all others wait for.
+does, the last collectives, each with the workers whose part has not come, and the stacks of all
+threads. On the chief it also prints a line that names the worker all others wait for.
+
+TensorFlow ends a step some seconds after another worker has stopped, which may be sooner. Then the
+file and the line tell for whom the worker had waited when the step failed.
 
 If the workers share the folder, the file of one worker makes the others write theirs, too, unless
 their own steps go on. So the line also says what the worker was doing for which the others wait.
@@ -12,18 +15,17 @@ their own steps go on. So the line also says what the worker was doing for which
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
-import signal
+import re
 import sys
-import tempfile
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import keras
 
@@ -31,12 +33,13 @@ from tfmulti.config import json_values
 from tfmulti.config.limited_reading import read_small
 from tfmulti.config.run_directory import write_text
 from tfmulti.distribution.collectives import purpose_of
-from tfmulti.distribution.connections import made_channel
+from tfmulti.distribution.connections import last_exchanges
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError
 from tfmulti.launch.heartbeat import BUSY, FIRST, TRAINING
 from tfmulti.launch.heartbeat import heartbeat as own_heartbeat
-from tfmulti.launch.shim import STACKS_FILE
+from tfmulti.launch.policy import LOST_A_WORKER
+from tfmulti.launch.stacks import file_of_stacks
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.checkpoint.owner import NotOwnerError, fence_of
 
@@ -49,6 +52,17 @@ _OWN = "tfmulti-watchdog"
 _MOST_FRAMES, _MOST_BYTES = 50, 1 << 22
 # Files of these packages are not what the user looks for in a stack.
 _LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("tensorflow", "keras", "tfmulti"))
+_PYTHONS_OWN = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+# A thread reads data if its stack has one of these functions: the file's end, and the names.
+_READING = {
+    os.path.join("tfmulti", "data", "loader.py"): ("_read", "_read_one"),
+    os.path.join("python", "ops", "script_ops.py"): ("__call__",),
+}
+_MOST_CHARACTERS = 2000
+_SILENT = "its process has ended or stopped, or its machine is lost"
+# TensorFlow's name of a worker.
+_TASK = re.compile(r"/job:\w+(?:/replica:0)?/task:\d+")
 
 
 class Watchdog(keras.callbacks.Callback):
@@ -56,11 +70,12 @@ class Watchdog(keras.callbacks.Callback):
 
         model.fit(x, y, callbacks=[tfmulti.Watchdog("runs/a")])
 
-    Every worker gives the callback to `fit`. A step is late if it takes more than `times` as long
-    as the longest step of its kind so far, and more than `least_s` seconds. In callbacks, while a
-    checkpoint is written and while a step is traced, six times `least_s` may pass. Each worker then
-    writes `hang_worker_K.json` into the folder, once for each time that the steps stop. SIGUSR1
-    makes a worker write it at once. The training is never ended.
+    Every worker gives the callback to `fit` or `evaluate`. A step is late if it takes more than
+    `times` as long as nine in ten of the last steps of its kind, and more than `least_s` seconds.
+    In callbacks, while a checkpoint is written and while a step is traced, six times `least_s` may
+    pass. Each worker then writes `hang_worker_K.json` into the folder, once for each time that the
+    steps stop. SIGUSR1 makes a worker write it at once, and so does a step that TensorFlow ends
+    because another worker is lost. The training is never ended by the callback.
 
     Args:
         folder: the folder of the files, which all workers should share. None: only the line is
@@ -81,6 +96,8 @@ class Watchdog(keras.callbacks.Callback):
                 raise ConfigError(f"{name} is {value}, but it must be above 0.")
         self.folder = None if folder is None else Path(folder)
         self.times, self.least_s = times, least_s
+        # Whether a thread watches for it. `fit` evaluates with the same callbacks.
+        self.is_watching = False
 
     def get_state(self) -> dict[str, Any]:
         """Returns nothing, because what it watches is of this process."""
@@ -105,7 +122,7 @@ def watching(callbacks: Iterable[keras.callbacks.Callback], placement: Placement
     checks = [fence_of(each.folder) for each in given if isinstance(each, Checkpoint)]
     with contextlib.ExitStack() as stack:
         for callback in given:
-            if isinstance(callback, Watchdog):
+            if isinstance(callback, Watchdog) and not callback.is_watching:
                 stack.enter_context(_Watch(callback, placement, checks))
         yield
 
@@ -119,36 +136,31 @@ class _Watch:
         self._about, self._placement, self._checks = about, placement, checks
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=_OWN, daemon=True)
-        # Under the launcher the file of the stacks belongs to it; it grows at SIGUSR1.
-        self._given = os.environ.get(STACKS_FILE)
-        self._stacks: IO[bytes] | None = None
+        self._at_end = contextlib.ExitStack()
+        # The file of the stacks grows at SIGUSR1.
+        self._stacks: int | None = None
         self._size = 0
 
     def __enter__(self) -> _Watch:
-        if self._given is None and _may_take_signal():
-            self._stacks = tempfile.TemporaryFile()
-            # This handler is written in C, so it runs while the main thread waits in TensorFlow.
-            faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._stacks = self._at_end.enter_context(file_of_stacks())
         self._size = self._stack_bytes()
+        self._about.is_watching = True
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end.set()
         # It may be writing to a file server that is gone.
         self._thread.join(_LOOK_S * 4)
-        if self._stacks is not None:
-            faulthandler.unregister(signal.SIGUSR1)
-            self._stacks.close()
+        self._about.is_watching = False
+        self._at_end.close()
+        if type(error).__name__ in (*LOST_A_WORKER, "ChannelError"):
+            with contextlib.suppress(OSError, NotOwnerError):
+                self._tell_failed(str(error))
 
     def _stack_bytes(self) -> int:
         """Returns the size of the file to which SIGUSR1 adds the stacks."""
-        with contextlib.suppress(OSError):
-            if self._stacks is not None:
-                return os.fstat(self._stacks.fileno()).st_size
-            if self._given is not None:
-                return os.stat(self._given).st_size
-        return self._size
+        return 0 if self._stacks is None else os.fstat(self._stacks).st_size
 
     def _run(self) -> None:
         """Looks at the heartbeat until the training ends."""
@@ -190,7 +202,7 @@ class _Watch:
     def _late_s(self) -> float | None:
         """Returns how long the worker has done what it does, if that is too long; else None."""
         found, about = own_heartbeat().record(), self._about
-        limit_s = max(about.times * found.longest_s, about.least_s)
+        limit_s = max(about.times * own_heartbeat().usual_s(), about.least_s)
         if found.phase in (FIRST, BUSY):
             limit_s = max(limit_s, _BUSY_TIMES * about.least_s)
         passed_s = time.monotonic() - found.since_s
@@ -198,32 +210,44 @@ class _Watch:
 
     def _tell(self, asked: bool, late_s: float | None) -> None:
         """Writes this worker's file, and prints the line on the chief."""
-        rank, folder = self._placement.rank, self._about.folder
-        seen = describe(self._placement)
-        path = None
-        if folder is not None:
-            for check in self._checks:
-                check()
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / _file(rank)
-            write_text(path, json.dumps(seen, indent=1) + "\n")
-        if rank == 0 or asked:
-            why = "SIGUSR1" if late_s is None else f"no step has ended for {late_s:.0f} s"
-            words = f"tfmulti: worker {rank}: {why}; {self._words(seen)}"
-            print(words + (f". See {path}" if path else ""), file=sys.stderr, flush=True)
+        rank, seen = self._placement.rank, describe(self._placement)
+        path = self._write(seen)
+        if late_s is not None and rank == 0:
+            others = [self._of_other(other) for other in _missing(seen)[:3]]
+            why = f"no step has ended for {late_s:.0f} s; it {_doing(seen)}"
+            _say(rank, "; ".join([why, *others]), path)
+        elif asked:
+            # The next moment it may wait for another worker, which is how it should be.
+            _say(rank, f"SIGUSR1; at this moment it {_doing(seen)}", path)
 
-    def _words(self, seen: dict[str, Any]) -> str:
-        """Returns what a worker does, or for whom it waits and what that worker does."""
-        if not seen["waits"]:
-            return f"it is in {seen['at'] or 'TensorFlow'}"
-        first = max(seen["waits"], key=lambda each: each["seconds"])
-        missing = first["missing"]
-        words = (
-            f"it waits for worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} in "
-            f"{first['what'][:200]}"
-        )
-        others = [self._of_other(rank) for rank in missing[:3]]
-        return "; ".join([words, *others])
+    def _tell_failed(self, error: str) -> None:
+        """Writes this worker's file after a step has failed because another worker is lost.
+
+        The line is printed by the first worker that is not missing itself.
+        """
+        rank, seen = self._placement.rank, describe(self._placement)
+        seen["error"] = error[:_MOST_CHARACTERS]
+        path, missing = self._write(seen), _missing(seen)
+        if rank > min(set(range(self._placement.workers)) - set(missing), default=rank):
+            return
+        tasks = ", ".join(dict.fromkeys(_TASK.findall(error.partition("unhealthy")[2])))
+        words = f"the step has failed, because TensorFlow has lost {tasks or 'another worker'}"
+        if missing:
+            others = [self._of_other(other) for other in missing[:3]]
+            words = "; ".join([f"the step has failed: it {_doing(seen, 'waited')}", *others])
+        _say(rank, words, path)
+
+    def _write(self, seen: dict[str, Any]) -> Path | None:
+        """Writes this worker's file and returns its path; None without a folder."""
+        folder = self._about.folder
+        if folder is None:
+            return None
+        for check in self._checks:
+            check()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / _file(self._placement.rank)
+        write_text(path, json.dumps(seen, indent=1) + "\n")
+        return path
 
     def _of_other(self, rank: int) -> str:
         """Returns what another worker was doing, by the file that it has written."""
@@ -232,13 +256,15 @@ class _Watch:
             return f"look at the stacks of worker {rank}: kill -USR1 its process"
         path, now = folder / _file(rank), time.time()
         until = time.monotonic() + _OTHERS_S
-        while time.monotonic() < until and not self._end.wait(_LOOK_S):
+        is_last = False
+        while not is_last:
+            is_last = self._end.wait(_LOOK_S) or time.monotonic() > until
             found = read(path)
             # A file of an earlier time tells nothing.
             if found is not None and found["time"] > now - self._about.least_s * _BUSY_TIMES:
-                place = found["at"] or "TensorFlow"
-                return f"worker {rank} was in {place} (process {found['pid']} on {found['host']})"
-        return f"worker {rank} tells nothing: its process has stopped, or its machine is lost"
+                doing = _doing({**found, "waits": ()}, "waited", "was")
+                return f"worker {rank} {doing} (process {found['pid']} on {found['host']})"
+        return f"worker {rank} tells nothing: {_SILENT}"
 
 
 def _file(rank: int | str) -> str:
@@ -246,10 +272,39 @@ def _file(rank: int | str) -> str:
     return f"hang_worker_{rank}.json"
 
 
-def _may_take_signal() -> bool:
-    """Returns whether SIGUSR1 has no handler, which would be replaced."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+def _say(rank: int, words: str, path: Path | None) -> None:
+    """Prints the line of a worker."""
+    print(f"tfmulti: worker {rank}: {words}{f'. See {path}' if path else ''}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _longest(seen: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the collective that a worker waits for the longest, if it waits for one."""
+    return max(seen["waits"], key=lambda each: each["seconds"], default=None)
+
+
+def _missing(seen: Mapping[str, Any]) -> list[int]:
+    """Returns the ranks of the workers for which a worker waits."""
+    first = _longest(seen)
+    return [] if first is None else list(first["missing"])
+
+
+def _doing(seen: Mapping[str, Any], waits: str = "waits", is_: str = "is") -> str:
+    """Returns what a worker does, as the words after its name.
+
+    Args:
+        seen: what `describe` has returned there.
+        waits: the verb, `waits` or `waited`.
+        is_: the verb, `is` or `was`.
+    """
+    first = _longest(seen)
+    if first is not None:
+        ranks = first["missing"]
+        who = f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        return f"{waits} for {who} in {first['what'][:200]}"
+    if seen["reads"]:
+        return f"{waits} for data in {seen['reads']}"
+    return f"{is_} in {seen['at'] or 'TensorFlow'}"
 
 
 def describe(placement: Placement) -> dict[str, Any]:
@@ -259,8 +314,11 @@ def describe(placement: Placement) -> dict[str, Any]:
         placement: this process' place among the workers.
     """
     now, record = time.monotonic(), own_heartbeat().record()
-    channel = made_channel(placement)
-    stacks = stacks_of_threads()
+    stacks, usual_s = stacks_of_threads(), own_heartbeat().usual_s()
+    last = last_exchanges(placement)
+    seconds = now - record.since_s
+    # While the steps go on, readers are busy with the data of later steps.
+    waits_for_data = record.phase != BUSY and seconds > max(usual_s, _LOOK_S)
     return {
         "worker": placement.rank,
         "host": os.uname().nodename,
@@ -268,12 +326,26 @@ def describe(placement: Placement) -> dict[str, Any]:
         "time": time.time(),
         "step": record.step,
         "phase": record.phase,
-        "seconds": round(now - record.since_s, 3),
-        "longest_step_s": round(record.longest_s, 3),
+        "seconds": round(seconds, 3),
+        "usual_step_s": round(usual_s, 3),
         "at": _users_line(stacks.get("MainThread", [])) if record.phase != TRAINING else "",
+        "reads": _reading_line(stacks) if waits_for_data else "",
         "waits": [
-            {"what": purpose_of(key), "missing": list(missing), "seconds": round(now - since_s, 3)}
-            for key, since_s, missing in (channel.waiting() if channel else ())
+            {
+                "what": purpose_of(each.key),
+                "missing": list(each.missing),
+                "seconds": round((each.ended_s or now) - each.began_s, 3),
+            }
+            for each in last
+            if each.missing
+        ],
+        "last_collectives": [
+            {
+                "what": purpose_of(each.key),
+                "began_s": round(each.began_s - now, 3),
+                "ended_s": None if each.ended_s is None else round(each.ended_s - now, 3),
+            }
+            for each in last
         ],
         "stacks": {
             name: [f"{f.filename}:{f.lineno} {f.name}" for f in frames]
@@ -301,7 +373,37 @@ def _users_line(stack: list[traceback.FrameSummary]) -> str:
     frames = [frame for frame in own if "<frozen" not in frame.filename]
     # The first frames start the program; what it does is further in.
     inner = frames[-1] if len(frames) > 1 else (stack[-1] if stack else None)
-    return "" if inner is None else f"{inner.name} ({inner.filename}:{inner.lineno})"
+    return _place(inner)
+
+
+def _reading_line(stacks: Mapping[str, list[traceback.FrameSummary]]) -> str:
+    """Returns where a thread reads data: its innermost line that is in no library, if it has one.
+
+    The result is empty if no thread reads.
+    """
+    for name, stack in stacks.items():
+        reading = [
+            index
+            for index, frame in enumerate(stack)
+            for file, functions in _READING.items()
+            if frame.filename.endswith(file) and frame.name in functions
+        ]
+        inner = stack[reading[-1] + 1 :] if reading and name != "MainThread" else []
+        if inner:
+            return _place(([frame for frame in inner if not _is_library(frame)] or inner)[-1])
+    return ""
+
+
+def _is_library(frame: traceback.FrameSummary) -> bool:
+    """Returns whether a line belongs to Python itself, TensorFlow, Keras or tfmulti."""
+    file = frame.filename
+    is_pythons = file.startswith(_PYTHONS_OWN) and _INSTALLED not in file
+    return is_pythons or "<frozen" in file or any(name in file for name in _LIBRARIES)
+
+
+def _place(frame: traceback.FrameSummary | None) -> str:
+    """Returns a line of a stack in words."""
+    return "" if frame is None else f"{frame.name} ({frame.filename}:{frame.lineno})"
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -310,10 +412,11 @@ def read(path: Path) -> dict[str, Any] | None:
         found = json_values.parse(read_small(path, _MOST_BYTES))
     except (OSError, ValueError):
         return None
-    kinds = {"at": str, "pid": int, "host": str, "time": float}
+    kinds = {"at": str, "reads": str, "pid": int, "host": str, "time": float}
     if not isinstance(found, dict) or not all(
         isinstance(found.get(name), kind) for name, kind in kinds.items()
     ):
         return None
     # It is shown on a terminal.
-    return found | {name: "".join(filter(str.isprintable, found[name])) for name in ("at", "host")}
+    shown = ("at", "reads", "host")
+    return found | {name: "".join(filter(str.isprintable, found[name])) for name in shown}

@@ -176,6 +176,30 @@ def test_a_wait_asks_each_second_whether_the_others_live(monkeypatch: pytest.Mon
     two.send(0, [of("late")])
 
 
+def test_the_last_exchanges_tell_whose_messages_are_missing() -> None:
+    links, connections = connected(3)
+    for key in range(40):
+        for link in links:
+            link.send(key, [of("")] * 2)
+        for link in links:
+            link.receive(key)
+    links[0].send(100, [of("")] * 2)
+    links[2].send(100, [of("")] * 2)
+    *ended, is_open = links[0].last()
+    assert [each.key for each in ended] == list(range(8, 40))
+    assert all(each.began_s <= (each.ended_s or 0.0) and not each.missing for each in ended)
+    assert (is_open.key, is_open.ended_s) == (100, None)
+    assert 1 in is_open.missing
+    for link in connections[1].values():
+        link.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(ChannelError, match="worker 1 is lost"):
+        links[0].receive(100)
+    failed = links[0].last()[-1]
+    assert failed.key == 100
+    assert 1 in failed.missing
+    assert failed.ended_s is not None
+
+
 def test_strangers_are_turned_away() -> None:
     """Who has another key, says nothing or hangs up keeps nobody from meeting."""
     listeners = [listen("localhost", ["localhost"]) for _ in range(2)]

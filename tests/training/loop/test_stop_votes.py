@@ -12,13 +12,15 @@ import pytest
 
 from tfmulti.errors import ConfigError
 from tfmulti.launch.signals import SignalWatch, sigterm_grace_s
-from tfmulti.training.loop.stop_votes import verdict, votes, wants_checkpoint
+from tfmulti.training.loop.stop_votes import compares, verdict, votes, wants_checkpoint
 
 
 def test_votes_and_verdicts() -> None:
-    assert votes(False, None) == [0, 0, 0, 0, 0]
-    assert votes(True, "SIGTERM") == [1, 0, 1, 0, 0]
-    assert votes(False, "SIGINT", wants_checkpoint=True) == [0, 1, 0, 1, 0]
+    assert votes(False, None) == [0, 0, 0, 0, 0, 0]
+    assert votes(True, "SIGTERM") == [1, 0, 1, 0, 0, 0]
+    assert votes(False, "SIGINT", wants_checkpoint=True) == [0, 1, 0, 1, 0, 0]
+    assert votes(False, None, wants_comparison=True) == [0, 0, 0, 0, 0, 1]
+    assert [compares([1, 1, 1, 1, 9, 0]), compares([0, 0, 0, 0, 0, 2])] == [False, True]
     assert verdict([0, 0, 0, 1, 9]) is None
     assert verdict([2, 0, 0, 0, 0]) == "requested"
     assert verdict([1, 1, 0, 0, 0]) == "SIGINT"

@@ -31,6 +31,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,11 +45,29 @@ CHECK_EVERY_S = 1.0
 BUSY_POLL_S = 0.0003
 # So many received bytes wake the receiver thread while no caller waits for it.
 ENOUGH_BYTES = 65_536
+# So many exchanges that have ended are remembered.
+REMEMBERED = 32
 _HEADER = struct.Struct("<QQ")  # key, bytes
 
 
 class ChannelError(ConnectionError):
     """Raised when a worker cannot be reached, or has ended."""
+
+
+class ExchangeRecord(NamedTuple):
+    """One exchange, for reports about a job that hangs.
+
+    Attributes:
+        key: the key of the exchange.
+        began_s: when this worker began it, in seconds of `time.monotonic`.
+        ended_s: when `receive` has returned or failed; None while the exchange is open.
+        missing: the ranks of the workers whose messages have not come.
+    """
+
+    key: int
+    began_s: float
+    ended_s: float | None
+    missing: tuple[int, ...]
 
 
 class _Exchange:
@@ -130,6 +149,7 @@ class Channel:
         # Guards what several threads write: the exchanges, and the messages that came early.
         self._lock = threading.Lock()
         self._open: dict[int, deque[_Exchange]] = defaultdict(deque)
+        self._last: deque[ExchangeRecord] = deque(maxlen=REMEMBERED)
         self._epoll = select.epoll()
         for number in self._at:
             self._epoll.register(number, select.EPOLLIN)
@@ -185,31 +205,39 @@ class Channel:
         """
         with self._lock:
             exchange = self._open[key][0]
-        began = time.perf_counter()
+        began_s = time.monotonic()
         try:
             if not self._read_soon(exchange):
                 self._wait(exchange)
         finally:
             with self._lock:
                 self._open[key].popleft()
-                self.waited_s += time.perf_counter() - began
+                now_s = time.monotonic()
+                self.waited_s += now_s - began_s
+                missing = self._missing(exchange)
+                self._last.append(ExchangeRecord(key, exchange.since_s, now_s, missing))
         if exchange.error is not None:
             raise exchange.error
         return [exchange.received[peer.rank] for peer in self._peers]
 
-    def waiting(self) -> list[tuple[int, float, tuple[int, ...]]]:
-        """Returns the exchanges that still need messages of other workers.
+    def last(self) -> list[ExchangeRecord]:
+        """Returns the last exchanges that have ended, and all that are open, in this order.
 
-        Each has its key, when it began in seconds of `time.monotonic`, and the ranks of the workers
-        whose messages have not come.
+        An exchange that has ended and still misses messages has failed. After `close` the records
+        stay.
         """
         with self._lock:
             exchanges = [(key, each) for key, queue in self._open.items() for each in queue]
-        found = [
-            (key, each.since_s, tuple(p.rank for p in self._peers if p.rank not in each.received))
-            for key, each in exchanges
+            ended = list(self._last)
+        return ended + [
+            ExchangeRecord(key, each.since_s, None, self._missing(each)) for key, each in exchanges
         ]
-        return [each for each in found if each[2]]
+
+    def _missing(self, exchange: _Exchange) -> tuple[int, ...]:
+        """Returns the ranks of the workers whose messages of an exchange have not come."""
+        if len(exchange.received) == len(self._peers):
+            return ()
+        return tuple(peer.rank for peer in self._peers if peer.rank not in exchange.received)
 
     def _read_soon(self, exchange: _Exchange) -> bool:
         """Polls the connections for up to `BUSY_POLL_S`. Returns whether the exchange has ended.

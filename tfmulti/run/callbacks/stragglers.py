@@ -1,9 +1,14 @@
-"""Names the worker for which the others wait in every step, while the run goes on."""
+"""Names the worker for which the others wait in every step, while the run goes on.
+
+The workers compare their times at the end of each epoch, and within an epoch each half minute. Each
+worker votes with its steps for the latter, so all do it after the same step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +21,14 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.run.straggler import Straggler, straggler_of
 from tfmulti.training.state.trainer_state import state_of
 
-# A shorter epoch tells nothing.
+# Shorter times tell nothing.
 _LEAST_S, _LEAST_EXECUTIONS = 1.0, 10
+# How often the workers compare their times within an epoch.
+EVERY_S = 30.0
 
 
 class Stragglers(keras.callbacks.Callback):
-    """Finds out for which worker the others wait, at the end of each epoch.
+    """Finds out for which worker the others wait, each half minute and at the end of each epoch.
 
     Every worker must have it, because the workers compare their times by a collective. The figures
     need tfmulti's own collectives, so there are none on GPUs, where NCCL connects the workers.
@@ -30,14 +37,23 @@ class Stragglers(keras.callbacks.Callback):
         folder: the folder in which the chief writes `straggler/worker` and `straggler/slowdown` for
             TensorBoard, or None.
         say: prints a line.
+        every_s: how often the workers compare their times within an epoch, in seconds.
+        clock: returns seconds.
 
     Attributes:
-        found: what stood out in the last epoch that was long enough, or None.
+        found: what stood out in the last comparison of enough steps, or None.
         others_share: the share of the time of all steps in which this worker waited for messages of
             other workers, or None if it is not known.
     """
 
-    def __init__(self, folder: Path | None, say: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        say: Callable[[str, str], None],
+        *,
+        every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__()
         self.found: Straggler | None = None
         self.others_share: float | None = None
@@ -47,6 +63,10 @@ class Stragglers(keras.callbacks.Callback):
         self._writer: Any = None
         self._waited_s = self._before_s = 0.0
         self._executions = 0
+        self._every_s, self._clock = every_s, clock
+        self._compared_s = clock()
+        # The figures of this worker in the epoch, up to the last comparison.
+        self._before: tuple[float, ...] = (0.0,) * 4
 
     def get_state(self) -> dict[str, Any]:
         """Returns nothing, because the times are of this process. Writes events to the disk."""
@@ -65,6 +85,7 @@ class Stragglers(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to count."""
         self._waited_s, self._executions = 0.0, 0
+        self._before, self._compared_s = (0.0,) * 4, self._clock()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Notes how long this worker has waited for others before the execution."""
@@ -81,31 +102,63 @@ class Stragglers(keras.callbacks.Callback):
             self._executions += 1
         # The first execution is traced, and does not count in the times of the steps either.
         self._is_traced = True
+        state = state_of(self.model)
+        if state.compares:
+            # All workers have counted the same votes, so all of them come here.
+            figures = self._figures()
+            since = [now - before for now, before in zip(figures, self._before, strict=True)]
+            self._before, self._compared_s = figures, self._clock()
+            self._compare(since)
+        elif self._clock() - self._compared_s > self._every_s:
+            state.wants_comparison = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Compares the workers, and prints a line if another worker stands out than before."""
-        place = placement_of(self.model.distribute_strategy)
-        if place.workers == 1:
+        """Compares the workers by the whole epoch, and writes the figures for TensorBoard."""
+        if placement_of(self.model.distribute_strategy).workers == 1:
             return
-        times = state_of(self.model).epoch
-        self._all_s += times.seconds
+        figures = self._figures()
+        self._all_s += figures[0]
         self._all_waited_s += self._waited_s
         if self._channel is not None and self._all_s:
             self.others_share = min(1.0, self._all_waited_s / self._all_s)
-        own = (times.seconds, times.own_waited_s, self._waited_s, float(self._executions))
+        if self._compare(figures) and self._folder is not None:
+            self._write(epoch)
+
+    def _figures(self) -> tuple[float, ...]:
+        """Returns this worker's figures of the epoch so far.
+
+        They are the seconds of the steps, the seconds in which these waited for data and for other
+        workers, and the number of executions.
+        """
+        times = state_of(self.model).epoch
+        return times.seconds, times.own_waited_s, self._waited_s, float(self._executions)
+
+    def _compare(self, own: Sequence[float]) -> bool:
+        """Compares the workers, and prints a line if another worker stands out than before.
+
+        Every worker calls it after the same step.
+
+        Args:
+            own: this worker's figures, as `_figures` returns them.
+
+        Returns:
+            Whether there were enough steps to tell something.
+        """
+        place = placement_of(self.model.distribute_strategy)
+        if place.workers == 1:
+            return False
         microseconds = gather(self.model.distribute_strategy, [round(1e6 * each) for each in own])
         seconds, for_data, for_others, executions = (
             [each / 1e6 for each in column] for column in zip(*microseconds, strict=True)
         )
         if min(seconds) < _LEAST_S or min(executions) < _LEAST_EXECUTIONS or not any(for_others):
-            return
+            return False
         self.found = straggler_of(seconds, for_data, for_others, place.addresses)
         now = (self.found.cause, self.found.worker) if self.found else None
         if self.found is not None and now != self._told:
             self._say("straggler", self.found.words())
         self._told = now
-        if self._folder is not None:
-            self._write(epoch)
+        return True
 
     def _write(self, epoch: int) -> None:
         """Writes the figures of an epoch for TensorBoard."""

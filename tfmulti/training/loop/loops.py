@@ -289,6 +289,10 @@ def _epoch(
         at.lost = _lost(model, training.feed, outcome, at.lost)
         at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.epoch_logs
         heartbeat().step(state.run.steps)
+        state.compares = stop_votes.compares(outcome.votes)
+        if state.compares:
+            state.wants_comparison = False
+            clock.stop(state, training.feed)
         training.callbacks.on_train_batch_end(last, outcome.logs)
         stops = _stops(model, bool(model.stop_training), outcome.votes)
         if keeper is not None and stop_votes.wants_checkpoint(outcome.votes):
@@ -535,8 +539,14 @@ def _votes(
     model: keras.Model, wish: bool, checkpoint: bool = False, steps_wanted: int = 0
 ) -> list[float]:
     """Returns this worker's votes, with the signal that it got."""
-    interrupted = state_of(model).interrupted
-    return stop_votes.votes(wish, interrupted, wants_checkpoint=checkpoint, pace=steps_wanted)
+    state = state_of(model)
+    return stop_votes.votes(
+        wish,
+        state.interrupted,
+        wants_checkpoint=checkpoint,
+        pace=steps_wanted,
+        wants_comparison=state.wants_comparison,
+    )
 
 
 def _votes_of_all(model: keras.Model, wish: bool) -> list[int]:

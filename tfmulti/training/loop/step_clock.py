@@ -77,7 +77,7 @@ class StepClock:
         self._unread = None
 
     def stop(self, state: TrainerState, feed: Feed) -> None:
-        """Stores the seconds of the epoch, and the number of reader threads, in the model's state.
+        """Stores the seconds of the epoch so far, and the reader threads, in the model's state.
 
         Args:
             state: the state of the prepared model.

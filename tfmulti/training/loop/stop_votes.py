@@ -1,4 +1,4 @@
-"""Lets all workers stop, and make checkpoints, after the same step.
+"""Lets all workers stop, make checkpoints, and compare their times after the same step.
 
 Each worker votes with every execution. The votes travel with the metrics, in the same collective.
 All workers follow the sum of the votes, so none of them is left waiting for another.
@@ -11,11 +11,16 @@ from collections.abc import Sequence
 # The reasons to stop. A later one outweighs an earlier one.
 REASONS = ("requested", "SIGINT", "SIGTERM")
 # The votes that travel with each execution.
-VOTES = (*REASONS, "checkpoint", "pace")
+VOTES = (*REASONS, "checkpoint", "pace", "comparison")
 
 
 def votes(
-    wants_stop: bool, interrupted: str | None, *, wants_checkpoint: bool = False, pace: int = 0
+    wants_stop: bool,
+    interrupted: str | None,
+    *,
+    wants_checkpoint: bool = False,
+    pace: int = 0,
+    wants_comparison: bool = False,
 ) -> list[float]:
     """Returns this worker's votes, one number for each of `VOTES`.
 
@@ -24,8 +29,10 @@ def votes(
         interrupted: the signal that asks this worker to stop, or None.
         wants_checkpoint: whether this worker wants a checkpoint after this execution.
         pace: the steps that this worker wants for each execution; 0 wants no change.
+        wants_comparison: whether this worker wants to compare the times of the workers.
     """
     asked = {"requested": wants_stop, "checkpoint": wants_checkpoint, "pace": pace}
+    asked["comparison"] = wants_comparison
     return [float(asked.get(vote, False) or vote == interrupted) for vote in VOTES]
 
 
@@ -46,6 +53,15 @@ def wants_checkpoint(counted: Sequence[float]) -> bool:
     True
     """
     return counted[VOTES.index("checkpoint")] > 0
+
+
+def compares(counted: Sequence[float]) -> bool:
+    """Returns whether the workers compare their times after this execution.
+
+    >>> compares([0, 0, 0, 0, 0, 1])
+    True
+    """
+    return counted[VOTES.index("comparison")] > 0
 
 
 def agreed_pace(counted: Sequence[float], local_replicas: int) -> int:

@@ -86,6 +86,9 @@ class TrainerState:
         run: the counts of the last `fit`.
         epoch: the times of its last epoch.
         traced: what tracing has told about the steps.
+        wants_comparison: whether a callback of this worker asks all to compare their times.
+        compares: whether all workers compare them after this execution, in `on_train_batch_end`.
+            `epoch` then has the times of the epoch so far.
         verification: the result of the last comparison with one device.
         interrupted: the signal that `interrupt` has noted in this process, or None.
         specs: the shapes and dtypes of a global batch of the last `fit`.
@@ -99,6 +102,8 @@ class TrainerState:
     run: RunCounts = field(default_factory=RunCounts)
     epoch: EpochTimes = field(default_factory=EpochTimes)
     traced: TracedStep = field(default_factory=TracedStep)
+    wants_comparison: bool = False
+    compares: bool = False
     verification: Any = None
     interrupted: str | None = None
     specs: Any = None

@@ -1,0 +1,121 @@
+"""Tells whether the driver, cuDNN and NCCL fit the CUDA that TensorFlow was built for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable, Mapping
+
+from packaging.requirements import Requirement
+
+from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding
+
+_EXTRA = "and-cuda"
+# Wheels are named after the major version of CUDA, as nvidia-cudnn-cu12.
+_SUFFIX = re.compile(r"-cu(\d+)$")
+_COMPARED = ("nvidia-cudnn", "nvidia-nccl", "nvidia-cuda-runtime")
+
+
+def needs_of_tensorflow() -> list[str]:
+    """Returns the requirements of `tensorflow[and-cuda]`, or none without an installation."""
+    try:
+        return importlib.metadata.requires("tensorflow") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def installed_wheels() -> dict[str, str]:
+    """Returns the versions of NVIDIA's installed wheels by name."""
+    found = {}
+    for each in importlib.metadata.distributions():
+        name = (each.metadata["Name"] or "").lower()
+        if name.startswith("nvidia-"):
+            found[name] = each.version
+    return found
+
+
+def cuda_findings(
+    build: Mapping[str, object],
+    driver: int | None,
+    needs: Iterable[str],
+    installed: Mapping[str, str],
+) -> list[Finding]:
+    """Returns whether the CUDA of the driver, cuDNN and NCCL fit TensorFlow.
+
+    A driver runs programs of its own major version of CUDA and of older ones. Within a major
+    version an older driver runs them, too, but compiles no code for new GPUs.
+
+    Args:
+        build: what `tf.sysconfig.get_build_info` returns.
+        driver: the newest CUDA of the driver, as `gpus.driver` returns it; None without a driver.
+        needs: the requirements of TensorFlow, of which those of `and-cuda` count.
+        installed: the versions of NVIDIA's wheels by name.
+    """
+    cuda = str(build.get("cuda_version", ""))
+    if not build.get("is_cuda_build") or not cuda[:1].isdigit():
+        return [
+            Finding(
+                "CUDA",
+                FAILED,
+                "this TensorFlow was built without CUDA",
+                "GPUs need a TensorFlow that was built for CUDA",
+                "Run: pip install 'tfmulti[gpu]', and uninstall tensorflow-cpu.",
+            )
+        ]
+    major, minor = (int(part) for part in [*cuda.split("."), "0"][:2])
+    return [*_driver(major, minor, driver), *_wheels(major, needs, installed)]
+
+
+def _driver(major: int, minor: int, driver: int | None) -> list[Finding]:
+    """Returns whether the driver runs programs of a version of CUDA."""
+    if driver is None:
+        return []
+    of_driver = driver // 1000, driver % 1000 // 10
+    shown = f"{of_driver[0]}.{of_driver[1]}"
+    words = f"the driver is for CUDA {shown}, and TensorFlow was built for {major}.{minor}"
+    if of_driver >= (major, minor):
+        return [Finding("CUDA", OK, words)]
+    is_old = of_driver[0] < major
+    return [
+        Finding(
+            "CUDA",
+            FAILED if is_old else WARNING,
+            words,
+            f"the driver supports CUDA {major}.{0 if is_old else minor} or newer",
+            "Install a newer driver on the machine (nvidia-smi shows its version); a container "
+            "uses that of the machine.",
+        )
+    ]
+
+
+def _wheels(major: int, needs: Iterable[str], installed: Mapping[str, str]) -> list[Finding]:
+    """Returns whether cuDNN, NCCL and the runtime are of the versions that TensorFlow needs."""
+    wanted = {}
+    for text in needs:
+        need = Requirement(text)
+        is_asked = need.marker is not None and need.marker.evaluate({"extra": _EXTRA})
+        base = _SUFFIX.sub("", need.name)
+        if is_asked and base in _COMPARED:
+            wanted[base] = need
+    right, wrong = [], []
+    for base, need in sorted(wanted.items()):
+        version = installed.get(need.name)
+        others = [name for name in installed if _SUFFIX.sub("", name) == base and name != need.name]
+        if version is None and others:
+            wrong.append(f"{others[0]} {installed[others[0]]} is for another CUDA than {major}")
+        elif version is not None and not need.specifier.contains(version, prereleases=True):
+            wrong.append(f"{need.name} is {version}, and {need.specifier} is needed")
+        elif version is not None:
+            right.append(f"{need.name} {version}")
+    if wrong:
+        return [
+            Finding(
+                "CUDA wheels",
+                FAILED,
+                "; ".join(wrong),
+                f"cuDNN, NCCL and the runtime that TensorFlow was built for, of CUDA {major}",
+                "Run: pip install --upgrade 'tfmulti[gpu]', and uninstall the others.",
+            )
+        ]
+    words = ", ".join(right) or "none; TensorFlow looks for the libraries of the system"
+    return [Finding("CUDA wheels", OK, words)]

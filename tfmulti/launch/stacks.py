@@ -1,0 +1,86 @@
+"""Makes a process write the stacks of all its threads at SIGUSR1, which would otherwise end it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+
+from tfmulti.launch.signals import watched
+
+# The launcher names in this variable the file to which `shim` lets the stacks be written.
+STACKS_FILE = "TFMULTI_STACKS_FILE"
+
+# A second descriptor of standard error. The first one is redirected while TensorFlow starts.
+_stderr: list[int] = []
+
+
+def show_at_sigusr1() -> None:
+    """Makes the process write its stacks to standard error at SIGUSR1, until it ends.
+
+    Under the launcher they go to a file that `shim` has chosen. Nothing changes where SIGUSR1 has a
+    handler or another meaning (TFMULTI_PREEMPTION_SIGNAL), or outside of the main thread.
+    """
+    if _is_free():
+        _register(_own_stderr())
+
+
+@contextlib.contextmanager
+def file_of_stacks() -> Iterator[int | None]:
+    """A context in which SIGUSR1 adds the stacks to a file, with the descriptor of that file.
+
+    It gives None if this process does not write its stacks at SIGUSR1. After the context they go to
+    standard error, except under the launcher.
+    """
+    given = os.environ.get(STACKS_FILE)
+    if given is not None:
+        found = None
+        with contextlib.suppress(OSError):
+            found = os.open(given, os.O_RDONLY)
+        try:
+            yield found
+        finally:
+            if found is not None:
+                os.close(found)
+        return
+    if not _is_free():
+        yield None
+        return
+    with tempfile.TemporaryFile() as file:
+        _register(file.fileno())
+        try:
+            yield file.fileno()
+        finally:
+            # Without a handler the signal would end the process.
+            _register(_own_stderr())
+
+
+def _own_stderr() -> int:
+    """Returns a descriptor of standard error that stays open until the process ends."""
+    if not _stderr:
+        try:
+            _stderr.append(os.dup(2))
+        except OSError:
+            # The process was started without standard error.
+            _stderr.append(os.open(os.devnull, os.O_WRONLY))
+    return _stderr[0]
+
+
+def _is_free() -> bool:
+    """Returns whether SIGUSR1 may write the stacks of this process."""
+    return (
+        STACKS_FILE not in os.environ
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        and signal.SIGUSR1 not in watched(os.environ)
+    )
+
+
+def _register(file: int) -> None:
+    """Sets where SIGUSR1 writes the stacks."""
+    # This handler is written in C, so it runs while the main thread waits in TensorFlow.
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
