@@ -48,7 +48,7 @@ def test_an_error_is_a_line_and_an_exit_code(capsys: pytest.CaptureFixture[str])
         raise DeviceError("no GPU\nhere")
 
     assert exit_code_of(fails) == 2
-    assert capsys.readouterr().err == "tfmulti: no GPU here\n"
+    assert capsys.readouterr().err == "tfmulti: no GPU here (docs: troubleshooting#devices)\n"
     assert exit_code_of(lambda: None) == 0
 
 

@@ -72,6 +72,9 @@ def commands() -> Iterator[tuple[str, str]]:
                 yield f"{place}:{number}", command
 
 
+# Files of schedulers and platforms are yaml or json.
+LANGUAGES = ("bash", "python", "text", "mermaid", "yaml", "json", "")
+
 # tests/clusters/test_ray.py runs the examples that start Ray.
 PYTHON = {place: code for place, code in blocks("python") if not place.startswith("ray.md")}
 COMMANDS = dict(commands())
@@ -88,7 +91,7 @@ def test_each_block_has_a_language_that_these_tests_know() -> None:
     for page in PAGES:
         found = re.findall(r"^```(\S*)\n(.*?)^```", page.read_text(), re.M | re.S)
         for language, text in found:
-            assert language in ("bash", "python", "text", "mermaid", ""), f"{page.name}: {language}"
+            assert language in LANGUAGES, f"{page.name}: {language}"
             if language == "text":
                 assert not re.search(r"^(import |from \S+ import|model\.|\w+ = )", text, re.M), page
 
