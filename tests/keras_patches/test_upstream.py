@@ -134,6 +134,15 @@ def test_a_cell_need_not_be_a_layer() -> None:
     np.testing.assert_array_equal(keras.layers.RNN(CellThatIsNoLayer())(x), np.full((4, 2), 3.0))
 
 
+@behaviour(upstream.operations_of_a_function, at=[TWO_REPLICAS])
+def test_upstream_functions_are_still_one_operation(results: list[Any]) -> None:
+    """The reason for `Function.__call__`: nothing tells how such an operation treats the rows."""
+    [((outside, inside), *values)] = results
+    assert "PartitionedCall" in outside
+    assert inside == "Neg"
+    assert values == [-2.0, -2.0]
+
+
 @behaviour(upstream.metric_function_of_a_batch, at=[TWO_REPLICAS])
 def test_upstream_metric_functions_still_see_one_replica(results: list[Any]) -> None:
     """The reason for `MeanMetricWrapper.update_state`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tfmulti.keras_patches import (
     batch_normalization,
+    functions,
     gradients,
     layers,
     losses,
@@ -19,6 +20,7 @@ PATCHES = (
     losses,
     metrics,
     gradients,
+    functions,
     layers,
     batch_normalization,
     random_numbers,

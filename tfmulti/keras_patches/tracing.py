@@ -3,6 +3,7 @@
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
+| `wholly_by_autograph` | `tf.__internal__.autograph.tf_convert`, `ag_ctx.ControlStatusCtx`, `converter.ConversionOptions` | none | as for `by_autograph` |
 | `traces_of` | `tf.function`'s `_list_all_concrete_functions` | none | TensorFlow tells them |
 | `eager_mode` | `tf.__internal__.eager_context.eager_mode` | none | TensorFlow has a public way to leave a strategy's scope |
 """  # noqa: E501
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx, converter
 
 
 def by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,6 +25,17 @@ def by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     autograph = tf.__internal__.autograph
     converted: Callable[..., Any] = autograph.tf_convert(function, autograph.control_status_ctx())
+    return converted
+
+
+def wholly_by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a version of a function that AutoGraph converts, wherever it is called from.
+
+    `by_autograph` converts nothing in code that AutoGraph was told to leave alone.
+    """
+    recursive = converter.ConversionOptions(recursive=True)
+    status = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED, options=recursive)
+    converted: Callable[..., Any] = tf.__internal__.autograph.tf_convert(function, status)
     return converted
 
 

@@ -83,6 +83,30 @@ def weights_after_added_losses_of_rows() -> Any:
     return [_weights_after_a_step(prepared, AddsRows()) for prepared in (False, True)]
 
 
+def operations_of_a_function() -> Any:
+    """Returns what a `tf.function` is in a graph: outside a step of tfmulti, and in one."""
+    installation.install()
+    found = []
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def doubled_if_positive(x: Any) -> Any:
+        # AutoGraph must convert this condition.
+        if tf.reduce_sum(x) > 0:
+            x = 2.0 * x
+        return tf.negative(x)
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def step(x: Any) -> Any:
+        outside = doubled_if_positive(x)
+        with computing(_slice(0.5, 4)):
+            inside = doubled_if_positive(x)
+        found.extend([outside.op.type, inside.op.type])
+        return outside, inside
+
+    values = step(tf.ones((4, 1)))
+    return [found, *(float(value[0, 0]) for value in values)]
+
+
 def metric_function_of_a_batch() -> Any:
     """Returns a metric that is one number for a batch: by Keras alone, by tfmulti, by NumPy."""
 

@@ -1,0 +1,42 @@
+"""Patch of `tf.function`: inside a replica's step, its Python function is traced in place.
+
+A function that the user decorates with `@tf.function` would be one operation in the graph of the
+step. `row_labels` cannot read such an operation, and TensorFlow cannot build it once more for the
+global batch. So its operations go into the graph of the step itself, as those of any other function
+of the user.
+
+| what | private name | upstream | can go when |
+|---|---|---|---|
+| functions within a step | `polymorphic_function.Function`, its `_autograph` | none | an operation that calls a function can be built again with other inputs |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+from tfmulti.distribution.replica_slice import partial
+from tfmulti.keras_patches.patching import replace
+from tfmulti.keras_patches.tracing import wholly_by_autograph
+
+
+def install() -> None:
+    """Patches the call of a `tf.function`."""
+    replace(Function, "__call__", _traced_in_place)
+
+
+def _traced_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `__call__` that traces the Python function into the graph of a replica's step."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if partial() is None or tf.executing_eagerly():
+            return original(self, *args, **kwargs)
+        function = self.python_function
+        if self._autograph:
+            function = wholly_by_autograph(function)
+        return function(*args, **kwargs)
+
+    return call
