@@ -198,6 +198,128 @@ def scores_of_all_pairs() -> Made:
     return _step(Recommender)
 
 
+class Cox(Step):
+    """Each row is compared with all rows that end at least as late, in the order of their times."""
+
+    def of(self, x: Any, y: Any) -> Any:
+        risk = tf.gather(self(x, training=True)[:, 0], tf.argsort(x[:, 0], direction="DESCENDING"))
+        return -tf.reduce_mean(risk - tf.math.cumulative_logsumexp(risk))
+
+
+@program("survival analysis: Cox proportional hazards")
+def rows_in_the_order_of_their_times() -> Made:
+    """A loss that looks up rows by indices (tf.gather) and adds up all rows before each row."""
+    return _step(Cox)
+
+
+@tf.function  # type: ignore[untyped-decorator]
+def likeness(outputs: Any) -> Any:
+    """A contrastive loss: one number for all rows."""
+    outputs = tf.math.l2_normalize(outputs, -1)
+    scores = outputs @ tf.transpose(outputs) / 0.5
+    own = tf.range(tf.shape(outputs)[0])
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(own, scores))
+
+
+@tf.function  # type: ignore[untyped-decorator]
+def losses_of_rows(y: Any, outputs: Any) -> Any:
+    """A value for each row. AutoGraph makes the condition on a tensor an operation."""
+    found = _entropy(y, outputs)
+    if tf.rank(found) > 1:
+        found = tf.reduce_mean(found, -1)
+    return found
+
+
+class OwnFunctions(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        outputs = self(x, training=True)
+        return likeness(outputs) + tf.sqrt(tf.reduce_mean(losses_of_rows(y, outputs)))
+
+
+@program("TensorFlow guide: Better performance with tf.function")
+def functions_within_the_step() -> Made:
+    """A step that calls the user's own tf.functions, one of which compares rows."""
+    return _step(OwnFunctions)
+
+
+@tf.function  # type: ignore[untyped-decorator]
+def compared_rows(y: Any, outputs: Any) -> Any:
+    """A loss function of `compile` that compares rows."""
+    return likeness(outputs) + tf.reduce_mean(_entropy(y, outputs))
+
+
+@program("TensorFlow guide: a custom loss decorated with tf.function")
+def function_as_the_loss() -> Made:
+    """A tf.function as the loss of compile."""
+    inputs = keras.Input((4,))
+    outputs = layers.Dense(3)(layers.Dense(5, "tanh")(inputs))
+    given = {"optimizer": sgd(), "loss": compared_rows}
+    return Made(keras.Model(inputs, outputs), given, fit(features(4), labels()))
+
+
+class ClippedTwice(Step):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(_entropy(y, self(x, training=True)))
+        weights = self.trainable_variables
+        clipped = [tf.clip_by_norm(g, 0.3) for g in tape.gradient(loss, weights)]
+        clipped, norm = tf.clip_by_global_norm(clipped, 0.2)
+        self.optimizer.apply_gradients(zip(clipped, weights, strict=True))
+        return {"loss_of_step": loss, "norm": norm, "again": tf.linalg.global_norm(clipped)}
+
+
+@program("PyTorch-like loops: clip each gradient, then all of them")
+def clipped_twice() -> Made:
+    """Gradients clipped one by one, and then by their global norm."""
+    return _step(ClippedTwice)
+
+
+class LazyPenalty(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        loss = tf.reduce_mean(_entropy(y, self(x, training=True)))
+
+        def penalty() -> Any:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self(x, training=True)[:, :1]
+            return tf.reduce_mean(tf.reduce_sum(inner.gradient(outputs, x) ** 2, -1))
+
+        return loss + tf.cond(self.optimizer.iterations % 2 == 0, penalty, lambda: 0.0)
+
+
+@program("StyleGAN2: lazy regularization")
+def penalty_in_a_condition() -> Made:
+    """A penalty of the gradient by the rows, computed in a condition in every second step."""
+    return _step(LazyPenalty)
+
+
+class GradientsInACondition(Step):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+
+        def of(value: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = value(tf.reduce_mean(_entropy(y, self(x, training=True))))
+            return [loss, *tape.gradient(loss, weights)]
+
+        loss, *gradients = tf.cond(
+            self.optimizer.iterations % 2 == 0, lambda: of(tf.identity), lambda: of(tf.sqrt)
+        )
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss_of_step": loss}
+
+
+@program(
+    "alternating losses inside tf.cond",
+    expects="takes a gradient inside a condition or a loop",
+)
+def gradients_in_a_condition() -> Made:
+    """Gradients of two losses, each in a branch of a condition."""
+    return _step(GradientsInACondition)
+
+
 class MixUp(Step):
     def of(self, x: Any, y: Any) -> Any:
         mixing = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=5)

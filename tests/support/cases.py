@@ -270,6 +270,12 @@ def _losses() -> dict[str, Case]:
         "ragged inputs": Case(
             2, build=models.OfRaggedRows, validates=True, feed=data.ragged, **UNEVEN
         ),
+        "ragged inputs of Keras' own layers": Case(
+            2, build=models.of_ragged_tokens, feed=data.ragged, **UNEVEN
+        ),
+        "sparse inputs of Keras' own layers": Case(
+            2, build=models.of_sparse_rows, feed=data.sparse, **UNEVEN
+        ),
     }
 
 

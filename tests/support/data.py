@@ -87,6 +87,11 @@ def ragged(rows: int, batch: int) -> Fit:
     return {"x": tf.data.Dataset.from_tensor_slices((_ragged(X[:rows]), Y[:rows])).batch(batch)}
 
 
+def sparse(rows: int, batch: int) -> Fit:
+    found = tf.sparse.from_dense(np.where(X[:rows] > 0, X[:rows], 0))
+    return {"x": tf.data.Dataset.from_tensor_slices((found, Y[:rows])).batch(batch)}
+
+
 class Batches(keras.utils.PyDataset):
     def __init__(self, rows: int, batch: int) -> None:
         super().__init__()
@@ -154,4 +159,6 @@ def validation_of(feed: Any) -> Any:
         return {"left": XV[:, :3], "right": XV[:, 3:]}, YV
     if feed is ragged:
         return tf.data.Dataset.from_tensor_slices((_ragged(XV), YV)).batch(16)
+    if feed is sparse:
+        return np.where(XV > 0, XV, 0), YV
     return XV, YV

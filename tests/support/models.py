@@ -329,6 +329,29 @@ def of_two_inputs() -> keras.Model:
     return keras.Model(inputs, layers.Dense(CLASSES, "softmax")(x))
 
 
+def of_ragged_tokens() -> keras.Model:
+    """Keras' own layers on rows of different lengths."""
+    return keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32", ragged=True),
+            layers.Embedding(4, 6),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
+def of_sparse_rows() -> keras.Model:
+    """Keras' own layers on rows of which many numbers are 0."""
+    return keras.Sequential(
+        [
+            keras.Input((8,), sparse=True),
+            layers.Dense(6, "tanh"),
+            layers.Dense(CLASSES, "softmax"),
+        ]
+    )
+
+
 class OfRaggedRows(keras.Model):
     """Takes rows of different lengths, and averages the vectors of their tokens."""
 

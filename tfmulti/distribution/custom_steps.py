@@ -16,9 +16,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmulti.distribution.global_values import are_known, note_unknown, of_one_device
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import reduce_gradients
 from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.distribution.row_labels import label_of
+from tfmulti.distribution.row_rules import Kind
 from tfmulti.errors import ModelError
 
 Original = Callable[..., Any]
@@ -82,7 +85,7 @@ def clip_by_global_norm(
     Raises:
         ModelError: the step takes several passes (microbatches).
     """
-    return original(_global(t_list), clip_norm, *args, **kwargs)
+    return original(_global(share, t_list), clip_norm, *args, **kwargs)
 
 
 def global_norm(
@@ -100,18 +103,36 @@ def global_norm(
     Raises:
         ModelError: the step takes several passes (microbatches).
     """
-    return original(_global(t_list), *args, **kwargs)
+    return original(_global(share, t_list), *args, **kwargs)
 
 
-def _global(gradients: Any) -> list[Any]:
-    """Returns the gradients of the global batch."""
+def _global(share: ReplicaSlice, gradients: Any) -> list[Any]:
+    """Returns the gradients of the global batch.
+
+    The mean over the replicas is that of a gradient as the tape gives it. A gradient that the step
+    has clipped or normalized before is computed again from global values.
+    """
     if in_passes():
         raise ModelError(
             "the train_step clips gradients by itself, or asks for their norm, which "
             "--microbatches knows only after the last pass. Give global_clipnorm= to the "
             "optimizer instead, or leave --microbatches out."
         )
-    return reduce_gradients(gradients)
+    found: list[Any] = list(gradients)
+    means = [i for i, gradient in enumerate(found) if _is_mean(share, gradient)]
+    reduced = reduce_gradients([found[i] for i in means]) if means else []
+    for i, gradient in zip(means, reduced, strict=True):
+        found[i] = gradient
+    for i in set(range(len(found))) - set(means):
+        found[i] = of_one_device(share, found[i])
+    return found
+
+
+def _is_mean(share: ReplicaSlice, gradient: Any) -> bool:
+    """Returns whether the mean over the replicas is the gradient of one device, or may be it."""
+    note_unknown(share, gradient)
+    known = are_known(share) and isinstance(gradient, tf.Tensor)
+    return not known or label_of(gradient).kind in (Kind.MEAN, Kind.LOCAL)
 
 
 # The module of TensorFlow, the name there, and the function that takes its place in a step.

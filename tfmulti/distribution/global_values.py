@@ -177,6 +177,9 @@ def gradient(
         ModelError: the target needs all rows together, and the step takes several passes.
     """
     targets = [t for t in tf.nest.flatten(target) if isinstance(t, tf.Tensor)]
+    with row_labels.kept_in_branch() as is_branch:
+        if is_branch and not share.is_whole:
+            return _gradient_in_branch(share, original, target, sources, **options)
     if not are_known(share) or options.get("output_gradients") is not None:
         return original(target, sources, **options)
     kinds = {label_of(t).kind for t in targets}
@@ -198,6 +201,37 @@ def gradient(
         options["output_gradients"] = [seed for _, seed in pairs]
         found = original([leaf for leaf, _ in pairs], sources, **options)
     return _by_source(share, sources, found)
+
+
+def _gradient_in_branch(
+    share: ReplicaSlice, original: Gradient, target: Any, sources: Any, **options: Any
+) -> Any:
+    """Returns a gradient inside a condition or a loop, where replicas cannot exchange values.
+
+    Raises:
+        ModelError: the gradient of one device needs values of other replicas.
+    """
+    flat = tf.nest.flatten(target)
+    labels = [label_of(t) for t in flat]
+    kinds = {label.kind for label in labels}
+    for value in flat:
+        note_unknown(share, value)
+    of_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
+    if options.get("output_gradients") is not None or (kinds <= {Kind.ROWS} and of_rows):
+        return original(target, sources, **options)
+    if kinds <= {Kind.ROWS, Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
+        # The sum over all replicas is the mean over the replicas of the sums divided by weights.
+        over = tf.math.reciprocal_no_nan(share.weight)
+        options["output_gradients"] = [
+            tf.fill(tf.shape(t), tf.cast(over, t.dtype)) if label.kind is Kind.ROWS else None
+            for t, label in zip(flat, labels, strict=True)
+        ]
+        return _by_source(share, sources, original(target, sources, **options))
+    raise ModelError(
+        "the train_step takes a gradient inside a condition or a loop, of a value that needs the "
+        "rows of all replicas, which cannot meet there. Compute the value in the condition, and "
+        "take its gradient outside, or compute both values and choose one by tf.where."
+    )
 
 
 def _is_of_rows(source: Any) -> bool:
@@ -561,4 +595,6 @@ def _of_all_replicas(share: ReplicaSlice, made: _Made, upstream: tf.Tensor) -> t
     If all that depends on the value is alike on all replicas, each replica has this gradient
     already. Otherwise the replicas' parts are summed.
     """
+    # A lookup of rows (`tf.gather`) has a gradient with gaps, tf.IndexedSlices.
+    upstream = tf.convert_to_tensor(upstream)
     return of_all_replicas(share, upstream) if made.mixes else upstream

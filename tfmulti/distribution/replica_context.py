@@ -316,6 +316,8 @@ def of_all_replicas(share: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
         share: this replica's slice.
         upstream: this replica's part of the gradient.
     """
+    # A lookup of rows (`tf.gather`) has a gradient with gaps, tf.IndexedSlices.
+    upstream = tf.convert_to_tensor(upstream)
     return total(tf.math.multiply_no_nan(upstream, tf.cast(share.weight, upstream.dtype)))
 
 

@@ -20,8 +20,9 @@ of all replicas.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,34 @@ def local(reason: str) -> Label:
     return Label(Kind.LOCAL, reason=reason)
 
 
+@contextlib.contextmanager
+def kept_in_branch() -> Iterator[bool]:
+    """Keeps labels inside the context, if a condition or a loop of a labelled graph is built now.
+
+    Yields whether that is so. What a branch takes from outside has the label that it has there. The
+    values that a loop carries are not understood.
+    """
+    inner = []
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None and graph not in _graphs:
+        inner.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    if graph is None:
+        inner = []
+    for each in inner:
+        _graphs[each] = _Marks(metric_handles=_graphs[graph].metric_handles)
+    try:
+        yield bool(inner)
+    finally:
+        for each in inner:
+            del _graphs[each]
+
+
+def is_of_condition(reason: str) -> bool:
+    """Returns whether a value is not understood since a condition or a loop computes it."""
+    return reason.endswith(("(If)", "(While)", "(Case)"))
+
+
 def are_kept() -> bool:
     """Returns whether the graph that is built now has labels."""
     return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() in _graphs
@@ -126,9 +155,10 @@ def mark_call(inputs: Any, outputs: Any) -> None:
     """Says that a layer computes each row of its outputs from the same row of its inputs.
 
     The labels of the outputs then follow from those of the inputs, and the operations of the layer
-    are not read.
+    are not read. The parts of ragged and sparse tensors are inputs, too.
     """
-    given = [t for t in tf.nest.flatten(inputs) if isinstance(t, tf.Tensor)]
+    leaves = tf.nest.flatten(inputs, expand_composites=True)
+    given = [t for t in leaves if isinstance(t, tf.Tensor)]
     for output in tf.nest.flatten(outputs):
         marks = _marks_of(output)
         if marks is not None and output.shape.rank != 0:
@@ -255,6 +285,8 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
     if op.type == "Placeholder":
         # A variable or an eager tensor that a function captured is the same on every replica.
         outside = _origin(marks, output)
+        if outside is not output and _marks_of(outside) is not None:
+            return label_of(outside)
         is_value = output.dtype == tf.resource or not hasattr(outside, "graph")
         return ALIKE if is_value else local(f"the input {op.name!r} of a function")
     # Each call of a stateful operation may give another value, such as a random number.

@@ -47,7 +47,9 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, target, sources, **options)
         # Without labels a vector is taken for the losses of rows, and its gradient for that of
         # their sum over all replicas.
-        if not row_labels.are_kept():
+        with row_labels.kept_in_branch() as is_branch:
+            has_labels = is_branch or row_labels.are_kept()
+        if not has_labels:
             target = tf.nest.map_structure(lambda t: losses.summed_gradient(share, t), target)
         compute = functools.partial(original, self)
         return global_values.gradient(share, compute, target, sources, **options)
