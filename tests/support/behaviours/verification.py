@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -305,6 +306,36 @@ def _result_under_another_name() -> keras.Model:
     return _compiled(model, loss="mse", metrics=["auc"])
 
 
+def _vector_loss(rank: int) -> Callable[[], keras.Model]:
+    """Returns a function that makes a model whose train_step has a loss of this rank."""
+
+    class Vector(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.square(self(x, training=True) - tf.one_hot(y, 3))
+                loss = loss if rank == 2 else tf.reduce_sum(loss, -1)
+            weights = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": tf.reduce_mean(loss)}
+
+    def build() -> keras.Model:
+        inputs = keras.Input((6,))
+        return _compiled(Vector(inputs, keras.layers.Dense(3)(inputs)))
+
+    return build
+
+
+def _spread_of_the_batch() -> keras.Model:
+    class Spread(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            spread = keras.ops.mean(keras.ops.std(x, axis=0))
+            return keras.ops.concatenate([x, spread * keras.ops.ones_like(x[:, :1])], -1)
+
+    layers = [keras.Input((6,)), keras.layers.Dense(4, "tanh"), Spread(), keras.layers.Dense(3)]
+    return _compiled(keras.Sequential(layers), loss=_from_logits)
+
+
 class Patch(NamedTuple):
     """A model that trains wrongly if the `parts` of tfmulti are replaced."""
 
@@ -313,6 +344,7 @@ class Patch(NamedTuple):
 
 
 NOT_KNOWN = (global_values, "are_known", lambda share: False)
+NOT_DIVIDED = (global_values._Builder, "_over_weight", lambda self, value: value)
 PATCHES = {
     "losses left by other replicas": Patch(
         _loss_before_normalization,
@@ -327,6 +359,9 @@ PATCHES = {
         _result_under_another_name,
         [NOT_KNOWN, (StepLogs, "_result_of", lambda self, value: None)],
     ),
+    "a vector loss of rank 1": Patch(_vector_loss(1), [NOT_DIVIDED]),
+    "a vector loss of rank 2": Patch(_vector_loss(2), [NOT_DIVIDED]),
+    "a spread over the rows": Patch(_spread_of_the_batch, [NOT_KNOWN]),
     "no scope": Patch(_network_compiled, [(relocation, "adopt", lambda model, strategy: 0)]),
 }
 
@@ -348,6 +383,73 @@ def verified_with_and_without_a_patch(case: str) -> Any:
             except VerificationError as error:
                 found.append(str(error))
     return found
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _passed_on(x: Any) -> Any:
+    """Returns its input. Nothing tells how its gradient depends on the rows."""
+    return tf.identity(x), lambda upstream: upstream
+
+
+class NotUnderstood(keras.Model):
+    """A model whose step named by `at` has a value that is not understood, but is right."""
+
+    at = ""
+    has_condition = False
+
+    def _of(self, value: Any) -> Any:
+        if self.has_condition:
+            weight = self.trainable_variables[0]
+
+            # A branch that reads a variable cannot be computed again from other values.
+            def other() -> Any:
+                return value + tf.reduce_sum(weight)
+
+            return tf.cond(self.optimizer.iterations >= 0, lambda: tf.identity(value), other)
+        return _passed_on(value)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(_from_logits(y, self(x, training=True)))
+            loss = self._of(loss) if self.at == "train_step" else loss
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+    def test_step(self, data: Any) -> Any:
+        loss = tf.reduce_mean(_from_logits(data[1], self(data[0])))
+        return {"loss": self._of(loss) if self.at == "test_step" else loss}
+
+    def predict_step(self, data: Any) -> Any:
+        found = self(data)
+        # The mean is of all rows, so its gradient is not that of single rows.
+        mean = tf.reduce_mean(found, 0, keepdims=True)
+        return found + 0.0 * self._of(mean) if self.at == "predict_step" else found
+
+
+def warnings_of_values_that_are_not_understood(case: str) -> Any:
+    """Returns the warnings of `fit`, `evaluate` and `predict`, and the verdict.
+
+    The case names a step. After a colon it says whether the step has a condition, or whether the
+    first step is not compared with one device.
+    """
+    at, _, more = case.partition(":")
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = NotUnderstood(inputs, keras.layers.Dense(3)(inputs))
+        model.at, model.has_condition = at, more == "condition"
+        model.compile("sgd")
+    prepare(model, verify=False if more == "not compared" else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, **ONE_STEP)
+        model.evaluate(X[:18], Y[:18], batch_size=18, verbose=0)
+        model.predict(X[:18], batch_size=18, verbose=0)
+    told = [str(w.message) for w in caught if "it is not known whether" in str(w.message)]
+    verification = state_of(model).verification
+    return [told, verification and verification.verdict]
 
 
 def verified_biases_before_batch_normalization() -> Any:

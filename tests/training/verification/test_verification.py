@@ -72,6 +72,9 @@ WITHOUT_PATCH = {
     "rows of a table that all replicas look up": "the update of",
     "logits of gathered rows": "differs from one device",
     "a result under another name": "the log 'score'",
+    "a vector loss of rank 1": "the gradient of",
+    "a vector loss of rank 2": "the gradient of",
+    "a spread over the rows": "differs from one device",
     "no scope": "trains on one device",
 }
 
@@ -91,6 +94,26 @@ def test_verification_finds_what_a_missing_patch_changes(results: list[Any], cas
     for with_patch, without_patch in results:
         assert with_patch == "same"
         assert WITHOUT_PATCH[case] in without_patch
+
+
+# The words of the warning, for a step with a value that is not understood. A comparison settles all
+# values of a train_step but those of conditions.
+WARNINGS = {
+    "train_step": [],
+    "train_step:not compared": ["values of the train_step", "the custom gradient of"],
+    "train_step:condition": ["values of the train_step", "(If)", "Use tf.where instead"],
+    "test_step": ["values of the test_step", "the custom gradient of"],
+    "predict_step": ["values of the predict_step", "the custom gradient of"],
+}
+
+
+@behaviour(verification.warnings_of_values_that_are_not_understood, at=[TWO_REPLICAS])
+@pytest.mark.parametrize("case", WARNINGS)
+def test_values_that_are_not_understood_are_told_once(results: list[Any], case: str) -> None:
+    [(told, verdict)] = results
+    assert verdict == (None if case.endswith("not compared") else "same")
+    assert len(told) == bool(WARNINGS[case])
+    assert all(words in told[0] for words in WARNINGS[case])
 
 
 @behaviour(verification.verified_biases_before_batch_normalization, at=SEVERAL)

@@ -66,6 +66,7 @@ class TracedStep:
         count: how often an execution of training was traced.
         gathers: whether a step gathers rows, which it can do only once in an execution.
         unknown: the reasons why it is unknown how values of the steps depend on the rows.
+        is_compared_now: whether a comparison with one device runs, which may settle the reasons.
         optimizer_variables: the variables of each optimizer, from a trace of the step that built
             its parts; None before such a trace.
     """
@@ -73,6 +74,7 @@ class TracedStep:
     count: int = 0
     gathers: bool = False
     unknown: dict[str, None] = field(default_factory=dict)
+    is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None
 
 

@@ -184,8 +184,8 @@ def make_step(
         states = states_of_its_own(model) if has_labels else {}
 
         def alike(shards: WorkerBatch = shards) -> Any:
-            # AugMix draws from Python's generator when a replica is traced. All replicas must draw
-            # the same.
+            # A layer of the user's own may draw from Python's generator when a replica is traced.
+            # All replicas must draw the same.
             random.setstate(python)
             return replica_step(shards, states)
 
@@ -199,9 +199,11 @@ def make_step(
 def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None:
     """Warns on the chief if some values of a step may differ from those of one device.
 
-    There is no warning for a `train_step` that was compared with one device and had its numbers.
-    The warning names the first reason that was noted while the step was traced. All noted reasons
-    are then forgotten, so that they give one warning only.
+    There is no warning while the first steps are compared with one device, and none for a
+    `train_step` that had its numbers there. But a comparison does not settle a condition or a loop,
+    which may take another branch in a later step. The warning names the first reason that was noted
+    while the step was traced. All noted reasons are then forgotten, so that they give one warning
+    only.
 
     Args:
         model: the prepared model.
@@ -209,15 +211,22 @@ def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None
         step: the name of the step, such as `train_step`.
     """
     state = state_of(model)
-    if not state.traced.unknown:
+    if not state.traced.unknown or state.traced.is_compared_now:
         return
-    reason = next(iter(state.traced.unknown))
-    state.traced.unknown.clear()
     found = state.verification
     is_compared = found is not None and found.verdict == "same" and step == "train_step"
-    if placement.is_chief and not is_compared:
-        warnings.warn(
-            f"it is not known whether values of the {step} are those of one device: they depend on "
-            f"{reason}. Compare the first step with one device: prepare(model, verify=True).",
-            stacklevel=4,
+    reasons = [r for r in state.traced.unknown if not is_compared or row_labels.is_of_condition(r)]
+    state.traced.unknown.clear()
+    if not reasons or not placement.is_chief:
+        return
+    advice = "Compare the first step with one device: prepare(model, verify=True)."
+    if row_labels.is_of_condition(reasons[0]):
+        advice = (
+            "A comparison with one device sees only the branch that the first steps take. Use "
+            "tf.where instead, which computes both branches."
         )
+    warnings.warn(
+        f"it is not known whether values of the {step} are those of one device: they depend on "
+        f"{reasons[0]}. {advice}",
+        stacklevel=4,
+    )

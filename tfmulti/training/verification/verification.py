@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -222,7 +222,7 @@ def verify(
     with contextlib.closing(trial):
         if not trial.batches:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
-        found = check(model, trial, required=True)
+        found = state_of(model).verification = check(model, trial, required=True)
         model.train_function.is_verified = True
         feed.end_pass()
     return found
@@ -250,7 +250,7 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
             "strategy.scope():'."
         )
     comparer = StepComparison(model, trial)
-    with comparer.state_kept():
+    with _without_warnings(model), comparer.state_kept():
         for attempt in range(ATTEMPTS):
             if attempt:
                 comparer.begin_elsewhere(attempt)
@@ -272,6 +272,20 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
             warnings.warn(words, stacklevel=3)
         return Verification(verdict="skipped", reason=message.decode())
     raise VerificationError(message.decode())
+
+
+@contextlib.contextmanager
+def _without_warnings(model: keras.Model) -> Iterator[None]:
+    """Puts off the warnings of values that are not understood, since a comparison may settle them.
+
+    The next step warns of what is left.
+    """
+    traced = state_of(model).traced
+    traced.is_compared_now = True
+    try:
+        yield
+    finally:
+        traced.is_compared_now = False
 
 
 def _verdict_of_all(model: keras.Model, problem: str, fails: bool) -> tuple[int, bool] | None:
