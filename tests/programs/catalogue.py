@@ -21,6 +21,7 @@ FAMILIES = (
     "datasets",
     "callbacks",
     "precision",
+    "keras_classes",
 )
 
 for family in FAMILIES:
@@ -61,6 +62,14 @@ CORE = (
     "accumulated_by_hand",
     "normalized_gradients",
     "subclassed_and_not_built",
+    "rows_in_the_order_of_their_times",
+    "functions_within_the_step",
+    "function_as_the_loss",
+    "clipped_twice",
+    "penalty_in_a_condition",
+    "gradients_in_a_condition",
+    "keras_losses",
+    "keras_optimizers",
 )
 CHOSEN = tuple(PROGRAMS) if os.environ.get("PROGRAMS") == "all" else CORE
 

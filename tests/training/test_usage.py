@@ -180,6 +180,7 @@ def test_a_dataset_that_ends_early_ends_the_epoch(results: list[Any]) -> None:
         (numbers.fewer_targets_in_the_second_batch, "DataError", "have different numbers of rows"),
         (numbers.batches_with_a_scalar, "DataError", "without rows"),
         (numbers.update_in_a_condition, "ModelError", "inside a condition"),
+        (numbers.aug_mix_in_the_model, "ModelError", "Put it into the data (dataset.map)"),
         (numbers.stateful_lstm, "ModelError", "keeps a state for each row"),
     ],
 )

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import rows_of_all
-from tfmulti.distribution.replica_slice import ReplicaSlice, computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.errors import ModelError
 
 LAYERS = (
@@ -24,7 +24,28 @@ LAYERS = (
     keras.layers.Equalization,
     # It holds an Equalization.
     keras.layers.RandAugment,
+    # It draws by `tf.random.stateless_normal`, which `random_numbers` does not replace.
+    keras.layers.RandomElasticTransform,
 )
+
+
+def refuse_choices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `call` of AugMix that raises an error while a prepared model trains.
+
+    Keras chooses the transformations by Python's generator whenever it traces a step, and plain
+    Keras traces at other times than tfmulti. So not even one device would repeat the choices.
+    """
+
+    def call(self: Any, data: Any, training: bool = True) -> Any:
+        if training and current() is not None:
+            raise ModelError(
+                f"the layer {self.name!r} (AugMix) chooses its transformations when a step is "
+                "traced, by Python's random, so prepared models cannot repeat the choices of plain "
+                "Keras. Put it into the data (dataset.map), or use RandAugment."
+            )
+        return original(self, data, training=training)
+
+    return call
 
 
 def mixed(

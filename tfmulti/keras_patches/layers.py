@@ -7,7 +7,7 @@ Layers that compare the rows of a batch get the rows of all replicas.
 |---|---|---|---|
 | states of steps | public: `keras.Variable.assign`; private: `DistributedVariable.assign`, `assign_add`, `assign_sub` | none | a variable that a step changes gets the value of the global batch |
 | labels of rows | public: `Layer.__call__` | none | never: it records which rows a layer's outputs belong to |
-| layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` | none | these layers know about replicas |
+| layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` and of AugMix | none | these layers know about replicas |
 | custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know about replicas |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; private: `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
 """  # noqa: E501
@@ -48,6 +48,7 @@ def install() -> None:
         replace(owner, name, in_replica_slice(function))
     for layer in batch_dependent_layers.LAYERS:
         replace(layer, "call", in_replica_slice(batch_dependent_layers.mixed))
+    replace(keras.layers.AugMix, "call", batch_dependent_layers.refuse_choices)
 
 
 def states_of_its_own(model: keras.Model) -> dict[int, str]:

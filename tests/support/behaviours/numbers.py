@@ -438,6 +438,15 @@ def update_in_a_condition() -> Any:
         return _fit_custom(UpdatesSometimes())
 
 
+def aug_mix_in_the_model() -> Any:
+    layers = [
+        keras.layers.Reshape((2, 1, 3)),
+        keras.layers.AugMix(seed=1),
+        keras.layers.Flatten(),
+    ]
+    return fit(classifier(keras.layers.Dense(6), *layers))
+
+
 def stateful_lstm() -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():

@@ -248,7 +248,8 @@ class StepComparison:
             model_checks.as_made(self._model),
             with_global_generator(),
         ):
-            # A trace may draw from Python's generator, as AugMix does. Both traces must draw alike.
+            # A layer of the user's own may draw from Python's generator when it is traced. Both
+            # traces must draw alike.
             if not self._trial.draws:
                 random.setstate(self._python)
             variables = {name: plain[id(v)] for name, v in named.items()}

@@ -1,0 +1,125 @@
+"""Tests which parts of a model are known to be exact; any other part is compared by default."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import keras
+import pytest
+
+from tests.programs.keras_classes import COMPARED
+from tfmulti.training.verification import compared
+from tfmulti.training.verification.ownership import own_parts
+
+MODULES = {
+    "LAYERS": keras.layers,
+    "LOSSES": keras.losses,
+    "METRICS": keras.metrics,
+    "OPTIMIZERS": keras.optimizers,
+}
+# The public names that no program compares, with the reason. A model with one of them is compared
+# with one device by default.
+NOT_COMPARED = {
+    "LAYERS": {
+        # Prepared models refuse it.
+        "AugMix",
+        # They hold code of the user.
+        "FlaxLayer",
+        "JaxLayer",
+        "Lambda",
+        "Layer",
+        "Pipeline",
+        "TFSMLayer",
+        "TorchModuleWrapper",
+        "Wrapper",
+        # They read strings, two inputs or boxes, or need SciPy.
+        "ContrastLimitedAdaptiveHistogramEqualization",
+        "HashedCrossing",
+        "MaxNumBoundingBoxes",
+        "MelSpectrogram",
+        "STFTSpectrogram",
+        "StringLookup",
+        "TextVectorization",
+        # It is no layer.
+        "InputSpec",
+    },
+    "LOSSES": {"CTC", "Loss", "ctc"},
+    "METRICS": {"Metric"},
+    "OPTIMIZERS": {
+        # They hold other optimizers.
+        "LossScaleOptimizer",
+        "MultiOptimizer",
+        "OptimizerMap",
+        "Optimizer",
+        # Replicas have given other weights than one device.
+        "ScheduleFreeAdamW",
+    },
+}
+# These functions are neither losses nor metrics, and `keras.layers` has functions for its classes.
+TOOLS = {"deserialize", "get", "serialize"}
+
+
+def public_names(module: ModuleType) -> set[str]:
+    parts = {name: getattr(module, name) for name in dir(module)}
+    has_functions = module in (keras.losses, keras.metrics)
+    return {
+        name
+        for name, part in parts.items()
+        if inspect.isclass(part) or (has_functions and inspect.isfunction(part))
+    } - TOOLS
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_each_class_of_keras_is_compared_or_not_known(kind: str) -> None:
+    """A class that a new version of Keras adds fails here, and `own_parts` does not know it."""
+    assert getattr(compared, kind) == COMPARED[kind]
+    assert public_names(MODULES[kind]) == COMPARED[kind] | NOT_COMPARED[kind]
+    assert not COMPARED[kind] & NOT_COMPARED[kind]
+
+
+def compiled(*layers: Any, loss: Any = "mse", metrics: Any = None, by: Any = "sgd") -> Any:
+    model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3, "softmax")])
+    model.compile(by, loss, metrics=metrics)
+    # Keras makes the metrics of `compile` with the first batch.
+    model.train_on_batch(keras.ops.ones((2, 6)), keras.ops.ones((2, 3)))
+    return model
+
+
+def test_parts_that_were_compared_are_known() -> None:
+    model = compiled(
+        keras.layers.Dropout(0.1),
+        keras.Sequential([keras.layers.Dense(4)]),
+        loss=keras.losses.Huber(),
+        metrics=["accuracy", keras.metrics.MeanSquaredError(), keras.metrics.AUC()],
+        by="adam",
+    )
+    assert own_parts(model) == []
+
+
+def test_parts_of_keras_that_nobody_compared_are_not_known() -> None:
+    averaged = keras.metrics.MeanMetricWrapper(keras.losses.ctc, name="averaged")
+    model = compiled(keras.layers.Pipeline([keras.layers.Dense(4)], name="steps"))
+    model.loss = "ctc"
+    assert own_parts(model) == ["the loss ctc", "the layer steps"]
+    model = compiled()
+    model._metrics.append(averaged)
+    assert own_parts(model) == ["the metric averaged"]
+
+
+def test_a_new_class_of_keras_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Added(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x
+
+    Added.__module__ = "keras.src.layers.core.added"
+    model = compiled(Added(name="added"))
+    assert own_parts(model) == ["the layer added"]
+
+
+def test_a_subclass_of_a_known_class_is_not_known() -> None:
+    class Dense(keras.layers.Dense):
+        pass
+
+    assert own_parts(compiled(Dense(4, name="mine"))) == ["the layer mine"]
