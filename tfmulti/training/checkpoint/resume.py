@@ -212,7 +212,9 @@ def shuffle_of(record: Record | None, drawn: Shuffle | None, fixed: bool) -> Shu
             f"saved seed={saved}, this run seed={wanted}. Use the saved one, or begin a new run in "
             "a new folder."
         )
-    return drawn and dataclasses.replace(drawn, seed=saved, keras_seed=keras_seed)
+    if saved is None or drawn is None:
+        return None
+    return dataclasses.replace(drawn, seed=saved, keras_seed=keras_seed)
 
 
 @contextlib.contextmanager

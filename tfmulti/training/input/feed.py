@@ -182,7 +182,7 @@ def make_feed(
         ModelError: the data is a `DistributedDataset`.
     """
     x, class_weight, steps = given.x, given.class_weight, given.steps_per_epoch
-    seed = None if given.shuffle is None else given.shuffle.seed
+    seed: int | None = None if given.shuffle is None else given.shuffle.seed
     if isinstance(x, Feed):
         return x
     if isinstance(x, Source):
