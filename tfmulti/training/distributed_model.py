@@ -401,7 +401,7 @@ class DistributedModel(keras.Model):
             closing(None if feed is x else feed),
         ):
             found = epochs_loop.evaluate(self, feed, count, tools)
-        return _results(found, return_dict)
+        return _results(self, found, return_dict)
 
     @_on_all_workers
     def predict(
@@ -592,10 +592,14 @@ def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_di
     model.reset_metrics()
     shards = from_batch(batch, model._placement)
     outcome = epochs_loop.run(model, execute, shards, 1, epochs_loop.Wishes(stop=False))
-    return _results(epochs_loop.as_floats(outcome.logs), return_dict)
+    return _results(model, epochs_loop.as_floats(outcome.logs), return_dict)
 
 
-def _results(logs: dict[str, Any], return_dict: bool) -> Any:
-    """Returns logs as Keras does: a dict, a list of values, or the only value."""
-    values = list(logs.values())
-    return logs if return_dict else values[0] if len(values) == 1 else values
+def _results(model: DistributedModel, logs: dict[str, Any], return_dict: bool) -> Any:
+    """Returns logs as Keras does: a dict with sorted keys, a list of values, or the only value.
+
+    Keras lists the values of the model's metrics first, in the order of the metrics.
+    """
+    if return_dict:
+        return dict(sorted(logs.items()))
+    return model._flatten_metrics_in_order(logs)
