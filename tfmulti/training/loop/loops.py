@@ -475,9 +475,9 @@ def concatenated(*parts: Any) -> Any:
 def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
     """Returns the seeds of the data order, the same on all workers. Every worker calls it.
 
-    The seed is the one that `prepare` was given. Without one, arrays have the order of plain Keras
-    if all workers have the same seed of TensorFlow. Other data, and arrays without such a seed,
-    have an order that follows from the state of the chief's global NumPy generator and from how
+    The seed is the one that `prepare` was given. Without one, arrays have the order that plain
+    Keras has by the chief's seed of TensorFlow. Other data, and arrays without such a seed, have an
+    order that follows from the state of the chief's global NumPy generator and from how
     many seeds the model has drawn. The generator keeps its state.
 
     Args:
@@ -492,9 +492,9 @@ def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
     generator.set_state(np.random.get_state())
     drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
     seed = global_seed()
-    everywhere = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])
-    is_same = all(told[1] and told[2] == everywhere[0][2] for told in everywhere)
-    return Shuffle(everywhere[0][0], everywhere[0][2] if is_same else None, kind == "batch")
+    # The first worker is the chief.
+    told = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])[0]
+    return Shuffle(told[0], told[2] if told[1] else None, kind == "batch")
 
 
 def tell_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
