@@ -182,7 +182,7 @@ def make_feed(
         ModelError: the data is a `DistributedDataset`.
     """
     x, class_weight, steps = given.x, given.class_weight, given.steps_per_epoch
-    seed: int | None = None if given.shuffle is None else given.shuffle.seed
+    seed = None if given.shuffle is None else given.shuffle.seed
     if isinstance(x, Feed):
         return x
     if isinstance(x, Source):
@@ -205,9 +205,8 @@ def make_feed(
     if class_weight is not None:
         weights = weights_of_classes(given.y, class_weight, weights)
     source: Source = array_source(x, given.y, weights)
-    size = given.batch_size
-    if size is None:
-        size = -(-len(source) // steps) if steps else DEFAULT_BATCH_SIZE
+    by_steps = -(-len(source) // steps) if steps else DEFAULT_BATCH_SIZE
+    size = by_steps if given.batch_size is None else given.batch_size
     if given.shuffle is not None and given.shuffle.keras_seed is not None:
         order = KerasOrder(len(source), size, given.shuffle)
         source = SourceSlice(source, 0, len(source), order)
