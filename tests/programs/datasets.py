@@ -22,6 +22,12 @@ def _on(data: Any, **more: Any) -> Made:
     return Made(classifier(), given, {"x": data, "epochs": 3, "shuffle": False, **more})
 
 
+@program("keras-io: Simple MNIST convnet", "TensorFlow tutorial: Basic classification")
+def shuffled_arrays() -> Made:
+    """Arrays in the shuffled order that is Keras' default, with a part for validation."""
+    return _on(X, y=Y, batch_size=8, shuffle=True, validation_split=0.2)
+
+
 @program("keras-io: Image segmentation with a U-Net-like architecture")
 def cached_and_shuffled() -> Made:
     """cache, shuffle with a seed, batch, prefetch."""

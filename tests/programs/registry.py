@@ -13,10 +13,12 @@ from typing import Any
 
 import keras
 
-# Two replicas in one process find no error that three replicas or two workers do not find. They run
-# only before a release (EXACTNESS_EVERYWHERE=1), so that the programs take minutes.
+# One device, and two replicas in one process, find no error that three replicas or two workers do
+# not find. They run only before a release (EXACTNESS_EVERYWHERE=1), so that the programs take
+# minutes.
 EVERYWHERE = os.environ.get("EXACTNESS_EVERYWHERE") == "1"
-PLACES = ("mirrored-2", "mirrored-3", "workers-2") if EVERYWHERE else ("mirrored-3", "workers-2")
+ALWAYS = ("mirrored-3", "workers-2")
+PLACES = ("one_device", "mirrored-2", *ALWAYS) if EVERYWHERE else ALWAYS
 EQUAL = "equal"
 # A pattern of the messages of refusals. If replicas cannot take a step as one device does, the
 # comparison with one device finds it.

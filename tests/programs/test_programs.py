@@ -12,6 +12,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.programs import page
 from tests.programs.catalogue import CHOSEN, PROGRAMS
 from tests.programs.registry import EQUAL, PLACES
 from tests.programs.running import ProgramPlaces, differences, excess
@@ -72,3 +73,10 @@ def test_there_is_a_program_of_each_kind() -> None:
     kinds = [program.kind for program in PROGRAMS.values()]
     assert len(set(kinds)) == len(kinds)
     assert all(program.like for program in PROGRAMS.values())
+
+
+def test_the_page_lists_the_programs_of_each_public_example() -> None:
+    written = page.PAGE.read_text()
+    # If this fails, run `python -m tests.programs.page`.
+    assert page.with_table(written) == written
+    assert all(f"`{name}`" in written for name in PROGRAMS)

@@ -1,9 +1,9 @@
 """Trains on two workers, of which the second is lost in its fourth step, and says what came of it.
 
-python -m tests.support.losing HOW   (with TF_CONFIG; HOW: kill, stop, error, step, alone)
+python -m tests.support.losing HOW   (with TF_CONFIG; HOW: kill, stop, error, step, fit or evaluate)
 
-With `step` its step fails, and the process lives on; with `alone` no worker is lost, but the
-chief alone evaluates the model.
+With `step` its step fails, and the process lives on; with `fit` or `evaluate` no worker is lost,
+but the chief alone calls this method.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfmulti import make_strategy, prepare
 from tfmulti.distribution.strategies import placement_of
 
+ALONE = ("fit", "evaluate")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -30,7 +31,7 @@ def main(how: str) -> int:
 
     class Loses(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if rank == 1 and batch == 3 and how not in ("step", "alone"):
+            if rank == 1 and batch == 3 and how not in ("step", *ALONE):
                 if how in SIGNALS:
                     os.kill(os.getpid(), SIGNALS[how])
                 raise RuntimeError("of this worker alone")
@@ -47,8 +48,8 @@ def main(how: str) -> int:
     x = np.ones((200, 4), np.float32)
     try:
         model.fit(x, x[:, :3], batch_size=10, verbose=0, callbacks=[Loses()])
-        if how == "alone" and rank == 0:
-            model.evaluate(x, x[:, :3], verbose=0)
+        if how in ALONE and rank == 0:
+            getattr(model, how)(x, x[:, :3], verbose=0)
     except tf.errors.OpError as error:
         print(type(error).__name__, error.message.splitlines()[0])
         sys.stdout.flush()

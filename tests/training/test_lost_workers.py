@@ -21,10 +21,13 @@ LIMIT_S = 120
         ("kill", "UnavailableError worker 1 is lost: "),
         ("error", "UnavailableError worker 1 is lost: "),
         ("step", "UnavailableError worker 1 is lost: "),
-        (
-            "alone",
-            "UnavailableError another worker has ended, or did not come to evaluate(). "
-            "Call evaluate() on all workers alike, not only on the chief",
+        *(
+            (
+                method,
+                f"UnavailableError another worker has ended, or did not come to {method}(). "
+                f"Call {method}() on all workers alike, not only on the chief",
+            )
+            for method in ("fit", "evaluate")
         ),
         ("stop", ""),  # TensorFlow's own words: its heartbeats tell
     ],

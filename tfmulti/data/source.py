@@ -207,6 +207,9 @@ class SourceSlice(Source):
             return None
         return whole._replace(rows_of=lambda indices: whole.rows_of(self._in_whole(indices)))
 
+    def digest(self) -> int:
+        return zlib.crc32(str(self.whole.digest()).encode(), super().digest())
+
     def changed(self, change: Callable[[Source], Source]) -> Source:
         return SourceSlice(self.whole.changed(change), self.start, self.stop, self.order)
 

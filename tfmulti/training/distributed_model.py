@@ -268,7 +268,7 @@ class DistributedModel(keras.Model):
         callbacks: Any = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         class_weight: Any = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
@@ -298,9 +298,9 @@ class DistributedModel(keras.Model):
             x, y, sample_weight = parts
         with resume.checkpoint_in(callbacks) as checkpoint:
             record = resume.find_record(self, checkpoint)
-            drawn = epochs_loop.draw_seed(self) if shuffle else None
-            seed = resume.seed_of(record, drawn, state_of(self).options.seed is not None)
-            given = GivenData(x, y, sample_weight, batch_size, class_weight, seed, steps_per_epoch)
+            drawn = epochs_loop.draw_shuffle(self, shuffle) if shuffle else None
+            order = resume.shuffle_of(record, drawn, state_of(self).options.seed is not None)
+            given = GivenData(x, y, sample_weight, batch_size, class_weight, order, steps_per_epoch)
             reading = state_of(self).reading
             feed = make_feed(given, place, reading, is_training=True)
             validation = None
@@ -322,6 +322,8 @@ class DistributedModel(keras.Model):
             model_checks.build(self, feed.data.specs, optimizers=needs_slots)
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
+            if verbose not in (0, "0"):
+                epochs_loop.tell_order(self, feed, order)
             state = state_of(self)
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
@@ -336,7 +338,7 @@ class DistributedModel(keras.Model):
             if checkpoint is not None:
                 feeds = {"training": feed} | ({"validation": validation} if validation else {})
                 keeper = resume.CheckpointManager(
-                    self, checkpoint, record, all_callbacks, feeds, seed
+                    self, checkpoint, record, all_callbacks, feeds, order
                 )
             training = epochs_loop.Training(
                 feed,
@@ -399,7 +401,7 @@ class DistributedModel(keras.Model):
             closing(None if feed is x else feed),
         ):
             found = epochs_loop.evaluate(self, feed, count, tools)
-        return _results(found, return_dict)
+        return _results(self, found, return_dict)
 
     @_on_all_workers
     def predict(
@@ -590,10 +592,14 @@ def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_di
     model.reset_metrics()
     shards = from_batch(batch, model._placement)
     outcome = epochs_loop.run(model, execute, shards, 1, epochs_loop.Wishes(stop=False))
-    return _results(epochs_loop.as_floats(outcome.logs), return_dict)
+    return _results(model, epochs_loop.as_floats(outcome.logs), return_dict)
 
 
-def _results(logs: dict[str, Any], return_dict: bool) -> Any:
-    """Returns logs as Keras does: a dict, a list of values, or the only value."""
-    values = list(logs.values())
-    return logs if return_dict else values[0] if len(values) == 1 else values
+def _results(model: DistributedModel, logs: dict[str, Any], return_dict: bool) -> Any:
+    """Returns logs as Keras does: a dict with sorted keys, a list of values, or the only value.
+
+    Keras lists the values of the model's metrics first, in the order of the metrics.
+    """
+    if return_dict:
+        return dict(sorted(logs.items()))
+    return model._flatten_metrics_in_order(logs)

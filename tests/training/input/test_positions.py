@@ -16,6 +16,7 @@ from tfmulti.training.input import dataset_feed as feeds
 from tfmulti.training.input import positions
 from tfmulti.training.input.feed import GivenData, make_feed
 from tfmulti.training.input.replay import Trial
+from tfmulti.training.input.shuffle import Shuffle
 
 pytestmark = pytest.mark.mirrored
 
@@ -433,18 +434,18 @@ def rest_of(iterator: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("seed", [None, 4])
+@pytest.mark.parametrize("shuffle", [None, Shuffle(4)])
 def test_a_pydataset_resumes_without_reading_earlier_batches(
-    seed: int | None, workers: int
+    shuffle: Shuffle | None, workers: int
 ) -> None:
     """Reader threads hold batches that no step has taken. These batches must not appear later."""
-    feed = make_feed(GivenData(Batches(workers), seed=seed), ALONE, is_training=True)
+    feed = make_feed(GivenData(Batches(workers), shuffle=shuffle), ALONE, is_training=True)
     whole = []
     for _ in range(4):
         whole.append(rest_of(begun(feed)))
         feed.end_pass(whole=True)
     inner = Batches(workers)
-    again = make_feed(GivenData(inner, seed=seed), ALONE, is_training=True)
+    again = make_feed(GivenData(inner, shuffle=shuffle), ALONE, is_training=True)
     inner.read.clear()
     again.set_state({"passes": 1})
     assert not inner.read
@@ -456,7 +457,7 @@ def test_a_pydataset_resumes_without_reading_earlier_batches(
     values(begun(again), 3)
     # The pass ends before all batches were read.
     again.end_pass()
-    if seed is None:
+    if shuffle is None:
         assert rest_of(begun(again)) == whole[0]
     again.end_pass()
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfmulti import prepare
 from tfmulti.distribution import strategies
-from tfmulti.errors import ClusterError
+from tfmulti.errors import ClusterError, ModelError
 from tfmulti.training.state import relocation
 from tfmulti.training.verification import ownership
 
@@ -103,3 +103,11 @@ def test_layers_and_operations_of_users_are_named() -> None:
     assert ownership.own_parts(keras.Sequential([keras.layers.Lambda(lambda x: x)])) == [
         "the layer lambda"
     ]
+
+
+def test_a_variable_of_another_strategy_is_refused_with_the_two_lines_to_write() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        variable = tf.Variable(1.0)
+    words = r"'strategy = tfmulti.make_strategy\(\)' once, and 'with strategy.scope\(\):' around"
+    with pytest.raises(ModelError, match=words):
+        relocation._check_plain([variable])

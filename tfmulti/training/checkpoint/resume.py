@@ -9,6 +9,7 @@ A record's tree has these entries:
     progress    `Progress`: epoch, step and logs
     examples    the examples since the run began
     seed        the seed of the data order
+    keras_seed  TensorFlow's global seed, if arrays have the order of plain Keras
     data        the sizes of the data, which must be the same when the run is resumed
     feeds       the states of the feeds, on the chief
     trained     weights and slots
@@ -26,6 +27,7 @@ Functions without a note of their own run on every worker.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import index
@@ -44,6 +46,7 @@ from tfmulti.training.checkpoint.callback import Checkpoint, say
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.checkpoint.file_format import Record
 from tfmulti.training.input.interface import Feed, State
+from tfmulti.training.input.shuffle import Shuffle
 from tfmulti.training.state import run_state
 from tfmulti.training.state.trainer_state import RunCounts, interrupt, state_of
 
@@ -182,12 +185,12 @@ def _check_seen(strategy: tf.distribute.Strategy, keeper: Checkpoint) -> None:
         )
 
 
-def seed_of(record: Record | None, drawn: int | None, fixed: bool) -> int | None:
-    """Returns the seed of the data order: the seed of the record if there is one.
+def shuffle_of(record: Record | None, drawn: Shuffle | None, fixed: bool) -> Shuffle | None:
+    """Returns the seeds of the data order: those of the record if there is one.
 
     Args:
         record: the record to resume from, or None.
-        drawn: the seed of this run; None without a shuffle.
+        drawn: the seeds of this run; None without a shuffle.
         fixed: whether `prepare` was given the seed.
 
     Raises:
@@ -199,12 +202,19 @@ def seed_of(record: Record | None, drawn: int | None, fixed: bool) -> int | None
         saved: int | None = record.tree["seed"]
         if saved is not None:
             saved = index(saved)
-    if (fixed and saved != drawn) or (saved is None) != (drawn is None):
+        # Version 0.1 did not write this entry.
+        keras_seed = record.tree.get("keras_seed")
+        if keras_seed is not None:
+            keras_seed = index(keras_seed)
+    wanted = None if drawn is None else drawn.seed
+    if (fixed and saved != wanted) or (saved is None) != (wanted is None):
         raise ResumeError(
-            f"saved seed={saved}, this run seed={drawn}. Use the saved one, or begin a new run in "
+            f"saved seed={saved}, this run seed={wanted}. Use the saved one, or begin a new run in "
             "a new folder."
         )
-    return saved
+    if saved is None or drawn is None:
+        return None
+    return dataclasses.replace(drawn, seed=saved, keras_seed=keras_seed)
 
 
 @contextlib.contextmanager
@@ -237,7 +247,7 @@ class CheckpointManager:
         record: the record to resume from, or None.
         callbacks: all callbacks, after `on_train_begin`.
         feeds: the feeds by name: `training`, and `validation` if there is one.
-        seed: the seed of the data order.
+        shuffle: the seeds of the data order.
 
     Raises:
         ResumeError: the sizes of the data differ from those of the record.
@@ -250,11 +260,11 @@ class CheckpointManager:
         record: Record | None,
         callbacks: keras.callbacks.CallbackList,
         feeds: Mapping[str, Feed],
-        seed: int | None,
+        shuffle: Shuffle | None,
     ) -> None:
         self._model, self._checkpoint, self._record = model, checkpoint, record
         self._callbacks = CallbackStates(callbacks.callbacks)
-        self._feeds, self._seed = feeds, seed
+        self._feeds, self._shuffle = feeds, shuffle
         self._said: set[str] = set()
         self._before: Tree | None = None
         self._data = {name: feed.data.sizes for name, feed in feeds.items()}
@@ -338,7 +348,8 @@ class CheckpointManager:
             {
                 "progress": vars(progress).copy(),
                 "examples": state.run.examples,
-                "seed": self._seed,
+                "seed": self._shuffle and self._shuffle.seed,
+                "keras_seed": self._shuffle and self._shuffle.keras_seed,
                 "data": self._data,
                 "trained": trained,
                 **moving,

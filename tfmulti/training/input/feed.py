@@ -21,13 +21,14 @@ import tensorflow as tf
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.batch_plan import BatchPlan
-from tfmulti.data.source import Source, map_nest
+from tfmulti.data.source import Source, SourceSlice, map_nest
 from tfmulti.data.transforms.class_weights import Weighted
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ModelError
 from tfmulti.training.input.dataset_feed import DatasetFeed, InOrder, PyDatasetFeed
 from tfmulti.training.input.interface import DataDescription, Feed, State
 from tfmulti.training.input.prefetcher import DEFAULT, Prefetcher, prefetcher_of, specs_of
+from tfmulti.training.input.shuffle import KerasOrder, Shuffle
 from tfmulti.training.input.worker_batch import Ahead
 
 DEFAULT_BATCH_SIZE = 32  # as Keras
@@ -145,8 +146,8 @@ class GivenData:
         sample_weight: the weights of the rows of arrays.
         batch_size: the global batch size of arrays and sources. Data in batches keeps its own.
         class_weight: the weight of each class.
-        seed: the seed of the shuffle, which gives each epoch another order. None keeps the order. A
-            `tf.data.Dataset` or a generator has its own order.
+        shuffle: the seeds of the shuffle. None keeps the order. A `tf.data.Dataset` or a generator
+            has its own order.
         steps_per_epoch: the steps of an epoch. Without a `batch_size` arrays are cut into so many
             batches.
     """
@@ -156,7 +157,7 @@ class GivenData:
     sample_weight: Any = None
     batch_size: int | None = None
     class_weight: Mapping[int, float] | None = None
-    seed: int | None = None
+    shuffle: Shuffle | None = None
     steps_per_epoch: int | None = None
 
 
@@ -181,6 +182,7 @@ def make_feed(
         ModelError: the data is a `DistributedDataset`.
     """
     x, class_weight, steps = given.x, given.class_weight, given.steps_per_epoch
+    seed = None if given.shuffle is None else given.shuffle.seed
     if isinstance(x, Feed):
         return x
     if isinstance(x, Source):
@@ -188,7 +190,7 @@ def make_feed(
         if class_weight is not None:
             x = Weighted(x, class_weight)
         size = given.batch_size or DEFAULT_BATCH_SIZE
-        return SourceFeed(x, BatchPlan(len(x), size, given.seed), placement, reading)
+        return SourceFeed(x, BatchPlan(len(x), size, seed), placement, reading)
     if isinstance(x, tf.distribute.DistributedDataset):
         raise ModelError(
             "a DistributedDataset was given, which hides how many rows each replica gets. Give "
@@ -197,17 +199,19 @@ def make_feed(
     if _is_batched(x):
         _check_no_more(x, y=given.y, sample_weight=given.sample_weight)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-            return PyDatasetFeed(InOrder(x, given.seed), class_weight, is_training=is_training)
+            return PyDatasetFeed(InOrder(x, seed), class_weight, is_training=is_training)
         return DatasetFeed(x, class_weight, next_is_made=is_training and bool(steps))
     weights = given.sample_weight
     if class_weight is not None:
         weights = weights_of_classes(given.y, class_weight, weights)
-    source = array_source(x, given.y, weights)
-    batch_size = given.batch_size
-    if batch_size is None and steps:
-        batch_size = -(-len(source) // steps)
-    arrays = GivenData(source, batch_size=batch_size, seed=given.seed)
-    return make_feed(arrays, placement, reading)
+    source: Source = array_source(x, given.y, weights)
+    by_steps = -(-len(source) // steps) if steps else DEFAULT_BATCH_SIZE
+    size = by_steps if given.batch_size is None else given.batch_size
+    if given.shuffle is not None and given.shuffle.keras_seed is not None:
+        order = KerasOrder(len(source), size, given.shuffle)
+        source = SourceSlice(source, 0, len(source), order)
+        seed = None
+    return SourceFeed(source, BatchPlan(len(source), size, seed), placement, reading)
 
 
 def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
@@ -282,7 +286,7 @@ def split_off_validation(parts: tuple[Any, ...], fraction: float) -> tuple[Any, 
     if _is_batched(parts[0]) or isinstance(parts[0], Source):
         raise DataError(
             "validation_split needs arrays: a Dataset is split by its take() and skip(), a Source "
-            "by tfmulti.data.source.Part."
+            "by tfmulti.data.source.SourceSlice."
         )
     given = tuple(part for part in parts if part is not None)
     source = ArraySource(given, floats=keras.config.floatx())

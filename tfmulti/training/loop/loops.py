@@ -21,6 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti.config.console import speaker
 from tfmulti.config.reading import ReadOptions
 from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.distribution.strategies import placement_of
@@ -28,7 +29,9 @@ from tfmulti.errors import DataError
 from tfmulti.keras_patches.model_structure import initial_epoch_of
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
+from tfmulti.training.input.dataset_feed import PyDatasetFeed
 from tfmulti.training.input.interface import Feed
+from tfmulti.training.input.shuffle import Shuffle, global_seed
 from tfmulti.training.loop import stop_votes
 from tfmulti.training.loop.data_faults import found_by_any, told_by
 from tfmulti.training.loop.step_clock import StepClock
@@ -469,24 +472,48 @@ def concatenated(*parts: Any) -> Any:
     return joined.numpy() if isinstance(joined, tf.Tensor) else joined
 
 
-def draw_seed(model: keras.Model) -> int:
-    """Returns the seed of the data order, the same on all workers. Every worker calls it.
+def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
+    """Returns the seeds of the data order, the same on all workers. Every worker calls it.
 
-    It is the seed that `prepare` was given. Without one, it follows from the state of the chief's
-    global NumPy generator and from how many seeds the model has drawn. The generator keeps its
-    state.
+    The seed is the one that `prepare` was given. Without one, arrays have the order that plain
+    Keras has by the chief's seed of TensorFlow. Other data, and arrays without such a seed, have an
+    order that follows from the state of the chief's global NumPy generator and from how
+    many seeds the model has drawn. The generator keeps its state.
 
     Args:
         model: the prepared model.
+        kind: the argument `shuffle` of `fit`.
     """
     state = state_of(model)
     if state.options.seed is not None:
-        return state.options.seed
+        return Shuffle(state.options.seed)
     state.seeds_drawn += 1
     generator = np.random.RandomState()
     generator.set_state(np.random.get_state())
     drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
-    return gather(model.distribute_strategy, [drawn])[0][0]
+    seed = global_seed()
+    # The first worker is the chief.
+    told = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])[0]
+    return Shuffle(told[0], told[2] if told[1] else None, kind == "batch")
+
+
+def tell_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
+    """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras.
+
+    Args:
+        model: the prepared model.
+        feed: the training data.
+        shuffle: the seeds of its order; None without a shuffle.
+    """
+    state = state_of(model)
+    if shuffle is None or not isinstance(feed, PyDatasetFeed) or state.has_told_order:
+        return
+    state.has_told_order = True
+    speaker(placement_of(model.distribute_strategy).is_chief)(
+        "order",
+        f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), not that "
+        "of plain Keras; fit(shuffle=False) keeps the order of the batches",
+    )
 
 
 def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:

@@ -60,8 +60,8 @@ def check_scope(model: keras.Model) -> None:
             if not strategy.extended.variable_created_in_scope(variable.value):
                 raise ModelError(
                     f"the {name} variable {variable.path!r} was not made inside the "
-                    "strategy's scope, so its replicas would drift apart. Build and compile the "
-                    "model inside 'with strategy.scope():'."
+                    "strategy's scope, so its replicas would drift apart. "
+                    f"{relocation.SCOPE_ADVICE}"
                 )
 
 
@@ -138,8 +138,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     except Exception as error:
         if "Mixing different tf.distribute.Strategy" in str(error):
             raise ModelError(
-                "the optimizer was made outside the strategy's scope. Make it and compile the "
-                "model inside 'with strategy.scope():'."
+                f"the optimizer was made outside the strategy's scope. {relocation.SCOPE_ADVICE}"
             ) from None
         if _takes_batches_as_keras(model):
             raise

@@ -39,6 +39,11 @@ from tfmulti.keras_patches.variables import (
     variable_keys,
 )
 
+SCOPE_ADVICE = (
+    "Write 'strategy = tfmulti.make_strategy()' once, and 'with strategy.scope():' around the "
+    "lines that build and compile the model."
+)
+
 # The search enters objects of these packages only if they are one of `_OF_KERAS`.
 _LIBRARIES = ("keras", "tensorflow", "numpy", "tfmulti", "builtins")
 _OF_KERAS = (
@@ -482,6 +487,5 @@ def _check_plain(variables: Sequence[Any]) -> None:
         if isinstance(variable, tf.distribute.DistributedValues):
             raise ModelError(
                 f"the variable {variable.name!r} was made in the scope of another strategy than "
-                "the model's. Write 'strategy = tfmulti.make_strategy()' once, and 'with "
-                "strategy.scope():' around the lines that build and compile the model."
+                f"the model's. {SCOPE_ADVICE}"
             )

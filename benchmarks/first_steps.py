@@ -1,0 +1,122 @@
+"""Seconds to the end of the first step: plain Keras and two replicas, in turns.
+
+    python -m benchmarks.first_steps [--rounds 2] [--programs wgan_with_gradient_penalty,vae]
+
+The programs are those of tests/programs. Each run is a process of its own. Two times are measured:
+from the call of `fit` (or of the program's own use of the model) to the end of the first step, and
+the whole process, which makes the model, trains all epochs and ends. Prints a table of the medians
+and writes benchmarks/results/first_steps.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results" / "first_steps.json"
+PROGRAMS = (
+    "wgan_with_gradient_penalty",
+    "gan_with_trackers_made_by_compile",
+    "captions_in_several_updates",
+    "vq_vae_and_normalization",
+    "miniature_gpt",
+    "vae",
+)
+SIDES = ("plain", "mirrored-2")
+LIMIT_S = 180
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_steps")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    given = parser.parse_args(arguments)
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for number in range(given.rounds):
+        for name in given.programs.split(","):
+            for side in SIDES[:: -1 if number % 2 else 1]:
+                figures = one_process(name, side)
+                found.setdefault(name, {}).setdefault(side, []).append(figures)
+                print(number + 1, name, side, figures, flush=True)
+    programs = {name: medians(sides) for name, sides in found.items()}
+    machine = f"{os.cpu_count()} cores, no GPU, {platform.machine()}"
+    results = {"machine": machine, "rounds": given.rounds, "programs": programs}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(programs))
+
+
+def one_process(name: str, side: str) -> dict[str, float]:
+    """Returns the seconds of the first step and of the whole process."""
+    argv = [sys.executable, "-m", "benchmarks.first_steps", "--child", name, side]
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+    started = time.monotonic()
+    done = subprocess.run(
+        argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    whole = time.monotonic() - started
+    return {"first_step_s": float(done.stdout.split()[-1]), "process_s": round(whole, 2)}
+
+
+def medians(sides: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Returns the medians of each side's rounds."""
+    return {
+        side: {key: round(statistics.median(f[key] for f in rounds), 2) for key in rounds[0]}
+        for side, rounds in sides.items()
+    }
+
+
+def table(programs: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Returns a table in Markdown: seconds of plain Keras → of two replicas, and their quotient.
+
+    Args:
+        programs: the medians by program and side.
+    """
+    lines = ["| program | whole process, s | call of `fit` to the end of the first step, s |"]
+    lines.append("|---|---|---|")
+    for name, sides in programs.items():
+        cells = []
+        for key in ("process_s", "first_step_s"):
+            plain, replicas = (sides[side][key] for side in SIDES)
+            cells.append(f"{plain:.1f} → {replicas:.1f} ({replicas / plain:.1f} times)")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def child(name: str, side: str) -> None:
+    """Trains one program, and prints the seconds until its first step has ended."""
+    import keras
+
+    from tests.programs.catalogue import PROGRAMS as ALL
+    from tests.support.cases import strategy_at
+    from tfmulti import prepare
+
+    keras.utils.set_random_seed(7)
+    ended: list[float] = []
+    told = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: ended.append(time.monotonic())
+    )
+    with strategy_at(side).scope():
+        made = ALL[name].make()
+        if side != "plain":
+            prepare(made.model)
+        made.model.compile(**made.compile)
+    options = {**made.fit, "verbose": 0}
+    options["callbacks"] = [*(options.get("callbacks") or []), told]
+    called = time.monotonic()
+    made.model.fit(**options)
+    print(round(ended[0] - called, 2))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,65 @@
+"""Tests that results have the names and the order of plain Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tfmulti import prepare
+from tfmulti.distribution.strategies import make_strategy
+
+X = np.ones((8, 4), np.float32)
+Y = X[:, :1]
+
+
+class OwnLogs(keras.Model):
+    """Its logs have other names, and another order, than its metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.first, self.second = keras.metrics.Mean("zeta"), keras.metrics.Mean("alpha")
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.first, self.second]
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        self.first.update_state(1.0)
+        self.second.update_state(2.0)
+        second = self.second.result()
+        return {"zeta": self.first.result(), "beta": 3.0 * second, "alpha": second}
+
+
+def of_keras() -> keras.Model:
+    layer = keras.layers.Dense(1, kernel_initializer="ones")
+    return keras.Sequential([keras.Input((4,)), layer])
+
+
+@pytest.mark.parametrize("make", [of_keras, OwnLogs])
+def test_evaluate_has_the_order_of_plain_keras(make: Any) -> None:
+    found = []
+    for is_prepared in (False, True):
+        with make_strategy("one_device").scope():
+            model = prepare(make()) if is_prepared else make()
+            model.compile("sgd", "mse", metrics=["mae", "cosine_similarity"])
+        named = model.evaluate(X, Y, verbose=0, return_dict=True)
+        of_batch = model.test_on_batch(X, Y, return_dict=True)
+        lists = [model.evaluate(X, Y, verbose=0), model.test_on_batch(X, Y)]
+        found.append((list(named.items()), list(of_batch.items()), *lists))
+    assert str(np.round(found[1][2:], 5)) == str(np.round(found[0][2:], 5))
+    for plain, ours in zip(*(each[:2] for each in found), strict=True):
+        assert [name for name, _ in ours] == [name for name, _ in plain]
+
+
+def test_one_result_is_a_number() -> None:
+    with make_strategy("one_device").scope():
+        model = prepare(of_keras())
+        model.compile("sgd", "mse")
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(9.0)
