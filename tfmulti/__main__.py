@@ -15,7 +15,6 @@ are also `python -m tfmulti.fit` and so on.
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -48,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER
     sys.argv = [f"tfmulti {name}", *arguments]
     # `python -m` finds the user's modules in this folder. The script `tfmulti` must find them, too.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
+    if not sys.flags.safe_path and "" not in sys.path:
+        sys.path.insert(0, "")
     runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     return EXIT_DONE
 

@@ -28,7 +28,7 @@ from tfmulti.keras_patches.model_structure import (
     moving_statistics,
     operations_of,
 )
-from tfmulti.keras_patches.random_numbers import _next_global_seed
+from tfmulti.keras_patches.random_numbers import _next_global_seed, global_seed
 from tfmulti.keras_patches.tracing import traces_of
 from tfmulti.keras_patches.variables import (
     exchange_keys,
@@ -367,6 +367,12 @@ def test_operations_metrics_and_traces_are_still_private() -> None:
     assert traces_of(function) == []
     function(tf.constant(1))
     assert len(traces_of(function)) == 1
+
+
+def test_the_global_seed_is_still_private() -> None:
+    keras.utils.set_random_seed(7)
+    assert global_seed() == 7
+    assert not hasattr(tf.random, "get_global_seed")
 
 
 def test_an_untested_version_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,17 @@ def test_a_trial_that_fails_on_one_worker_ends_the_search_and_another_start_goes
     assert_alike(found(tmp_path, 0), search(tmp_path / "one", "RandomSearch:1"))
 
 
+def test_an_oracle_that_ends_the_search_ends_it_on_all_workers(tmp_path: Path) -> None:
+    """KerasTuner's oracle, which the chief alone has, gives up after three trials without score."""
+    done = launch(tmp_path, "RandomSearch", "unscored")
+    assert done.returncode == 1
+    words = "the chief has ended the search on all workers: RuntimeError: Number of consecutive"
+    assert words in done.stderr, done.stderr
+    for rank in (0, 1):
+        (log,) = (tmp_path / "logs").rglob(f"worker_{rank}/stderr.log")
+        assert words in log.read_text()
+
+
 def test_an_oracle_of_keras_tuner_for_separate_searches_is_refused(tmp_path: Path) -> None:
     code = (
         "import tfmulti, keras_tuner\n"

@@ -1,6 +1,6 @@
 """A user's script that searches with KerasTuner on all workers, or on local replicas.
 
-python -m tests.support.tuned_script FOLDER KIND [fails]
+python -m tests.support.tuned_script FOLDER KIND [fails|unscored]
 
 It writes `found_RANK.json`: the scores of all trials, and what the best model predicts.
 """
@@ -18,7 +18,6 @@ import keras_tuner
 import numpy as np
 
 import tfmulti
-from tfmulti import keras_tuner as tuning
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -49,9 +48,10 @@ class FailsOnOneWorker(keras_tuner.HyperModel):
         return model.fit(*args, **kwargs)
 
 
-def main(folder: Path, kind: str, fails: bool) -> None:
+def main(folder: Path, kind: str, fault: str) -> None:
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
-    y = x.sum(axis=1, keepdims=True)
+    # A score that is not a number is none for KerasTuner.
+    y = x.sum(axis=1, keepdims=True) * (np.nan if fault == "unscored" else 1)
     name, _, replicas = kind.partition(":")
     strategy = (
         tfmulti.make_strategy(
@@ -63,10 +63,10 @@ def main(folder: Path, kind: str, fails: bool) -> None:
     limits: dict[str, Any] = {"max_trials": 3, "seed": 7}
     if name == "Hyperband":
         limits = {"max_epochs": 3, "factor": 3, "seed": 7}
-    tuner = tuning.make_tuner(
+    tuner = tfmulti.make_tuner(
         getattr(keras_tuner, name),
         strategy,
-        hypermodel=FailsOnOneWorker() if fails else build,
+        hypermodel=FailsOnOneWorker() if fault == "fails" else build,
         objective="val_loss",
         directory=folder / "search",
         project_name=name,
@@ -84,4 +84,4 @@ def main(folder: Path, kind: str, fails: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], "fails" in sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:4], *[""] * (4 - len(sys.argv)))

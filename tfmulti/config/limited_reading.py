@@ -46,12 +46,13 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     with open_regular(path) as file:
         # A sparse file takes no place on the disk, so nothing of a file too large is read.
         if os.fstat(file.fileno()).st_size <= most:
-            content = bytearray()
-            # Python takes memory for as many bytes as `read` is asked for, so it is asked for few.
+            # Python takes memory for as many bytes as `read` is asked for.
+            content = file.read(os.fstat(file.fileno()).st_size + 1)
+            # A file of the system tells no size, and another file may have grown.
             while len(content) <= most and (piece := file.read(_PIECE_BYTES)):
                 content += piece
             if len(content) <= most:
-                return bytes(content)
+                return content
     raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
 
 

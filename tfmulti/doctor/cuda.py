@@ -79,7 +79,8 @@ def _driver(major: int, minor: int, driver: int | None) -> list[Finding]:
     return [
         Finding(
             "CUDA",
-            FAILED if is_old else WARNING,
+            # Libraries in the image (cuda-compat) may still run it, and the training tells.
+            WARNING,
             words,
             f"the driver supports CUDA {major}.{0 if is_old else minor} or newer",
             "Install a newer driver on the machine (nvidia-smi shows its version); a container "
@@ -111,7 +112,8 @@ def _wheels(major: int, needs: Iterable[str], installed: Mapping[str, str]) -> l
         return [
             Finding(
                 "CUDA wheels",
-                FAILED,
+                # The wheels may belong to another package, such as PyTorch's.
+                WARNING,
                 "; ".join(wrong),
                 f"cuDNN, NCCL and the runtime that TensorFlow was built for, of CUDA {major}",
                 "Run: pip install --upgrade 'tfmulti[gpu]', and uninstall the others.",

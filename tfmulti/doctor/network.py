@@ -177,7 +177,7 @@ class Network:
         def call(rank: int, line: _Line) -> None:
             port, host = line.ask("port").get("port"), host_of(self._cluster.addresses[rank])
             try:
-                if type(port) is not int:
+                if type(port) is not int or not 0 < port < 65536:
                     raise ValueError("another program or job answers there")
                 socket.create_connection((host, port), _FREE_S).close()
             except (OSError, ValueError) as error:

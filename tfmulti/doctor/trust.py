@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -51,8 +50,8 @@ def own_doors() -> list[Door]:
     """Returns the addresses and ports at which this process listens."""
     return sorted(
         (each.laddr.ip, each.laddr.port)
-        for each in psutil.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and each.pid == os.getpid() and each.laddr
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr
     )
 
 

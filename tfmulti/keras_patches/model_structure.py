@@ -7,6 +7,7 @@
 | `layers_of`, `sublayers`, `own_variables` | `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`, `_seed_generators` | none | a variable's path is that of its place in the model |
 | `function_of`, `operations_of` | `MeanMetricWrapper._fn`, `Functional._operations` | none | Keras tells them |
 | `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or takes a public writer |
+| `values_of_metrics` | `Trainer._flatten_metrics_in_order` | none | Keras tells the order in which `evaluate` lists its results |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
 """  # noqa: E501
 
@@ -146,6 +147,16 @@ def initial_epoch_of(model: keras.Model, initial_epoch: int) -> int:
         initial_epoch: what `fit` was given.
     """
     return int(getattr(model, "_initial_epoch", None) or initial_epoch)
+
+
+def values_of_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Returns the values of logs as a list in Keras' order, or the only value.
+
+    Args:
+        model: the model, whose metrics come first.
+        logs: the logs by name.
+    """
+    return model._flatten_metrics_in_order(logs)
 
 
 def function_of(metric: Any) -> Any:

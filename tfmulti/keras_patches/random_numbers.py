@@ -9,6 +9,7 @@ all replicas in its place.
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | draws | `backend.tensorflow.random.*`, `_cast_seed`, `draw_seed` | none | replicas have different masks |
+| `global_seed` | `tensorflow.python.eager.context.global_seed` | none | TensorFlow tells the seed that `tf.random.set_seed` has set |
 | draws without a seed | `global_seed_generator`, `make_default_seed`, `GLOBAL_SEED_GENERATOR`, `global_state` | none | the generator has a copy on each replica |
 """  # noqa: E501
 
@@ -32,6 +33,7 @@ from keras.src.random.seed_generator import (
     global_seed_generator,
     make_default_seed,
 )
+from tensorflow.python.eager import context
 
 from tfmulti.distribution import (
     randomness,
@@ -53,6 +55,12 @@ def install() -> None:
     """Patches all drawing functions of Keras' TensorFlow backend."""
     for name, draw in randomness.DRAWS.items():
         replace(random_module, name, _drawn_by(draw))
+
+
+def global_seed() -> int | None:
+    """Returns TensorFlow's global seed, or None if the program has not set it."""
+    seed: int | None = context.global_seed()
+    return seed
 
 
 def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:

@@ -169,7 +169,8 @@ def _launch(folder: Path, workers: str) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         tie_to_launcher()
-        argv = ["--nproc-per-node", workers, "--max-restarts", "0", "--no-standby"]
+        # The workers run on this machine, also within a scheduler's allocation of several.
+        argv = ["--nnodes", "1", "--nproc-per-node", workers, "--max-restarts", "0", "--no-standby"]
         argv += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
         return launch([*argv, "-m", "tfmulti.run.notebook", str(folder)])
     finally:

@@ -23,7 +23,7 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ import keras_tuner
 import tensorflow as tf
 from keras_tuner.engine import trial as trials
 
-from tfmulti.distribution.agreement import broadcast
+from tfmulti.distribution.agreement import from_chief
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.errors import ConfigError
+from tfmulti.errors import ConfigError, DataError
 
 
 def make_tuner(
@@ -109,7 +109,7 @@ class _OnAllWorkers:
     def _fetch(self, trial_id: str) -> None:
         """Copies the chief's files of a trial to the other workers. Every worker calls it."""
         folder = Path(self.get_trial_dir(trial_id))  # type: ignore[attr-defined]
-        _send(self.distribution_strategy, folder, folder.iterdir())
+        _send(self.distribution_strategy, folder, folder.glob("*"))
 
 
 class _ChiefsOracle:
@@ -132,7 +132,7 @@ class _ChiefsOracle:
 
     def create_trial(self, tuner_id: str) -> Any:
         """Returns the trial that the chief's oracle gives. Every worker calls it."""
-        return self._share(self._oracle.create_trial(tuner_id) if self._is_chief else None)
+        return self._share(lambda: self._oracle.create_trial(tuner_id))
 
     def update_trial(self, trial_id: str, metrics: dict[str, float], step: int = 0) -> None:
         """Reports the metrics of a trial, on the chief."""
@@ -141,24 +141,54 @@ class _ChiefsOracle:
 
     def end_trial(self, trial: Any) -> None:
         """Ends a trial on the chief, and tells all workers. Every worker calls it."""
-        if self._is_chief:
-            self._oracle.end_trial(trial)
-        self._share(trial)
 
-    def _share(self, trial: Any) -> Any:
-        """Gives the state of the chief's oracle to all workers, and returns the chief's trial."""
-        oracle, state = self._oracle, None
-        if self._is_chief:
+        def ended() -> Any:
+            self._oracle.end_trial(trial)
+            return trial
+
+        self._share(ended)
+
+    def _share(self, asked: Callable[[], Any]) -> Any:
+        """Asks the chief's oracle, gives its state to all workers, and returns the chief's trial.
+
+        The oracle ends a search by an error, for example after three trials without a score.
+        """
+        oracle, trial = self._oracle, None
+
+        def state() -> bytes:
+            nonlocal trial
+            trial = asked()
             of_trials = [each.get_state() for each in oracle.trials.values()]
-            state = json.dumps([trial.get_state(), of_trials, oracle.get_state()]).encode()
-        state = broadcast(self._strategy, state)
+            return json.dumps([trial.get_state(), of_trials, oracle.get_state()]).encode()
+
+        sent = _from_chief(self._strategy, state)
         if self._is_chief:
             return trial
-        assert state is not None
-        of_trial, of_trials, of_oracle = json.loads(state)
+        of_trial, of_trials, of_oracle = json.loads(sent)
         oracle.trials = {each["trial_id"]: trials.Trial.from_state(each) for each in of_trials}
         oracle.set_state(of_oracle)
         return trials.Trial.from_state(of_trial)
+
+
+def _from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> bytes:
+    """Returns on every worker what `make` returns on the chief. Every worker calls it.
+
+    Raises:
+        FatalError: `make` has failed on the chief. Every worker raises it, so that none waits.
+    """
+
+    def made() -> bytes:
+        try:
+            return make()
+        except Exception as error:
+            raise DataError(f"{type(error).__name__}: {error}") from error
+
+    try:
+        return from_chief(strategy, made)
+    except DataError as error:
+        raise keras_tuner.errors.FatalError(
+            f"the chief has ended the search on all workers: {error}"
+        ) from error
 
 
 def _send(strategy: tf.distribute.Strategy, folder: Path, files: Iterable[Path]) -> None:
@@ -171,13 +201,15 @@ def _send(strategy: tf.distribute.Strategy, folder: Path, files: Iterable[Path])
         folder: the folder of this worker.
         files: the files below the folder; only the chief's count.
     """
-    data = io.BytesIO()
-    if placement_of(strategy).is_chief:
+
+    def packed() -> bytes:
+        data = io.BytesIO()
         with zipfile.ZipFile(data, "w") as archive:
             for path in files:
                 archive.write(path, path.relative_to(folder))
-    sent = broadcast(strategy, data.getvalue())
+        return data.getvalue()
+
+    sent = _from_chief(strategy, packed)
     if not placement_of(strategy).is_chief:
-        assert sent is not None
         with zipfile.ZipFile(io.BytesIO(sent)) as archive:
             archive.extractall(folder)

@@ -32,6 +32,7 @@ from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.losses import watch_losses
+from tfmulti.keras_patches.model_structure import values_of_metrics
 from tfmulti.keras_patches.optimizers import take_reduced_gradients
 from tfmulti.training.checkpoint import resume
 from tfmulti.training.checkpoint.callback import Checkpoint
@@ -602,4 +603,4 @@ def _results(model: DistributedModel, logs: dict[str, Any], return_dict: bool) -
     """
     if return_dict:
         return dict(sorted(logs.items()))
-    return model._flatten_metrics_in_order(logs)
+    return values_of_metrics(model, logs)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
-from tensorflow.python.framework import random_seed
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,6 @@ class Shuffle:
     seed: int
     keras_seed: int | None = None
     within_batches: bool = False
-
-
-def global_seed() -> int | None:
-    """Returns TensorFlow's global seed, or None if the program has not set it."""
-    seed: int | None = context.global_seed()
-    return seed
 
 
 class KerasOrder:
@@ -54,7 +46,7 @@ class KerasOrder:
             graph.seed = shuffle.keras_seed
             # These are the seeds of the first operation of a graph. Keras' Dataset maps a function,
             # which has a graph of its own.
-            seed, seed2 = random_seed.get_seed(None)
+            seed, seed2 = tf.compat.v1.get_seed(None)
 
         def shuffled(rows: tf.Tensor) -> tf.Tensor:
             return tf.raw_ops.RandomShuffle(value=rows, seed=seed, seed2=seed2)

@@ -27,11 +27,12 @@ from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.model_structure import initial_epoch_of
+from tfmulti.keras_patches.random_numbers import global_seed
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.dataset_feed import PyDatasetFeed
 from tfmulti.training.input.interface import Feed
-from tfmulti.training.input.shuffle import Shuffle, global_seed
+from tfmulti.training.input.shuffle import Shuffle
 from tfmulti.training.loop import stop_votes
 from tfmulti.training.loop.data_faults import found_by_any, told_by
 from tfmulti.training.loop.step_clock import StepClock
