@@ -1,8 +1,8 @@
 """Trains on two workers, of which the second is lost in its fourth step, and says what came of it.
 
-python -m tests.support.losing HOW   (with TF_CONFIG; HOW: kill, stop, error, step, fit or evaluate)
+python -m tests.support.losing HOW   (with TF_CONFIG; HOW: kill, stop, error, step, or a method)
 
-With `step` its step fails, and the process lives on; with `fit` or `evaluate` no worker is lost,
+With `step` its step fails, and the process lives on. With the name of a method no worker is lost,
 but the chief alone calls this method.
 """
 
@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfmulti import make_strategy, prepare
 from tfmulti.distribution.strategies import placement_of
 
-ALONE = ("fit", "evaluate")
+ALONE = ("fit", "evaluate", "predict")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -49,7 +49,7 @@ def main(how: str) -> int:
     try:
         model.fit(x, x[:, :3], batch_size=10, verbose=0, callbacks=[Loses()])
         if how in ALONE and rank == 0:
-            getattr(model, how)(x, x[:, :3], verbose=0)
+            getattr(model, how)(x, *([x[:, :3]] if how != "predict" else []), verbose=0)
     except tf.errors.OpError as error:
         print(type(error).__name__, error.message.splitlines()[0])
         sys.stdout.flush()

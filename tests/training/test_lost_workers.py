@@ -29,6 +29,7 @@ LIMIT_S = 120
             )
             for method in ("fit", "evaluate")
         ),
+        ("predict", "UnavailableError worker 1 is lost: "),
         ("stop", ""),  # TensorFlow's own words: its heartbeats tell
     ],
 )
@@ -45,4 +46,6 @@ def test_it_raises_that_a_worker_is_lost(tmp_path: Path, how: str, said: str) ->
         assert survivor.wait(LIMIT_S) == 3, group.logs()
         found = group.output(0)
         assert found.startswith(said), group.logs()
+        if how == "predict":
+            assert "call predict() on all workers alike, not only on the chief" in found
         assert found.split()[0] in LOST_A_WORKER, group.logs()

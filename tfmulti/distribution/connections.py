@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -152,6 +153,10 @@ def noting(function: Callable[..., Any]) -> Callable[..., Any]:
     return noting
 
 
+# What a channel says whose connection to another worker has ended.
+_LOST = re.compile(r"worker \d+ is lost: .*")
+
+
 @contextlib.contextmanager
 def call_of_all(placement: Placement, name: str) -> Iterator[None]:
     """Adds advice to the error of a call that all workers must make, when another worker did not.
@@ -161,16 +166,24 @@ def call_of_all(placement: Placement, name: str) -> Iterator[None]:
         name: the name of the method that is called inside the context.
 
     Raises:
-        tf.errors.OpError: TensorFlow has aborted a collective. The error has the same type, and
-            says what to do.
+        tf.errors.OpError: TensorFlow has aborted a collective, or the connection to a worker has
+            ended. The error has the same type, and says what to do.
     """
     try:
         yield
     except tf.errors.OpError as error:
         advice = "on all workers alike, not only on the chief"
         aborted = "Collective ops is aborted" in error.message
-        if placement.workers == 1 or not aborted or advice in error.message:
+        lost = _LOST.match(error.message)
+        if placement.workers == 1 or not (aborted or lost) or advice in error.message:
             raise
+        if lost:
+            raise type(error)(
+                error.node_def,
+                error.op,
+                f"{lost.group()}. If that worker has ended without an error, it did not come to "
+                f"{name}(): call {name}() {advice}.",
+            ) from None
         missing = sorted({rank for each in last_exchanges(placement) for rank in each.missing})
         several = "s" * (len(missing) > 1)
         waited = f" This worker waited for worker{several} {', '.join(map(str, missing))}."
