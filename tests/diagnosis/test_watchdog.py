@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,12 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ONE_THREAD, Processes, processes, tf_config
+from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError
 from tfmulti.launch.addresses import reserved
-from tfmulti.training.watchdog import Watchdog, read
+from tfmulti.launch.heartbeat import Heartbeat
+from tfmulti.training import watchdog
+from tfmulti.training.watchdog import Watchdog, describe, read
 
 pytestmark = pytest.mark.processes
 
@@ -214,3 +218,57 @@ def test_a_file_of_another_form_is_left_out(tmp_path: Path, text: str) -> None:
 def test_numbers_must_be_above_0(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"it must be above 0\."):
         Watchdog(**wrong)
+
+
+class UnavailableError(Exception):
+    """Has the name of TensorFlow's error."""
+
+
+def watch(folder: Path | None, workers: int, *checks: Callable[[], None]) -> watchdog._Watch:
+    return watchdog._Watch(Watchdog(folder), Placement(0, workers, 1), list(checks))
+
+
+def test_a_worker_ends_also_if_its_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call to a file server that is gone may wait for ever."""
+    monkeypatch.setattr(watchdog, "_FAILED_S", 0.05)
+    released, ended = threading.Event(), threading.Event()
+
+    def check() -> None:
+        released.wait(LIMIT_S)
+        ended.set()
+
+    try:
+        with pytest.raises(UnavailableError), watch(tmp_path, 2, check):
+            raise UnavailableError
+        assert not ended.is_set()
+    finally:
+        released.set()
+    # The file is written as soon as the server answers.
+    assert ended.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_only_one_of_several_workers_has_lost_another(
+    workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UnavailableError), watch(None, workers):
+        raise UnavailableError
+    assert ("has lost another worker" in capsys.readouterr().err) == (workers > 1)
+
+
+def test_what_was_before_the_watch_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evaluate` begins no training, and a notebook may call it a day after `fit`."""
+    told = Heartbeat(None, lambda: 0.0)
+    monkeypatch.setattr(watchdog, "own_heartbeat", lambda: told)
+    monkeypatch.setattr(watchdog, "_LOOK_S", LIMIT_S)
+    with watch(None, 1) as found:
+        began_s = time.monotonic()
+        with monkeypatch.context() as clock:
+            clock.setattr(time, "monotonic", lambda: began_s + 50)
+            assert found._late_s() is None
+            clock.setattr(time, "monotonic", lambda: began_s + 70)
+            assert found._late_s() == pytest.approx(70, abs=5)
+            seen = describe(Placement(0, 1, 1), found._record())
+            assert seen["seconds"] == pytest.approx(70, abs=5)

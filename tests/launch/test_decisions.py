@@ -22,7 +22,7 @@ import pytest
 
 from tests.support.processes import is_alive
 from tfmulti.errors import ClusterError, ConfigError
-from tfmulti.launch import addresses, policy
+from tfmulti.launch import addresses, policy, shim
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import over_ssh, remote_command
 from tfmulti.launch.flags import parse
@@ -288,10 +288,10 @@ def test_cores_are_shared_unless_the_user_says_otherwise() -> None:
 
 
 def test_commands() -> None:
-    shim = [sys.executable, "-m", "tfmulti.launch.shim"]
-    assert command(LaunchConfig(program=(__file__, "-x"))) == [*shim, __file__, "-x"]
-    assert command(LaunchConfig(program=("m", "-x"), module=True)) == [*shim, "-m", "m", "-x"]
-    others = [*shim, "--command", "echo", "-x"]
+    start = [sys.executable, "-m", "tfmulti.launch.shim"]
+    assert command(LaunchConfig(program=(__file__, "-x"))) == [*start, __file__, "-x"]
+    assert command(LaunchConfig(program=("m", "-x"), module=True)) == [*start, "-m", "m", "-x"]
+    others = [*start, "--command", "echo", "-x"]
     assert command(LaunchConfig(program=("echo", "-x"), python=False)) == others
 
 
@@ -353,6 +353,24 @@ OF_NODE = "\n\n\n\t [[{{node f}}]] [Op:__inference_one_561]"
 )
 def test_an_error_is_told_in_a_line(kind: str, message: str, words: str) -> None:
     assert words_of_error(kind, message) == words
+
+
+TWO_HOSTS = '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
+ONE_HOST = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+
+
+@pytest.mark.parametrize(
+    ("env", "alone"),
+    [
+        ({}, True),
+        ({"TF_CONFIG": ONE_HOST}, True),
+        ({"TF_CONFIG": TWO_HOSTS}, False),
+        # The program may have named another environment.
+        ({"TF_CONFIG": "wrong"}, False),
+    ],
+)
+def test_a_single_worker_cannot_have_lost_another(env: dict[str, str], alone: bool) -> None:
+    assert shim.is_alone(env) is alone
 
 
 def test_a_failure_that_says_so_is_final() -> None:

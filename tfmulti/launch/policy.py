@@ -149,11 +149,25 @@ def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
 # The errors that TensorFlow raises in a worker when another worker is gone.
 LOST_A_WORKER = ("UnavailableError", "AbortedError", "CancelledError", "DeadlineExceededError")
 
+# A connection between two workers that has ended, see `tfmulti.distribution.transport.channel`.
+_CHANNEL_ERROR = "ChannelError"
+
 # The errors after which a restart cannot help.
 FINAL = (ChecksFailed.__name__,)
 
 # TensorFlow names the operation that failed after its error.
 _NODE = "[[{{node "
+
+
+def has_lost_a_worker(error: BaseException | None) -> bool:
+    """Returns whether an error says that another worker is gone, if there are several workers.
+
+    TensorFlow raises the same errors in a job of one worker, where they mean something else.
+
+    >>> has_lost_a_worker(ConnectionError())
+    False
+    """
+    return type(error).__name__ in (*LOST_A_WORKER, _CHANNEL_ERROR)
 
 
 def words_of_error(kind: str, message: str) -> str:

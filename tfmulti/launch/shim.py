@@ -3,7 +3,7 @@
     python -m tfmulti.launch.shim [-m] MODULE_OR_SCRIPT [ARGUMENTS…]
 
 The program runs as Python would run it. Without a launcher the exit code 138 says that another
-worker was lost. As the first process of a container the shim starts a second one for the program,
+worker was lost, if there are several. As the first process of a container the shim starts a second one for the program,
 so that SIGTERM ends it at any time. SIGUSR1 makes the process write the stacks of all its threads
 to a file.
 
@@ -32,14 +32,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
+from tfmulti.cluster.environments import described
 from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_PEER_LOST, ConfigError, TfmultiError
 from tfmulti.launch import garbage_collection
 from tfmulti.launch.heartbeat import ERROR_FILE, write_error
 from tfmulti.launch.init_process import leave_first_process
-from tfmulti.launch.policy import LOST_A_WORKER
+from tfmulti.launch.policy import has_lost_a_worker
 from tfmulti.launch.stacks import STACKS_FILE
 
 STANDBY, COMMAND = "--standby", "--command"
@@ -145,6 +147,20 @@ def _check_module(name: str) -> None:
         raise ConfigError(f"there is no module {name!r}. Look at its spelling, and at this folder.")
 
 
+def is_alone(env: Mapping[str, str]) -> bool:
+    """Returns whether the environment describes a job of one worker, or none.
+
+    Args:
+        env: the environment variables of this process.
+    """
+    try:
+        found = described(env)
+    except TfmultiError:
+        # The program may have chosen one of several descriptions, or given its own.
+        return False
+    return found is None or found.job.size == 1
+
+
 def main() -> None:
     """Runs the program that the command line names; writes error.json if it raises."""
     leave_first_process()
@@ -181,7 +197,7 @@ def main() -> None:
         path = os.environ.get(ERROR_FILE)
         if path and not isinstance(error, KeyboardInterrupt):
             write_error(Path(path), error, int(os.environ.get("RANK", "0")))
-        if PARENT not in os.environ and type(error).__name__ in (*LOST_A_WORKER, "ChannelError"):
+        if PARENT not in os.environ and has_lost_a_worker(error) and not is_alone(os.environ):
             # A scheduler tells by the code that this worker can be started again.
             traceback.print_exc()
             print(

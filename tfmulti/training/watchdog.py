@@ -15,6 +15,7 @@ their own steps go on. So the line also says what the worker was doing for which
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -36,9 +37,9 @@ from tfmulti.distribution.collectives import purpose_of
 from tfmulti.distribution.connections import last_exchanges
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError
-from tfmulti.launch.heartbeat import BUSY, FIRST, TRAINING
+from tfmulti.launch.heartbeat import BUSY, FIRST, TRAINING, HeartbeatRecord
 from tfmulti.launch.heartbeat import heartbeat as own_heartbeat
-from tfmulti.launch.policy import LOST_A_WORKER
+from tfmulti.launch.policy import has_lost_a_worker
 from tfmulti.launch.stacks import file_of_stacks
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.checkpoint.owner import NotOwnerError, fence_of
@@ -46,6 +47,8 @@ from tfmulti.training.checkpoint.owner import NotOwnerError, fence_of
 _LOOK_S, _LOOKS_AT_OTHERS = 0.5, 4
 # How long the chief waits for the file of the worker that all others wait for.
 _OTHERS_S = 5.0
+# How long the main thread waits, after a step has failed, until that is written and printed.
+_FAILED_S = 5.0
 # While no worker computes a step, as in callbacks, or while a step is traced, more time may pass.
 _BUSY_TIMES = 6
 _OWN = "tfmulti-watchdog"
@@ -135,7 +138,10 @@ class _Watch:
     ) -> None:
         self._about, self._placement, self._checks = about, placement, checks
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=_OWN, daemon=True)
+        self._thread = _thread(self._run)
+        # When this watch began. What the heartbeat told before, such as the end of an earlier `fit`
+        # in a notebook, does not count.
+        self._from_s = 0.0
         self._at_end = contextlib.ExitStack()
         # The file of the stacks grows at SIGUSR1.
         self._stacks: int | None = None
@@ -145,6 +151,7 @@ class _Watch:
         self._stacks = self._at_end.enter_context(file_of_stacks())
         self._size = self._stack_bytes()
         self._about.is_watching = True
+        self._from_s = time.monotonic()
         self._thread.start()
         return self
 
@@ -154,9 +161,12 @@ class _Watch:
         self._thread.join(_LOOK_S * 4)
         self._about.is_watching = False
         self._at_end.close()
-        if type(error).__name__ in (*LOST_A_WORKER, "ChannelError"):
-            with contextlib.suppress(OSError, NotOwnerError):
-                self._tell_failed(str(error))
+        if self._placement.workers > 1 and has_lost_a_worker(error):
+            seen = describe(self._placement, self._record())
+            telling = _thread(self._tell_failed, seen, str(error))
+            telling.start()
+            # The process must end also if the file server is gone.
+            telling.join(_FAILED_S)
 
     def _stack_bytes(self) -> int:
         """Returns the size of the file to which SIGUSR1 adds the stacks."""
@@ -171,7 +181,7 @@ class _Watch:
             size = self._stack_bytes()
             asked, self._size = size > self._size, size
             late_s = self._late_s()
-            since_s = own_heartbeat().record().since_s
+            since_s = self._record().since_s
             is_told = since_s == told_since_s
             if looks % _LOOKS_AT_OTHERS == 0:
                 before, known = known, self._files_of_others()
@@ -199,9 +209,14 @@ class _Watch:
                         found[path.name] = path.stat().st_mtime_ns
         return found
 
+    def _record(self) -> HeartbeatRecord:
+        """Returns the last heartbeat, which began no earlier than this watch."""
+        found = own_heartbeat().record()
+        return dataclasses.replace(found, since_s=max(found.since_s, self._from_s))
+
     def _late_s(self) -> float | None:
         """Returns how long the worker has done what it does, if that is too long; else None."""
-        found, about = own_heartbeat().record(), self._about
+        found, about = self._record(), self._about
         limit_s = max(about.times * own_heartbeat().usual_s(), about.least_s)
         if found.phase in (FIRST, BUSY):
             limit_s = max(limit_s, _BUSY_TIMES * about.least_s)
@@ -210,7 +225,7 @@ class _Watch:
 
     def _tell(self, asked: bool, late_s: float | None) -> None:
         """Writes this worker's file, and prints the line on the chief."""
-        rank, seen = self._placement.rank, describe(self._placement)
+        rank, seen = self._placement.rank, describe(self._placement, self._record())
         path = self._write(seen)
         if late_s is not None and rank == 0:
             others = [self._of_other(other) for other in _missing(seen)[:3]]
@@ -220,14 +235,21 @@ class _Watch:
             # The next moment it may wait for another worker, which is how it should be.
             _say(rank, f"SIGUSR1; at this moment it {_doing(seen)}", path)
 
-    def _tell_failed(self, error: str) -> None:
+    def _tell_failed(self, seen: dict[str, Any], error: str) -> None:
         """Writes this worker's file after a step has failed because another worker is lost.
 
         The line is printed by the first worker that is not missing itself.
+
+        Args:
+            seen: what this worker did.
+            error: the message of the error.
         """
-        rank, seen = self._placement.rank, describe(self._placement)
+        rank, missing = self._placement.rank, _missing(seen)
         seen["error"] = error[:_MOST_CHARACTERS]
-        path, missing = self._write(seen), _missing(seen)
+        try:
+            path = self._write(seen)
+        except (OSError, NotOwnerError):
+            return
         if rank > min(set(range(self._placement.workers)) - set(missing), default=rank):
             return
         tasks = ", ".join(dict.fromkeys(_TASK.findall(error.partition("unhealthy")[2])))
@@ -265,6 +287,11 @@ class _Watch:
                 doing = _doing({**found, "waits": ()}, "waited", "was")
                 return f"worker {rank} {doing} (process {found['pid']} on {found['host']})"
         return f"worker {rank} tells nothing: {_SILENT}"
+
+
+def _thread(target: Callable[..., None], *given: object) -> threading.Thread:
+    """Returns a thread of a watchdog. The process can end while it waits for a file server."""
+    return threading.Thread(target=target, args=given, name=_OWN, daemon=True)
 
 
 def _file(rank: int | str) -> str:
@@ -307,13 +334,14 @@ def _doing(seen: Mapping[str, Any], waits: str = "waits", is_: str = "is") -> st
     return f"{is_} in {seen['at'] or 'TensorFlow'}"
 
 
-def describe(placement: Placement) -> dict[str, Any]:
+def describe(placement: Placement, record: HeartbeatRecord) -> dict[str, Any]:
     """Returns what this worker does now: the content of hang_worker_K.json.
 
     Args:
         placement: this process' place among the workers.
+        record: its last heartbeat.
     """
-    now, record = time.monotonic(), own_heartbeat().record()
+    now = time.monotonic()
     stacks, usual_s = stacks_of_threads(), own_heartbeat().usual_s()
     last = last_exchanges(placement)
     seconds = now - record.since_s
