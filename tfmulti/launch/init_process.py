@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 
 from tfmulti.errors import EXIT_TERMINATED
+from tfmulti.launch.signals import JOINING
 
 
 def leave_first_process() -> None:
@@ -53,12 +54,12 @@ def _joins(process: int) -> bool:
     """Returns whether a process waits inside TensorFlow for the other workers to join.
 
     TensorFlow's handler of SIGTERM is in place then, and does nothing. `signals.default_signals`
-    blocks the signal meanwhile, so a process that both blocks and handles it would not notice it.
+    blocks the signal `JOINING` meanwhile.
     """
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     values = dict(line.split(":", 1) for line in lines)
-    masks = (int(values[name], 16) for name in ("SigBlk", "SigCgt"))
-    return all(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
+    wanted = (("SigBlk", JOINING), ("SigCgt", signal.SIGTERM))
+    return all(int(values[name], 16) >> (number - 1) & 1 for name, number in wanted)
 
 
 def _ended(child: int) -> int | None:

@@ -3,9 +3,9 @@
     python -m tfmulti.launch.shim [-m] MODULE_OR_SCRIPT [ARGUMENTS…]
 
 The program runs as Python would run it. Without a launcher the exit code 138 says that another
-worker was lost, if there are several. As the first process of a container the shim starts a second one for the program,
-so that SIGTERM ends it at any time. SIGUSR1 makes the process write the stacks of all its threads
-to a file.
+worker was lost, if there are several. As the first process of a container the shim starts a second
+one for the program, so that SIGTERM ends it at any time. SIGUSR1 makes the process write the stacks
+of all its threads to a file.
 
     python -m tfmulti.launch.shim --standby
 

@@ -57,20 +57,25 @@ def watched(env: Mapping[str, str]) -> dict[int, signal.Signals]:
     return found | {int(signal.Signals[f"SIG{name}"]): signal.SIGTERM}
 
 
+# The main thread blocks this signal, which nobody sends, while TensorFlow makes its strategy.
+# TensorFlow's threads inherit what is blocked, and so do the processes that they start.
+JOINING = signal.SIGRTMAX - 1
+
+
 @contextlib.contextmanager
 def default_signals() -> Iterator[None]:
     """A context in which SIGINT and SIGTERM end the process at once, by the system's default.
 
     While a worker waits for the other workers to join, TensorFlow holds Python's global lock. No
     Python handler and no Python thread runs then. TensorFlow also handles SIGTERM itself and does
-    nothing. The main thread blocks SIGTERM meanwhile: this tells `init_process`, which then ends
+    nothing. The main thread blocks `JOINING` meanwhile: this tells `init_process`, which then ends
     the worker. Outside of the main thread the context does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, signal.SIG_DFL) for number in WATCHED}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {JOINING})
     try:
         yield
     finally:
