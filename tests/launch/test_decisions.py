@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
+import math
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ import pytest
 
 from tests.support.processes import is_alive
 from tfmulti.errors import ClusterError, ConfigError
-from tfmulti.launch import addresses, policy, shim
+from tfmulti.launch import addresses, init_process, policy, shim
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import over_ssh, remote_command
 from tfmulti.launch.flags import parse
@@ -48,6 +49,7 @@ from tfmulti.launch.policy import (
     next_action,
     words_of_error,
 )
+from tfmulti.launch.signals import JOINING, default_signals
 from tfmulti.launch.supervisor import (
     Stopped,
     command_to_go_on,
@@ -55,8 +57,17 @@ from tfmulti.launch.supervisor import (
     stopping_by_signals,
     words_of_saved,
 )
-from tfmulti.launch.workers import Standby, StartRequest, command, worker_env
+from tfmulti.launch.watch import Watch
+from tfmulti.launch.workers import (
+    Standby,
+    StartRequest,
+    Worker,
+    WorkerStatus,
+    command,
+    worker_env,
+)
 
+LIMIT_S = 30
 CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
 
 
@@ -195,6 +206,82 @@ def test_a_group_that_polls_is_still_and_one_that_works_is_not() -> None:
         found.append([idle.still_since(group) for group in (7, 8, 9)])
     assert found == [[0.0, 0.0, 0.0], [0.0, 10.0, 10.0], [0.0, 20.0, 20.0], [0.0, 30.0, 20.0]]
     assert [idle.since(group) for group in (7, 8, 9)] == [30.0, 30.0, 30.0]
+
+
+def test_a_worker_that_joins_is_known_without_blocking_sigterm() -> None:
+    """TensorFlow's threads would inherit a blocked SIGTERM, and their child processes as well."""
+    own = os.getpid()
+    with default_signals():
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        # As long as the signal has its default action, it ends the process.
+        assert not init_process._joins(own)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as TensorFlow does
+        assert init_process._joins(own)
+    assert JOINING not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+STARTED = HeartbeatRecord(0, "busy", 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "told", "listening", "judged"),
+    [
+        # It may be no program of TensorFlow.
+        ("own", None, (), False),
+        ("own", None, (0,), True),
+        # All listen, so it may train.
+        ("own", None, (0, 1), False),
+        ("own", STARTED, (0, 1), True),
+        ("own", dataclasses.replace(STARTED, step=1), (0, 1), False),
+        ("tfmulti.fit", None, (), True),
+        ("tfmulti.fit", None, (0, 1), True),
+    ],
+)
+def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
+    module: str, told: HeartbeatRecord | None, listening: tuple[int, ...], judged: bool
+) -> None:
+    config = LaunchConfig(program=(module,), module=True)
+    crew = Mock(places={0: (), 1: ()}, addresses=("a:1", "b:2"))
+    crew.silent.return_value = [rank for rank in (0, 1) if rank not in listening]
+    crew.stacks.return_value = {}
+    output = Mock(**{"heard_s.return_value": -math.inf})
+    watch = Watch(config, crew, output, lambda: None, print)
+    still_s = time.monotonic() - 10 * config.start_timeout_s - 1
+    seen = [
+        WorkerStatus(rank, 1, told=told, idle_since_s=math.inf, still_since_s=still_s)
+        for rank in (0, 1)
+    ]
+    watch._silent(seen)
+    assert bool(watch._still_at_start(seen)) is judged
+    assert not watch._still_at_start([dataclasses.replace(seen[0], still_since_s=still_s + 2)])
+
+
+def test_a_part_of_a_line_is_progress() -> None:
+    """Progress bars return to the start of their line."""
+    lines, began_s = [], time.monotonic()
+    argv = ["printf", r"1/2\r2/2\r"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    worker = Worker(0, process, Path("nowhere"))
+    worker.read(lambda rank, stream, line: lines.append((stream, line)))
+    for reader in worker.readers:
+        reader.join(LIMIT_S)
+    process.wait(LIMIT_S)
+    idle = Mock(**{"since.return_value": 0.0, "still_since.return_value": 0.0})
+    assert worker.look(idle).still_since_s >= began_s
+    assert lines == [("stdout", b"1/2\r2/2\r")]
+
+
+def test_lines_come_whole_in_whatever_parts_they_are_written(tmp_path: Path) -> None:
+    lines: list[bytes] = []
+    (tmp_path / "text").write_bytes(text := b"one\r\n\n" + b"x" * 200_000 + b"\nlast")
+    argv = ["cat", str(tmp_path / "text")]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    worker = Worker(0, process, tmp_path)
+    worker.read(lambda rank, stream, line: lines.append(line))
+    for reader in worker.readers:
+        reader.join(LIMIT_S)
+    process.wait(LIMIT_S)
+    assert lines == text.splitlines(keepends=True)
 
 
 PROGRAM = ["-m", "tfmulti.fit", "--epochs", "3"]

@@ -227,14 +227,17 @@ class Watch:
     def _still_at_start(self, seen: list[WorkerStatus]) -> list[Failure]:
         """Returns all running workers if none has shown progress for long before the first step.
 
-        Progress is a line of output, a heartbeat, a byte from or to a disk, or more memory.
+        Progress is a byte of output, a heartbeat, a byte from or to a disk, or more memory.
 
-        A program that trains without tfmulti reports no steps. It is judged only until all of its
-        workers listen, because after that it may train.
+        A program that trains without tfmulti reports no steps. It is judged only from when one of
+        its workers listens, because it may be no program of TensorFlow, and until all of them
+        listen, because after that it may train.
         """
         running = [one for one in seen if one.runs]
         program = self._config.program
         reports = self._config.module and program[0] == "tfmulti.fit"
+        if not (reports or self._first_listened_s or any(one.told for one in running)):
+            return []
         for one in running:
             if one.told.step > 0 if one.told else self._all_listen and not reports:
                 return []

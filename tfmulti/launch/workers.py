@@ -35,6 +35,8 @@ from tfmulti.launch.stacks import STACKS_FILE
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")
 
+_READ_BYTES = 1 << 16
+
 # Takes the rank of a worker, the name of a stream, and a line that the worker has written to it.
 Sink = Callable[[int, str, bytes], None]
 
@@ -82,8 +84,8 @@ class WorkerStatus:
         error: the error that it has written down; None without an error.
         frozen: whether it is stopped, as by SIGSTOP or a debugger.
         idle_since_s: since when its process group uses no core.
-        still_since_s: since when its process group moves no byte from or to a disk and takes no
-            more memory.
+        still_since_s: since when its process group moves no byte from or to a disk, takes no more
+            memory, and writes no part of a line, as progress bars do.
     """
 
     rank: int
@@ -184,6 +186,7 @@ class Worker:
         readers: the threads that read its output.
         ended_s: when it ended; None while it runs.
         silent_s: when its streams of output ended, with infinity as the first item.
+        part_s: when it last wrote a part of a line, or -inf.
     """
 
     rank: int
@@ -192,6 +195,7 @@ class Worker:
     readers: list[threading.Thread] = field(default_factory=list)
     ended_s: float | None = None
     silent_s: list[float] = field(default_factory=lambda: [float("inf")])
+    part_s: float = float("-inf")
 
     def look(self, idle: Idle) -> WorkerStatus:
         """Returns the status of the worker at this moment.
@@ -212,7 +216,7 @@ class Worker:
             read_error(self.folder / "error.json"),
             returncode is None and self._is_stopped(),
             idle.since(self.process.pid),
-            idle.still_since(self.process.pid),
+            max(idle.still_since(self.process.pid), self.part_s),
         )
 
     def _is_stopped(self) -> bool:
@@ -239,9 +243,18 @@ class Worker:
 
     def _read(self, name: str, source: IO[bytes], sink: Sink) -> None:
         """Gives each line of a stream to `sink` until the stream ends."""
+        begun = bytearray()
         with source:
-            for line in iter(source.readline, b""):
-                sink(self.rank, name, line)
+            while data := os.read(source.fileno(), _READ_BYTES):
+                *ended, rest = data.split(b"\n")
+                for end in ended:
+                    sink(self.rank, name, bytes(begun) + end + b"\n")
+                    begun.clear()
+                begun += rest
+                if rest:
+                    self.part_s = time.monotonic()
+            if begun:
+                sink(self.rank, name, bytes(begun))
         self.silent_s.append(time.monotonic())
 
 
