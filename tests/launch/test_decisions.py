@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import io
 import itertools
 import math
@@ -23,7 +24,7 @@ import pytest
 
 from tests.support.processes import is_alive
 from tfmulti.errors import ClusterError, ConfigError
-from tfmulti.launch import addresses, init_process, policy, shim
+from tfmulti.launch import addresses, init_process, policy, shim, stacks
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import over_ssh, remote_command
 from tfmulti.launch.flags import parse
@@ -54,6 +55,7 @@ from tfmulti.launch.supervisor import (
     Stopped,
     command_to_go_on,
     folder_for_attempt,
+    report,
     stopping_by_signals,
     words_of_saved,
 )
@@ -218,6 +220,31 @@ def test_a_worker_that_joins_is_known_without_blocking_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)  # as TensorFlow does
         assert init_process._joins(own)
     assert JOINING not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_faulthandler_of_the_user_keeps_sigusr1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_is_own", False)
+    monkeypatch.setattr(stacks, "_stderr", [])
+    faulthandler.unregister(signal.SIGUSR1)
+    with open(tmp_path / "users", "w") as users, open(tmp_path / "errors", "w") as errors:
+        stacks._stderr.append(errors.fileno())
+        try:
+            faulthandler.register(signal.SIGUSR1, file=users)
+            stacks.show_at_sigusr1()
+            with stacks.file_of_stacks() as file:
+                assert file is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            faulthandler.unregister(signal.SIGUSR1)
+            assert "most recent call first" in (tmp_path / "users").read_text()
+            stacks.show_at_sigusr1()
+            with stacks.file_of_stacks() as file:
+                assert file is not None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert "most recent call first" in (tmp_path / "errors").read_text()
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
 
 
 STARTED = HeartbeatRecord(0, "busy", 0.0, 0.0)
@@ -472,6 +499,13 @@ def test_the_command_that_goes_on_names_the_folder_of_the_run() -> None:
     assert command_to_go_on(given, saved) == "tfmulti launch -m tfmulti.fit --run_dir=runs/a"
     assert command_to_go_on(["a.py", "--lr", "1 0"], saved) == "tfmulti launch a.py --lr '1 0'"
     assert words_of_saved({"runs/x/checkpoints": -1}) == "no checkpoint was saved"
+
+
+def test_lines_of_a_worker_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """They may resemble a message that the docs explain."""
+    line = "ValueError: the model is not compiled"
+    report(Attempt((CRASH,)), Path("logs"), "h1", [line])
+    assert f"[launch]     {line}\n" in capsys.readouterr().err
 
 
 class Kind:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 from tfmulti.errors import EXIT_TERMINATED
-from tfmulti.launch.signals import JOINING
+from tfmulti.launch.signals import JOINING, is_in_set
 
 
 def leave_first_process() -> None:
@@ -56,10 +55,7 @@ def _joins(process: int) -> bool:
     TensorFlow's handler of SIGTERM is in place then, and does nothing. `signals.default_signals`
     blocks the signal `JOINING` meanwhile.
     """
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    values = dict(line.split(":", 1) for line in lines)
-    wanted = (("SigBlk", JOINING), ("SigCgt", signal.SIGTERM))
-    return all(int(values[name], 16) >> (number - 1) & 1 for name, number in wanted)
+    return is_in_set(process, "SigBlk", JOINING) and is_in_set(process, "SigCgt", signal.SIGTERM)
 
 
 def _ended(child: int) -> int | None:

@@ -136,6 +136,11 @@ class Output:
 
 def say(words: str) -> None:
     """Shows the user a line of the launcher itself, on standard error."""
+    quote(documented(words))
+
+
+def quote(words: str) -> None:
+    """Shows the user words of a worker as they are, which may resemble a line of the launcher."""
     # A terminal that is gone does not end the run.
     with contextlib.suppress(OSError):
-        print(f"[launch] {documented(words)}", file=sys.stderr, flush=True)
+        print(f"[launch] {words}", file=sys.stderr, flush=True)

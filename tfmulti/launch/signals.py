@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 
 from tfmulti.errors import ConfigError
@@ -82,6 +83,20 @@ def default_signals() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def is_in_set(process: int, name: str, number: int) -> bool:
+    """Returns whether a signal is in one of the sets of a process, from proc(5).
+
+    Args:
+        process: the number of the process.
+        name: `SigBlk`, what its main thread blocks, or `SigCgt`, what it has a handler for, also
+            one that Python does not know.
+        number: the number of the signal.
+    """
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return bool(int(values[name], 16) >> (number - 1) & 1)
 
 
 def sigterm_grace_s(env: Mapping[str, str]) -> float:

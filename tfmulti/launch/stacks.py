@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
-from tfmulti.launch.signals import watched
+from tfmulti.launch.signals import is_in_set, watched
 
 # The launcher names in this variable the file to which `shim` lets the stacks be written.
 STACKS_FILE = "TFMULTI_STACKS_FILE"
@@ -18,12 +18,16 @@ STACKS_FILE = "TFMULTI_STACKS_FILE"
 # A second descriptor of standard error. The first one is redirected while TensorFlow starts.
 _stderr: list[int] = []
 
+# Whether the handler of SIGUSR1 is that of this module.
+_is_own = False
+
 
 def show_at_sigusr1() -> None:
     """Makes the process write its stacks to standard error at SIGUSR1, until it ends.
 
     Under the launcher they go to a file that `shim` has chosen. Nothing changes where SIGUSR1 has a
-    handler or another meaning (TFMULTI_PREEMPTION_SIGNAL), or outside of the main thread.
+    handler, also one of faulthandler, or another meaning (TFMULTI_PREEMPTION_SIGNAL), or outside of
+    the main thread.
     """
     if _is_free():
         _register(_own_stderr())
@@ -76,6 +80,8 @@ def _is_free() -> bool:
         STACKS_FILE not in os.environ
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+        # Python does not know of a handler that faulthandler has set.
+        and (_is_own or not is_in_set(os.getpid(), "SigCgt", signal.SIGUSR1))
         and signal.SIGUSR1 not in watched(os.environ)
     )
 
@@ -84,3 +90,5 @@ def _register(file: int) -> None:
     """Sets where SIGUSR1 writes the stacks."""
     # This handler is written in C, so it runs while the main thread waits in TensorFlow.
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    global _is_own
+    _is_own = True

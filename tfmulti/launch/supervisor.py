@@ -27,7 +27,7 @@ from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.host_manager import HostManager, TooFew, check_secret, name_here, sources_of
 from tfmulti.launch.isolation import isolate
 from tfmulti.launch.membership import Placement, Standing
-from tfmulti.launch.output import Output, say
+from tfmulti.launch.output import Output, quote, say
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
 from tfmulti.launch.remote_machine import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
@@ -310,7 +310,7 @@ def report(found: Attempt, folder: Path, host: str, lines: Sequence[str]) -> Non
     say(f"worker {cause.rank} {cause.what}{at}")
     say(f"it ran on {host}" + ("; the last lines of its log:" if lines else ""))
     for line in lines:
-        say(f"    {line}")
+        quote(f"    {line}")
     for other in found.failures:
         if other.rank != cause.rank:
             say(f"then worker {other.rank} {other.what}")
