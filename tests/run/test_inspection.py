@@ -71,7 +71,7 @@ def test_a_bad_record_behind_the_first_batch(tmp_path: Path) -> None:
         validation_fraction=0.0,
         strategy="one_device",
     )
-    with pytest.raises(DataError, match=r"3\.txt: it is not UTF-8 text \(byte 0\)\. Mend"):
+    with pytest.raises(DataError, match=r"3\.txt: it is not UTF-8 text \(byte 0\)\. Repair"):
         inspection.show(validation.check(config, env={}), 1, "", measure=True)
 
 

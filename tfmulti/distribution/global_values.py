@@ -223,7 +223,7 @@ def _gradient_in_branch(
         # The sum over all replicas is the mean over the replicas of the sums divided by weights.
         over = tf.math.reciprocal_no_nan(share.weight)
         options["output_gradients"] = [
-            tf.fill(tf.shape(t), tf.cast(over, t.dtype)) if label.kind is Kind.ROWS else None
+            tf.ones_like(t) * (tf.cast(over, t.dtype) if label.kind is Kind.ROWS else 1)
             for t, label in zip(flat, labels, strict=True)
         ]
         return _by_source(share, sources, original(target, sources, **options))

@@ -111,6 +111,10 @@ def local(reason: str) -> Label:
     return Label(Kind.LOCAL, reason=reason)
 
 
+# The classes of TensorFlow's graphs for the branches of conditions and the parts of loops.
+_BRANCHES = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
+
+
 @contextlib.contextmanager
 def kept_in_branch() -> Iterator[bool]:
     """Keeps labels inside the context, if a condition or a loop of a labelled graph is built now.
@@ -122,7 +126,9 @@ def kept_in_branch() -> Iterator[bool]:
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None and graph not in _graphs:
         inner.append(graph)
-        graph = getattr(graph, "outer_graph", None)
+        # A function that XLA compiles has a graph within the step's, too, but is no branch.
+        is_branch = type(graph).__name__ in _BRANCHES
+        graph = getattr(graph, "outer_graph", None) if is_branch else None
     if graph is None:
         inner = []
     for each in inner:

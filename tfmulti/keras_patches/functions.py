@@ -22,6 +22,8 @@ from tfmulti.distribution.replica_slice import partial
 from tfmulti.keras_patches.patching import replace
 from tfmulti.keras_patches.tracing import wholly_by_autograph
 
+_LIBRARIES = ("tfmulti", "keras", "tensorflow")
+
 
 def install() -> None:
     """Patches the call of a `tf.function`."""
@@ -32,11 +34,16 @@ def _traced_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `__call__` that traces the Python function into the graph of a replica's step."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if partial() is None or tf.executing_eagerly():
-            return original(self, *args, **kwargs)
         function = self.python_function
+        if partial() is None or tf.executing_eagerly() or not _is_users(function):
+            return original(self, *args, **kwargs)
         if self._autograph:
             function = wholly_by_autograph(function)
         return function(*args, **kwargs)
 
     return call
+
+
+def _is_users(function: Any) -> bool:
+    """Whether a function belongs to the user, and not to a library, such as a pass for XLA."""
+    return (getattr(function, "__module__", None) or "").partition(".")[0] not in _LIBRARIES

@@ -116,7 +116,7 @@ def test_a_step_is_one_call_and_traced_once(results: list[Any], place: str) -> N
 @behaviour(costs.functions_converted_by_autograph, at=EVERYWHERE)
 def test_autograph_converts_only_a_users_step(results: list[Any]) -> None:
     """Converting the functions of tfmulti would take a second at the start of each run."""
-    assert all(worker == [[], ["tf__train_step"]] for worker in results)
+    assert results == [[[], ["tf__train_step"]]] * len(results)
 
 
 @behaviour(costs.threads_left_by_fit, at=EVERYWHERE)

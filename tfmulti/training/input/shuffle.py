@@ -48,6 +48,7 @@ class KerasOrder:
             # which has a graph of its own.
             seed, seed2 = tf.compat.v1.get_seed(None)
 
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def shuffled(rows: tf.Tensor) -> tf.Tensor:
             return tf.raw_ops.RandomShuffle(value=rows, seed=seed, seed2=seed2)
 
