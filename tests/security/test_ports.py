@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.launching import wait_for
 from tests.support.processes import processes, run, run_workers
-from tfmulti.cluster.listening import listen
+from tfmulti.cluster.listening import listen, names_loopback
 from tfmulti.distribution import connections
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError
@@ -169,6 +169,11 @@ def test_a_worker_that_waits_for_ever_before_the_first_step_is_named(
     assert re.search(r"worker \d has done nothing for 3 s \(--start-timeout\)", done.stderr)
     assert done.stderr.count("the stacks of worker ") == workers
     assert 'waits.py", line 6 in <module>' in done.stderr
+
+
+def test_hosts_are_names_or_addresses() -> None:
+    assert [names_loopback(host) for host in ("localhost", "127.0.0.2", "::1")] == [True] * 3
+    assert not names_loopback("no-such-host.invalid")
 
 
 def test_the_environment_is_left_alone_without_a_proxy(tmp_path: Path) -> None:

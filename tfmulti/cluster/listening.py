@@ -31,7 +31,7 @@ def listen(own: str, hosts: Sequence[str], port: int = 0) -> socket.socket:
     """
     alone = all(host == own for host in hosts)
     for family, address in _addresses(own):
-        if is_loopback(address[0]) and not alone and not all(map(_names_loopback, hosts)):
+        if is_loopback(address[0]) and not alone and not all(map(names_loopback, hosts)):
             continue
         try:
             return socket.create_server((address[0], port, *address[2:]), family=family)
@@ -71,10 +71,10 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
 
 def is_one_machine(hosts: Sequence[str]) -> bool:
     """Returns whether hosts are one machine: they have one name, or all mean loopback addresses."""
-    return len(set(hosts)) == 1 or all(map(_names_loopback, hosts))
+    return len(set(hosts)) == 1 or all(map(names_loopback, hosts))
 
 
-def _names_loopback(host: str) -> bool:
+def names_loopback(host: str) -> bool:
     """Returns whether a name or an address means a loopback address."""
     return any(is_loopback(address[0]) for _, address in _addresses(host))
 

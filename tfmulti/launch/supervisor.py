@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from tfmulti.cluster import job_secret
-from tfmulti.cluster.listening import is_loopback
+from tfmulti.cluster.listening import names_loopback
 from tfmulti.errors import EXIT_FAILED, ConfigError
 from tfmulti.launch import membership, policy
 from tfmulti.launch.config import LaunchConfig
@@ -141,7 +141,7 @@ class Job:
         if found.failures:
             rank = found.cause.rank
             host = membership.ranks_of(placement)[rank][0]
-            host = os.uname().nodename if is_loopback(host) else host
+            host = os.uname().nodename if names_loopback(host) else host
             lines = [] if found.cause.final else self._output.last_lines(rank)
             report(found, folder, host, lines)
             if found.cause.step is not None:
