@@ -420,7 +420,12 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "JSM_NAMESPACE_LOCAL_RANK": "0",
     },
     "volcano": {"VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "a,b"},
-    "kubernetes": {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "t-1", "TFMULTI_WORKERS": "2"},
+    "kubernetes": {
+        "TFMULTI_SUBDOMAIN": "fit",
+        "JOB_COMPLETION_INDEX": "1",
+        "HOSTNAME": "t-1",
+        "TFMULTI_WORKERS": "2",
+    },
     "sagemaker": {"SM_HOSTS": '["algo-10", "algo-2"]', "SM_CURRENT_HOST": "algo-2"},
     "vertex": {
         "CLUSTER_SPEC": json.dumps(
