@@ -112,7 +112,7 @@ def test_azureml(tmp_path: Path, loss_of_one: float) -> None:
 
 
 def test_lsf(tmp_path: Path, loss_of_one: float) -> None:
-    (script,) = blocks("sh")
+    (script,) = blocks("bash")
     words = shlex.split(script.splitlines()[-1])
     assert (words[0], words[-2:]) == ("jsrun", ["python", "train.py"])
     flags = dict(zip(words[1:-2:2], words[2:-2:2], strict=True))
