@@ -111,16 +111,13 @@ def _reserved_port(layout: Layout) -> Iterator[int]:
     """
     host = LOOPBACK if layout.host == LOOPBACK else ""
     with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         planned = layout.port(layout.local_rank)
         try:
-            # Another program may listen at the port on one address alone, or be bound without
-            # listening, as another job's process is.
-            with socket.socket() as trial:
-                trial.bind((host, planned))
             held.bind((host, planned))
         except OSError:
             held.bind((host, 0))
+        # It is set only now, so that no second process can hold the same port.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield held.getsockname()[1]
 
 
