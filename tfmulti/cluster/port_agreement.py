@@ -33,6 +33,7 @@ from tfmulti.cluster.layout import Layout, address_of
 from tfmulti.cluster.listening import LOOPBACK, listen
 from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.config import json_values
+from tfmulti.config.limited_reading import whole_number
 from tfmulti.errors import ClusterError
 
 TIMEOUT_S = 300.0
@@ -156,8 +157,8 @@ class _Chief:
 
     def _knows(self, name: str) -> bool:
         """Returns whether a name is the rank of another process of the job."""
-        is_number = name.isascii() and name.isdecimal() and len(name) < 10
-        return is_number and 0 < int(name) < self._layout.size
+        rank = whole_number(name)
+        return rank is not None and 0 < rank < self._layout.size
 
     def _enter(self, name: str, first: dict[str, Any], link: TcpMessageConnection) -> None:
         """Notes what a process tells, and keeps its connection for the answer."""

@@ -45,9 +45,10 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     """
     with open_regular(path) as file:
         # A sparse file takes no place on the disk, so nothing of a file too large is read.
-        if os.fstat(file.fileno()).st_size <= most:
+        size = os.fstat(file.fileno()).st_size
+        if size <= most:
             # Python takes memory for as many bytes as `read` is asked for.
-            content = file.read(os.fstat(file.fileno()).st_size + 1)
+            content = file.read(size + 1)
             # A file of the system tells no size, and another file may have grown.
             while len(content) <= most and (piece := file.read(_PIECE_BYTES)):
                 content += piece
