@@ -166,10 +166,8 @@ def spun(folder: Path, how: str) -> Finished:
     return run(argv, folder / "launcher", limit_s=LIMIT_S)
 
 
-@pytest.mark.parametrize("how", ["polls", "begins"])
-def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path, how: str) -> None:
-    """They do not listen yet, or have begun to train and end no step."""
-    done = spun(tmp_path, how)
+def assert_no_progress(done: Finished) -> None:
+    """Checks that the launcher has ended two workers that poll, and has shown where they were."""
     assert done.returncode == 1
     words = (
         r"worker [01] has shown no progress for 15 s \(10 times --start-timeout\), and has ended no"
@@ -178,9 +176,24 @@ def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path, how: 
     assert "spins.py" in done.stderr
 
 
-@pytest.mark.parametrize("how", ["prints", "listens"])
+def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path) -> None:
+    """They have begun to train and end no step."""
+    assert_no_progress(spun(tmp_path, "begins"))
+
+
+def test_workers_of_fit_that_poll_before_they_listen_are_ended(tmp_path: Path) -> None:
+    """A module of the user polls when it is imported."""
+    (tmp_path / "spins.py").write_text("while True: pass\n")
+    flags = ["--nproc-per-node", "2", "--start-timeout", "1.5", "--max-restarts", "0"]
+    flags += ["--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit", "--model", "spins:build"]
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    argv = ["-m", "tfmulti.launch", *flags]
+    assert_no_progress(run(argv, tmp_path / "launcher", limit_s=LIMIT_S, env=env))
+
+
+@pytest.mark.parametrize("how", ["prints", "polls", "listens"])
 def test_workers_that_may_work_go_on(tmp_path: Path, how: str) -> None:
-    """They print, or may train without tfmulti, which reports no steps."""
+    """They print, or do not use tfmulti and so report no steps."""
     done = spun(tmp_path, how)
     assert done.returncode == 0, done.stderr
 

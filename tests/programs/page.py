@@ -16,7 +16,8 @@ BEGIN, END = "<!-- programs: begin -->\n", "<!-- programs: end -->"
 def table() -> str:
     """Returns the table in Markdown, with the public titles in alphabetical order."""
     by_title: dict[str, list[str]] = {}
-    for name, program in PROGRAMS.items():
+    # The catalogue's order depends on which of its modules was imported first.
+    for name, program in sorted(PROGRAMS.items()):
         for title in program.like:
             by_title.setdefault(title, []).append(f"`{name}`: {program.kind.rstrip('.')}")
     rows = [
