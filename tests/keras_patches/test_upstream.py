@@ -82,6 +82,15 @@ def test_upstream_still_divides_the_losses_that_rows_add(
     assert np.abs(keras_alone - keras_on_one_device).max() > 1e-2
 
 
+@behaviour(upstream.weights_after_a_schedule_free_step, at=SEVERAL)
+def test_upstream_still_loses_what_an_optimizer_assigns_when_it_builds(results: list[Any]) -> None:
+    """The reason for the row about optimizers in docs/limits.md.
+
+    Plain Keras builds the optimizer while it traces the first step, and drops the assignment.
+    """
+    assert all(worker == [pytest.approx(0), pytest.approx(1)] for worker in results)
+
+
 def test_upstream_still_cannot_order_existing_operations() -> None:
     """The reason for `_add_control_inputs`: its public counterpart can only be read."""
     names = [name for name in dir(tf.Operation) if "control_input" in name]

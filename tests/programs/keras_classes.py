@@ -454,6 +454,8 @@ OPTIMIZERS: dict[str, Make] = {
             "Nadam",
             "RMSprop",
             "SGD",
+            # It must be built before the training, as here: see docs/limits.md.
+            "ScheduleFreeAdamW",
         )
     },
 }

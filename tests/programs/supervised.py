@@ -320,6 +320,39 @@ def gradients_in_a_condition() -> Made:
     return _step(GradientsInACondition)
 
 
+class LossInACondition(Step):
+    """Adds a penalty of a variable after the first step, in a condition that reads it."""
+
+    reduce = staticmethod(tf.reduce_mean)
+
+    def of(self, x: Any, y: Any) -> Any:
+        losses = _entropy(y, self(x, training=True))
+        loss, weight = tf.reduce_mean(losses), self.trainable_variables[0]
+        return tf.cond(
+            self.optimizer.iterations < 1,
+            lambda: tf.identity(loss),
+            lambda: 0.5 * self.reduce(losses) + tf.reduce_sum(tf.square(weight)),
+        )
+
+
+@program("warm-up of a penalty in tf.cond")
+def loss_in_a_condition() -> Made:
+    """A loss that tf.cond computes from means and from a variable, from the second step on."""
+    return _step(LossInACondition)
+
+
+class SumInACondition(LossInACondition):
+    """Takes a sum over the rows in a branch, which the first step does not take."""
+
+    reduce = staticmethod(tf.reduce_sum)
+
+
+@program("another loss after the warm-up in tf.cond", expects="a condition on tensors that reads")
+def sum_in_a_condition() -> Made:
+    """A loss that is a sum over the rows in a branch that the first step does not take."""
+    return _step(SumInACondition)
+
+
 class MixUp(Step):
     def of(self, x: Any, y: Any) -> Any:
         mixing = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=5)

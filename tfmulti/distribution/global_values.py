@@ -48,7 +48,8 @@ class _Made:
         globals: values of one device.
         rows: this replica's rows, computed with values of the global batch.
         leaves: tensors of the user's step from which the others were built.
-        mixes: whether `rows` depend on other rows by more than their number.
+        mixes: whether replicas use values of the global batch differently, as for `rows` that
+            depend on other rows by more than their number.
     """
 
     averages: dict[str, tf.Tensor] = field(default_factory=dict)
@@ -58,7 +59,8 @@ class _Made:
     mixes: bool = False
 
 
-_made: weakref.WeakKeyDictionary[tf.Graph, _Made] = weakref.WeakKeyDictionary()
+# By the number of the replica, since the replicas of a process are traced into one graph.
+_made: weakref.WeakKeyDictionary[tf.Graph, dict[int, _Made]] = weakref.WeakKeyDictionary()
 
 
 def are_known(share: ReplicaSlice) -> bool:
@@ -148,8 +150,21 @@ def own_rows(share: ReplicaSlice, value: Any) -> Any:
 
 
 def note_unknown(share: ReplicaSlice, value: Any) -> None:
-    """Notes the reason if it is not known how a value depends on the rows."""
+    """Notes the reason if it is not known how a value depends on the rows.
+
+    A comparison of the first step with one device decides about such a value. It cannot decide
+    about a condition, which may take another branch in a later step.
+
+    Raises:
+        ModelError: a condition computes the value.
+    """
     label = label_of(value)
+    if label.kind is Kind.LOCAL and row_labels.is_of_condition(label.reason):
+        raise ModelError(
+            f"the step uses a value of {label.reason}, a condition on tensors that reads variables "
+            "and whose branches need the rows of all replicas. Compute both values outside of "
+            "tf.cond, and choose one by tf.where."
+        )
     if label.kind is Kind.LOCAL:
         share.note_unknown(label.reason)
 
@@ -158,7 +173,13 @@ Gradient = Callable[..., Any]
 
 
 def gradient(
-    share: ReplicaSlice, original: Gradient, target: Any, sources: Any, **options: Any
+    share: ReplicaSlice,
+    original: Gradient,
+    target: Any,
+    sources: Any,
+    *,
+    is_recorded: bool = False,
+    **options: Any,
 ) -> Any:
     """Returns this replica's gradients of what one device would have computed.
 
@@ -171,6 +192,7 @@ def gradient(
         target: what the user's step takes the gradients of. For a tensor of several values it is
             their sum.
         sources: variables or tensors.
+        is_recorded: whether a tape records the gradient, and may differentiate it once more.
         **options: further arguments of `GradientTape.gradient`.
 
     Raises:
@@ -198,7 +220,9 @@ def gradient(
         leaves = builder.leaves_behind(new)
         seeds = tf.gradients(new, leaves, stop_gradients=leaves)
         pairs = [(leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if seed is not None]
-        options["output_gradients"] = [seed for _, seed in pairs]
+        options["output_gradients"] = [
+            builder.factor_on_tape(seed) if is_recorded else seed for _, seed in pairs
+        ]
         found = original([leaf for leaf, _ in pairs], sources, **options)
     return _by_source(share, sources, found)
 
@@ -217,8 +241,11 @@ def _gradient_in_branch(
     for value in flat:
         note_unknown(share, value)
     of_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
-    if options.get("output_gradients") is not None or (kinds <= {Kind.ROWS} and of_rows):
+    if options.get("output_gradients") is not None:
         return original(target, sources, **options)
+    if kinds <= {Kind.ROWS} and of_rows:
+        found = original(target, sources, **options)
+        return tf.nest.map_structure(_labelled_rows, sources, found)
     if kinds <= {Kind.ROWS, Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
         # The sum over all replicas is the mean over the replicas of the sums divided by weights.
         over = tf.math.reciprocal_no_nan(share.weight)
@@ -259,7 +286,7 @@ def _by_source(share: ReplicaSlice, sources: Any, gradients: Any) -> Any:
         label = label_of(source) if isinstance(source, tf.Tensor) else row_labels.ALIKE
         if _is_of_rows(source):
             value = _labelled_rows(source, value * tf.cast(share.weight, value.dtype))
-        elif label.kind is Kind.ALIKE:
+        elif label.kind in (Kind.ALIKE, Kind.MEAN):
             row_labels.mark(value, row_labels.MEAN)
         else:
             reason = "a gradient by a tensor that is computed from several rows"
@@ -273,7 +300,9 @@ class _Builder:
 
     def __init__(self, share: ReplicaSlice, graph: tf.Graph) -> None:
         self._share = share
-        self._made = _made.setdefault(graph, _Made())
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = int(tf.get_static_value(replica))
+        self._made = _made.setdefault(graph, {}).setdefault(number, _Made())
 
     def leaves_behind(self, made: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the floating tensors of the user's step from which tensors were built."""
@@ -307,6 +336,15 @@ class _Builder:
             return tf.identity(found), back
 
         found: tf.Tensor = given(made, *leaves)
+        return found
+
+    def factor_on_tape(self, made: tf.Tensor) -> tf.Tensor:
+        """Returns what `on_tape` does, for a value by which each replica multiplies its own part.
+
+        So the gradient by this value is another one on each replica, and must be summed.
+        """
+        found = self.on_tape(made)
+        self._made.mixes = self._made.mixes or found is not made
         return found
 
     def summed(self, target: tf.Tensor) -> tf.Tensor:

@@ -124,7 +124,7 @@ def _statistics(
         return count, mean, variance
     count *= tf.cast(share.own_rows > 0, x.dtype)
     mean, variance = (tf.math.multiply_no_nan(part, tf.sign(count)) for part in (mean, variance))
-    return _merged(count, mean, variance * count)
+    return _merged(share, count, mean, variance * count)
 
 
 def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
@@ -184,8 +184,7 @@ def _gradients_of_share(
     # The loss of every replica depends on the rows of all, and counts by that replica's weight.
     # What is returned here will be multiplied by this replica's weight, which is 0 without rows.
     weight = tf.cast(share.weight, x.dtype)
-    sums = tf.math.multiply_no_nan(tf.stack([dgamma, dbeta]), weight)
-    of_all = replica_context.total(sums)
+    of_all = replica_context.of_all_replicas(share, tf.stack([dgamma, dbeta]))
     by_gamma, by_beta = tf.unstack(tf.math.divide_no_nan(of_all, weight))
     scale = tf.math.rsqrt(variance + epsilon)
     slope = tf.math.divide_no_nan(gamma * scale * scale * by_gamma, total)
@@ -273,17 +272,17 @@ def global_moments(
         count = tf.reduce_sum(counts, axes, keepdims=True)
         mean = tf.math.divide_no_nan(tf.reduce_sum(x * counts, axes, keepdims=True), count)
         squares = tf.reduce_sum(tf.square(x - mean) * counts, axes, keepdims=True)
-        total, mean, variance = _merged(count, mean, squares)
+        total, mean, variance = _merged(share, count, mean, squares)
 
         def gradient(mean_upstream: tf.Tensor, variance_upstream: tf.Tensor) -> tf.Tensor:
             # The loss of every replica depends on the rows of all, and counts by that replica's
             # weight. What is returned here will be multiplied by this replica's weight.
             weight = tf.cast(share.weight, x.dtype)
-            upstream = tf.math.multiply_no_nan(
-                tf.stack([tf.reshape(mean_upstream, [-1]), tf.reshape(variance_upstream, [-1])]),
-                weight,
+            upstream = tf.stack(
+                [tf.reshape(mean_upstream, [-1]), tf.reshape(variance_upstream, [-1])]
             )
-            by_mean, by_variance = tf.unstack(replica_context.total(upstream))
+            of_all = replica_context.of_all_replicas(share, upstream)
+            by_mean, by_variance = tf.unstack(of_all)
             by_mean, by_variance = (
                 tf.math.divide_no_nan(tf.reshape(part, tf.shape(mean)), total)
                 for part in (by_mean, by_variance)
@@ -298,11 +297,11 @@ def global_moments(
 
 
 def _merged(
-    count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor
+    share: ReplicaSlice, count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance over all replicas, from one collective."""
     found: tuple[tf.Tensor, tf.Tensor, tf.Tensor] = _of_all(
-        replica_context.of_each(tf.stack([count, mean, squares]))
+        replica_context.of_each(share, tf.stack([count, mean, squares]))
     )
     return found
 

@@ -300,17 +300,22 @@ def total(value: tf.Tensor) -> tf.Tensor:
     Raises:
         CannotCompileError: XLA is to compile the step.
     """
+    return _with_gradient(value, _total(value), total)
+
+
+def _total(value: tf.Tensor) -> tf.Tensor:
+    """Returns what `total` does, without a gradient."""
     refuse_to_compile("takes a sum over all replicas")
     begun = collectives.begin_totals([value])
-    found = _all_reduced([value]) if begun is None else begun()
-    return _with_gradient(value, found[0], total)
+    return _all_reduced([value])[0] if begun is None else begun()[0]
 
 
 def of_all_replicas(share: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
     """Returns the gradient of the global batch by a value that is the same on all replicas.
 
     The gradient of the global batch is the mean over the replicas, weighted by their rows
-    (`reduce_gradients`). So each replica's part counts by its weight.
+    (`reduce_gradients`). So each replica's part counts by its weight. A gradient of the result by
+    `upstream`, as in a gradient of a gradient, is such a mean, too.
 
     Args:
         share: this replica's slice.
@@ -318,7 +323,8 @@ def of_all_replicas(share: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
     """
     # A lookup of rows (`tf.gather`) has a gradient with gaps, tf.IndexedSlices.
     upstream = tf.convert_to_tensor(upstream)
-    return total(tf.math.multiply_no_nan(upstream, tf.cast(share.weight, upstream.dtype)))
+    own = tf.math.multiply_no_nan(upstream, tf.cast(share.weight, upstream.dtype))
+    return _with_gradient(upstream, _total(own), functools.partial(of_all_replicas, share))
 
 
 def rows_of_all(
@@ -353,10 +359,11 @@ def rows_of_all(
     return tf.ensure_shape(gather(rows), [None, *rows.shape[1:]])
 
 
-def of_each(value: tf.Tensor) -> tf.Tensor:
+def of_each(share: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     """Returns every replica's value, `[replicas, ...]` in the order of the replicas.
 
     Args:
+        share: this replica's slice.
         value: a tensor whose shape is known when the step is traced.
 
     Raises:
@@ -371,7 +378,13 @@ def of_each(value: tf.Tensor) -> tf.Tensor:
     if found is None:
         place = tf.one_hot(number, replicas, dtype=value.dtype)
         found = context.all_reduce(SUM, tf.tensordot(place, value, axes=0))
-    return _with_gradient(value, found, lambda upstream: total(upstream)[number])
+
+    def back(upstream: tf.Tensor) -> tf.Tensor:
+        # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
+        own = of_all_replicas(share, upstream)[number]
+        return tf.math.divide_no_nan(own, tf.cast(share.weight, own.dtype))
+
+    return _with_gradient(value, found, back)
 
 
 def _with_gradient(

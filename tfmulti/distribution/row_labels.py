@@ -73,6 +73,9 @@ class _Marks:
 
 
 _graphs: weakref.WeakKeyDictionary[tf.Graph, _Marks] = weakref.WeakKeyDictionary()
+_labels_of_branches: weakref.WeakKeyDictionary[tf.Graph, dict[str, Label]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def begin(data: Any, metric_variables: Iterable[Any]) -> None:
@@ -112,7 +115,8 @@ def local(reason: str) -> Label:
 
 
 # The classes of TensorFlow's graphs for the branches of conditions and the parts of loops.
-_BRANCHES = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
+_LOOPS = ("WhileBodyFuncGraph", "WhileCondFuncGraph")
+_BRANCHES = ("CondBranchFuncGraph", *_LOOPS)
 
 
 @contextlib.contextmanager
@@ -132,7 +136,7 @@ def kept_in_branch() -> Iterator[bool]:
     if graph is None:
         inner = []
     for each in inner:
-        _graphs[each] = _Marks(metric_handles=_graphs[graph].metric_handles)
+        _graphs[each] = _marks_of_branch(each, _graphs[graph])
     try:
         yield bool(inner)
     finally:
@@ -140,9 +144,20 @@ def kept_in_branch() -> Iterator[bool]:
             del _graphs[each]
 
 
+def _marks_of_branch(branch: tf.Graph, marks: _Marks) -> _Marks:
+    """Returns the marks of a branch in a graph with `marks`; its labels outlive `_graphs`."""
+    labels = _labels_of_branches.setdefault(branch, {})
+    return _Marks(labels, metric_handles=marks.metric_handles)
+
+
 def is_of_condition(reason: str) -> bool:
-    """Returns whether a value is not understood since a condition or a loop computes it."""
-    return reason.endswith(("(If)", "(While)", "(Case)"))
+    """Returns whether a value is not understood since a condition computes it."""
+    return reason.endswith(("(If)", "(Case)"))
+
+
+def is_of_loop(reason: str) -> bool:
+    """Returns whether a value is not understood since a loop computes it."""
+    return reason.endswith("(While)")
 
 
 def are_kept() -> bool:
@@ -293,8 +308,13 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
         outside = _origin(marks, output)
         if outside is not output and _marks_of(outside) is not None:
             return label_of(outside)
-        is_value = output.dtype == tf.resource or not hasattr(outside, "graph")
-        return ALIKE if is_value else local(f"the input {op.name!r} of a function")
+        if output.dtype == tf.resource or not hasattr(outside, "graph"):
+            return ALIKE
+        if type(op.graph).__name__ in _LOOPS:
+            return local(f"the value {op.name!r} that a loop on tensors carries (While)")
+        return local(f"the input {op.name!r} of a function")
+    if op.type == "If":
+        return _of_condition(marks, output, inputs)
     # Each call of a stateful operation may give another value, such as a random number.
     if op.op_def.is_stateful and op.type not in _READERS | _SOURCES:
         return local(f"the operation {op.name!r} ({op.type})")
@@ -318,6 +338,35 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
     if kinds <= {Kind.ALIKE, Kind.COUNT, Kind.MEAN, Kind.SUM} and is_linear(at):
         return SUM if kinds & {Kind.SUM, Kind.COUNT} else MEAN
     return GLOBAL
+
+
+def _of_condition(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Label:
+    """Returns the label of what a condition that reads variables computes.
+
+    Such a condition cannot be built again from other values, since a gradient by the variables in
+    it would be lost. So the replicas must take the same branch, and both branches must give a value
+    that needs no change.
+    """
+    op = output.op
+    branches = [getattr(op, name, None) for name in ("_true_graph", "_false_graph")]
+    if inputs[0].kind is Kind.ALIKE and None not in branches:
+        found = {_of_branch(marks, graph, output.value_index, inputs[1:]) for graph in branches}
+        if len(found) == 1 and found <= {ALIKE, MEAN, *(f for f in found if f.kind is Kind.ROWS)}:
+            return found.pop()
+        if found == {ALIKE, MEAN}:
+            return MEAN
+    return local(f"the operation {op.name!r} (If)")
+
+
+def _of_branch(marks: _Marks, graph: tf.Graph, index: int, inputs: Sequence[Label]) -> Label:
+    """Returns the label of one output of a branch, from the labels of the condition's inputs."""
+    _graphs[graph] = _marks_of_branch(graph, marks)
+    for tensor, label in zip(graph.inputs, inputs, strict=False):
+        mark(tensor, label)
+    try:
+        return label_of(graph.outputs[index])
+    finally:
+        del _graphs[graph]
 
 
 def _reads_metric(marks: _Marks, op: tf.Operation) -> bool:

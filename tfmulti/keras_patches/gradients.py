@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 
 from tfmulti.distribution import (
     global_values,
@@ -52,6 +53,10 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         if not has_labels:
             target = tf.nest.map_structure(lambda t: losses.summed_gradient(share, t), target)
         compute = functools.partial(original, self)
-        return global_values.gradient(share, compute, target, sources, **options)
+        # Outside its own context this tape records nothing any more, but an outer tape may.
+        recorded = record.could_possibly_record()
+        return global_values.gradient(
+            share, compute, target, sources, is_recorded=recorded, **options
+        )
 
     return gradient

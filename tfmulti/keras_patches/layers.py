@@ -6,7 +6,7 @@ Layers that compare the rows of a batch get the rows of all replicas.
 | what | name | upstream | can go when |
 |---|---|---|---|
 | states of steps | public: `keras.Variable.assign`; private: `DistributedVariable.assign`, `assign_add`, `assign_sub` | none | a variable that a step changes gets the value of the global batch |
-| labels of rows | public: `Layer.__call__` | none | never: it records which rows a layer's outputs belong to |
+| labels of rows | public: `Layer.__call__`; private: `get_stateless_scope` | none | never: it records which rows a layer's outputs belong to |
 | layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` and of AugMix | none | these layers know about replicas |
 | custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know about replicas |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; private: `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from tensorflow.python.distribute.values import DistributedVariable
 
 from tfmulti.distribution import (
@@ -144,10 +145,18 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         with _in_layer_of_keras.set_to(own and not isinstance(self, keras.layers.Lambda)):
             outputs = original(self, *args, **kwargs)
         if row_labels.are_kept() and _works_by_rows(self):
-            row_labels.mark_call((args, kwargs), outputs)
+            row_labels.mark_call((args, kwargs, _given_weights(self)), outputs)
         return outputs
 
     return call
+
+
+def _given_weights(layer: Any) -> list[Any]:
+    """Returns the tensors that stand for a layer's weights in `stateless_call`."""
+    if not in_stateless_scope():
+        return []
+    found = map(get_stateless_scope().get_current_value, layer.trainable_variables)
+    return [value for value in found if value is not None]
 
 
 def _works_by_rows(layer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -81,6 +82,24 @@ class AddsRows(keras.layers.Layer):
 
 def weights_after_added_losses_of_rows() -> Any:
     return [_weights_after_a_step(prepared, AddsRows()) for prepared in (False, True)]
+
+
+def weights_after_a_schedule_free_step() -> Any:
+    """Returns the first weight, 1 before, after a step of rate 0: by Keras alone, and by tfmulti.
+
+    Keras' model is made in no scope, as on one device.
+    """
+    found = []
+    for scope in (contextlib.nullcontext(), here.strategy.scope()):
+        with scope:
+            layer = keras.layers.Dense(2, kernel_initializer="ones")
+            model = keras.Sequential([keras.Input((6,)), layer])
+            if found:
+                prepare(model)
+            model.compile(keras.optimizers.ScheduleFreeAdamW(0.0), "mse")
+        fit(model, x=X[:8], y=X[:8, :2], batch_size=8, epochs=1, shuffle=False)
+        found.append(float(model.get_weights()[0][0, 0]))
+    return found
 
 
 def operations_of_a_function() -> Any:

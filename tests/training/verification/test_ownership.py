@@ -53,8 +53,6 @@ NOT_COMPARED = {
         "MultiOptimizer",
         "OptimizerMap",
         "Optimizer",
-        # Replicas have given other weights than one device.
-        "ScheduleFreeAdamW",
     },
 }
 # These functions are neither losses nor metrics, and `keras.layers` has functions for its classes.

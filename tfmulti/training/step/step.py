@@ -200,10 +200,8 @@ def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None
     """Warns on the chief if some values of a step may differ from those of one device.
 
     There is no warning while the first steps are compared with one device, and none for a
-    `train_step` that had its numbers there. But a comparison does not settle a condition or a loop,
-    which may take another branch in a later step. The warning names the first reason that was noted
-    while the step was traced. All noted reasons are then forgotten, so that they give one warning
-    only.
+    `train_step` that had its numbers there. The warning names the first reason that was noted while
+    the step was traced. All noted reasons are then forgotten, so that they give one warning only.
 
     Args:
         model: the prepared model.
@@ -215,18 +213,12 @@ def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None
         return
     found = state.verification
     is_compared = found is not None and found.verdict == "same" and step == "train_step"
-    reasons = [r for r in state.traced.unknown if not is_compared or row_labels.is_of_condition(r)]
+    reason = next(iter(state.traced.unknown))
     state.traced.unknown.clear()
-    if not reasons or not placement.is_chief:
+    if is_compared or not placement.is_chief:
         return
-    advice = "Compare the first step with one device: prepare(model, verify=True)."
-    if row_labels.is_of_condition(reasons[0]):
-        advice = (
-            "A comparison with one device sees only the branch that the first steps take. Use "
-            "tf.where instead, which computes both branches."
-        )
     warnings.warn(
         f"it is not known whether values of the {step} are those of one device: they depend on "
-        f"{reasons[0]}. {advice}",
+        f"{reason}. Compare the first step with one device: prepare(model, verify=True).",
         stacklevel=4,
     )

@@ -81,6 +81,7 @@ METRICS = _names(
 OPTIMIZERS = _names(
     """
     Adadelta Adafactor Adagrad Adam AdamW Adamax Ftrl Lamb Lion Muon Nadam RMSprop SGD
+    ScheduleFreeAdamW
     """
 )
 

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfmulti.distribution import row_labels
+
 # A difference counts if it is more than this many times the change by one unit in the last place of
 # the weights. Sums over rows that were added in another order were seen to differ by 16 times that
 # change, where large terms cancel out. A wrong computation differs by far more.
@@ -286,13 +288,14 @@ def draws_in_words(operations: Sequence[str], line: str | None) -> str:
     )
 
 
-def in_words(found: Difference, *, replicas: int, steps: int) -> str:
+def in_words(found: Difference, *, replicas: int, steps: int, unknown: str | None = None) -> str:
     """Returns the message for a difference: what differs, by how much, where, and what to do.
 
     Args:
         found: the difference.
         replicas: the number of replicas.
         steps: the number of steps that were compared.
+        unknown: an operation of the step whose result may depend on the rows in any way, or None.
     """
     after = f"step {steps}" if steps == 1 else f"{steps} steps"
     place = f", in {found.line}" if found.line else ""
@@ -301,8 +304,19 @@ def in_words(found: Difference, *, replicas: int, steps: int) -> str:
         f"verify: after {after} on {replicas} replicas {_subject(found)} differs from one device: "
         f"{found.here:.7g} where one device has {found.there:.7g}{size}; the difference is "
         f"{found.difference:.2g}, and rounding explains {found.limit:.2g}{place}. "
-        f"{_advice(found, replicas)} {WITHOUT}"
+        f"{_unknown_in_words(unknown) if unknown else _advice(found, replicas)} {WITHOUT}"
     )
+
+
+def _unknown_in_words(unknown: str) -> str:
+    """Returns what the user can do about an operation whose use of the rows is not known."""
+    if row_labels.is_of_loop(unknown):
+        return (
+            f"The cause may be {unknown}. In a loop on tensors replicas cannot exchange values, "
+            "such as the gradient of an inner step (MAML). Write the loop in Python, as "
+            "'for _ in range(n)'."
+        )
+    return f"The cause may be {unknown}: it is not known how its result depends on the rows."
 
 
 def _subject(found: Difference) -> str:

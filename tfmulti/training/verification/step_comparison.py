@@ -320,7 +320,10 @@ class StepComparison:
         first = first or failure
         if first is None:
             return ""
-        return comparison.in_words(first, replicas=self.place.replicas, steps=self.steps)
+        unknown = next(iter(state_of(self._model).traced.unknown), None)
+        return comparison.in_words(
+            first, replicas=self.place.replicas, steps=self.steps, unknown=unknown
+        )
 
     def first_difference(self) -> Difference | None:
         """Returns the first difference within the first step, or None if it was not found.

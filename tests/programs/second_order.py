@@ -1,0 +1,238 @@
+"""Steps with a gradient step inside them, as in meta-learning and sharpness-aware training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from tests.programs.common import adam, features, fit, labels, sgd
+from tests.programs.registry import Made, program
+
+DATA = (features(4), labels())
+INNER_RATE = 0.1
+
+
+class Adapted(keras.Model):
+    """Trains weights from which one gradient step leads to a small loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(5, "tanh")
+        self.last = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.hidden(x))
+
+    def loss_of(self, y: Any, outputs: Any) -> Any:
+        losses = keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+        return tf.reduce_mean(losses)
+
+    def outputs_by(self, weights: Any, x: Any) -> Any:
+        """Returns the outputs for weights that are tensors."""
+        kernel, bias, last_kernel, last_bias = weights
+        return tf.tanh(x @ kernel + bias) @ last_kernel + last_bias
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                before = self.loss_of(y, self(x))
+            gradients = inner.gradient(before, weights)
+            moved = [w - INNER_RATE * g for w, g in zip(weights, gradients, strict=True)]
+            loss = self.loss_of(y, self.outputs_by(moved, x))
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss, "before": before}
+
+
+def _made(model: keras.Model) -> Made:
+    model(DATA[0][:1])
+    return Made(model, {"optimizer": adam()}, fit(*DATA))
+
+
+@program("MAML: a functional forward pass with the moved weights")
+def gradient_through_a_gradient_step() -> Made:
+    """An inner gradient step by the rows of the batch, and a gradient through it."""
+    return _made(Adapted())
+
+
+class AdaptedByKeras(Adapted):
+    def outputs_by(self, weights: Any, x: Any) -> Any:
+        return self.stateless_call(weights, [], x)[0]
+
+
+@program("MAML: Keras' stateless_call with the moved weights")
+def gradient_through_a_stateless_call() -> Made:
+    """An inner gradient step, whose weights Keras' `stateless_call` takes."""
+    return _made(AdaptedByKeras())
+
+
+class Sharpness(Adapted):
+    """Goes uphill first, takes the gradient there, and comes back."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            before = self.loss_of(y, self(x))
+        moves = [0.5 * g for g in tape.gradient(before, weights)]
+        for weight, move in zip(weights, moves, strict=True):
+            weight.assign_add(move)
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x))
+        gradients = tape.gradient(loss, weights)
+        for weight, move in zip(weights, moves, strict=True):
+            weight.assign_sub(move)
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss, "before": before}
+
+
+@program("Sharpness-aware minimization")
+def gradient_at_moved_weights() -> Made:
+    """A gradient at weights that the step has moved by another gradient and moves back."""
+    return _made(Sharpness())
+
+
+class SplitRows(Adapted):
+    """Adapts by the first half of the batch, and measures by the second half."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        half = tf.shape(x)[0] // 2
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                before = self.loss_of(y[:half], self(x[:half]))
+            gradients = inner.gradient(before, weights)
+            moved = [w - INNER_RATE * g for w, g in zip(weights, gradients, strict=True)]
+            loss = self.loss_of(y[half:], self.outputs_by(moved, x[half:]))
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss, "before": before}
+
+
+@program("MAML: support and query rows of one batch")
+def gradient_step_by_half_of_the_rows() -> Made:
+    """An inner gradient step by the first half of the rows, and a loss of the second half."""
+    return _made(SplitRows())
+
+
+class PerTask(Adapted):
+    """Each row is a task of its own, with an inner step on its own examples."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+
+        def of_task(row: Any) -> Any:
+            x, y = row
+            x, y = x[None], y[None]
+            with tf.GradientTape() as inner:
+                values = [tf.identity(w) for w in weights]
+                inner.watch(values)
+                before = self.loss_of(y, self.outputs_by(values, x))
+            gradients = inner.gradient(before, values)
+            moved = [w - INNER_RATE * g for w, g in zip(weights, gradients, strict=True)]
+            return self.loss_of(y, self.outputs_by(moved, x))
+
+        with tf.GradientTape() as outer:
+            loss = tf.reduce_mean(tf.map_fn(of_task, (x, y), fn_output_signature=tf.float32))
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program("MAML: one task a row, in tf.map_fn")
+def gradient_step_of_each_row() -> Made:
+    """An inner gradient step for each row, in a loop over the rows."""
+    return _made(PerTask())
+
+
+class SeveralSteps(Adapted):
+    """Takes two inner steps, by losses that are roots of means."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            moved = [tf.identity(w) for w in weights]
+            for _ in range(2):
+                with tf.GradientTape() as inner:
+                    inner.watch(moved)
+                    before = tf.sqrt(self.loss_of(y, self.outputs_by(moved, x)))
+                gradients = inner.gradient(before, moved)
+                moved = [w - INNER_RATE * g for w, g in zip(moved, gradients, strict=True)]
+            loss = self.loss_of(y, self.outputs_by(moved, x))
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss, "before": before}
+
+
+@program("MAML: two inner steps")
+def gradient_through_two_steps() -> Made:
+    """Two inner gradient steps by roots of means, and a gradient through both."""
+    return _made(SeveralSteps())
+
+
+class StepsInALoop(Adapted):
+    """Takes inner steps in a loop, through which the replicas cannot exchange values."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+
+        def step(*moved: Any) -> Any:
+            with tf.GradientTape() as inner:
+                inner.watch(moved)
+                before = self.loss_of(y, self.outputs_by(moved, x))
+            gradients = inner.gradient(before, moved)
+            return [w - INNER_RATE * g for w, g in zip(moved, gradients, strict=True)]
+
+        with tf.GradientTape() as outer:
+            first = [tf.identity(w) for w in weights]
+            moved = tf.while_loop(lambda *_: True, step, first, maximum_iterations=2)
+            loss = self.loss_of(y, self.outputs_by(moved, x))
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program(
+    "MAML: inner steps in tf.while_loop", expects="a loop on tensors.*Write the loop in Python"
+)
+def gradient_steps_in_a_loop() -> Made:
+    """Inner gradient steps in a loop on tensors."""
+    return _made(StepsInALoop())
+
+
+class PenaltyThroughNormalization(keras.Model):
+    """Adds the size of the gradient by the inputs, behind a BatchNormalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(5), layers.BatchNormalization(), layers.Dense(1)]
+        )
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                outputs = self.inner(x, training=True)
+                loss = tf.reduce_mean(tf.square(outputs[:, 0] - tf.cast(y, tf.float32)))
+            slopes = tape.gradient(loss, x)
+            penalty = 10.0 * tf.reduce_sum(tf.square(slopes))
+            total = loss + penalty
+        self.optimizer.apply(outer.gradient(total, weights), weights)
+        return {"loss": loss, "penalty": penalty}
+
+
+@program("Gradient penalty with BatchNormalization")
+def gradient_penalty_through_normalization() -> Made:
+    """The gradient by the inputs of a normalized batch, and a gradient through it."""
+    model = PenaltyThroughNormalization()
+    return Made(model, {"optimizer": sgd(0.01)}, fit(*DATA))
