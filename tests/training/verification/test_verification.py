@@ -102,8 +102,8 @@ WARNINGS = {
     "train_step": [],
     "train_step:not compared": ["values of the train_step", "the custom gradient of"],
     "train_step:condition": [],
-    "test_step": ["values of the test_step", "the custom gradient of"],
-    "predict_step": ["values of the predict_step", "the custom gradient of"],
+    "test_step": ["values of the test_step", "the custom gradient of", "training steps only"],
+    "predict_step": ["values of the predict_step", "the custom gradient of", "training steps only"],
 }
 
 

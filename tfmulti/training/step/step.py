@@ -217,8 +217,14 @@ def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None
     state.traced.unknown.clear()
     if is_compared or not placement.is_chief:
         return
+    advice = "Compare the first step with one device: prepare(model, verify=True)."
+    if step != "train_step":
+        advice = (
+            "verify compares training steps only, so compare this result with that of plain Keras "
+            "on one device."
+        )
     warnings.warn(
         f"it is not known whether values of the {step} are those of one device: they depend on "
-        f"{reason}. Compare the first step with one device: prepare(model, verify=True).",
+        f"{reason}. {advice}",
         stacklevel=4,
     )
