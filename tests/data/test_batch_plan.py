@@ -21,7 +21,7 @@ def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> l
         for rank in range(workers):
             part = plan.part(step, rank * local, local, workers * local)
             examples = plan.examples_of(part)
-            for first, last, counts in part.shares:
+            for first, last, counts in part.slices:
                 if counts:
                     found += examples[first - part.begin : last - part.begin].tolist()
     return found
@@ -140,9 +140,9 @@ def test_slices_know_their_position_in_the_batch(
     at = 0
     for rank in range(workers):
         part = plan.part(step, rank * local, local, workers * local)
-        assert part.begin == min(first for first, _, _ in part.shares)
+        assert part.begin == min(first for first, _, _ in part.slices)
         assert len(plan.examples_of(part)) == part.end - part.begin
-        for first, last, counts in part.shares:
+        for first, last, counts in part.slices:
             assert first == (at if counts else part.rows - 1)
             assert last - first >= 1
             at += (last - first) * counts

@@ -28,20 +28,15 @@ def mixed(values: Any) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def key_of(*words: int) -> int:
-    """Returns 64 bits that depend on all words and on their order.
-
-    It applies the arithmetic of `mixed` to Python's integers, word by word.
+def key_of(*numbers: int) -> int:
+    """Returns 64 bits that depend on all numbers and on their order.
 
     >>> key_of(1, 2) != key_of(2, 1)
     True
     """
     key = 0
-    for word in words:
-        z = (key + (word & _MASK) + int(_STEP)) & _MASK
-        z = ((z ^ (z >> 30)) * int(_FIRST)) & _MASK
-        z = ((z ^ (z >> 27)) * int(_SECOND)) & _MASK
-        key = z ^ (z >> 31)
+    for number in numbers:
+        key = int(mixed([(key + number + int(_STEP)) & _MASK])[0])
     return key
 
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.bad_records import check_lost
 from tfmulti.data.data_set import DataSet, fitted
-from tfmulti.data.loader import workers_here
-from tfmulti.data.lost import check_lost
+from tfmulti.data.loader import local_workers
 from tfmulti.data.source import Source
 from tfmulti.data.transforms import augmentation, class_weights
 from tfmulti.data.transforms.cache import InMemory, cached, free_memory
@@ -80,7 +80,7 @@ def _with_cache(data: DataSet, kind: str) -> DataSet:
 
     In memory all parts together take at most this worker's share of the free memory.
     """
-    free_bytes = free_memory() // workers_here()
+    free_bytes = free_memory() // local_workers()
 
     def made(source: Source) -> Source:
         """Returns a cached source, and subtracts the memory that it may take."""
@@ -121,5 +121,5 @@ def _weighted(data: DataSet, config: FitConfig) -> Source:
     if weights is None:
         classes = data.spec.outputs if data.spec else 0
         labels = read_labels(data.train, skip_bad=config.skip_bad_records > 0)
-        weights = class_weights.balanced(labels and labels.found, classes)
+        weights = class_weights.balanced(labels and labels.values, classes)
     return class_weights.Weighted(data.train, weights)

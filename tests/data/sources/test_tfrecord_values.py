@@ -175,7 +175,7 @@ def test_labels_are_read_without_the_images(
     train = tfrecord.load(str(tmp_path), 0).train
     labels = read_labels(train)
     assert labels is not None
-    assert labels.found.tolist() == [0, 2, 1]
+    assert labels.values.tolist() == [0, 2, 1]
     with pytest.raises(ValueError, match="no image"):
         train.read(np.array([0]))
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tfmulti.data.buffers import empty
 from tfmulti.data.formats.records import ByteStrings
 from tfmulti.data.io.files import MOST_BYTES
-from tfmulti.data.loader import empty
 from tfmulti.data.source import Leaf, Source, map_nest
 from tfmulti.errors import DataError
 

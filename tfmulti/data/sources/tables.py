@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
+from tfmulti.data.bad_records import naming
 from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSet, DataSpec
 from tfmulti.data.formats.columns import (
     CSV,
@@ -46,7 +47,6 @@ from tfmulti.data.formats.columns import (
     read_tables,
     to_columns,
 )
-from tfmulti.data.lost import naming
 from tfmulti.data.options import parse_options
 from tfmulti.data.transforms.encoding import Encoder
 from tfmulti.data.transforms.targets import Target, check_present, finite

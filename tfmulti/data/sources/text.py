@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
+from tfmulti.data.bad_records import naming, read_around_faults
 from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, FromChief
 from tfmulti.data.formats.columns import (
     CSV,
@@ -44,9 +45,8 @@ from tfmulti.data.formats.columns import (
 )
 from tfmulti.data.io import files
 from tfmulti.data.io.folders import find_classes, find_parts
-from tfmulti.data.lost import naming
 from tfmulti.data.options import parse_options
-from tfmulti.data.source import Leaf, Source
+from tfmulti.data.source import Leaf, OverSource, Source
 from tfmulti.data.transforms.targets import Target, check_present
 from tfmulti.errors import ConfigError, DataError, did_you_mean
 
@@ -61,7 +61,7 @@ _DEFAULTS: dict[str, Any] = {
 # One token is padding, and one is any word that the vocabulary lacks.
 _SPECIAL_TOKENS = 2
 # So many texts are in memory at a time while the vocabulary is computed.
-_AT_A_TIME = 256
+_BLOCK = 256
 
 
 def load(options: str, seed: int) -> DataSet:
@@ -144,7 +144,7 @@ class TextFiles(Source):
         return "\n".join([f"{zlib.crc32(self._labels.tobytes())}", *stamps])
 
 
-class VectorizedSource(Source):
+class VectorizedSource(OverSource):
     """The texts of another source as tokens, int32 [n, tokens], with their labels.
 
     Args:
@@ -157,24 +157,16 @@ class VectorizedSource(Source):
     def __init__(
         self, source: Source, vectorize: Callable[[np.ndarray], np.ndarray], tokens: int
     ) -> None:
-        self.source, self.vectorize, self.tokens = source, vectorize, tokens
-
-    def __len__(self) -> int:
-        return len(self.source)
+        super().__init__(source)
+        self._vectorize, self._tokens = vectorize, tokens
 
     @property
     def specs(self) -> Any:
-        return Leaf((self.tokens,), "int32"), self.source.specs[1]
+        return Leaf((self._tokens,), "int32"), self.below.specs[1]
 
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
-        texts, labels = self.source.read(indices, epoch)
-        return self.vectorize(texts), labels
-
-    def where(self, index: int) -> str:
-        return self.source.where(index)
-
-    def labels(self) -> np.ndarray | None:
-        return self.source.labels()
+        texts, labels = self.below.read(indices, epoch)
+        return self._vectorize(texts), labels
 
 
 def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -252,16 +244,11 @@ def _texts_of(source: Source) -> Iterator[np.ndarray]:
 
     The others are left to the loader, which names them, or leaves them out if that is allowed.
     """
-    for start in range(0, len(source), _AT_A_TIME):
-        indices = np.arange(start, min(start + _AT_A_TIME, len(source)))
-        try:
-            yield source.read(indices)[0]
-        except (OSError, ValueError):
-            for index in indices:
-                try:
-                    yield source.read(np.array([index]))[0]
-                except (OSError, ValueError):
-                    continue
+    for start in range(0, len(source), _BLOCK):
+        indices = np.arange(start, min(start + _BLOCK, len(source)))
+        yield from read_around_faults(
+            lambda rows: source.read(rows)[0], indices, lambda index, error: None
+        )
 
 
 def _layer(**options: Any) -> Any:
