@@ -64,8 +64,8 @@ def reason_of(error: Exception) -> str:
     """Returns what an exception says as one sentence."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}."
-    words = " ".join(str(error).split()) or type(error).__name__
-    return words if words.endswith(".") else f"{words}."
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return reason if reason.endswith(".") else f"{reason}."
 
 
 Result = TypeVar("Result")

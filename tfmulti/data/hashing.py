@@ -48,6 +48,6 @@ def uniform(key: int, examples: np.ndarray, draws: int) -> np.ndarray:
         examples: the indices of the examples, whole numbers from 0.
         draws: how many numbers each example gets.
     """
-    own = mixed(np.asarray(examples, np.uint64) * _STEP + np.uint64(key))
-    counters = own[:, np.newaxis] + np.arange(1, draws + 1, dtype=np.uint64) * _STEP
+    states = mixed(np.asarray(examples, np.uint64) * _STEP + np.uint64(key))
+    counters = states[:, np.newaxis] + np.arange(1, draws + 1, dtype=np.uint64) * _STEP
     return (mixed(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -22,7 +22,7 @@ from tfmulti.data.source import Source
 from tfmulti.data.transforms import augmentation, class_weights
 from tfmulti.data.transforms.cache import InMemory, cached, free_memory
 from tfmulti.data.transforms.labels import read_labels
-from tfmulti.data.transforms.splits import PARTS, with_splits, with_validation
+from tfmulti.data.transforms.splits import with_splits, with_validation
 from tfmulti.errors import ConfigError, DataError
 
 
@@ -90,10 +90,10 @@ def _with_cache(data: DataSet, kind: str) -> DataSet:
             free_bytes -= found.most_bytes
         return found
 
-    parts: dict[str, Any] = {}
-    for name in PARTS:
-        part = getattr(data, name)
-        parts[name] = part.changed(made) if isinstance(part, Source) else part
+    parts: dict[str, Any] = {
+        name: part.changed(made) if isinstance(part, Source) else part
+        for name, part in data.parts.items()
+    }
     return replace(data, **parts)
 
 

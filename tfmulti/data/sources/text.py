@@ -78,20 +78,20 @@ def load(options: str, seed: int) -> DataSet:
         DataError: a file or a class is missing, or a table cannot be read.
     """
     path, _, rest = options.partition(",")
-    place = f"--dataset text:{path}"
+    prefix = f"--dataset text:{path}"
     if not path:
-        raise DataError(f"{place} needs a folder. Write --dataset text:FOLDER.")
+        raise DataError(f"{prefix} needs a folder. Write --dataset text:FOLDER.")
     chosen = parse_options(f"text:{path}", rest, _DEFAULTS)
     if chosen["vocabulary"] <= _SPECIAL_TOKENS:
         raise ConfigError(
-            f"{place}: vocabulary is {chosen['vocabulary']}, but it must be above "
+            f"{prefix}: vocabulary is {chosen['vocabulary']}, but it must be above "
             f"{_SPECIAL_TOKENS}: 0 is padding and 1 any other word."
         )
     is_table = chosen["text"] or chosen["target"] or path.endswith((*EXTENSIONS[CSV], ".parquet"))
     if is_table:
-        parts, names = _of_tables(place, path, chosen)
+        parts, names = _of_tables(prefix, path, chosen)
     else:
-        parts, names = _of_folders(place, path, chosen)
+        parts, names = _of_folders(prefix, path, chosen)
     spec = DataSpec(
         (chosen["tokens"],),
         "int32",
@@ -100,7 +100,7 @@ def load(options: str, seed: int) -> DataSet:
         vocabulary_size=chosen["vocabulary"],
         class_names=names,
     )
-    return DataSet(spec=spec, share=functools.partial(_shared, place), **parts)
+    return DataSet(spec=spec, share=functools.partial(_shared, prefix), **parts)
 
 
 class TextFiles(Source):
@@ -140,8 +140,7 @@ class TextFiles(Source):
         return self._labels
 
     def identity(self) -> str:
-        stamps = (f"{path} {files.stamp_of(path)}" for path in self.paths)
-        return "\n".join([f"{zlib.crc32(self._labels.tobytes())}", *stamps])
+        return f"{zlib.crc32(self._labels.tobytes())}\n{files.identity_of(self.paths)}"
 
 
 class VectorizedSource(OverSource):
@@ -194,13 +193,13 @@ def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray
     return vectorize
 
 
-def make_vocabulary(place: str, source: Source, size: int) -> tuple[str, ...]:
+def make_vocabulary(prefix: str, source: Source, size: int) -> tuple[str, ...]:
     """Returns the words of a source's texts, most frequent first.
 
     A text that cannot be read does not count.
 
     Args:
-        place: the start of messages, such as `--dataset text:FOLDER`.
+        prefix: the start of messages, such as `--dataset text:FOLDER`.
         source: the training texts.
         size: the most tokens of the vocabulary, with those for padding and unknown words.
 
@@ -216,24 +215,23 @@ def make_vocabulary(place: str, source: Source, size: int) -> tuple[str, ...]:
     words = tuple(str(word) for word in layer.get_vocabulary(include_special_tokens=False))
     if not words:
         raise DataError(
-            f"{place}: the training texts hold no words, or cannot be read: the first is "
+            f"{prefix}: the training texts hold no words, or cannot be read: the first is "
             f"{source.where(0)}. Give files of text in UTF-8."
         )
     return words
 
 
-def _shared(place: str, data: DataSet, from_chief: FromChief) -> DataSet:
+def _shared(prefix: str, data: DataSet, from_chief: FromChief) -> DataSet:
     """Returns the data as tokens, whose vocabulary the chief makes; every worker calls it."""
     assert data.spec is not None
     assert data.spec.vocabulary_size is not None
     tokens, most = data.spec.input_shape[0], data.spec.vocabulary_size
-    words = from_chief(lambda: "\n".join(make_vocabulary(place, data.train, most)).encode())
+    words = from_chief(lambda: "\n".join(make_vocabulary(prefix, data.train, most)).encode())
     vocabulary = tuple(words.decode().split("\n"))
     vectorize = vectorizer(vocabulary, tokens)
     parts: dict[str, Any] = {
         name: part.changed(lambda source: VectorizedSource(source, vectorize, tokens))
-        for name in ("train", "validation", "test")
-        if (part := getattr(data, name)) is not None
+        for name, part in data.parts.items()
     }
     spec = replace(data.spec, vocabulary_size=len(vocabulary) + _SPECIAL_TOKENS)
     return replace(data, spec=spec, vocabulary=vocabulary, **parts)
@@ -265,53 +263,53 @@ def _decoded(data: bytes) -> str:
 
 
 def _of_folders(
-    place: str, path: str, chosen: dict[str, Any]
+    prefix: str, path: str, chosen: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the parts of a folder, and the names of the classes."""
     for option in ("validation", "test"):
         if chosen[option]:
             raise ConfigError(
-                f"{place}: {option}={chosen[option]} is for tables. Put the class folders of that "
+                f"{prefix}: {option}={chosen[option]} is for tables. Put the class folders of that "
                 f"part into {files.join(path, option)}, and those for training into "
                 f"{files.join(path, 'train')}."
             )
-    found = find_parts(place, files.expanded(path))
-    train = find_classes(place, found["train"], (".txt",))
+    found = find_parts(prefix, files.expanded(path))
+    train = find_classes(prefix, found["train"], (".txt",))
     parts: dict[str, Any] = {"train": TextFiles(train.paths, train.labels)}
     for part, folder in found.items():
         if part != "train":
-            classes = find_classes(place, folder, (".txt",), train.names)
+            classes = find_classes(prefix, folder, (".txt",), train.names)
             parts[part] = TextFiles(classes.paths, classes.labels)
     return parts, train.names
 
 
 def _of_tables(
-    place: str, path: str, chosen: dict[str, Any]
+    prefix: str, path: str, chosen: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the parts of tables, with `lost` for rows left out, and the names of the classes."""
     form = PARQUET if path.endswith(EXTENSIONS[PARQUET]) else CSV
-    tables = {"train": read_tables(place, form, path)}
+    tables = {"train": read_tables(prefix, form, path)}
     names = tables["train"][0].rows.column_names
     for option in ("text", "target"):
         if not chosen[option]:
-            raise ConfigError(f"{place} needs {option}=COLUMN. Known: {', '.join(names)}.")
+            raise ConfigError(f"{prefix} needs {option}=COLUMN. Known: {', '.join(names)}.")
         if chosen[option] not in names:
             raise ConfigError(
-                f"{place}: {option}={chosen[option]}: no such column; "
+                f"{prefix}: {option}={chosen[option]}: no such column; "
                 f"{did_you_mean(chosen[option], names)}"
             )
     for part in ("validation", "test"):
         if chosen[part]:
-            tables[part] = read_tables(place, form, chosen[part], names)
+            tables[part] = read_tables(prefix, form, chosen[part], names)
     lost = lost_of(*tables.values())
     with naming(lost):
         text, target = chosen["text"], chosen["target"]
-        labels = to_columns(place, tables["train"], [target])
-        classes = Target.of(place, labels, target, CLASSIFICATION)
+        labels = to_columns(prefix, tables["train"], [target])
+        classes = Target.of(prefix, labels, target, CLASSIFICATION)
         parts: dict[str, Any] = {"lost": lost}
         for part, found in tables.items():
-            texts = to_columns(place, found, [text], {text: TEXT})
-            check_present(place, texts, text, "Remove such rows.")
-            own = to_columns(place, found, [target], labels.kinds)
-            parts[part] = ArraySource((texts.values[text], classes.of_rows(place, own)))
+            texts = to_columns(prefix, found, [text], {text: TEXT})
+            check_present(prefix, texts, text, "Remove such rows.")
+            own = to_columns(prefix, found, [target], labels.kinds)
+            parts[part] = ArraySource((texts.values[text], classes.of_rows(prefix, own)))
     return parts, tuple(classes.classes)
