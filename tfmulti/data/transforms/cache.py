@@ -86,7 +86,8 @@ class InMemory(_Cached):
         if self.most_bytes > free:
             raise DataError(
                 f"--cache memory: {len(source):,} examples take {self.most_bytes / 1e9:,.1f} GB, "
-                f"and {free / 1e9:,.1f} GB of memory are free. Use --cache disk, or smaller examples."
+                f"and {free / 1e9:,.1f} GB of memory are free. Use --cache disk, or smaller "
+                "examples."
             )
         count = len(source)
         self._arrays = map_nest(lambda s: np.empty((count, *s.shape), _dtype(s)), source.specs)
