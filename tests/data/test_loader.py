@@ -17,8 +17,10 @@ import pytest
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data import loader
 from tfmulti.data.arrays import ArraySource
+from tfmulti.data.bad_records import reason_of
 from tfmulti.data.batch_plan import BatchPlan
-from tfmulti.data.loader import AHEAD, Batch, Loader, cores, empty, reason_of
+from tfmulti.data.buffers import ALIGNMENT, empty
+from tfmulti.data.loader import AHEAD, Batch, Loader, cores
 from tfmulti.errors import ConfigError, DataError
 
 
@@ -297,7 +299,7 @@ def test_memory_is_aligned_for_tensorflow() -> None:
     for shape in ((1,), (3, 5), (7, 0, 2), (100, 3)):
         array = empty(shape, "float32")
         assert array.shape == shape
-        assert array.ctypes.data % loader.ALIGNMENT == 0 or not array.size
+        assert array.ctypes.data % ALIGNMENT == 0 or not array.size
         assert array.flags.c_contiguous
 
 

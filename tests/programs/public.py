@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.programs.public_programs import ALONE, CONSTANTS, PUBLIC
+from tests.programs.public_programs import ALONE, CONSTANTS, FITS, PUBLIC
 from tests.support.processes import ONE_THREAD, processes, run_workers
 
 PLACES = ("mirrored-2", "mirrored-3", "workers-2")
 LIMIT_S = 900  # of one program at one place
 EPOCHS = 2
-FITS = 2  # calls of `fit` that are compared; the program ends after them
+USUAL_FITS = 2  # calls of `fit` that are compared; the program ends after them
 USES = 3  # calls of `evaluate` and `predict`, after which it ends, too
 TOLERANCE = 1e-6
 PERTURBATIONS = 4  # of the initial weights at most, where one does not explain a difference
@@ -185,7 +185,7 @@ def child(file: str, place: str, target: str) -> None:
     os.chdir(files)
     with tempfile.TemporaryDirectory() as folder:
         synthetic.install(Path(folder))
-        _watch(strategy, plain, left)
+        _watch(strategy, plain, left, FITS.get(Path(file).stem, USUAL_FITS))
         try:
             with creators or contextlib.nullcontext(), strategy.scope():
                 _execute(Path(file), Path(folder))
@@ -237,7 +237,7 @@ def _without_magic(source: str) -> str:
     return "\n".join(lines)
 
 
-def _watch(strategy: Any, plain: bool, left: dict[str, Any]) -> None:
+def _watch(strategy: Any, plain: bool, left: dict[str, Any], fits_to_see: int) -> None:
     """Makes `fit` short and of a prepared model, and notes what it leaves."""
     import keras
 
@@ -266,7 +266,7 @@ def _watch(strategy: Any, plain: bool, left: dict[str, Any]) -> None:
                 result = method(**_shortened(original, model, args, options))
                 left.update(_left_by(model, result, len(fits)))
                 fits.append(model)
-                if len(fits) == FITS:
+                if len(fits) == fits_to_see:
                     raise Enough
                 return result
 

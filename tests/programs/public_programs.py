@@ -118,3 +118,6 @@ CONSTANTS: dict[str, dict[str, object]] = {
 
 # Programs that make a folder, and fail if another worker has made it. Each worker has its own.
 ALONE = {"dcgan_overriding_train_step", "ner_transformers"}
+
+# Programs of which more than two calls of `fit` are compared.
+FITS = {"training_with_built_in_methods": 6}

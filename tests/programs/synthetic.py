@@ -53,7 +53,11 @@ def _current(original: type) -> type:
 def cut(data: Any) -> Any:
     """Returns the first rows of arrays, or the first batches of a Dataset."""
     if isinstance(data, tf.data.Dataset):
-        return data.take(STEPS)
+        data = data.take(STEPS)
+        if data.cardinality() >= 0:
+            return data
+        # On data of unknown length, plain Keras counts the end of the data as a step.
+        return data.apply(tf.data.experimental.assert_cardinality(sum(1 for _ in data)))
     if isinstance(data, (np.ndarray, tf.Tensor)):
         return data[:ROWS]
     if isinstance(data, tuple | list):

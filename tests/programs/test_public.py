@@ -21,6 +21,8 @@ def test_data_are_cut_in_any_form() -> None:
     assert found[1].shape == (synthetic.ROWS, 3)
     batches = synthetic.cut(tf.data.Dataset.from_tensor_slices(x).batch(10))
     assert len(list(batches)) == synthetic.STEPS
+    unknown = tf.data.Dataset.range(1).filter(lambda row: row >= 0)
+    assert synthetic.cut(unknown).cardinality() == 1
 
 
 def test_datasets_of_a_program_are_short_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

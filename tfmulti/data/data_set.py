@@ -11,9 +11,10 @@ import numpy as np
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.source import Source
 
+PARTS = ("train", "validation", "test")
 CLASSIFICATION, REGRESSION = "classification", "regression"
 # A description names at most this many classes.
-_NAMED = 5
+_MAX_NAMED = 5
 
 # The function runs its argument on the chief, and returns the resulting bytes on every worker.
 FromChief = Callable[[Callable[[], bytes]], bytes]
@@ -60,11 +61,11 @@ class DataSpec:
             shape += f" tokens of {self.vocabulary_size:,}"
         noun = "class" if self.task == CLASSIFICATION else "value"
         plural = "es" if noun == "class" else "s"
-        words = f"{shape}, {self.outputs} {noun}{plural if self.outputs != 1 else ''}"
+        form = f"{shape}, {self.outputs} {noun}{plural if self.outputs != 1 else ''}"
         if self.class_names is None:
-            return words
-        more = ", …" if len(self.class_names) > _NAMED else ""
-        return f"{words}: {', '.join(self.class_names[:_NAMED])}{more}"
+            return form
+        more = ", …" if len(self.class_names) > _MAX_NAMED else ""
+        return f"{form}: {', '.join(self.class_names[:_MAX_NAMED])}{more}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class DataSet:
     finish: Callable[[int], DataSet] | None = None
     warning: str | None = None
     lost: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts that the data set has, by their names."""
+        named = {name: getattr(self, name) for name in PARTS}
+        return {name: part for name, part in named.items() if part is not None}
 
 
 def fitted(data: DataSet) -> DataSet:

@@ -167,53 +167,55 @@ class SourceSlice(Source):
     """The examples at the positions [start, stop) of an order of another source.
 
     Args:
-        whole: the other source.
+        source: the other source.
         start: the first position.
         stop: the position after the last one.
-        order: the order of the examples of `whole`. None: the order of its indices.
+        order: the order of the examples of `source`. None: the order of its indices.
     """
 
     def __init__(
-        self, whole: Source, start: int, stop: int, order: IndexOrder | None = None
+        self, source: Source, start: int, stop: int, order: IndexOrder | None = None
     ) -> None:
-        self.whole, self.start, self.stop, self.order = whole, start, stop, order
+        self.source, self.start, self.stop, self.order = source, start, stop, order
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     @property
     def specs(self) -> Any:
-        return self.whole.specs
+        return self.source.specs
 
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
-        return self.whole.read(self._in_whole(indices), epoch)
+        return self.source.read(self._source_indices(indices), epoch)
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
-        self.whole.read_into(self._in_whole(indices), epoch, out)
+        self.source.read_into(self._source_indices(indices), epoch, out)
 
     def where(self, index: int) -> str:
-        return self.whole.where(int(self._in_whole(np.array([index]))[0]))
+        return self.source.where(int(self._source_indices(np.array([index]))[0]))
 
     def labels(self) -> np.ndarray | None:
-        labels = self.whole.labels()
-        return None if labels is None else labels[self._in_whole(np.arange(len(self)))]
+        labels = self.source.labels()
+        return None if labels is None else labels[self._source_indices(np.arange(len(self)))]
 
     def read_labels(self, indices: np.ndarray) -> np.ndarray | None:
-        return self.whole.read_labels(self._in_whole(indices))
+        return self.source.read_labels(self._source_indices(indices))
 
     def arrays(self) -> Arrays | None:
-        whole = self.whole.arrays()
-        if whole is None:
+        source = self.source.arrays()
+        if source is None:
             return None
-        return whole._replace(rows_of=lambda indices: whole.rows_of(self._in_whole(indices)))
+        return source._replace(
+            rows_of=lambda indices: source.rows_of(self._source_indices(indices))
+        )
 
     def digest(self) -> int:
-        return zlib.crc32(str(self.whole.digest()).encode(), super().digest())
+        return zlib.crc32(str(self.source.digest()).encode(), super().digest())
 
     def changed(self, change: Callable[[Source], Source]) -> Source:
-        return SourceSlice(self.whole.changed(change), self.start, self.stop, self.order)
+        return SourceSlice(self.source.changed(change), self.start, self.stop, self.order)
 
-    def _in_whole(self, indices: np.ndarray) -> np.ndarray:
+    def _source_indices(self, indices: np.ndarray) -> np.ndarray:
         """Returns the indices in the whole source of the given indices of the slice."""
         positions = np.asarray(indices, np.int64) + self.start
         return positions if self.order is None else self.order.at(positions)

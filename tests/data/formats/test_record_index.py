@@ -19,7 +19,7 @@ from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import record_index
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
-from tfmulti.data.formats.record_index import index_of, index_places
+from tfmulti.data.formats.record_index import index_of, index_paths
 from tfmulti.data.formats.records import Records
 from tfmulti.data.io.open_files import LocalFile, OpenFiles, write_whole
 from tfmulti.data.loader import Batch, Loader
@@ -119,7 +119,7 @@ def test_an_index_goes_to_the_cache_where_the_folder_cannot_be_written(
     index_of(str(file))
     assert len(walks) == 1
     (kept,) = (file.parent / "cache").iterdir()
-    assert str(kept) == index_places(str(file))[1]
+    assert str(kept) == index_paths(str(file))[1]
 
 
 def test_an_index_that_can_be_kept_nowhere_is_made_each_time(
@@ -134,9 +134,9 @@ def test_an_index_that_can_be_kept_nowhere_is_made_each_time(
 
 
 def test_the_cache_folder_is_in_the_home_folder_unless_it_is_said() -> None:
-    assert index_places("/d/a", {})[1].startswith(str(Path.home() / ".cache" / "tfmulti"))
-    assert index_places("/d/a", {"TFMULTI_CACHE": "/c"})[1].startswith("/c/")
-    assert index_places("/d/a", {})[1] != index_places("/e/a", {})[1]
+    assert index_paths("/d/a", {})[1].startswith(str(Path.home() / ".cache" / "tfmulti"))
+    assert index_paths("/d/a", {"TFMULTI_CACHE": "/c"})[1].startswith("/c/")
+    assert index_paths("/d/a", {})[1] != index_paths("/e/a", {})[1]
 
 
 def test_several_workers_make_an_index_at_once(file: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 from pyarrow import parquet
 
 from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.bad_records import check_lost
 from tfmulti.data.data_set import DataSet, fitted
 from tfmulti.data.formats import csv_tables, parquet_tables
-from tfmulti.data.lost import check_lost
 from tfmulti.data.sources import tables
 from tfmulti.data.transforms.splits import with_validation
 from tfmulti.errors import ConfigError, DataError

@@ -196,7 +196,7 @@ def test_labels_are_read_alone_and_have_names(
     monkeypatch.setattr(features.Image, "decode_example_np", decode)
     labels = read_labels(data.train)
     assert labels is not None
-    assert labels.found.tolist() == y.tolist()
+    assert labels.values.tolist() == y.tolist()
     with pytest.raises(AssertionError, match="an image was decoded"):
         data.train.read(np.arange(1))
 

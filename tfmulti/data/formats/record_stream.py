@@ -67,8 +67,8 @@ def _decoded(tf: Any, records: tf.Tensor, features: Features, classes: int | Non
     used: set[str] = set()
     map_nest(used.add, features.names)
     chosen = {name: features.features[name] for name in used}
-    found = tf.io.parse_example(records, {name: in_record(tf, f) for name, f in chosen.items()})
-    values = {name: _value(tf, found[name], feature) for name, feature in chosen.items()}
+    parsed = tf.io.parse_example(records, {name: in_record(tf, f) for name, f in chosen.items()})
+    values = {name: _value(tf, parsed[name], feature) for name, feature in chosen.items()}
     if classes is not None:
         label = values[str(features.y)]
         outside = f"{features.y!r} is out of range 0..{classes - 1}"

@@ -24,10 +24,10 @@ from tfmulti.errors import DataError
 MEMORY, DISK = "memory", "disk"
 
 # This bit is set in each checksum. So a checksum of 0 means that the example is not kept.
-_IS_THERE = 1 << 32
+_IS_STORED = 1 << 32
 
 
-class _Kept(OverSource):
+class _Cached(OverSource):
     """A source whose examples are kept in arrays after they were read."""
 
     def __init__(self, source: Source) -> None:
@@ -41,12 +41,12 @@ class _Kept(OverSource):
         return out
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
-        missing = self._take(indices, out)
+        missing = self._load(indices, out)
         if not len(missing):
             return
         if len(missing) == len(indices):
             self.below.read_into(indices, epoch, out)
-            self._keep(indices, out)
+            self._store(indices, out)
             return
         rows = self.below.read(indices[missing], epoch)
 
@@ -54,18 +54,18 @@ class _Kept(OverSource):
             into[missing] = found
 
         map_nest(put, rows, out)
-        self._keep(indices[missing], rows)
+        self._store(indices[missing], rows)
 
-    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
+    def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
         """Writes the kept examples into `out`, and returns the rows of `out` that are missing."""
         raise NotImplementedError
 
-    def _keep(self, indices: np.ndarray, rows: Any) -> None:
+    def _store(self, indices: np.ndarray, rows: Any) -> None:
         """Keeps examples whose values are given."""
         raise NotImplementedError
 
 
-class InMemory(_Kept):
+class InMemory(_Cached):
     """A source whose examples are kept in memory.
 
     Args:
@@ -84,38 +84,40 @@ class InMemory(_Kept):
         self.most_bytes = sum(_bytes_of(leaf) for leaf in leaves_of(source.specs)) * len(source)
         free = free_memory() if free_bytes is None else free_bytes
         if self.most_bytes > free:
-            needed, there = self.most_bytes / 1e9, free / 1e9
             raise DataError(
-                f"--cache memory: {len(source):,} examples take {needed:,.1f} GB, and {there:,.1f} "
-                "GB of memory are free. Use --cache disk, or smaller examples."
+                f"--cache memory: {len(source):,} examples take {self.most_bytes / 1e9:,.1f} GB, "
+                f"and {free / 1e9:,.1f} GB of memory are free. Use --cache disk, or smaller "
+                "examples."
             )
         count = len(source)
         self._arrays = map_nest(lambda s: np.empty((count, *s.shape), _dtype(s)), source.specs)
         self._has = np.zeros(count, bool)
 
-    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
+    def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
         has = self._has[indices]
         if has.all():
             # In its default mode NumPy would buffer the output.
-            map_nest(lambda kept, into: np.take(kept, indices, 0, into, "clip"), self._arrays, out)
+            map_nest(
+                lambda stored, into: np.take(stored, indices, 0, into, "clip"), self._arrays, out
+            )
         elif has.any():
 
-            def take(kept: np.ndarray, into: np.ndarray) -> None:
-                into[has] = kept[indices[has]]
+            def take(stored: np.ndarray, into: np.ndarray) -> None:
+                into[has] = stored[indices[has]]
 
             map_nest(take, self._arrays, out)
         return np.flatnonzero(~has)
 
-    def _keep(self, indices: np.ndarray, rows: Any) -> None:
-        def put(kept: np.ndarray, values: Any) -> None:
-            kept[indices] = values
+    def _store(self, indices: np.ndarray, rows: Any) -> None:
+        def put(stored: np.ndarray, values: Any) -> None:
+            stored[indices] = values
 
         map_nest(put, self._arrays, rows)
         # Another thread may read the rows as soon as they are marked, so this comes last.
         self._has[indices] = True
 
 
-class OnDisk(_Kept):
+class OnDisk(_Cached):
     """A source whose examples are kept in memory-mapped files, with a checksum for each example.
 
     Several processes may use the same files. A process that is killed while it writes an example
@@ -165,24 +167,24 @@ class OnDisk(_Kept):
                 os.posix_fallocate(file.fileno(), 0, size)
         return np.memmap(path, dtype, "r+", shape=shape)
 
-    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
+    def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
         sums = self._sums[indices]
-        there = np.flatnonzero(sums)
+        non_zero = np.flatnonzero(sums)
 
-        def take(kept: np.ndarray, into: np.ndarray) -> None:
-            into[there] = kept[indices[there]]
+        def take(stored: np.ndarray, into: np.ndarray) -> None:
+            into[non_zero] = stored[indices[non_zero]]
 
-        if len(there):
+        if len(non_zero):
             map_nest(take, self._arrays, out)
         leaves = leaves_of(out)
-        whole = np.zeros(len(indices), bool)
-        for row in there.tolist():
-            whole[row] = _checksum(leaves, row) == int(sums[row])
-        return np.flatnonzero(~whole)
+        is_valid = np.zeros(len(indices), bool)
+        for row in non_zero.tolist():
+            is_valid[row] = _checksum(leaves, row) == int(sums[row])
+        return np.flatnonzero(~is_valid)
 
-    def _keep(self, indices: np.ndarray, rows: Any) -> None:
-        def put(kept: np.ndarray, values: Any) -> None:
-            kept[indices] = values
+    def _store(self, indices: np.ndarray, rows: Any) -> None:
+        def put(stored: np.ndarray, values: Any) -> None:
+            stored[indices] = values
 
         rows = map_nest(np.asarray, rows)
         map_nest(put, self._arrays, rows)
@@ -225,7 +227,7 @@ def _checksum(leaves: list[np.ndarray], row: int) -> int:
     value = 0
     for leaf in leaves:
         value = google_crc32c.extend(value, np.ascontiguousarray(leaf[row]).tobytes())
-    return int(value) | _IS_THERE
+    return int(value) | _IS_STORED
 
 
 def _dtype(leaf: Leaf) -> Any:

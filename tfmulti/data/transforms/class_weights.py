@@ -53,10 +53,10 @@ def balanced(labels: np.ndarray | None, classes: int) -> dict[int, float]:
             "all of it. Write the weights: CLASS:WEIGHT,CLASS:WEIGHT."
         )
     counts = np.bincount(labels.reshape(-1), minlength=classes)
-    found = np.flatnonzero(counts)
-    if not len(found):
+    present = np.flatnonzero(counts)
+    if not len(present):
         raise DataError("--class_weight balanced: no label can be read. Repair the data.")
-    return {int(k): float(counts.sum() / (len(found) * counts[k])) for k in found}
+    return {int(k): float(counts.sum() / (len(present) * counts[k])) for k in present}
 
 
 class Weighted(OverSource):
@@ -113,6 +113,6 @@ class Weighted(OverSource):
 
     def _of(self, labels: np.ndarray) -> np.ndarray:
         """Returns the weights of examples with these labels, float32 [rows]."""
-        own = labels.reshape(len(labels))
-        known = np.minimum(own, len(self._weights) - 1)
-        return np.where(own < len(self._weights), self._weights[known], np.float32(1))
+        classes = labels.reshape(len(labels))
+        known = np.minimum(classes, len(self._weights) - 1)
+        return np.where(classes < len(self._weights), self._weights[known], np.float32(1))

@@ -146,7 +146,7 @@ def run(
 
 def _part(data: Any, share: ReplicaSlice, passes: int, number: int) -> tuple[Any, ReplicaSlice]:
     """Returns the rows of one pass, and the pass's own `ReplicaSlice`."""
-    start, stop = sharding.share_bounds(
+    start, stop = sharding.slice_bounds(
         share.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
     )
     read = tf.maximum(share.own_rows, 1)
