@@ -229,10 +229,7 @@ def _copy(rows: Any, out: np.ndarray) -> None:
 def map_nest(function: Callable[..., Any], nest: Any, *others: Any) -> Any:
     """Returns a nest with `function` applied to each leaf; lists become tuples.
 
-    Args:
-        function: called with a leaf of `nest` and the same leaf of each of `others`.
-        nest: tuples, lists and dicts of leaves.
-        others: nests of the same form.
+    With more nests of the same form, it gets the same leaf of each of them, too.
     """
     if isinstance(nest, Mapping):
         return {

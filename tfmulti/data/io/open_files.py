@@ -105,8 +105,8 @@ def open_file(path: str) -> File:
     return RemoteFile(path) if is_remote(path) else LocalFile(path)
 
 
-def write_whole(path: str, data: bytes) -> None:
-    """Writes a file whole or not at all; several processes may write the same one.
+def write_atomically(path: str, data: bytes) -> None:
+    """Writes a complete file or none at all; several processes may write the same one.
 
     Raises:
         OSError: the file cannot be written.
