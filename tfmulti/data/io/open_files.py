@@ -30,7 +30,7 @@ class File(Protocol):
         """Returns `length` bytes from `offset` on, or fewer at the end of the file."""
 
 
-class LocalFile:
+class LocalFile(File):
     """A file of this machine. It is closed when nothing refers to it."""
 
     def __init__(self, path: str) -> None:
@@ -49,7 +49,7 @@ class LocalFile:
         return data
 
 
-class RemoteFile:
+class RemoteFile(File):
     """A file that `tf.io.gfile` reads. It has one position, so threads take turns."""
 
     def __init__(self, path: str) -> None:

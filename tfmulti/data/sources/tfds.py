@@ -51,7 +51,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class DataSourceRecords:
+class DataSourceRecords(ByteStrings):
     """Encoded examples of a split that tensorflow-datasets reads from array_record files.
 
     Args:
