@@ -11,7 +11,7 @@ import pytest
 from tests.support.behaviours import behaviour, numbers
 from tests.support.behaviours.common import X
 from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
-from tfmulti.data.sharding import batch_bounds, share_bounds
+from tfmulti.data.sharding import batch_bounds, slice_bounds
 
 pytestmark = pytest.mark.multiworker
 
@@ -31,7 +31,7 @@ def moving_averages(
         for step in steps[start : start + steps_per_execution]:
             first, last = batch_bounds(step, rows, batch)
             for replica in range(replicas):
-                a, b = share_bounds(last - first, replicas, replica)
+                a, b = slice_bounds(last - first, replicas, replica)
                 part = X[first + a : first + b].astype(np.float64)
                 if len(part):
                     moment = np.stack([part.mean(0), part.var(0)])

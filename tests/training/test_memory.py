@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfmulti
 from tests.support.forked import run
 from tests.support.processes import Finished, clean_env
-from tfmulti.training.memory import MemoryEstimate
+from tfmulti.training.memory import MemoryEstimate, form_of
 
 LIMIT_S = 240
 
@@ -215,6 +215,18 @@ def test_an_estimate_changes_nothing() -> None:
 def test_values_out_of_range_are_refused(given: dict[str, float]) -> None:
     with pytest.raises(tfmulti.ConfigError, match="must be"):
         tfmulti.estimate(dense(), **given)
+
+
+def test_the_inputs_of_a_functional_model_keep_their_structure() -> None:
+    inputs = {"a": keras.Input((3,)), "b": keras.Input((4,), dtype="int32")}
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs["a"]))
+    model.compile(loss="mse")
+    x, y = form_of(model)
+    assert {name: (spec.shape, spec.dtype) for name, spec in x.items()} == {
+        "a": ([None, 3], tf.float32),
+        "b": ([None, 4], tf.int32),
+    }
+    assert y.shape == [None, 1]
 
 
 def test_a_model_of_unknown_inputs_needs_specs() -> None:
