@@ -39,6 +39,23 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+def children_of(process: int) -> list[int]:
+    """Returns the child processes of a process, or none if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
+
+
+def program_of(process: int) -> str:
+    """Returns the name of the program that a process runs, or nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text()
+    except OSError:
+        return ""
+
+
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns this environment without the variables that describe a cluster, and with `extra`."""
     left_out = {"CUDA_VISIBLE_DEVICES"}.union(*(of.VARIABLES for of in ENVIRONMENTS.values()))
@@ -123,6 +140,10 @@ class Processes:
         failed = [n for n, done in enumerate(finished) if done.returncode]
         assert not failed, f"workers {failed} failed\n{self.logs()}"
         return finished
+
+    def pid(self, number: int) -> int:
+        """Returns the id of a process."""
+        return self._started[number][0].pid
 
     def wait(self, limit_s: float) -> list[Finished]:
         """Waits for all processes. If one exceeds the limit, the test fails with all logs."""

@@ -51,7 +51,7 @@ class ArraySource(Source):
         return self._specs
 
     def read(self, indices: Any, epoch: int = 0) -> Any:
-        """Returns the rows at `indices` in that order; `indices` is a vector of whole numbers."""
+        """Returns the rows at `indices`, a vector of whole numbers; `epoch` changes nothing."""
 
         def take(array: np.ndarray, leaf: Leaf) -> np.ndarray:
             rows: np.ndarray = np.take(array, indices, axis=0)

@@ -95,9 +95,7 @@ def read_around_faults(
 def check_lost(lost: Sequence[str], most: int) -> None:
     """Checks that at most `most` examples are left out.
 
-    Args:
-        lost: for each example one sentence that says where it is, and why it cannot be read.
-        most: how many may be left out.
+    `lost` has one sentence for each of them: where it is, and why it cannot be read.
 
     Raises:
         DataError: more examples are left out; the message names the first of them.
@@ -116,10 +114,8 @@ def check_lost(lost: Sequence[str], most: int) -> None:
 def naming(lost: Sequence[str]) -> Iterator[None]:
     """Adds to a DataError from the context the first example that was left out before, if any.
 
-    What is left out may be the cause, such as the only rows of a class.
-
-    Args:
-        lost: for each example one sentence that says where it is, and why it cannot be read.
+    A left-out example may be the cause, such as the only row of a class. `lost` is as in
+    `check_lost`.
 
     Raises:
         DataError: the context has raised it.

@@ -81,17 +81,16 @@ class DataSet:
         fit: computes what depends on the training part alone, such as categories and means. It
             runs after the validation part has been split off (`fitted`).
         features: the names of the values of a vector, for users of the saved model.
-        share: completes the data with values that the chief makes. All workers call it once they
-            are connected, with the function `from_chief`. That function returns on every worker
-            what its argument returns on the chief (`distribution.agreement`).
+        broadcast: completes the data with values that the chief makes. All workers call it once
+            they are connected, with the function `from_chief`. That function returns on every
+            worker what its argument returns on the chief (`distribution.agreement`).
         vocabulary: the tokens of token sequences, most frequent first, without the tokens for
             padding (0) and for unknown words (1).
-        finish: returns the whole data set, given the global batch size. It is called once
+        finish: returns the complete data set, given the global batch size. It is called once
             TensorFlow has been imported. Data that needs both has no parts before the call.
         warning: one line that the user should read, or None.
         lost: examples that could not be read when the data was loaded and are left out.
-            `run.data_stages` checks whether so many may be left out. A source that is told the
-            limit checks it while it loads.
+            `run.data_stages` checks whether so many may be left out.
     """
 
     train: Any
@@ -100,7 +99,7 @@ class DataSet:
     test: Any = None
     fit: Callable[[DataSet], DataSet] | None = None
     features: tuple[str, ...] | None = None
-    share: Callable[[DataSet, FromChief], DataSet] | None = None
+    broadcast: Callable[[DataSet, FromChief], DataSet] | None = None
     vocabulary: tuple[str, ...] | None = None
     finish: Callable[[int], DataSet] | None = None
     warning: str | None = None

@@ -46,11 +46,16 @@ class ReplicaRange(Protocol):
     """Which replicas a worker has: `local_replicas` of `replicas`, from `first_replica` on."""
 
     @property
-    def first_replica(self) -> int: ...
+    def first_replica(self) -> int:
+        """The index of the worker's first replica, counted over all workers."""
+
     @property
-    def local_replicas(self) -> int: ...
+    def local_replicas(self) -> int:
+        """The number of replicas of the worker."""
+
     @property
-    def replicas(self) -> int: ...
+    def replicas(self) -> int:
+        """The number of replicas of all workers."""
 
 
 class Batch(NamedTuple):

@@ -42,7 +42,10 @@ class Arrays(NamedTuple):
 
 
 class Source(ABC):
-    """Examples with random access."""
+    """Examples with random access: each worker reads any of them by their indices.
+
+    A subclass implements `__len__`, `specs` and `read`. The other methods have defaults.
+    """
 
     @abstractmethod
     def __len__(self) -> int:
@@ -89,7 +92,7 @@ class Source(ABC):
         map_nest(_copy, self.read(indices, epoch), out)
 
     def where(self, index: int) -> str:
-        """Returns where an example is, for messages, such as a file and a record."""
+        """Returns where the example `index` is, for messages, such as a file and a record."""
         return f"example {index}"
 
     def labels(self) -> np.ndarray | None:
@@ -97,7 +100,7 @@ class Source(ABC):
         return None
 
     def read_labels(self, indices: np.ndarray) -> np.ndarray | None:
-        """Returns the classes of the given examples, read without the rest of them.
+        """Returns the classes of the examples at `indices`, read without the rest of them.
 
         It returns None if the source cannot do that. It raises the exceptions of `read`.
         """
@@ -160,7 +163,8 @@ class OverSource(Source):
 class IndexOrder(Protocol):
     """An order of examples, such as a `Permutation`."""
 
-    def at(self, positions: np.ndarray) -> np.ndarray: ...
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the indices of the examples at the given positions of the order, int64."""
 
 
 class SourceSlice(Source):
@@ -229,10 +233,7 @@ def _copy(rows: Any, out: np.ndarray) -> None:
 def map_nest(function: Callable[..., Any], nest: Any, *others: Any) -> Any:
     """Returns a nest with `function` applied to each leaf; lists become tuples.
 
-    Args:
-        function: called with a leaf of `nest` and the same leaf of each of `others`.
-        nest: tuples, lists and dicts of leaves.
-        others: nests of the same form.
+    With more nests of the same form, it gets the same leaf of each of them, too.
     """
     if isinstance(nest, Mapping):
         return {

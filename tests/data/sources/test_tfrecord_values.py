@@ -230,7 +230,8 @@ def test_paths_of_tensorflow(tmp_path: Path) -> None:
     assert tf.io.gfile.exists(index_paths(path)[0])
     assert not [p for p in tf.io.gfile.listdir(folder) if p.startswith(".partial")]
     assert matching("", folder) == [f"{folder}/{n}" for n in ("features.json", "test-0", *TRAIN)]
-    tf.io.gfile.remove(path)  # what is written to ram:// is added to what is there
+    # TensorFlow appends to an existing file of ram://.
+    tf.io.gfile.remove(path)
     write(path, images(2))
     assert len(index_of(path)) == 2
 

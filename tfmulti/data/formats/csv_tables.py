@@ -34,22 +34,18 @@ _QUOTED = re.compile(
 )
 
 
-def read_csv(data: bytes, packed: bool) -> tuple[Any, dict[int, str]]:
+def read_csv(data: bytes, is_gzip: bool) -> tuple[Any, dict[int, str]]:
     """Returns the rows of a file as a `pyarrow.Table` of text, and why rows are left out.
 
     A row is left out if it has more or fewer columns than the header, or bytes that are not UTF-8
     text. Its number, from 1, is then the key of the reason. Spaces around a value are removed, and
     a value of spaces alone is missing.
 
-    Args:
-        data: the bytes of the file.
-        packed: whether it is a GZIP file.
-
     Raises:
         ValueError, OSError: the file cannot be read.
     """
     pyarrow, compute = arrow(), arrow("pyarrow.compute")
-    if packed:
+    if is_gzip:
         data = _unpacked(data)
     bad: dict[int, str] = {}
     try:

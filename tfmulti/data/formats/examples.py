@@ -53,15 +53,7 @@ def parse_numbers_into(
 ) -> None:
     """Does the work of `parse_into` for features that are numbers, one record at a time.
 
-    It does not set up TensorFlow's devices.
-
-    Args:
-        records: the encoded examples.
-        features: the features that a record may hold, by name.
-        out: for each wanted name an array with one row for each record.
-
-    Raises:
-        DataError: a record lacks a feature or has it in another form; the message says which.
+    It does not set up TensorFlow's devices. The arguments and errors are those of `parse_into`.
     """
     tf = tensorflow()
     for row, record in enumerate(records):

@@ -202,10 +202,7 @@ def is_label(leaf: Leaf) -> bool:
 def spec_of(x: Any, y: Any, classes: int | None) -> DataSpec | None:
     """Returns what a model must know about such examples; None if only a user's own model does.
 
-    Args:
-        x: the form of the input, a `Leaf` or a nest of them.
-        y: the form of the target, likewise.
-        classes: the number of classes, or None.
+    `x` and `y` are the forms of the input and the target: a `Leaf`, or a nest of them.
     """
     if not isinstance(x, Leaf) or not isinstance(y, Leaf) or "str" in (x.dtype, y.dtype):
         return None

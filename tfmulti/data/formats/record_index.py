@@ -31,7 +31,7 @@ import numpy as np
 
 from tfmulti.data.formats.npy_format import array_of
 from tfmulti.data.io.files import Stamp, cache_folder, is_remote, read_bytes, stamp_of
-from tfmulti.data.io.open_files import File, open_file, write_whole
+from tfmulti.data.io.open_files import File, open_file, write_atomically
 from tfmulti.errors import DataError
 
 # The bytes before and after the data of a record.
@@ -43,10 +43,6 @@ _MASK, _WORD = 0xA282EAD8, 0xFFFFFFFF
 
 def index_of(path: str, env: Mapping[str, str] = os.environ) -> np.ndarray:
     """Returns the offset and the length of the data of each record of a file, int64 [n, 2].
-
-    Args:
-        path: the file.
-        env: the environment, which may name the cache folder.
 
     Raises:
         DataError: the file is missing, is not a TFRecord file, or is cut off or damaged.
@@ -159,7 +155,7 @@ def _write_index(index_path: str, stamp: Stamp, rows: np.ndarray) -> bool:
     try:
         if not is_remote(index_path):
             Path(index_path).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(index_path, content.getvalue())
+        write_atomically(index_path, content.getvalue())
     except OSError:
         return False
     return True

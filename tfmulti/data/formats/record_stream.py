@@ -142,6 +142,6 @@ def _declared_pixels(tf: Any, data: tf.Tensor) -> tf.Tensor:
         (tf.strings.substr(data, start, len(mark)) == mark, sides)
         for (start, mark), sides in sides_of.items()
     ]
-    found = tf.case(cases, lambda: tf.zeros([2], tf.int64))
+    sides = tf.case(cases, lambda: tf.zeros([2], tf.int64))
     # An image whose side is no positive number counts as one without pixels.
-    return tf.reduce_prod(tf.maximum(found, 0))
+    return tf.reduce_prod(tf.maximum(sides, 0))

@@ -23,7 +23,12 @@ class ByteStrings(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """Returns the examples with these numbers, in that order."""
+        """Returns the examples with these numbers, in that order.
+
+        Raises:
+            DataError: an example is damaged.
+            OSError: a file cannot be read.
+        """
 
     def where(self, number: int) -> str:
         """Returns the file and the record of an example, for messages."""
@@ -32,7 +37,7 @@ class ByteStrings(Protocol):
         """Returns a text that differs if the examples differ."""
 
 
-class Records:
+class Records(ByteStrings):
     """The records of TFRecord files, numbered from 0 over all files. Any thread may read.
 
     A file may hold any number of records, also none.
@@ -59,21 +64,13 @@ class Records:
         return int(self._ends[-1])
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """Returns the data of the records with these numbers, in that order.
-
-        Raises:
-            DataError: a checksum is wrong, or the file is cut off.
-            OSError: a file cannot be read.
-        """
         return [self._read_one(*files.locate(self._ends, number)) for number in numbers.tolist()]
 
     def where(self, number: int) -> str:
-        """Returns the file of a record, and its number in that file, from 0."""
         file, row = files.locate(self._ends, number)
         return f"{self.paths[file]}, record {row}"
 
     def identity(self) -> str:
-        """Returns the names, sizes and times of the files."""
         return files.identity_of(self.paths)
 
     def _read_one(self, file: int, row: int) -> bytes:

@@ -118,9 +118,7 @@ def identity_of(paths: Sequence[str]) -> str:
 def locate(ends: np.ndarray, number: int) -> tuple[int, int]:
     """Returns the file of an item that is numbered over all files, and its number in that file.
 
-    Args:
-        ends: for each file the number of the item after its last one, int64 [files].
-        number: the number of the item.
+    `ends` has for each file the number of the item after its last one.
 
     >>> locate(np.array([3, 3, 5]), 4)
     (2, 1)

@@ -20,12 +20,7 @@ def data_of(arrays: dict[str, np.ndarray], dataset: str, classes: int | None) ->
     `x_val` and `y_val` are the validation part, `x_test` and `y_test` the test part. `y` holds
     class labels if it has one whole number for each row; other `y` hold values to predict. Images
     [n, h, w] get an axis for the channel. The model divides uint8 inputs by 255. A memory-mapped
-    `x` is not read here.
-
-    Args:
-        arrays: the arrays by their names.
-        dataset: the data set as in `--dataset`, for messages.
-        classes: the number of classes. None: it follows from the labels.
+    `x` is not read here. If `classes` is None, the labels tell the number of classes.
 
     Raises:
         DataError: an array is missing, the arrays of a part differ in length, the examples of the
@@ -43,7 +38,7 @@ def data_of(arrays: dict[str, np.ndarray], dataset: str, classes: int | None) ->
         _refuse_one_hot(dataset, y)
     spec = _spec(dataset, x, y, classes)
     sources: dict[str, Any] = {
-        name: _source(dataset, name, given, spec) for name, given in parts.items() if given
+        name: _source(dataset, name, part, spec) for name, part in parts.items() if part
     }
     return DataSet(spec=spec, **sources)
 
@@ -63,8 +58,10 @@ def _arrays_of(
         if x is None or y is None:
             missing = f"{'x' if x is None else 'y'}{ending}"
             raise DataError(f"--dataset {dataset} lacks the array {missing!r}. Add it.")
-        arrays_of_part = {"x": x, "y": y} | ({} if weight is None else {"weight": weight})
-        for name, array in ((f"{name}{ending}", array) for name, array in arrays_of_part.items()):
+        named = {f"x{ending}": x, f"y{ending}": y}
+        if weight is not None:
+            named[f"weight{ending}"] = weight
+        for name, array in named.items():
             if array.ndim == 0 or not len(array):
                 raise DataError(f"--dataset {dataset}: {name} has no rows.")
             if array.dtype.kind not in "biuf":
@@ -81,7 +78,7 @@ def _arrays_of(
                 f"--dataset {dataset}: weight{ending} has the shape {weight.shape}, but must have "
                 f"one number for each of the {len(x)} rows of x{ending}."
             )
-        return tuple(arrays_of_part.values())
+        return tuple(named.values())
     return None
 
 
@@ -120,9 +117,9 @@ def _spec(dataset: str, x: np.ndarray, y: np.ndarray, classes: int | None) -> Da
     return DataSpec(images.shape[1:], dtype, REGRESSION, outputs, scale)
 
 
-def _source(dataset: str, part: str, given: tuple[np.ndarray, ...], spec: DataSpec) -> ArraySource:
+def _source(dataset: str, part: str, arrays: tuple[np.ndarray, ...], spec: DataSpec) -> ArraySource:
     """Returns the source of one part; raises DataError if a value does not fit the form."""
-    x, y, weights = with_channels(given[0]), given[1], given[2:]
+    x, y, weights = with_channels(arrays[0]), arrays[1], arrays[2:]
     # A conversion or a check would read all of a memory-mapped array.
     if not isinstance(x, np.memmap):
         x = x if spec.input_dtype == x.dtype.name else x.astype(spec.input_dtype)
@@ -137,7 +134,7 @@ def _source(dataset: str, part: str, given: tuple[np.ndarray, ...], spec: DataSp
             f"those of the training part have {spec.input_shape}."
         )
     if spec.task == REGRESSION:
-        return ArraySource((x, y.reshape(len(y), -1), *weights), dtypes[: len(given)])
+        return ArraySource((x, y.reshape(len(y), -1), *weights), dtypes[: len(arrays)])
     if y.dtype.kind == "f":
         raise DataError(f"--dataset {dataset}: y of the {part} part must be whole numbers.")
     outside = (y < 0) | (y >= spec.outputs)
@@ -147,7 +144,7 @@ def _source(dataset: str, part: str, given: tuple[np.ndarray, ...], spec: DataSp
             f"--dataset {dataset}: label {y.reshape(-1)[row]} in row {row} of the {part} part is "
             f"out of range 0..{spec.outputs - 1}. Fix it, or say {dataset},classes=N."
         )
-    return ArraySource((x, y.reshape(len(y)), *weights), dtypes[: len(given)])
+    return ArraySource((x, y.reshape(len(y)), *weights), dtypes[: len(arrays)])
 
 
 def _check_finite(dataset: str, name: str, values: np.ndarray) -> None:

@@ -27,10 +27,6 @@ def load(options: str, seed: int) -> DataSet:
     Each class has a token of its own, which stands at about a tenth of the positions. The
     validation part has an eighth as many examples, in addition to `examples`.
 
-    Args:
-        options: the text after `synthetic:`.
-        seed: the seed of all random numbers.
-
     Raises:
         ConfigError: an option is unknown, or the vocabulary is not larger than the classes.
     """

@@ -58,10 +58,6 @@ _OPTIONS = ("target", "weight", "task", "drop", "missing", "validation", "test")
 def load_csv(options: str, seed: int) -> DataSet:
     """Returns the data of `PATTERN,target=COLUMN[,…]`; the module describes the options.
 
-    Args:
-        options: the text after `csv:`.
-        seed: not used.
-
     Raises:
         ConfigError: an option is wrong.
         DataError: a file is missing, damaged or unlike the others, or a value cannot be used.
@@ -71,10 +67,6 @@ def load_csv(options: str, seed: int) -> DataSet:
 
 def load_parquet(options: str, seed: int) -> DataSet:
     """Returns the data of `PATTERN,target=COLUMN[,…]` as `load_csv` does.
-
-    Args:
-        options: the text after `parquet:`.
-        seed: not used.
 
     Raises:
         ConfigError, DataError: as `load_csv` does.

@@ -67,11 +67,7 @@ _BLOCK = 256
 def load(options: str, seed: int) -> DataSet:
     """Returns the data of `FOLDER[,…]` or `PATTERN,text=COLUMN,target=COLUMN[,…]`.
 
-    The parts hold texts until `DataSet.share` turns these into tokens.
-
-    Args:
-        options: the text after `text:`.
-        seed: not used.
+    The parts hold texts until `DataSet.broadcast` turns these into tokens.
 
     Raises:
         ConfigError: an option is wrong.
@@ -100,7 +96,7 @@ def load(options: str, seed: int) -> DataSet:
         vocabulary_size=chosen["vocabulary"],
         class_names=names,
     )
-    return DataSet(spec=spec, share=functools.partial(_shared, prefix), **parts)
+    return DataSet(spec=spec, broadcast=functools.partial(_tokenized, prefix), **parts)
 
 
 class TextFiles(Source):
@@ -171,10 +167,8 @@ class VectorizedSource(OverSource):
 def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray], np.ndarray]:
     """Returns a function that turns texts, str [n], into tokens, int32 [n, tokens].
 
-    Args:
-        vocabulary: the words, most frequent first, without the tokens for padding and unknown
-            words.
-        tokens: the number of tokens of a text.
+    `vocabulary` has the words, most frequent first, without the tokens for padding and unknown
+    words.
     """
     tf = importlib.import_module("tensorflow")
     layer = _layer(output_sequence_length=tokens, vocabulary=list(vocabulary))
@@ -187,8 +181,8 @@ def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray
 
     def vectorize(texts: np.ndarray) -> np.ndarray:
         with tf.device("CPU:0"):
-            found: np.ndarray = run(tf.constant(texts, tf.string)).numpy()
-        return found
+            rows: np.ndarray = run(tf.constant(texts, tf.string)).numpy()
+        return rows
 
     return vectorize
 
@@ -196,12 +190,8 @@ def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray
 def make_vocabulary(prefix: str, source: Source, size: int) -> tuple[str, ...]:
     """Returns the words of a source's texts, most frequent first.
 
-    A text that cannot be read does not count.
-
-    Args:
-        prefix: the start of messages, such as `--dataset text:FOLDER`.
-        source: the training texts.
-        size: the most tokens of the vocabulary, with those for padding and unknown words.
+    The vocabulary has at most `size` tokens, with those for padding and unknown words. A text that
+    cannot be read does not count.
 
     Raises:
         DataError: no text that can be read has a word.
@@ -221,7 +211,7 @@ def make_vocabulary(prefix: str, source: Source, size: int) -> tuple[str, ...]:
     return words
 
 
-def _shared(prefix: str, data: DataSet, from_chief: FromChief) -> DataSet:
+def _tokenized(prefix: str, data: DataSet, from_chief: FromChief) -> DataSet:
     """Returns the data as tokens, whose vocabulary the chief makes; every worker calls it."""
     assert data.spec is not None
     assert data.spec.vocabulary_size is not None
@@ -273,14 +263,13 @@ def _of_folders(
                 f"part into {files.join(path, option)}, and those for training into "
                 f"{files.join(path, 'train')}."
             )
-    found = find_parts(prefix, files.expanded(path))
-    train = find_classes(prefix, found["train"], (".txt",))
-    parts: dict[str, Any] = {"train": TextFiles(train.paths, train.labels)}
-    for part, folder in found.items():
-        if part != "train":
-            classes = find_classes(prefix, folder, (".txt",), train.names)
-            parts[part] = TextFiles(classes.paths, classes.labels)
-    return parts, train.names
+    folders = find_parts(prefix, files.expanded(path))
+    train = find_classes(prefix, folders.pop("train"), (".txt",))
+    classes = {"train": train} | {
+        part: find_classes(prefix, folder, (".txt",), train.names)
+        for part, folder in folders.items()
+    }
+    return {part: TextFiles(c.paths, c.labels) for part, c in classes.items()}, train.names
 
 
 def _of_tables(
@@ -307,9 +296,9 @@ def _of_tables(
         labels = to_columns(prefix, tables["train"], [target])
         classes = Target.of(prefix, labels, target, CLASSIFICATION)
         parts: dict[str, Any] = {"lost": lost}
-        for part, found in tables.items():
-            texts = to_columns(prefix, found, [text], {text: TEXT})
+        for part, part_tables in tables.items():
+            texts = to_columns(prefix, part_tables, [text], {text: TEXT})
             check_present(prefix, texts, text, "Remove such rows.")
-            own = to_columns(prefix, found, [target], labels.kinds)
-            parts[part] = ArraySource((texts.values[text], classes.of_rows(prefix, own)))
+            part_labels = to_columns(prefix, part_tables, [target], labels.kinds)
+            parts[part] = ArraySource((texts.values[text], classes.of_rows(prefix, part_labels)))
     return parts, tuple(classes.classes)

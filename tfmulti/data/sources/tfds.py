@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class DataSourceRecords:
+class DataSourceRecords(ByteStrings):
     """Encoded examples of a split that tensorflow-datasets reads from array_record files.
 
     Args:
@@ -116,17 +116,17 @@ class Parse:
         decoders = {name: skip for name, skip in self._decoders.items() if name in out}
         for row, record in enumerate(records):
             try:
-                found = features.deserialize_example_np(record, decoders=decoders)
+                parsed = features.deserialize_example_np(record, decoders=decoders)
             except Exception as error:
                 # protobuf and NumPy raise many types of exceptions.
                 raise DataError(f"the record does not have its form ({error})") from None
             for name, rows in out.items():
                 if name in self._resized:
-                    decode_into(found[name], rows[row])
+                    decode_into(parsed[name], rows[row])
                 elif name in decoders:
-                    rows[row] = self._decoded(name, found[name])
+                    rows[row] = self._decoded(name, parsed[name])
                 else:
-                    rows[row] = found[name]
+                    rows[row] = parsed[name]
 
     def _decoded(self, name: str, data: bytes) -> np.ndarray:
         """Returns an image that `pixels` cannot decode, as tensorflow-datasets decodes it."""
@@ -148,10 +148,6 @@ def load(options: str, seed: int) -> DataSet:
     `validation` and `test` name the splits; by default they are the splits with these names. Images
     of varying size are resized to `size`. `classes` is the number of classes of a whole-number
     target, if the data set does not tell it.
-
-    Args:
-        options: the text after `tfds:`.
-        seed: not used.
 
     Raises:
         DataError: tensorflow-datasets is not installed, the data set is not prepared or is damaged,
@@ -238,7 +234,7 @@ def _check_description(tfds: Any, folder: Any) -> None:
     """
     # The names of classes stand in text files.
     texts = [file.name for file in folder.iterdir() if file.name.endswith(".txt")]
-    found = {
+    contents = {
         name: files.read_bytes(os.fspath(folder / name), files.MOST_DESCRIPTION_BYTES)
         for name in (*_DESCRIPTIONS, *texts)
     }
@@ -247,7 +243,7 @@ def _check_description(tfds: Any, folder: Any) -> None:
     known = {f"{kind.__module__}.{kind.__name__}" for kind in kinds} | {
         "tensorflow_datasets.core.features.feature.Tensor"
     }
-    _check_classes(json_values.parse(found["features.json"].decode()), known)
+    _check_classes(json_values.parse(contents["features.json"].decode()), known)
 
 
 def _check_classes(described: Any, known: set[str]) -> None:
@@ -388,17 +384,17 @@ def _splits(prefix: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, s
     split.
     """
     splits = builder.info.splits
-    chosen_classes = [chosen[part] for part in PARTS if chosen[part]]
-    found: dict[str, str] = {}
+    named = [chosen[part] for part in PARTS if chosen[part]]
+    split_of: dict[str, str] = {}
     for part in PARTS:
-        name = chosen[part] or (part if part in splits and part not in chosen_classes else "")
+        name = chosen[part] or (part if part in splits and part not in named else "")
         if name and name not in splits:
             raise DataError(f"{prefix}: no split {name!r}; {did_you_mean(name, splits)}")
-        if name in found.values():
+        if name in split_of.values():
             raise DataError(f"{prefix}: {part}={name} is another part already. Give each its own.")
         if name:
-            found[part] = name
-    return found
+            split_of[part] = name
+    return split_of
 
 
 def _records(tfds: Any, builder: Any, split: str) -> ByteStrings:

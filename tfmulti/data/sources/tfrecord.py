@@ -49,10 +49,6 @@ def load(options: str, seed: int) -> DataSet:
 
     GZIP files become a stream, which is shuffled within `buffer` records.
 
-    Args:
-        options: the text after `tfrecord:`.
-        seed: the seed of the order of a stream.
-
     Raises:
         DataError: there is no file or no spec, or one of them is wrong.
         ConfigError: an option is unknown, or a value has the wrong form.
@@ -92,13 +88,13 @@ def _parse_label(features: Features, records: Sequence[bytes], out: Any) -> None
 
 def _parts(prefix: str, pattern: str, chosen: dict[str, Any]) -> dict[str, list[str]]:
     """Returns the files of each part; raises DataError if training has none or parts overlap."""
-    parts = {"train": _found(prefix, pattern)}
+    parts = {"train": _record_files(prefix, pattern)}
     for part in ("validation", "test"):
         if chosen[part]:
-            own = chosen[part]
-            if "/" not in own:
-                own = os.path.join(_folder_of(pattern, parts["train"]), own)
-            parts[part] = _found(f"{prefix},{part}={chosen[part]}", own)
+            part_pattern = chosen[part]
+            if "/" not in part_pattern:
+                part_pattern = os.path.join(_folder_of(pattern, parts["train"]), part_pattern)
+            parts[part] = _record_files(f"{prefix},{part}={chosen[part]}", part_pattern)
     others = {path for part in parts if part != "train" for path in parts[part]}
     train = [path for path in parts["train"] if path not in others]
     if not train:
@@ -113,33 +109,33 @@ def _parts(prefix: str, pattern: str, chosen: dict[str, Any]) -> dict[str, list[
     return parts | {"train": train}
 
 
-def _found(prefix: str, pattern: str) -> list[str]:
+def _record_files(prefix: str, pattern: str) -> list[str]:
     """Returns the TFRecord files that a pattern matches; raises DataError if there are none."""
-    found = [path for path in matching(prefix, pattern) if not path.endswith(_NO_RECORDS)]
-    if not found:
+    paths = [path for path in matching(prefix, pattern) if not path.endswith(_NO_RECORDS)]
+    if not paths:
         raise DataError(
             f"{prefix}: no TFRecord file is there. Give a file, a folder of TFRecord files, or a "
             "glob such as 'data/train-*'."
         )
-    return found
+    return paths
 
 
 def _folder_of(pattern: str, files: list[str]) -> str:
     """Returns the folder of a pattern's files; the pattern itself if it is a folder."""
-    whole = expanded(pattern)
-    if files[0].startswith(whole.rstrip("/") + "/"):
-        return whole
+    path = expanded(pattern)
+    if files[0].startswith(path.rstrip("/") + "/"):
+        return path
     return os.path.dirname(files[0])
 
 
-def _features(prefix: str, pattern: str, given: str) -> Features:
+def _features(prefix: str, pattern: str, spec: str) -> Features:
     """Returns the features that the spec describes; raises DataError if there is no spec."""
-    name = given or "features.json"
-    folder = _folder_of(pattern, _found(prefix, pattern))
-    places = [os.path.expanduser(given)] if given else []
+    name = spec or "features.json"
+    folder = _folder_of(pattern, _record_files(prefix, pattern))
+    candidates = [os.path.expanduser(spec)] if spec else []
     if "/" not in name:
-        places.append(os.path.join(folder, name))
-    for path in places:
+        candidates.append(os.path.join(folder, name))
+    for path in candidates:
         try:
             return read_features(path, read_bytes(path, MOST_DESCRIPTION_BYTES))
         except FileNotFoundError:
@@ -147,35 +143,33 @@ def _features(prefix: str, pattern: str, given: str) -> Features:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
     raise DataError(
-        f"{prefix}: no {' or '.join(places)} says what the records hold. "
+        f"{prefix}: no {' or '.join(candidates)} says what the records hold. "
         f"Write such a file: {_FORM}, or give its path: spec=FILE."
     )
 
 
-def _classes(prefix: str, features: Features, given: int | None) -> int | None:
+def _classes(prefix: str, features: Features, option: int | None) -> int | None:
     """Returns the number of classes; None if it is not needed or the target is no label.
 
-    Raises DataError if the number is given for another target, or is needed but missing.
+    Raises DataError if there is a number for another target, or if it is needed but missing.
     """
-    classes = given if given is not None else features.classes
-    x, y = ([features.features[n].leaf for n in _list(names)] for names in (features.x, features.y))
-    labels = isinstance(features.y, str) and is_label(y[0])
-    if classes is not None and not labels:
+    classes = features.classes if option is None else option
+    x, y = (
+        features.features[name].leaf if isinstance(name, str) else None
+        for name in (features.x, features.y)
+    )
+    has_labels = y is not None and is_label(y)
+    if classes is not None and not has_labels:
         raise DataError(
             f"{prefix}: there are {classes} classes, but y is {features.y!r}, no single label. "
             "Leave classes out, or make y one int64."
         )
-    if classes is None and labels and isinstance(features.x, str) and spec_of(x[0], y[0], 2):
+    if classes is None and has_labels and spec_of(x, y, classes=2):
         raise DataError(
             f"{prefix}: the number of classes of the labels {features.y!r} is not known. Add "
             '"classes": N to the spec, or write classes=N.'
         )
     return classes
-
-
-def _list(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Returns one name or several names as a tuple."""
-    return (names,) if isinstance(names, str) else names
 
 
 def _are_compressed(prefix: str, parts: dict[str, list[str]]) -> bool:
@@ -218,10 +212,10 @@ def _streamed(
     )
 
     def finish(global_batch_size: int) -> DataSet:
-        # Validation and test keep the order of their files.
-        orders = {"train": {"seed": seed, "buffer": buffer}}
+        # Validation and test have the order of their files.
+        shuffles = {"train": {"seed": seed, "buffer": buffer}}
         datasets = {
-            name: make(paths, global_batch_size=global_batch_size, **orders.get(name, {}))
+            name: make(paths, global_batch_size=global_batch_size, **shuffles.get(name, {}))
             for name, paths in parts.items()
         }
         for name, paths in parts.items():

@@ -21,12 +21,8 @@ def load(dataset: str, function: Callable[..., Any], global_batch_size: int) -> 
 
     The function returns `train`, `(train, validation)` or `(train, validation, test)`, or a dict
     with these names. A part is `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`
-    of global batches, a PyDataset or a `Source`.
-
-    Args:
-        dataset: the name of the function, for messages.
-        function: the function. If it has a parameter `global_batch_size`, it is called with that.
-        global_batch_size: the rows of a global batch.
+    of global batches, a PyDataset or a `Source`. If the function has a parameter
+    `global_batch_size`, it is called with that.
 
     Raises:
         DataError: the function needs other arguments, returns something else, or returns no

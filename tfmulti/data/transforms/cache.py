@@ -1,7 +1,7 @@
-"""Keeps examples after they were read once: in memory, or in files that outlive the run.
+"""Caches examples after they were read once: in memory, or in files that outlive the run.
 
-Each worker keeps what it reads. The order of the examples is new in each epoch, so after a few
-epochs a worker has kept nearly all examples. In memory the size of the data bounds the cache, and
+Each worker caches what it reads. The order of the examples is new in each epoch, so after a few
+epochs a worker has cached nearly all examples. In memory the size of the data bounds the cache, and
 an example that was not read takes no memory. On disk all workers of a machine share the files, and
 so do later runs on the same data.
 """
@@ -23,12 +23,12 @@ from tfmulti.errors import DataError
 
 MEMORY, DISK = "memory", "disk"
 
-# This bit is set in each checksum. So a checksum of 0 means that the example is not kept.
+# This bit is set in each checksum. So a checksum of 0 means that the example is not cached.
 _IS_STORED = 1 << 32
 
 
 class _Cached(OverSource):
-    """A source whose examples are kept in arrays after they were read."""
+    """A source whose examples are cached in arrays after they were read."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
@@ -49,27 +49,23 @@ class _Cached(OverSource):
             self._store(indices, out)
             return
         rows = self.below.read(indices[missing], epoch)
-
-        def put(found: Any, into: np.ndarray) -> None:
-            into[missing] = found
-
-        map_nest(put, rows, out)
+        _put(rows, out, missing)
         self._store(indices[missing], rows)
 
     def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
-        """Writes the kept examples into `out`, and returns the rows of `out` that are missing."""
+        """Writes the cached examples into `out`, and returns the rows of `out` that are missing."""
         raise NotImplementedError
 
     def _store(self, indices: np.ndarray, rows: Any) -> None:
-        """Keeps examples whose values are given."""
+        """Caches the values of examples."""
         raise NotImplementedError
 
 
 class InMemory(_Cached):
-    """A source whose examples are kept in memory.
+    """A source whose examples are cached in memory.
 
     Args:
-        source: the examples to keep.
+        source: the examples.
         free_bytes: the memory that may be taken. None: the memory that is free.
 
     Attributes:
@@ -84,9 +80,10 @@ class InMemory(_Cached):
         self.most_bytes = sum(_bytes_of(leaf) for leaf in leaves_of(source.specs)) * len(source)
         free = free_memory() if free_bytes is None else free_bytes
         if self.most_bytes > free:
+            needed_gb, free_gb = self.most_bytes / 1e9, free / 1e9
             raise DataError(
-                f"--cache memory: {len(source):,} examples take {self.most_bytes / 1e9:,.1f} GB, "
-                f"and {free / 1e9:,.1f} GB of memory are free. Use --cache disk, or smaller examples."
+                f"--cache memory: {len(source):,} examples take {needed_gb:,.1f} GB, and "
+                f"{free_gb:,.1f} GB of memory are free. Use --cache disk, or smaller examples."
             )
         count = len(source)
         self._arrays = map_nest(lambda s: np.empty((count, *s.shape), _dtype(s)), source.specs)
@@ -97,33 +94,26 @@ class InMemory(_Cached):
         if has.all():
             # In its default mode NumPy would buffer the output.
             map_nest(
-                lambda stored, into: np.take(stored, indices, 0, into, "clip"), self._arrays, out
+                lambda array, rows: np.take(array, indices, 0, rows, "clip"), self._arrays, out
             )
-        elif has.any():
-
-            def take(stored: np.ndarray, into: np.ndarray) -> None:
-                into[has] = stored[indices[has]]
-
-            map_nest(take, self._arrays, out)
+        else:
+            _copy(self._arrays, indices, out, np.flatnonzero(has))
         return np.flatnonzero(~has)
 
     def _store(self, indices: np.ndarray, rows: Any) -> None:
-        def put(stored: np.ndarray, values: Any) -> None:
-            stored[indices] = values
-
-        map_nest(put, self._arrays, rows)
+        _put(rows, self._arrays, indices)
         # Another thread may read the rows as soon as they are marked, so this comes last.
         self._has[indices] = True
 
 
 class OnDisk(_Cached):
-    """A source whose examples are kept in memory-mapped files, with a checksum for each example.
+    """A source whose examples are cached in memory-mapped files, with a checksum for each example.
 
     Several processes may use the same files. A process that is killed while it writes an example
     leaves a checksum that does not match, and the example is read again.
 
     Args:
-        source: the examples to keep, which have an `identity`.
+        source: the examples, which have an `identity`.
         folder: the folder in which each data set gets a folder of its own.
 
     Raises:
@@ -168,25 +158,17 @@ class OnDisk(_Cached):
 
     def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
         sums = self._sums[indices]
-        non_zero = np.flatnonzero(sums)
-
-        def take(stored: np.ndarray, into: np.ndarray) -> None:
-            into[non_zero] = stored[indices[non_zero]]
-
-        if len(non_zero):
-            map_nest(take, self._arrays, out)
+        stored = np.flatnonzero(sums)
+        _copy(self._arrays, indices, out, stored)
         leaves = leaves_of(out)
         is_valid = np.zeros(len(indices), bool)
-        for row in non_zero.tolist():
+        for row in stored.tolist():
             is_valid[row] = _checksum(leaves, row) == int(sums[row])
         return np.flatnonzero(~is_valid)
 
     def _store(self, indices: np.ndarray, rows: Any) -> None:
-        def put(stored: np.ndarray, values: Any) -> None:
-            stored[indices] = values
-
         rows = map_nest(np.asarray, rows)
-        map_nest(put, self._arrays, rows)
+        _put(rows, self._arrays, indices)
         leaves = leaves_of(rows)
         self._sums[indices] = [_checksum(leaves, row) for row in range(len(indices))]
 
@@ -194,13 +176,7 @@ class OnDisk(_Cached):
 def cached(
     source: Source, kind: str, folder: Path | None = None, free_bytes: int | None = None
 ) -> Source:
-    """Returns a source that keeps its examples; a source that has nothing to cache stays as it is.
-
-    Args:
-        source: the examples.
-        kind: MEMORY or DISK.
-        folder: the folder for the files on disk. None: a folder in the cache folder.
-        free_bytes: the memory that may be taken. None: the memory that is free.
+    """Returns a source that caches its examples; a source that has nothing to cache stays as it is.
 
     Raises:
         DataError: the memory is too small, the files cannot be made, or they would have to hold
@@ -221,6 +197,25 @@ def free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
+def _copy(arrays: Any, indices: np.ndarray, out: Any, rows: np.ndarray) -> None:
+    """Copies the examples of some rows of `out` from the arrays of a cache."""
+
+    def copy(array: np.ndarray, into: np.ndarray) -> None:
+        into[rows] = array[indices[rows]]
+
+    if len(rows):
+        map_nest(copy, arrays, out)
+
+
+def _put(values: Any, arrays: Any, rows: np.ndarray) -> None:
+    """Writes values into some rows of arrays."""
+
+    def put(value: Any, array: np.ndarray) -> None:
+        array[rows] = value
+
+    map_nest(put, values, arrays)
+
+
 def _checksum(leaves: list[np.ndarray], row: int) -> int:
     """Returns a checksum of one row of all leaves; it is never 0."""
     value = 0
@@ -230,7 +225,7 @@ def _checksum(leaves: list[np.ndarray], row: int) -> int:
 
 
 def _dtype(leaf: Leaf) -> Any:
-    """Returns the dtype of the array that keeps a leaf."""
+    """Returns the dtype of the array that caches a leaf."""
     return object if leaf.dtype == "str" else leaf.dtype
 
 

@@ -37,12 +37,9 @@ def parse_class_weight(text: str) -> dict[int, float] | None:
 def balanced(labels: np.ndarray | None, classes: int) -> dict[int, float]:
     """Returns the weights by which all classes count the same: examples / (classes × count).
 
-    `count` is the number of examples of a class. Only classes that have examples count. These are
-    the weights of scikit-learn's `class_weight="balanced"`.
-
-    Args:
-        labels: the class of each example, or None if they are not known.
-        classes: the number of classes.
+    `labels` has the class of each example, or is None if they are not known. `count` is the number
+    of examples of a class. Only classes that have examples count. These are the weights of
+    scikit-learn's `class_weight="balanced"`.
 
     Raises:
         DataError: the labels are not known, or there are none.

@@ -65,11 +65,8 @@ def parse_split(flag: str, text: str) -> Slice:
 def with_splits(data: DataSet, splits: dict[str, str | None], seed: int) -> DataSet:
     """Returns the data, with the parts replaced by the slices that were asked for.
 
-    Args:
-        data: the data.
-        splits: for `train`, `validation` and `test` the text of a slice. None keeps the part as it
-            is.
-        seed: the seed of the order in which slices are taken.
+    `splits` has the text of a slice for each part; None leaves the part as it is. The seed decides
+    the order in which slices are taken.
 
     Raises:
         DataError: the data has no such part, a part cannot be sliced, or a slice is empty.
@@ -89,12 +86,8 @@ def with_splits(data: DataSet, splits: dict[str, str | None], seed: int) -> Data
 def with_validation(data: DataSet, fraction: float, seed: int) -> DataSet:
     """Returns the data with a validation part, which is taken at random from the training part.
 
-    The data stays as it is if it has a validation part, or if its training part is not a `Source`.
-
-    Args:
-        data: the data.
-        fraction: the part of the training examples to take; 0 takes none.
-        seed: the seed of the choice.
+    It has `fraction` of the training examples. The data stays as it is if the fraction is 0, if it
+    has a validation part, or if its training part is not a `Source`.
 
     Raises:
         DataError: one of the two parts would be empty.

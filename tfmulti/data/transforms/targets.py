@@ -94,13 +94,7 @@ def _class_name(kind: str, value: Any) -> str:
 
 
 def check_present(prefix: str, columns: Columns, name: str, next_step: str) -> None:
-    """Checks that each row has a value in a column.
-
-    Args:
-        prefix: the start of the message.
-        columns: the rows.
-        name: the column.
-        next_step: the end of the message, which says what to do.
+    """Checks that each row has a value in a column; the error ends with `next_step`.
 
     Raises:
         DataError: a row has no value; the message says which.
@@ -115,11 +109,6 @@ def check_present(prefix: str, columns: Columns, name: str, next_step: str) -> N
 
 def finite(prefix: str, columns: Columns, name: str) -> np.ndarray:
     """Returns the numbers of a column as float32; a missing number stays NaN.
-
-    Args:
-        prefix: the start of the message.
-        columns: the rows.
-        name: the column.
 
     Raises:
         DataError: a number is infinite, or too large for float32.

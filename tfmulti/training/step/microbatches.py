@@ -32,7 +32,8 @@ Step = Callable[[Any, ReplicaSlice], dict[str, Any]]
 class Taker(Protocol):
     """Takes the gradients that a step passes to an optimizer's `apply`."""
 
-    def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None: ...
+    def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
+        """Takes the gradients of one call of `optimizer.apply`."""
 
 
 _taker: PerThread[Taker | None] = PerThread(None)
