@@ -39,7 +39,7 @@ def shards_of(
     with contextlib.closing(
         prefetcher_of(source, plan, place, first, ReadOptions(threads))
     ) as stream:
-        return [stream.shards.take() for _ in range(steps)]
+        return [stream.queue.take() for _ in range(steps)]
 
 
 @pytest.fixture(autouse=True)
@@ -160,8 +160,8 @@ def test_an_unreadable_example_is_named_in_its_step(threads: int) -> None:
     with contextlib.closing(
         prefetcher_of(source, BatchPlan(12, 4), ALONE, 0, ReadOptions(threads))
     ) as stream:
-        assert stream.shards.take().data[0][0].numpy().tolist() == [0, 1, 2, 3]
+        assert stream.queue.take().data[0][0].numpy().tolist() == [0, 1, 2, 3]
         with pytest.raises(tf.errors.OpError):
-            stream.shards.take()
+            stream.queue.take()
         assert isinstance(stream.error, DataError)
         assert str(stream.error).startswith("some.file, record 7: Input/output error. Repair")

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.training.input import dataset_feed as feeds
 from tfmulti.training.input import positions
 from tfmulti.training.input.feed import GivenData, make_feed
 from tfmulti.training.input.replay import Trial
@@ -94,10 +93,8 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     real = tf.data.Dataset.__iter__
-    set_it, get_it = positions.set_position, positions.position_of
-    monkeypatch.setattr(feeds, "set_position", lambda it, p: set_it(it.inner, p))
-    monkeypatch.setattr(feeds, "position_of", lambda it: get_it(it.inner))
-    monkeypatch.setattr(positions, "position_of", lambda it: get_it(it.inner))
+    checkpoint = tf.train.Checkpoint
+    monkeypatch.setattr(tf.train, "Checkpoint", lambda iterator: checkpoint(it=iterator.inner))
     monkeypatch.setattr(tf.data.Dataset, "__iter__", lambda self: Watched(real(self)))
 
 

@@ -152,9 +152,9 @@ class Checkpoint(keras.callbacks.Callback):
                 )
             return None
         record, wrong = self._checkpoints.newest()
-        for words in wrong:
+        for message in wrong:
             older = f"going on from step {record.step}" if record else "no older one is whole"
-            say(f"the checkpoint {words}; {older}.")
+            say(f"the checkpoint {message}; {older}.")
         if record is None and (self.resume == "must" or wrong):
             raise ResumeError(
                 f"there is no whole checkpoint in {folder} to resume from. Give the folder of a "
@@ -242,10 +242,6 @@ class Checkpoint(keras.callbacks.Callback):
 Backup = Checkpoint
 
 
-def say(words: str) -> None:
-    """Prints a sentence on stderr.
-
-    Args:
-        words: the sentence.
-    """
-    print(f"tfmulti: {words}", file=sys.stderr, flush=True)
+def say(message: str) -> None:
+    """Prints a sentence on stderr."""
+    print(f"tfmulti: {message}", file=sys.stderr, flush=True)

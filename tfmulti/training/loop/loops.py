@@ -33,9 +33,9 @@ from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.dataset_feed import PyDatasetFeed
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.shuffle import Shuffle
-from tfmulti.training.loop import stop_votes
-from tfmulti.training.loop.data_faults import found_by_any, told_by
+from tfmulti.training.loop.data_faults import fault_of_any, told_by
 from tfmulti.training.loop.step_clock import StepClock
+from tfmulti.training.loop.stop_votes import Votes
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.step_result import StepResult
@@ -58,8 +58,8 @@ class Training:
         validation_steps: the steps of a validation; None takes each batch once.
         validation_freq: the number of epochs from one validation to the next, or a list of the
             epochs that end with one, counted from 1.
-        keeper: makes the checkpoints, or None.
-        pace: the number of steps of each execution.
+        manager: makes the checkpoints, or None.
+        steps_per_execution: the number of steps of each execution.
     """
 
     feed: Feed
@@ -70,8 +70,8 @@ class Training:
     validation: Feed | None = None
     validation_steps: int | None = None
     validation_freq: Any = 1
-    keeper: CheckpointManager | None = None
-    pace: StepsPerExecution = field(default_factory=lambda: StepsPerExecution(1))
+    manager: CheckpointManager | None = None
+    steps_per_execution: StepsPerExecution = field(default_factory=lambda: StepsPerExecution(1))
 
     @property
     def steps(self) -> int | None:
@@ -84,16 +84,12 @@ class Training:
         return self.feed.data.steps if self.feed.data.endless else None
 
     def is_over(self, at: Progress) -> bool:
-        """Returns whether the next epoch begins a new pass of the data.
-
-        Args:
-            at: the position at the end of an epoch.
-        """
+        """Returns whether the next epoch begins a new pass of the data."""
         data = self.feed.data
         if data.endless:
             return False
-        whole = data.steps is not None and at.batches >= data.steps
-        return self.steps_per_epoch is None or whole
+        has_all_batches = data.steps is not None and at.batches >= data.steps
+        return self.steps_per_epoch is None or has_all_batches
 
     def validates(self, epoch: int) -> bool:
         """Returns whether an epoch ends with a validation.
@@ -119,31 +115,31 @@ def train(model: keras.Model, training: Training) -> Logs:
     Raises:
         DataError: the data cannot be read, has no batches, or differs between workers.
     """
-    callbacks, state, keeper = training.callbacks, state_of(model), training.keeper
-    resumed = keeper.start() if keeper else None
+    callbacks, state, manager = training.callbacks, state_of(model), training.manager
+    resumed = manager.start() if manager else None
     at = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
     logs, is_open = dict(at.logs), False
     heartbeat().begin()
     trained, clock = False, StepClock()
     has_ended = at.epoch >= training.epochs
-    if keeper is not None and resumed and (not at.step or has_ended):
-        keeper.restore(has_ended=has_ended)
+    if manager is not None and resumed and (not at.step or has_ended):
+        manager.restore(has_ended=has_ended)
     while at.epoch < training.epochs and not at.is_over:
         if at.step:
             callbacks.on_epoch_begin(at.epoch)
-            assert keeper is not None
+            assert manager is not None
             # `on_epoch_begin` was called before the checkpoint, too. What it changes, such as a
             # learning rate, is in the checkpoint already, so the state is restored after it.
-            keeper.restore()
+            manager.restore()
         else:
             model.reset_metrics()
             callbacks.on_epoch_begin(at.epoch)
         if not is_open:
             training.feed.begin_pass(_first_step(training, at), at.batches)
             is_open = at.goes_on = True
-        if keeper is not None and resumed:
+        if manager is not None and resumed:
             # Reading the data again may have drawn random numbers, so this comes last.
-            keeper.restore_random_states()
+            manager.restore_random_states()
         resumed, trained = None, True
         ended, stopped = _epoch(model, training, at, clock)
         logs = dict(at.logs)
@@ -152,7 +148,7 @@ def train(model: keras.Model, training: Training) -> Logs:
             break
         over = ended or training.is_over(at)
         validates = training.validates(at.epoch)
-        again = keeper.again_if_stopped(at.batches) if keeper and validates else None
+        again = manager.again_if_stopped(at.batches) if manager and validates else None
         with again or contextlib.nullcontext():
             if over:
                 training.feed.end_pass(whole=not stopped)
@@ -167,34 +163,34 @@ def train(model: keras.Model, training: Training) -> Logs:
         at.epoch, at.step, at.logs = at.epoch + 1, 0, logs
         if over:
             at.goes_on, at.batches = False, 0
-        wish = bool(model.stop_training)
-        if _stops(model, wish, _votes_of_all(model, wish)):
+        votes = votes_of(model, stop=bool(model.stop_training))
+        if _stops(model, votes, _summed(model, votes)):
             at.is_over = state.run.stopped_by is None
             break
         # After the last epoch a checkpoint is made in any case.
-        if keeper is not None and at.epoch < training.epochs:
-            keeper.end_epoch(at)
-    if keeper is not None and trained:
-        keeper.keep(at, wait=True)
+        if manager is not None and at.epoch < training.epochs:
+            manager.end_epoch(at)
+    if manager is not None and trained:
+        manager.keep(at, wait=True)
     if is_open:
         training.feed.end_pass()
     return logs
 
 
-def _is_whole(feed: Feed, batches: int) -> bool:
+def _is_whole_pass(feed: Feed, batches: int) -> bool:
     """Returns whether a number of batches is known to be a whole pass."""
     return feed.data.steps is not None and batches == feed.data.steps
 
 
 def _validated(model: keras.Model, training: Training) -> Logs:
     """Returns the logs of a validation, with `val_` before their names."""
-    found = model.evaluate(
+    logs = model.evaluate(
         training.validation,
         steps=training.validation_steps,
         callbacks=training.callbacks,
         return_dict=True,
     )
-    return {f"val_{name}": value for name, value in found.items()}
+    return {f"val_{name}": value for name, value in logs.items()}
 
 
 def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
@@ -202,7 +198,7 @@ def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
     return feed.data.holds(None if count is None else at.batches + count - at.step)
 
 
-def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> int:
+def _lost(model: keras.Model, feed: Feed, result: StepResult, before: int) -> int:
     """Returns how many examples of a pass could not be read so far, alike on all workers.
 
     Raises:
@@ -213,13 +209,13 @@ def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> i
     if not reading.skip_bad_records:
         several = placement_of(model.distribute_strategy).workers > 1
         # With one worker the step fails instead, because it gets no batch.
-        if several and int(outcome.lost):
-            raise found_by_any(model.distribute_strategy, feed)
+        if several and int(result.lost):
+            raise fault_of_any(model.distribute_strategy, feed)
         return 0
-    now = int(outcome.lost)
-    state_of(model).run.lost += now
-    lost = before + now
-    if now and lost + reading.lost_at_loading > reading.skip_bad_records:
+    more = int(result.lost)
+    state_of(model).run.lost += more
+    lost = before + more
+    if more and lost + reading.lost_at_loading > reading.skip_bad_records:
         raise DataError(_too_many_lost(lost, reading))
     return lost
 
@@ -262,14 +258,15 @@ def _epoch(
     Returns:
         Whether the data has ended, and whether the votes have stopped the training.
     """
-    state, keeper = state_of(model), training.keeper
+    state, manager = state_of(model), training.manager
+    placement = placement_of(model.distribute_strategy)
     clock.begin()
     stops = False
     sure = _is_sure(training.feed, training.steps, at)
-    pace = training.pace if sure else StepsPerExecution(1)
+    per_execution = training.steps_per_execution if sure else StepsPerExecution(1)
     per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
     before = _first_step(training, at) - at.step
-    for first, last in _executions(training.steps, pace, at.step, per_pass, before):
+    for first, last in _executions(training.steps, per_execution, at.step, per_pass, before):
         if per_pass and (before + first) % per_pass == 0:
             at.lost = 0
         count = last - first + 1
@@ -281,27 +278,32 @@ def _epoch(
             clock.stop(state, training.feed)
             return True, False
         training.callbacks.on_train_batch_begin(first)
-        wish = bool(model.stop_training)
-        due = keeper is not None and keeper.wants(count)
+        votes = votes_of(
+            model,
+            stop=bool(model.stop_training),
+            checkpoint=manager is not None and manager.wants(count),
+            steps=_steps_wanted(model, per_execution),
+        )
         clock.start()
         with told_by(training.feed):
-            outcome = run(model, model.train_function, source, count, Wishes(wish, due, pace))
+            result = run(model, model.train_function, source, count, votes)
+        per_execution.agree(result.votes.agreed_steps(placement.local_replicas))
         state.run.steps += count
-        state.run.examples += int(outcome.rows)
-        clock.add(outcome)
-        pace.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
-        at.lost = _lost(model, training.feed, outcome, at.lost)
-        at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.epoch_logs
+        state.run.examples += int(result.rows)
+        clock.add(result)
+        per_execution.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
+        at.lost = _lost(model, training.feed, result, at.lost)
+        at.step, at.batches, at.logs = last + 1, at.batches + count, result.epoch_logs
         heartbeat().step(state.run.steps)
-        state.compares = stop_votes.compares(outcome.votes)
+        state.compares = result.votes.comparison > 0
         if state.compares:
             state.wants_comparison = False
             clock.stop(state, training.feed)
-        training.callbacks.on_train_batch_end(last, outcome.logs)
-        stops = _stops(model, bool(model.stop_training), outcome.votes)
-        if keeper is not None and stop_votes.wants_checkpoint(outcome.votes):
+        training.callbacks.on_train_batch_end(last, result.logs)
+        stops = _stops(model, votes_of(model, stop=bool(model.stop_training)), result.votes)
+        if manager is not None and result.votes.checkpoint:
             at.logs = as_floats(at.logs)
-            keeper.keep(at)
+            manager.keep(at)
         if stops:
             model.stop_training = True
             break
@@ -340,16 +342,16 @@ def evaluate(
             _check_data_was_enough(count, first, first)
             break
         callbacks.on_test_batch_begin(first)
-        wish = bool(model.stop_evaluating)
+        votes = votes_of(model, stop=bool(model.stop_evaluating))
         with told_by(feed):
-            outcome = run(model, model.test_function, source, steps, Wishes(wish))
-        logs, taken = outcome.epoch_logs, last + 1
-        lost = _lost(model, feed, outcome, lost)
-        callbacks.on_test_batch_end(last, outcome.logs)
-        stops = _stops(model, bool(model.stop_evaluating), outcome.votes)
+            result = run(model, model.test_function, source, steps, votes)
+        logs, taken = result.epoch_logs, last + 1
+        lost = _lost(model, feed, result, lost)
+        callbacks.on_test_batch_end(last, result.logs)
+        stops = _stops(model, votes_of(model, stop=bool(model.stop_evaluating)), result.votes)
         if stops:
             break
-    feed.end_pass(whole=_is_whole(feed, taken) and not stops)
+    feed.end_pass(whole=_is_whole_pass(feed, taken) and not stops)
     logs = as_floats(logs)
     callbacks.on_test_end(logs)
     return logs
@@ -382,39 +384,20 @@ def predict(
             break
         callbacks.on_predict_batch_begin(first)
         with told_by(feed):
-            found = model.predict_function(source)
-        if several and int(found.lost):
-            raise found_by_any(model.distribute_strategy, feed)
-        batches.append(found.outputs)
-        callbacks.on_predict_batch_end(last, {"outputs": found.outputs})
+            predicted = model.predict_function(source)
+        if several and int(predicted.lost):
+            raise fault_of_any(model.distribute_strategy, feed)
+        batches.append(predicted.outputs)
+        callbacks.on_predict_batch_end(last, {"outputs": predicted.outputs})
         if model.stop_predicting:
             break
-    feed.end_pass(whole=_is_whole(feed, len(batches)) and not model.stop_predicting)
+    feed.end_pass(whole=_is_whole_pass(feed, len(batches)) and not model.stop_predicting)
     callbacks.on_predict_end()
     return tf.nest.map_structure(concatenated, *batches)
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What a worker votes for with an execution.
-
-    Args:
-        stop: whether it wants to stop.
-        checkpoint: whether it wants a checkpoint after the execution.
-        pace: takes the number of steps of the next execution, on which all workers agree.
-    """
-
-    stop: bool
-    checkpoint: bool = False
-    pace: StepsPerExecution | None = None
-
-
 def run(
-    model: keras.Model,
-    execute: Execution,
-    source: Any,
-    count: int,
-    wishes: Wishes,
+    model: keras.Model, execute: Execution, source: Any, count: int, votes: Votes
 ) -> StepResult:
     """Runs an execution and returns its result. Every worker calls it.
 
@@ -423,34 +406,47 @@ def run(
         execute: the compiled function.
         source: what the execution takes its batches from.
         count: the number of its steps.
-        wishes: what this worker votes for.
+        votes: what this worker votes for.
+
+    Returns:
+        The result, whose `votes` are `Votes` of whole numbers.
 
     Raises:
         DataError: the workers have read different batches. All workers raise it.
     """
     with heartbeat().working(execute):
-        place = placement_of(model.distribute_strategy)
-        steps_wanted = 0
-        # Steps that gather rows run one by one (`Execution`), so several steps in an execution
-        # would gain nothing.
-        pace = wishes.pace
-        if pace is not None and place.is_chief and not state_of(model).traced.gathers:
-            steps_wanted = pace.wish
-        votes = _votes(model, wishes.stop, wishes.checkpoint, steps_wanted)
-        outcome = execute(source, count, votes)
+        result = execute(source, count, votes)
         # Reading the digests waits for the end of the execution.
-        digests = outcome.digests.numpy() if place.workers > 1 else [0]
-    # The votes are read from the device once, for all who use them below.
-    outcome = outcome._replace(votes=np.asarray(outcome.votes).tolist())
-    if pace is not None:
-        pace.agree(stop_votes.agreed_pace(outcome.votes, place.local_replicas))
+        several = placement_of(model.distribute_strategy).workers > 1
+        digests = result.digests.numpy() if several else [0]
     if any(digest != digests[0] for digest in digests):
         raise DataError(
             "the workers read different batches: the data is shuffled without a seed, or is not "
             "the same on all workers. Give shuffle(seed=...), or pass arrays, which tfmulti "
             "shuffles alike everywhere."
         )
-    return outcome
+    # The votes are read from the device once, for all who use them.
+    return result._replace(votes=Votes(*np.asarray(result.votes).tolist()))
+
+
+def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps: int = 0) -> Votes:
+    """Returns this worker's votes, with the signal that it got.
+
+    Args:
+        model: the prepared model.
+        stop: whether this worker wants to stop.
+        checkpoint: whether it wants a checkpoint after the execution.
+        steps: the number of steps that it wants for each execution; 0 wants no change.
+    """
+    state = state_of(model)
+    return Votes(
+        requested=float(stop),
+        sigint=float(state.interrupted == "SIGINT"),
+        sigterm=float(state.interrupted == "SIGTERM"),
+        checkpoint=float(checkpoint),
+        steps=float(steps),
+        comparison=float(state.wants_comparison),
+    )
 
 
 def as_floats(logs: Logs) -> Logs:
@@ -480,10 +476,6 @@ def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
     Keras has by the chief's seed of TensorFlow. Other data, and arrays without such a seed, have an
     order that follows from the state of the chief's global NumPy generator and from how
     many seeds the model has drawn. The generator keeps its state.
-
-    Args:
-        model: the prepared model.
-        kind: the argument `shuffle` of `fit`.
     """
     state = state_of(model)
     if state.options.seed is not None:
@@ -494,8 +486,9 @@ def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
     drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
     seed = global_seed()
     # The first worker is the chief.
-    told = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])[0]
-    return Shuffle(told[0], told[2] if told[1] else None, kind == "batch")
+    seeds = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])
+    drawn, has_seed, seed = seeds[0]
+    return Shuffle(drawn, seed if has_seed else None, kind == "batch")
 
 
 def tell_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
@@ -527,9 +520,9 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
     Raises:
         DataError: the workers have different data. All workers raise it.
     """
-    told = str([(type(feed).__name__, feed.data.digest()) if feed else None for feed in feeds])
-    of_all = gather_bytes(model.distribute_strategy, hashlib.sha256(told.encode()).digest())
-    if any(each != of_all[0] for each in of_all):
+    forms = str([(type(feed).__name__, feed.data.digest()) if feed else None for feed in feeds])
+    digests = gather_bytes(model.distribute_strategy, hashlib.sha256(forms.encode()).digest())
+    if any(digest != digests[0] for digest in digests):
         raise DataError(
             "the workers have different data: another kind of it, another number of examples, "
             "other shapes, labels or values. Give all workers the same files."
@@ -538,7 +531,7 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
 
 def _executions(
     count: int | None,
-    pace: StepsPerExecution,
+    per_execution: StepsPerExecution,
     start: int = 0,
     per_pass: int | None = None,
     before: int = 0,
@@ -556,41 +549,36 @@ def _executions(
         yield from ((step, step) for step in itertools.count(start))
         return
     while start < count:
-        end = min(start + pace.at_once, count)
+        end = min(start + per_execution.at_once, count)
         if per_pass:
             end = min(end, start + per_pass - (before + start) % per_pass)
         first, start = start, end
         yield first, end - 1
 
 
-def _votes(
-    model: keras.Model, wish: bool, checkpoint: bool = False, steps_wanted: int = 0
-) -> list[float]:
-    """Returns this worker's votes, with the signal that it got."""
-    state = state_of(model)
-    return stop_votes.votes(
-        wish,
-        state.interrupted,
-        wants_checkpoint=checkpoint,
-        pace=steps_wanted,
-        wants_comparison=state.wants_comparison,
-    )
+def _steps_wanted(model: keras.Model, per_execution: StepsPerExecution) -> int:
+    """Returns the steps that this worker wants for each execution; only the chief wants any.
+
+    Steps that gather rows run one by one (`Execution`), so more of them would gain nothing.
+    """
+    is_chief = placement_of(model.distribute_strategy).is_chief
+    return per_execution.wish if is_chief and not state_of(model).traced.gathers else 0
 
 
-def _votes_of_all(model: keras.Model, wish: bool) -> list[int]:
+def _summed(model: keras.Model, votes: Votes) -> Votes:
     """Returns each vote summed over all workers, for decisions outside of an execution."""
-    of_each = gather(model.distribute_strategy, [int(vote) for vote in _votes(model, wish)])
-    return [sum(votes) for votes in zip(*of_each, strict=True)]
+    of_each = gather(model.distribute_strategy, [int(vote) for vote in votes])
+    return Votes(*map(sum, zip(*of_each, strict=True)))
 
 
-def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
+def _stops(model: keras.Model, own: Votes, summed: Votes) -> bool:
     """Returns whether to stop here, alike on all workers at the same step.
 
-    With one worker its wish counts at once. With several workers only the counted votes decide, so
-    a wish counts when it has travelled with an execution.
+    With one worker its own votes count at once. With several workers only the summed votes decide,
+    so a vote counts when it has travelled with an execution.
     """
     alone = placement_of(model.distribute_strategy).workers == 1
-    reason = stop_votes.verdict(_votes(model, wish) if alone else counted)
+    reason = (own if alone else summed).reason_to_stop()
     if reason in ("SIGINT", "SIGTERM"):
         state_of(model).run.stopped_by = reason
         model.stop_training = True
