@@ -38,7 +38,8 @@ def main(task: str, folder: str) -> None:
     arrays = source_of(task, folder) if task == "arrays" else None
 
     def stream(first_step: float = 0.0) -> Prefetcher:
-        source = arrays or source_of(task, folder)  # finding the files is part of it
+        # The time of finding the files counts.
+        source = arrays or source_of(task, folder)
         plan = BatchPlan(len(source), BATCHES[task], seed=1)
         streams.append(
             prefetcher_of(source, plan, Placement(0, 1, 1), int(first_step * plan.steps_per_epoch))

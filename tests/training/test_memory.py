@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
-from tests.support.processes import clean_env
+from tests.support.forked import run
+from tests.support.processes import Finished, clean_env
 from tfmulti.training.memory import MemoryEstimate, form_of
 
 LIMIT_S = 240
@@ -74,12 +75,10 @@ print(json.dumps([found.total, float(np.median(peaks[1:]))]))
     ],
 )
 def test_the_allocator_reports_what_was_estimated(
-    model: str, rows: int, replicas: int, passes: int
+    tmp_path: Path, model: str, rows: int, replicas: int, passes: int
 ) -> None:
-    argv = [sys.executable, "-c", TRAINS, model, *map(str, (rows, replicas, passes))]
-    done = subprocess.run(
-        argv, env=clean_env(), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    argv = ["-c", TRAINS, model, *map(str, (rows, replicas, passes))]
+    done = run(argv, tmp_path, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     estimated, reported = json.loads(done.stdout.splitlines()[-1])
     assert estimated == pytest.approx(reported, rel=0.15)
@@ -290,11 +289,12 @@ def test_advice_for_each_case() -> None:
 
 @pytest.mark.processes
 def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
-    def fit(*flags: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "tfmulti.fit", "--dry_run", *flags]
-        return subprocess.run(
-            argv, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
-        )
+    inside = tmp_path / "inside"
+    inside.mkdir()
+
+    def fit(*flags: str) -> Finished:
+        argv = ["-m", "tfmulti.fit", "--dry_run", *flags]
+        return run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=inside)
 
     done = fit("--device_memory_gb", "0.001")
     assert done.returncode == 0, done.stderr
@@ -309,4 +309,4 @@ def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
         "tfmulti: --device_memory_gb is 0, but it must be above 0. "
         "(docs: troubleshooting#configuration)\n"
     )
-    assert not list(tmp_path.iterdir())
+    assert not list(inside.iterdir())

@@ -17,7 +17,7 @@ from tests.data.test_batch_plan import epoch_of
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.batch_plan import BatchPlan
-from tfmulti.data.loader import empty
+from tfmulti.data.buffers import empty
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
 from tfmulti.training.input.feed import GivenData, make_feed

@@ -57,7 +57,7 @@ def from_batch(batch: Any, placement: Placement) -> WorkerBatch:
     data, own_rows, first_rows = [], [], []
     for local in range(placement.local_replicas):
         replica = tf.constant(placement.first_replica + local, tf.int64)
-        start, stop = sharding.share_bounds(rows, placement.replicas, replica, tf.minimum)
+        start, stop = sharding.slice_bounds(rows, placement.replicas, replica, tf.minimum)
         begin, end = sharding.rows_to_read(start, stop, rows, tf.minimum)
         data.append(rows_of(batch, begin, end))
         own_rows.append(stop - start)

@@ -24,7 +24,8 @@ import tensorflow as tf
 from tfmulti.config.console import left_out
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
-from tfmulti.data.loader import ALIGNMENT, Batch, Loader, bytes_of, empty
+from tfmulti.data.buffers import ALIGNMENT, bytes_of, empty
+from tfmulti.data.loader import Batch, Loader
 from tfmulti.data.source import Arrays, Leaf, Source, leaves_of, map_nest
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
@@ -294,7 +295,7 @@ def _indices(
         for i in range(at_a_time):
             part = plan.part(step + i, placement.first_replica, local, replicas)
             examples = arrays.rows_of(plan.examples_of(part))
-            for k, (first, last, counted) in enumerate(part.shares):
+            for k, (first, last, counted) in enumerate(part.slices):
                 indices[i, k, : last - first] = examples[first - part.begin : last - part.begin]
                 counts[i, k::local][:3] = last - first, (last - first) * counted, first
             counts[i, -1] = part.rows

@@ -36,7 +36,8 @@ Step = Callable[[Any, ReplicaSlice], dict[str, Any]]
 class Taker(Protocol):
     """Takes the gradients that a step passes to an optimizer's `apply`."""
 
-    def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None: ...
+    def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
+        """Takes the gradients of one call of `optimizer.apply`."""
 
 
 _taker: PerThread[Taker | None] = PerThread(None)
@@ -152,7 +153,7 @@ def _part(
     data: Any, replica_slice: ReplicaSlice, passes: int, number: int
 ) -> tuple[Any, ReplicaSlice]:
     """Returns the rows of one pass, and the pass's own `ReplicaSlice`."""
-    start, stop = sharding.share_bounds(
+    start, stop = sharding.slice_bounds(
         replica_slice.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
     )
     read = tf.maximum(replica_slice.own_rows, 1)
