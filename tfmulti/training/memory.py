@@ -186,7 +186,12 @@ class MemoryEstimate:
         return next((n for n in counts if self.at(self.rows, n) <= self.device), None)
 
     def at(self, rows: int, microbatches: int) -> float:
-        """Returns the bytes that a device needs for another number of rows or passes."""
+        """Returns the bytes that a device needs for another number of rows or passes.
+
+        Args:
+            rows: the rows of one replica in one step.
+            microbatches: the number of passes.
+        """
         of_pass = self._of_pass(self._rows_of_pass(rows, microbatches))
         return self._steady(microbatches) + of_pass + self.batch_per_row * rows
 
