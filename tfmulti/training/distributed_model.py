@@ -324,7 +324,7 @@ class DistributedModel(keras.Model):
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
             if verbose not in (0, "0"):
-                epochs_loop.tell_order(self, feed, seeds)
+                epochs_loop.print_order(self, feed, seeds)
             state = state_of(self)
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}

@@ -190,7 +190,7 @@ class Checkpoint(keras.callbacks.Callback):
         """
         return self._needs_no_folder or not token or self._ownership.is_written(token)
 
-    def keep(self, record: Record, *, wait: bool) -> None:
+    def write(self, record: Record, *, wait: bool) -> None:
         """Writes a record in a thread. Only the chief calls it.
 
         Args:

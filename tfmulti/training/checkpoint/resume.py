@@ -318,7 +318,7 @@ class CheckpointManager:
         chief = placement_of(self._model.distribute_strategy).is_chief
         return chief and self._checkpoint.wants(state_of(self._model).run.steps, count)
 
-    def keep(self, progress: Progress, *, wait: bool = False) -> None:
+    def save(self, progress: Progress, *, wait: bool = False) -> None:
         """Makes a checkpoint of the current position, which the chief writes.
 
         Every worker calls it: capturing the variables is a collective.
@@ -330,7 +330,7 @@ class CheckpointManager:
         state = state_of(self._model)
         # All workers take part here, so the launcher must know that they may wait for each other.
         with heartbeat().working(self):
-            moving = self._before or self._moving(progress.batches)
+            changed = self._before or self._changed_by_evaluation(progress.batches)
             trained = run_state.capture_trained(self._model)
         record = Record(
             state.run.steps,
@@ -341,12 +341,12 @@ class CheckpointManager:
                 "keras_seed": self._shuffle and self._shuffle.keras_seed,
                 "data": self._data,
                 "trained": trained,
-                **moving,
+                **changed,
             },
         )
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
-            self._checkpoint.keep(record, wait=wait)
+            self._checkpoint.write(record, wait=wait)
         self._checkpoint.kept(progress.epoch, progress.step, progress.logs)
 
     def end_epoch(self, progress: Progress) -> None:
@@ -355,9 +355,9 @@ class CheckpointManager:
         Every worker calls it.
         """
         if self._checkpoint.every_epoch:
-            self.keep(progress)
+            self.save(progress)
 
-    def _moving(self, batches: int) -> Tree:
+    def _changed_by_evaluation(self, batches: int) -> Tree:
         """Returns the entries that an evaluation changes; see the module. It is a collective."""
         # The chief's states serve all workers, because all read the same batches.
         chief = placement_of(self._model.distribute_strategy).is_chief
@@ -371,7 +371,7 @@ class CheckpointManager:
         }
 
     @contextlib.contextmanager
-    def again_if_stopped(self, batches: int) -> Iterator[None]:
+    def repeated_if_stopped(self, batches: int) -> Iterator[None]:
         """Makes a resumed run repeat what is inside the context, if training stops there.
 
         The next checkpoint then holds the state from before the context.
@@ -380,7 +380,7 @@ class CheckpointManager:
             batches: the batches that the steps have taken in the pass over the training data.
         """
         with heartbeat().working(self):
-            self._before = self._moving(batches)
+            self._before = self._changed_by_evaluation(batches)
         yield
         if state_of(self._model).run.stopped_by is None:
             self._before = None

@@ -23,7 +23,7 @@ FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
 
 
 @contextlib.contextmanager
-def told_by(feed: Feed) -> Iterator[None]:
+def data_faults_explained(feed: Feed) -> Iterator[None]:
     """Raises, for an error of TensorFlow inside the context, the reason that lies in the data.
 
     Args:

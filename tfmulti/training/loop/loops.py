@@ -33,7 +33,7 @@ from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.dataset_feed import PyDatasetFeed
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.shuffle import Shuffle
-from tfmulti.training.loop.data_faults import fault_of_any, told_by
+from tfmulti.training.loop.data_faults import data_faults_explained, fault_of_any
 from tfmulti.training.loop.step_clock import StepClock
 from tfmulti.training.loop.stop_votes import Votes
 from tfmulti.training.state.trainer_state import state_of
@@ -83,12 +83,12 @@ class Training:
         """The steps of one pass if the iterator goes on over all epochs, or None."""
         return self.feed.data.steps if self.feed.data.endless else None
 
-    def is_over(self, at: Progress) -> bool:
+    def is_over(self, progress: Progress) -> bool:
         """Returns whether the next epoch begins a new pass of the data."""
         data = self.feed.data
         if data.endless:
             return False
-        has_all_batches = data.steps is not None and at.batches >= data.steps
+        has_all_batches = data.steps is not None and progress.batches >= data.steps
         return self.steps_per_epoch is None or has_all_batches
 
     def validates(self, epoch: int) -> bool:
@@ -117,38 +117,38 @@ def train(model: keras.Model, training: Training) -> Logs:
     """
     callbacks, state, manager = training.callbacks, state_of(model), training.manager
     resumed = manager.start() if manager else None
-    at = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
-    logs, is_open = dict(at.logs), False
+    progress = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
+    logs, is_open = dict(progress.logs), False
     heartbeat().begin()
     trained, clock = False, StepClock()
-    has_ended = at.epoch >= training.epochs
-    if manager is not None and resumed and (not at.step or has_ended):
+    has_ended = progress.epoch >= training.epochs
+    if manager is not None and resumed and (not progress.step or has_ended):
         manager.restore(has_ended=has_ended)
-    while at.epoch < training.epochs and not at.is_over:
-        if at.step:
-            callbacks.on_epoch_begin(at.epoch)
+    while progress.epoch < training.epochs and not progress.is_over:
+        if progress.step:
+            callbacks.on_epoch_begin(progress.epoch)
             assert manager is not None
             # `on_epoch_begin` was called before the checkpoint, too. What it changes, such as a
             # learning rate, is in the checkpoint already, so the state is restored after it.
             manager.restore()
         else:
             model.reset_metrics()
-            callbacks.on_epoch_begin(at.epoch)
+            callbacks.on_epoch_begin(progress.epoch)
         if not is_open:
-            training.feed.begin_pass(_first_step(training, at), at.batches)
-            is_open = at.goes_on = True
+            training.feed.begin_pass(_first_step(training, progress), progress.batches)
+            is_open = progress.goes_on = True
         if manager is not None and resumed:
             # Reading the data again may have drawn random numbers, so this comes last.
             manager.restore_random_states()
         resumed, trained = None, True
-        ended, stopped = _epoch(model, training, at, clock)
-        logs = dict(at.logs)
+        ended, stopped = _epoch(model, training, progress, clock)
+        logs = dict(progress.logs)
         # Histories hold whole epochs only.
         if state.run.stopped_by is not None:
             break
-        over = ended or training.is_over(at)
-        validates = training.validates(at.epoch)
-        again = manager.again_if_stopped(at.batches) if manager and validates else None
+        over = ended or training.is_over(progress)
+        validates = training.validates(progress.epoch)
+        again = manager.repeated_if_stopped(progress.batches) if manager and validates else None
         with again or contextlib.nullcontext():
             if over:
                 training.feed.end_pass(whole=not stopped)
@@ -159,19 +159,19 @@ def train(model: keras.Model, training: Training) -> Logs:
                 logs |= _validated(model, training)
         if state.run.stopped_by is not None:
             break
-        callbacks.on_epoch_end(at.epoch, logs)
-        at.epoch, at.step, at.logs = at.epoch + 1, 0, logs
+        callbacks.on_epoch_end(progress.epoch, logs)
+        progress.epoch, progress.step, progress.logs = progress.epoch + 1, 0, logs
         if over:
-            at.goes_on, at.batches = False, 0
+            progress.goes_on, progress.batches = False, 0
         votes = votes_of(model, stop=bool(model.stop_training))
         if _stops(model, votes, _summed(model, votes)):
-            at.is_over = state.run.stopped_by is None
+            progress.is_over = state.run.stopped_by is None
             break
         # After the last epoch a checkpoint is made in any case.
-        if manager is not None and at.epoch < training.epochs:
-            manager.end_epoch(at)
+        if manager is not None and progress.epoch < training.epochs:
+            manager.end_epoch(progress)
     if manager is not None and trained:
-        manager.keep(at, wait=True)
+        manager.save(progress, wait=True)
     if is_open:
         training.feed.end_pass()
     return logs
@@ -193,9 +193,9 @@ def _validated(model: keras.Model, training: Training) -> Logs:
     return {f"val_{name}": value for name, value in logs.items()}
 
 
-def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
+def _is_long_enough(feed: Feed, count: int | None, progress: Progress) -> bool:
     """Returns whether the iterator in use is known to have all batches left of the epoch."""
-    return feed.data.holds(None if count is None else at.batches + count - at.step)
+    return feed.data.holds(None if count is None else progress.batches + count - progress.step)
 
 
 def _lost(model: keras.Model, feed: Feed, result: StepResult, before: int) -> int:
@@ -236,22 +236,22 @@ def _source(feed: Feed, steps: int | None) -> Any:
 
     That is the queue or iterator of the feed for a known number of steps, and one batch otherwise.
     """
-    with told_by(feed):
+    with data_faults_explained(feed):
         return next(feed, None) if steps is None else feed.source(steps)
 
 
-def _steps_left(training: Training, at: Progress) -> int:
+def _steps_left(training: Training, progress: Progress) -> int:
     """Returns the steps until the end of `fit`, or a number below 1 if it is unknown."""
-    return (training.epochs - at.epoch) * (training.steps or 0) - at.step
+    return (training.epochs - progress.epoch) * (training.steps or 0) - progress.step
 
 
-def _first_step(training: Training, at: Progress) -> int:
+def _first_step(training: Training, progress: Progress) -> int:
     """Returns the next step, counted over all epochs."""
-    return at.epoch * (training.steps or 0) + at.step
+    return progress.epoch * (training.steps or 0) + progress.step
 
 
 def _epoch(
-    model: keras.Model, training: Training, at: Progress, clock: StepClock
+    model: keras.Model, training: Training, progress: Progress, clock: StepClock
 ) -> tuple[bool, bool]:
     """Trains the rest of an epoch.
 
@@ -262,19 +262,19 @@ def _epoch(
     placement = placement_of(model.distribute_strategy)
     clock.begin()
     stops = False
-    sure = _is_sure(training.feed, training.steps, at)
-    per_execution = training.steps_per_execution if sure else StepsPerExecution(1)
+    is_long_enough = _is_long_enough(training.feed, training.steps, progress)
+    per_execution = training.steps_per_execution if is_long_enough else StepsPerExecution(1)
     per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
-    before = _first_step(training, at) - at.step
-    for first, last in _executions(training.steps, per_execution, at.step, per_pass, before):
+    before = _first_step(training, progress) - progress.step
+    for first, last in _executions(training.steps, per_execution, progress.step, per_pass, before):
         if per_pass and (before + first) % per_pass == 0:
-            at.lost = 0
+            progress.lost = 0
         count = last - first + 1
-        take = functools.partial(_source, training.feed, count if sure else None)
+        take = functools.partial(_source, training.feed, count if is_long_enough else None)
         source = clock.waiting(take)
         if source is None:
             _check_data_was_enough(training.steps, first, state.run.steps)
-            at.logs = as_floats(at.logs)
+            progress.logs = as_floats(progress.logs)
             clock.stop(state, training.feed)
             return True, False
         training.callbacks.on_train_batch_begin(first)
@@ -285,15 +285,16 @@ def _epoch(
             steps=_steps_wanted(model, per_execution),
         )
         clock.start()
-        with told_by(training.feed):
+        with data_faults_explained(training.feed):
             result = run(model, model.train_function, source, count, votes)
         per_execution.agree(result.votes.agreed_steps(placement.local_replicas))
         state.run.steps += count
         state.run.examples += int(result.rows)
         clock.add(result)
-        per_execution.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
-        at.lost = _lost(model, training.feed, result, at.lost)
-        at.step, at.batches, at.logs = last + 1, at.batches + count, result.epoch_logs
+        per_execution.add(clock.period_s, clock.inside_s, _steps_left(training, progress) - count)
+        progress.lost = _lost(model, training.feed, result, progress.lost)
+        progress.step, progress.batches = last + 1, progress.batches + count
+        progress.logs = result.epoch_logs
         heartbeat().step(state.run.steps)
         state.compares = result.votes.comparison > 0
         if state.compares:
@@ -302,12 +303,12 @@ def _epoch(
         training.callbacks.on_train_batch_end(last, result.logs)
         stops = _stops(model, votes_of(model, stop=bool(model.stop_training)), result.votes)
         if manager is not None and result.votes.checkpoint:
-            at.logs = as_floats(at.logs)
-            manager.keep(at)
+            progress.logs = as_floats(progress.logs)
+            manager.save(progress)
         if stops:
             model.stop_training = True
             break
-    at.logs = as_floats(at.logs)
+    progress.logs = as_floats(progress.logs)
     clock.stop(state, training.feed)
     return False, stops
 
@@ -331,19 +332,19 @@ def evaluate(
     model.reset_metrics()
     logs: Logs = {}
     feed.begin_pass()
-    sure, taken, lost = feed.data.holds(count), 0, 0
+    is_long_enough, taken, lost = feed.data.holds(count), 0, 0
     stops = False
     for first, last in _executions(
-        count, StepsPerExecution(model.steps_per_execution if sure else 1)
+        count, StepsPerExecution(model.steps_per_execution if is_long_enough else 1)
     ):
         steps = last - first + 1
-        source = _source(feed, steps if sure else None)
+        source = _source(feed, steps if is_long_enough else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
         callbacks.on_test_batch_begin(first)
         votes = votes_of(model, stop=bool(model.stop_evaluating))
-        with told_by(feed):
+        with data_faults_explained(feed):
             result = run(model, model.test_function, source, steps, votes)
         logs, taken = result.epoch_logs, last + 1
         lost = _lost(model, feed, result, lost)
@@ -376,14 +377,14 @@ def predict(
     batches = []
     several = placement_of(model.distribute_strategy).workers > 1
     feed.begin_pass()
-    sure = feed.data.holds(count)
+    is_long_enough = feed.data.holds(count)
     for first, last in _executions(count, StepsPerExecution(1)):
-        source = _source(feed, 1 if sure else None)
+        source = _source(feed, 1 if is_long_enough else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
         callbacks.on_predict_batch_begin(first)
-        with told_by(feed):
+        with data_faults_explained(feed):
             predicted = model.predict_function(source)
         if several and int(predicted.lost):
             raise fault_of_any(model.distribute_strategy, feed)
@@ -491,7 +492,7 @@ def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
     return Shuffle(drawn, seed if has_seed else None, kind == "batch")
 
 
-def tell_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
+def print_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
     """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras.
 
     Args:
@@ -500,9 +501,9 @@ def tell_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
         shuffle: the seeds of its order; None without a shuffle.
     """
     state = state_of(model)
-    if shuffle is None or not isinstance(feed, PyDatasetFeed) or state.has_told_order:
+    if shuffle is None or not isinstance(feed, PyDatasetFeed) or state.has_printed_order:
         return
-    state.has_told_order = True
+    state.has_printed_order = True
     speaker(placement_of(model.distribute_strategy).is_chief)(
         "order",
         f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), not that "
