@@ -502,7 +502,7 @@ class DistributedModel(keras.Model):
             overwrite: whether to replace what is there.
             **kwargs: further arguments of Keras' `Model.save`.
         """
-        with self._whole(filepath, overwrite) as path, model_checks.as_made(self):
+        with self._replacing(filepath, overwrite) as path, model_checks.as_made(self):
             keras.Model.save(self, path, overwrite=overwrite, **kwargs)
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
@@ -513,10 +513,10 @@ class DistributedModel(keras.Model):
             overwrite: whether to replace what is there.
             **kwargs: further arguments of Keras' `Model.save_weights`.
         """
-        with self._whole(filepath, overwrite) as path:
+        with self._replacing(filepath, overwrite) as path:
             keras.Model.save_weights(self, path, overwrite=overwrite, **kwargs)
 
-    def _whole(self, filepath: Any, overwrite: bool) -> contextlib.AbstractContextManager[Any]:
+    def _replacing(self, filepath: Any, overwrite: bool) -> contextlib.AbstractContextManager[Any]:
         """Returns a context that gives a path to write to, and moves the file to its place."""
         if self._placement.workers > 1 and overwrite and isinstance(filepath, (str, os.PathLike)):
             path = Path(filepath)

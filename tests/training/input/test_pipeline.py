@@ -132,7 +132,7 @@ def test_an_evaluation_begins_where_the_last_one_ended() -> None:
         feed.begin_pass()
         shards = feed.source(1)
         assert [shards.take().data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]
-        feed.end_pass(whole=True)
+        feed.end_pass(complete=True)
     feed.begin_pass()
     next(feed)
     # The pass ends early, and the next one begins at the start.

@@ -25,7 +25,7 @@ from tfmulti.training.input import pipeline
 from tfmulti.training.input.interface import DataDescription, Feed, State
 from tfmulti.training.input.positions import (
     form_of,
-    is_whole,
+    is_complete,
     iterator_at,
     must_be_read,
     position_of,
@@ -169,11 +169,11 @@ class DatasetFeed(Feed):
             self._without_end.on_epoch_end()
             self._without_end.on_epoch_begin()
 
-    def end_pass(self, whole: bool = False) -> None:
+    def end_pass(self, complete: bool = False) -> None:
         self._passes += 1
         self._adapter.on_epoch_end()
         self._iterator, self._given, self._again, self._has_ended = None, 0, [], False
-        if whole and self.is_dataset and self.data.steps is not None:
+        if complete and self.is_dataset and self.data.steps is not None:
             # Keras makes an iterator at the end of a pass of known length.
             following = iter(self._batches)
             if self._next_is_made:
@@ -189,7 +189,7 @@ class DatasetFeed(Feed):
         position = position_of(self._iterator)
         # To find out that a position is too large takes long, so it is tried once only.
         self._saves_position = position is not None
-        if position is None or not is_whole(position, self._batches):
+        if position is None or not is_complete(position, self._batches):
             return state
         return state | {"form": form_of(self._batches), "iterator": position, "batches": batches}
 
@@ -260,9 +260,9 @@ class PyDatasetFeed(DatasetFeed):
         rest = self._batches.take(len(self._in_order) - skipped) if skipped else self._batches
         self._iterator = iter(rest)
 
-    def end_pass(self, whole: bool = False) -> None:
-        super().end_pass(whole)
-        if whole:
+    def end_pass(self, complete: bool = False) -> None:
+        super().end_pass(complete)
+        if complete:
             self._is_used = self._in_order.begin_at > 0
 
     def set_state(self, state: State) -> None:

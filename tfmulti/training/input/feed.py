@@ -87,10 +87,10 @@ class SourceFeed(Feed):
         assert self._prefetcher is not None
         return self._prefetcher.queue.take()
 
-    def end_pass(self, whole: bool = False) -> None:
+    def end_pass(self, complete: bool = False) -> None:
         # Without a shuffle the next pass has the same order. The batches that were read ahead are
         # then its first ones.
-        self._is_at_start = whole and self.plan.seed is None and self.find_fault() is None
+        self._is_at_start = complete and self.plan.seed is None and self.find_fault() is None
         if not self._is_at_start:
             self.close()
 

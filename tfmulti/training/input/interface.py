@@ -81,11 +81,11 @@ class Feed(Iterator[Any]):
         """
 
     @abstractmethod
-    def end_pass(self, whole: bool = False) -> None:
+    def end_pass(self, complete: bool = False) -> None:
         """Ends the pass.
 
         Args:
-            whole: whether the steps have taken each batch of the pass and were not stopped.
+            complete: whether the steps have taken each batch of the pass and were not stopped.
         """
 
     @abstractmethod

@@ -3,14 +3,14 @@
 The position is what `tf.train.Checkpoint` writes of the iterator
 (https://www.tensorflow.org/guide/data#iterator_checkpointing). There are two ways to resume:
 
-1. The position is whole: the iterator goes on there at once (`position_of`, `iterator_at`).
+1. The position is complete: the iterator goes on there at once (`position_of`, `iterator_at`).
 2. Otherwise the pass is read again from its start, with the iterators of all earlier passes made
    again before it.
 
-A position is whole if it has the states of all parts that draw random numbers. TensorFlow writes
+A position is complete if it has the states of all parts that draw random numbers. TensorFlow writes
 only the parts that exist at that time. A shuffle that has given its last row does not exist any
 more, so the state of its random generator is missing. The order of the next pass is drawn from that
-state (`is_whole`).
+state (`is_complete`).
 
 For the second way, making the earlier iterators draws the same orders again. In some Datasets
 reading draws them, so the batches of the earlier passes are read, too (`must_be_read`). Without
@@ -101,7 +101,7 @@ def form_of(dataset: tf.data.Dataset) -> str:
     return f"{tf.__version__} {dataset.element_spec} {kinds(dataset)}"
 
 
-def is_whole(position: Position, dataset: tf.data.Dataset) -> bool:
+def is_complete(position: Position, dataset: tf.data.Dataset) -> bool:
     """Returns whether a position has the random states of all parts of its Dataset that draw."""
     states = (_RANDOM_STATE.findall(content.tobytes()) for content in position.values())
     return sum(map(len, states)) == _count_drawing(dataset)

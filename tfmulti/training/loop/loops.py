@@ -151,7 +151,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         again = manager.repeated_if_stopped(progress.batches) if manager and validates else None
         with again or contextlib.nullcontext():
             if over:
-                training.feed.end_pass(whole=not stopped)
+                training.feed.end_pass(complete=not stopped)
                 is_open = False
             else:
                 training.feed.end_epoch()
@@ -352,7 +352,7 @@ def evaluate(
         stops = _stops(model, votes_of(model, stop=bool(model.stop_evaluating)), result.votes)
         if stops:
             break
-    feed.end_pass(whole=_is_whole_pass(feed, taken) and not stops)
+    feed.end_pass(complete=_is_whole_pass(feed, taken) and not stops)
     logs = as_floats(logs)
     callbacks.on_test_end(logs)
     return logs
@@ -392,7 +392,7 @@ def predict(
         callbacks.on_predict_batch_end(last, {"outputs": predicted.outputs})
         if model.stop_predicting:
             break
-    feed.end_pass(whole=_is_whole_pass(feed, len(batches)) and not model.stop_predicting)
+    feed.end_pass(complete=_is_whole_pass(feed, len(batches)) and not model.stop_predicting)
     callbacks.on_predict_end()
     return tf.nest.map_structure(concatenated, *batches)
 
