@@ -45,7 +45,7 @@ from tfmulti.training.input.feed import (
 )
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import from_batch
-from tfmulti.training.loop import loops as epochs_loop
+from tfmulti.training.loop import loops, same_data
 from tfmulti.training.memory import (
     GB,
     MemoryEstimate,
@@ -299,7 +299,7 @@ class DistributedModel(keras.Model):
             x, y, sample_weight = parts
         with resume.checkpoint_in(callbacks) as checkpoint:
             record = resume.find_record(self, checkpoint)
-            drawn = epochs_loop.draw_shuffle(self, shuffle) if shuffle else None
+            drawn = same_data.draw_shuffle(self, shuffle) if shuffle else None
             seeds = resume.shuffle_of(record, drawn, state_of(self).options.seed is not None)
             given = GivenData(x, y, sample_weight, batch_size, class_weight, seeds, steps_per_epoch)
             reading = state_of(self).reading
@@ -315,7 +315,7 @@ class DistributedModel(keras.Model):
                     steps_per_epoch=validation_steps,
                 )
                 validation = make_feed(given, placement, reading)
-            epochs_loop.check_same_data(self, feed, validation)
+            same_data.check_same_data(self, feed, validation)
             feed.begin_call()
             # A comparison with one device needs all slots before the first step. So does a
             # checkpoint.
@@ -324,7 +324,7 @@ class DistributedModel(keras.Model):
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
             if verbose not in (0, "0"):
-                epochs_loop.print_order(self, feed, seeds)
+                same_data.print_order(self, feed, seeds)
             state = state_of(self)
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
@@ -341,7 +341,7 @@ class DistributedModel(keras.Model):
                 manager = resume.CheckpointManager(
                     self, checkpoint, record, all_callbacks, feeds, seeds
                 )
-            training = epochs_loop.Training(
+            training = loops.Training(
                 feed,
                 all_callbacks,
                 initial_epoch,
@@ -359,7 +359,7 @@ class DistributedModel(keras.Model):
                 resume.saving_at_signals(self, checkpoint),
                 closing(feed, validation),
             ):
-                logs = epochs_loop.train(self, training)
+                logs = loops.train(self, training)
                 if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                     self.optimizer.finalize_variable_values(self.trainable_weights)
                 training.callbacks.on_train_end(logs)
@@ -401,7 +401,7 @@ class DistributedModel(keras.Model):
             watching(callback_list.callbacks, self._placement),
             closing(None if feed is x else feed),
         ):
-            logs = epochs_loop.evaluate(self, feed, count, callback_list)
+            logs = loops.evaluate(self, feed, count, callback_list)
         return _results(self, logs, return_dict)
 
     @_on_all_workers
@@ -430,7 +430,7 @@ class DistributedModel(keras.Model):
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
         with closing(feed):
-            return epochs_loop.predict(self, feed, count, callback_list)
+            return loops.predict(self, feed, count, callback_list)
 
     def train_on_batch(
         self,
@@ -489,7 +489,7 @@ class DistributedModel(keras.Model):
         self.make_predict_function()
         batch = from_batch(_one_batch(x, None, None), self._placement)
         outputs = self.predict_function(batch).outputs
-        return tf.nest.map_structure(epochs_loop.concatenated, outputs)
+        return tf.nest.map_structure(loops.concatenated, outputs)
 
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as Keras does, so that it loads without tfmulti.
@@ -587,9 +587,9 @@ def _one_batch(x: Any, y: Any, sample_weight: Any) -> Any:
 def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_dict: bool) -> Any:
     """Runs one execution on one global batch, and returns its results."""
     model.reset_metrics()
-    votes = epochs_loop.votes_of(model, stop=False)
-    result = epochs_loop.run(model, execute, from_batch(batch, model._placement), 1, votes)
-    return _results(model, epochs_loop.as_floats(result.logs), return_dict)
+    votes = loops.votes_of(model, stop=False)
+    result = loops.run(model, execute, from_batch(batch, model._placement), 1, votes)
+    return _results(model, loops.as_floats(result.logs), return_dict)
 
 
 def _results(model: DistributedModel, logs: dict[str, Any], return_dict: bool) -> Any:

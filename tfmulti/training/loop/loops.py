@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -21,18 +20,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.config.console import speaker
 from tfmulti.config.reading import ReadOptions
-from tfmulti.distribution.agreement import gather, gather_bytes
+from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.model_structure import initial_epoch_of
-from tfmulti.keras_patches.random_numbers import global_seed
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
-from tfmulti.training.input.dataset_feed import PyDatasetFeed
 from tfmulti.training.input.interface import Feed
-from tfmulti.training.input.shuffle import Shuffle
 from tfmulti.training.loop.data_faults import data_faults_explained, fault_of_any
 from tfmulti.training.loop.step_clock import StepClock
 from tfmulti.training.loop.stop_votes import Votes
@@ -83,13 +78,26 @@ class Training:
         """The steps of one pass if the iterator goes on over all epochs, or None."""
         return self.feed.data.steps if self.feed.data.endless else None
 
+    def first_step(self, progress: Progress) -> int:
+        """Returns the next step, counted over all epochs."""
+        return progress.epoch * (self.steps or 0) + progress.step
+
+    def steps_left(self, progress: Progress) -> int:
+        """Returns the steps until the end of `fit`, or a number below 1 if it is unknown."""
+        return (self.epochs - progress.epoch) * (self.steps or 0) - progress.step
+
+    def has_all_batches(self, progress: Progress) -> bool:
+        """Returns whether the iterator in use is known to have all batches left of the epoch."""
+        rest = None if self.steps is None else self.steps - progress.step
+        return self.feed.data.holds(None if rest is None else progress.batches + rest)
+
     def is_over(self, progress: Progress) -> bool:
         """Returns whether the next epoch begins a new pass of the data."""
         data = self.feed.data
         if data.endless:
             return False
-        has_all_batches = data.steps is not None and progress.batches >= data.steps
-        return self.steps_per_epoch is None or has_all_batches
+        is_complete = data.steps is not None and progress.batches >= data.steps
+        return self.steps_per_epoch is None or is_complete
 
     def validates(self, epoch: int) -> bool:
         """Returns whether an epoch ends with a validation.
@@ -135,7 +143,7 @@ def train(model: keras.Model, training: Training) -> Logs:
             model.reset_metrics()
             callbacks.on_epoch_begin(progress.epoch)
         if not is_open:
-            training.feed.begin_pass(_first_step(training, progress), progress.batches)
+            training.feed.begin_pass(training.first_step(progress), progress.batches)
             is_open = progress.goes_on = True
         if manager is not None and resumed:
             # Reading the data again may have drawn random numbers, so this comes last.
@@ -193,11 +201,6 @@ def _validated(model: keras.Model, training: Training) -> Logs:
     return {f"val_{name}": value for name, value in logs.items()}
 
 
-def _is_long_enough(feed: Feed, count: int | None, progress: Progress) -> bool:
-    """Returns whether the iterator in use is known to have all batches left of the epoch."""
-    return feed.data.holds(None if count is None else progress.batches + count - progress.step)
-
-
 def _lost(model: keras.Model, feed: Feed, result: StepResult, before: int) -> int:
     """Returns how many examples of a pass could not be read so far, alike on all workers.
 
@@ -240,16 +243,6 @@ def _source(feed: Feed, steps: int | None) -> Any:
         return next(feed, None) if steps is None else feed.source(steps)
 
 
-def _steps_left(training: Training, progress: Progress) -> int:
-    """Returns the steps until the end of `fit`, or a number below 1 if it is unknown."""
-    return (training.epochs - progress.epoch) * (training.steps or 0) - progress.step
-
-
-def _first_step(training: Training, progress: Progress) -> int:
-    """Returns the next step, counted over all epochs."""
-    return progress.epoch * (training.steps or 0) + progress.step
-
-
 def _epoch(
     model: keras.Model, training: Training, progress: Progress, clock: StepClock
 ) -> tuple[bool, bool]:
@@ -262,10 +255,10 @@ def _epoch(
     placement = placement_of(model.distribute_strategy)
     clock.begin()
     stops = False
-    is_long_enough = _is_long_enough(training.feed, training.steps, progress)
+    is_long_enough = training.has_all_batches(progress)
     per_execution = training.steps_per_execution if is_long_enough else StepsPerExecution(1)
     per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
-    before = _first_step(training, progress) - progress.step
+    before = training.first_step(progress) - progress.step
     for first, last in _executions(training.steps, per_execution, progress.step, per_pass, before):
         if per_pass and (before + first) % per_pass == 0:
             progress.lost = 0
@@ -291,7 +284,7 @@ def _epoch(
         state.run.steps += count
         state.run.examples += int(result.rows)
         clock.add(result)
-        per_execution.add(clock.period_s, clock.inside_s, _steps_left(training, progress) - count)
+        per_execution.add(clock.period_s, clock.inside_s, training.steps_left(progress) - count)
         progress.lost = _lost(model, training.feed, result, progress.lost)
         progress.step, progress.batches = last + 1, progress.batches + count
         progress.logs = result.epoch_logs
@@ -468,66 +461,6 @@ def concatenated(*parts: Any) -> Any:
     """
     joined = tf.concat(parts, axis=0) if len(parts) > 1 else parts[0]
     return joined.numpy() if isinstance(joined, tf.Tensor) else joined
-
-
-def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
-    """Returns the seeds of the data order, the same on all workers. Every worker calls it.
-
-    The seed is the one that `prepare` was given. Without one, arrays have the order that plain
-    Keras has by the chief's seed of TensorFlow. Other data, and arrays without such a seed, have an
-    order that follows from the state of the chief's global NumPy generator and from how
-    many seeds the model has drawn. The generator keeps its state.
-    """
-    state = state_of(model)
-    if state.options.seed is not None:
-        return Shuffle(state.options.seed)
-    state.seeds_drawn += 1
-    generator = np.random.RandomState()
-    generator.set_state(np.random.get_state())
-    drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
-    seed = global_seed()
-    # The first worker is the chief.
-    seeds = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])
-    drawn, has_seed, seed = seeds[0]
-    return Shuffle(drawn, seed if has_seed else None, kind == "batch")
-
-
-def print_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
-    """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras.
-
-    Args:
-        model: the prepared model.
-        feed: the training data.
-        shuffle: the seeds of its order; None without a shuffle.
-    """
-    state = state_of(model)
-    if shuffle is None or not isinstance(feed, PyDatasetFeed) or state.has_printed_order:
-        return
-    state.has_printed_order = True
-    speaker(placement_of(model.distribute_strategy).is_chief)(
-        "order",
-        f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), not that "
-        "of plain Keras; fit(shuffle=False) keeps the order of the batches",
-    )
-
-
-def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
-    """Raises an error if the workers have different data. Every worker calls it.
-
-    Args:
-        model: the prepared model.
-        *feeds: the feeds; None stands for a feed that there is not.
-
-    Raises:
-        DataError: the workers have different data. All workers raise it.
-    """
-    forms = str([(type(feed).__name__, feed.data.digest()) if feed else None for feed in feeds])
-    digests = gather_bytes(model.distribute_strategy, hashlib.sha256(forms.encode()).digest())
-    if any(digest != digests[0] for digest in digests):
-        raise DataError(
-            "the workers have different data: another kind of it, another number of examples, "
-            "other shapes, labels or values. Give all workers the same files."
-        )
 
 
 def _executions(
