@@ -147,8 +147,7 @@ class Checkpoint(keras.callbacks.Callback):
             if self._checkpoints.files():
                 raise ResumeError(
                     f"{folder} holds checkpoints of a run, and resume is 'never'. Give a new "
-                    "folder, "
-                    "or resume='auto' to go on with that run."
+                    "folder, or resume='auto' to go on with that run."
                 )
             return None
         record, wrong = self._checkpoints.newest()
@@ -158,8 +157,7 @@ class Checkpoint(keras.callbacks.Callback):
         if record is None and (self.resume == "must" or wrong):
             raise ResumeError(
                 f"there is no whole checkpoint in {folder} to resume from. Give the folder of a "
-                "run "
-                "that has one, or begin a new run in a new folder."
+                "run that has one, or begin a new run in a new folder."
             )
         saved = saved_before(str(folder.absolute()))
         if saved > (record.step if record else -1) and not wrong:

@@ -222,8 +222,8 @@ def _of_known_form() -> Iterator[None]:
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ResumeError(
             "the newest checkpoint does not have the format of this version "
-            f"({type(error).__name__}: {error})."
-            " Begin a new run in a new folder, or remove that checkpoint."
+            f"({type(error).__name__}: {error}). Begin a new run in a new folder, or remove that "
+            "checkpoint."
         ) from error
 
 
