@@ -34,6 +34,7 @@ from tfmulti.cluster.listening import LOOPBACK, listen
 from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import whole_number
+from tfmulti.config.troubleshooting import documented
 from tfmulti.errors import ClusterError
 
 TIMEOUT_S = 300.0
@@ -190,11 +191,13 @@ class _Chief:
 
 def _no_secret(layout: Layout) -> str:
     """Returns the warning about a job on several hosts without a secret."""
-    return (
+    danger = documented(
         f"warning: {layout.environment}: the processes run on several hosts without {SECRET}, so "
-        "any user who reaches their ports can take the place of one. Set it to the same random "
-        "text on all hosts: export TFMULTI_SECRET=$(python -c 'import secrets; "
-        "print(secrets.token_hex())')"
+        "any user who reaches their ports can take the place of one"
+    )
+    return (
+        f"{danger}. Set it to the same random text on all hosts: export TFMULTI_SECRET=$(python -c "
+        "'import secrets; print(secrets.token_hex())')"
     )
 
 
