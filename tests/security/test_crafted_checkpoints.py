@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti import Checkpoint, LiveCurves, prepare
 from tfmulti.errors import ResumeError
-from tfmulti.run.artifacts import curves_svg
+from tfmulti.run.curves import curves_svg
 from tfmulti.run.callbacks import live_curves
 from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback_states import CallbackStates
