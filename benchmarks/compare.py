@@ -111,7 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
             for work, of_kinds in found.items()
         }
         if not given.dry:
-            _write(medians)  # so that a round that fails loses no other
+            # A round that fails later does not lose the rounds before it.
+            _write(medians)
     _show(medians)
     return 0
 
@@ -133,7 +134,8 @@ def run(work: str, side: str, kind: str) -> dict[str, float]:
         until = time.monotonic() + LIMIT_S
         try:
             while None in (codes := [process.poll() for process in running]):
-                if any(codes) or time.monotonic() > until:  # the others would wait for it
+                # The other processes would wait for the one that failed.
+                if any(codes) or time.monotonic() > until:
                     break
                 time.sleep(0.05)
         finally:

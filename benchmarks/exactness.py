@@ -62,7 +62,8 @@ def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], A
 
     def augmented(of_all_rows: bool) -> Callable[[], Any]:
         class OfShare(layers.RandAugment):
-            call = layers.RandAugment.call.__wrapped__  # as Keras has it
+            # This is Keras' own function.
+            call = layers.RandAugment.call.__wrapped__
 
         kind = layers.RandAugment if of_all_rows else OfShare
         images = layers.Reshape((8, 16, 1))
@@ -134,7 +135,8 @@ def measure(place: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
     y = rng.integers(CLASSES, size=len(x))
     weights = rng.uniform(0.5, 1.5, len(x)).astype(np.float32)
     options = tf.data.Options()
-    options.autotune.enabled = False  # else the end of an epoch may wait for the tuner
+    # Otherwise the end of an epoch may wait for the tuner.
+    options.autotune.enabled = False
     data = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(BATCH, drop_remainder=True)
     data = data.with_options(options)
 

@@ -74,7 +74,8 @@ def one_round(command: list[str]) -> tuple[float, int]:
             )
         try:
             wait_for(lambda: len(told(folder)) > EVERY, job, folder)
-            time.sleep(KILL_AFTER_S)  # what waits in readiness is ready by then
+            # The standby processes are ready by then.
+            time.sleep(KILL_AFTER_S)
             killed_s = time.monotonic()
             os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
             time.sleep(0.3)

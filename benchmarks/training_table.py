@@ -17,7 +17,8 @@ from benchmarks.workloads import WORKLOADS, Workload
 RESULTS = Path(__file__).parent / "results" / "compare.json"
 BEGIN, END = "<!-- training: begin -->", "<!-- training: end -->"
 
-OURS = "tfmulti"  # in float32, with the statistics of the global batch
+# In float32, with the statistics of the global batch.
+OURS = "tfmulti"
 IN_HALVES = "tfmulti, float16 between workers"
 PLACES = {"one": "one worker", "workers": "two workers", "mirrored": "two replicas, mirrored"}
 

@@ -30,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     given = parser.parse_args(arguments)
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before TensorFlow counts cores
+    # TensorFlow counts the cores when it is imported, so this comes first.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     found = {}
     for name in given.workloads.split(","):
         found[name] = measure(name, given.rounds)
@@ -67,7 +68,8 @@ def measure(name: str, rounds: int) -> dict[str, float]:
                 on_train_batch_end=lambda batch, logs, clock=clock: clock.end(batch + 1)
             )
             models[side].fit(x, y, batch_size=work.batch, verbose=0, callbacks=[callback])
-            if number:  # the first round traces
+            # The first round is traced.
+            if number:
                 found[side].append(clock.figures()["step_ms"])
     return {side: round(statistics.median(values), 2) for side, values in found.items()}
 

@@ -30,25 +30,25 @@ def test_each_replica_gets_as_many_cores() -> None:
 
 
 def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
-    place = MatrixPoint(4, 1)
-    assert (bench().global_batch_of(place), bench().share_of(place)) == (64, 16)
+    point = MatrixPoint(4, 1)
+    assert (bench().global_batch_of(point), bench().slice_rows(point)) == (64, 16)
     weak = bench(weak=True)
-    assert (weak.global_batch_of(place), weak.share_of(place)) == (256, 64)
+    assert (weak.global_batch_of(point), weak.slice_rows(point)) == (256, 64)
     per = {"per_replica_batch_size": 8, "global_batch_size": None}
     weak = bench(weak=True, run=per)
-    assert weak.run_of(place).global_batch_size == 32
-    assert weak.run_of(place).strategy == "multi_worker_mirrored"
+    assert weak.run_of(point).global_batch_size == 32
+    assert weak.run_of(point).strategy == "multi_worker_mirrored"
     assert weak.run_of(MatrixPoint(1, 4)).strategy == "mirrored"
     assert weak.run_of(MatrixPoint(1, 1)).strategy == "one_device"
-    assert weak.run_of(place).dataset == "synthetic:shape=28x28x1,examples=128"
+    assert weak.run_of(point).dataset == "synthetic:shape=28x28x1,examples=128"
     with pytest.raises(ConfigError, match=r"--per_replica_batch_size 8 is valid only with --weak"):
         bench(run=per)
 
 
 def test_the_places_are_each_once() -> None:
-    places = bench(replicas=(4, 1), workers=(2, 1)).places
-    assert [place.name for place in places] == ["1 replica", "4 replicas", "2 workers"]
-    assert [place.kind for place in places] == ["one", "replicas", "workers"]
+    places = bench(replicas=(4, 1), workers=(2, 1)).points
+    assert [point.name for point in places] == ["1 replica", "4 replicas", "2 workers"]
+    assert [point.kind for point in places] == ["one", "replicas", "workers"]
 
 
 MISTAKES = [
@@ -121,7 +121,7 @@ def test_flags_become_the_configuration_of_the_measurement() -> None:
     argv = "bench --model resnet20 --replicas 2,1 --workers 2 --weak --rounds 5 --steps 7 --profile"
     config = flags.parse([*argv.split(), "--peak_tflops=2", "--precision=mixed_bfloat16"], "", now)
     assert config is not None
-    assert [place.name for place in config.places] == ["1 replica", "2 replicas", "2 workers"]
+    assert [point.name for point in config.points] == ["1 replica", "2 replicas", "2 workers"]
     assert (config.weak, config.rounds, config.steps, config.profile) == (True, 5, 7, True)
     assert str(config.output_dir) == "bench/resnet20-20260504-030201"
     assert (config.run.peak_tflops, config.run.precision) == (2.0, "mixed_bfloat16")
@@ -142,21 +142,21 @@ def test_rounds_alternate_the_order_and_give_each_process_its_part(tmp_path: Pat
     matrix = Matrix(config, (4, 5, 6, 7), (), {}, lambda label, text: said.append(text), launched)
     matrix.measure()
     places = [
-        (order.run.strategy, per)
-        for order, per in zip(launched.orders, launched.workers, strict=True)
+        (request.run.strategy, per)
+        for request, per in zip(launched.requests, launched.workers, strict=True)
     ]
-    there = [("one_device", "1"), ("mirrored", "1"), ("multi_worker_mirrored", "2")]
-    assert places == there + there[::-1]
-    first, second, third = launched.orders[:3]
+    strategies = [("one_device", "1"), ("mirrored", "1"), ("multi_worker_mirrored", "2")]
+    assert places == strategies + strategies[::-1]
+    first, second, third = launched.requests[:3]
     assert first.cores == ((4, 5),)
     assert second.cores == ((4, 5, 6, 7),)
     assert third.cores == ((4, 5), (6, 7))
     # One device gets all rows if replicas share the cores, or the rows of a worker on its cores.
-    assert [order.rows_alone for order in launched.orders[:3]] == [None, 64, 32]
-    assert [bool(order.profile) for order in launched.orders] == [True] * 3 + [False] * 3
-    assert {order.steps for order in launched.orders} == {7}
+    assert [request.rows_alone for request in launched.requests[:3]] == [None, 64, 32]
+    assert [bool(request.profile) for request in launched.requests] == [True] * 3 + [False] * 3
+    assert {request.steps for request in launched.requests} == {7}
     assert len(said) == 6
-    assert all(len(rounds) == 2 for rounds in matrix.found.values())
+    assert all(len(rounds) == 2 for rounds in matrix.measurements.values())
 
 
 def test_gpus_are_divided_among_processes(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_gpus_are_divided_among_processes(tmp_path: Path) -> None:
     launched = Launched(config)
     Matrix(config, (0, 1), ("3", "5", "7"), {}, lambda *_: None, launched).measure()
     assert [env["CUDA_VISIBLE_DEVICES"] for env in launched.envs] == ["3", "3,5", "3,5"]
-    assert [order.rows_alone for order in launched.orders] == [None, 32, 32]
+    assert [request.rows_alone for request in launched.requests] == [None, 32, 32]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_process_that_fails_ends_the_command(code: int, words: str, tmp_path: 
     with pytest.raises(MeasurementError, match=words) as raised:
         Matrix(config, (0,), (), {}, lambda *_: None, launched).measure()
     assert raised.value.exit_code == code
-    assert len(launched.orders) == 1
+    assert len(launched.requests) == 1
 
 
 def test_the_command_writes_its_results(
@@ -187,9 +187,9 @@ def test_the_command_writes_its_results(
     said: list[str] = []
     command.measure(config, (), lambda *words: said.append(" ".join(words)), Launched(config))
     found = json.loads((tmp_path / "o" / "bench.json").read_text())
-    assert [place["place"] for place in found["places"]] == ["1 replica", "2 workers"]
-    for place in found["places"]:
-        assert sum(place["parts_ms"].values()) == pytest.approx(place["step_ms"])
+    assert [point["place"] for point in found["places"]] == ["1 replica", "2 workers"]
+    for point in found["places"]:
+        assert sum(point["parts_ms"].values()) == pytest.approx(point["step_ms"])
     assert found["machine"]["load_before"] == 64
     assert "measure again when it is idle" in found["limits"][-1]
     assert found["cost_model"]["latency_us"] == pytest.approx(100)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.hashing import key_of, uniform
-from tfmulti.data.permutation import HELD, Permutation
+from tfmulti.data.permutation import MAX_STORED, Permutation
 
 
 def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> list[int]:
@@ -21,7 +21,7 @@ def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> l
         for rank in range(workers):
             part = plan.part(step, rank * local, local, workers * local)
             examples = plan.examples_of(part)
-            for first, last, counts in part.shares:
+            for first, last, counts in part.slices:
                 if counts:
                     found += examples[first - part.begin : last - part.begin].tolist()
     return found
@@ -35,7 +35,7 @@ def test_each_example_is_read_once_on_any_number_of_replicas(workers: int, local
     assert found == epoch_of(plan, 0)
 
 
-@pytest.mark.parametrize("examples", [200, HELD + 300])
+@pytest.mark.parametrize("examples", [200, MAX_STORED + 300])
 def test_each_epoch_has_a_new_order(examples: int) -> None:
     plan = BatchPlan(examples, examples, seed=3)
     orders = [plan.examples_at(epoch, 0, examples) for epoch in range(3)]
@@ -53,7 +53,9 @@ def test_without_a_seed_the_order_does_not_change() -> None:
     assert epoch_of(BatchPlan(25, 6), 1, 3) == list(range(25))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100, HELD, HELD + 1, 70_000, 317**2, 317**2 + 1])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 7, 100, MAX_STORED, MAX_STORED + 1, 70_000, 317**2, 317**2 + 1]
+)
 def test_an_order_holds_each_number_once(size: int) -> None:
     found = Permutation(size, key=11).at(np.arange(size))
     assert np.array_equal(np.sort(found), np.arange(size))
@@ -66,7 +68,7 @@ def test_positions_are_uniform_over_epochs(
 ) -> None:
     """Computes chi-square of example and position over 2,000 epochs, for both kinds of orders."""
     if not held:
-        monkeypatch.setattr("tfmulti.data.permutation.HELD", 0)
+        monkeypatch.setattr("tfmulti.data.permutation.MAX_STORED", 0)
     counts, epochs = np.zeros((size, size)), 2000
     for epoch in range(epochs):
         counts[np.arange(size), Permutation(size, key_of(0, epoch)).at(np.arange(size))] += 1
@@ -140,9 +142,9 @@ def test_slices_know_their_position_in_the_batch(
     at = 0
     for rank in range(workers):
         part = plan.part(step, rank * local, local, workers * local)
-        assert part.begin == min(first for first, _, _ in part.shares)
+        assert part.begin == min(first for first, _, _ in part.slices)
         assert len(plan.examples_of(part)) == part.end - part.begin
-        for first, last, counts in part.shares:
+        for first, last, counts in part.slices:
             assert first == (at if counts else part.rows - 1)
             assert last - first >= 1
             at += (last - first) * counts

@@ -17,8 +17,10 @@ import pytest
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data import loader
 from tfmulti.data.arrays import ArraySource
+from tfmulti.data.bad_records import reason_of
 from tfmulti.data.batch_plan import BatchPlan
-from tfmulti.data.loader import AHEAD, Batch, Loader, cores, empty, reason_of
+from tfmulti.data.buffers import ALIGNMENT, empty
+from tfmulti.data.loader import AHEAD, Batch, Loader, cores
 from tfmulti.errors import ConfigError, DataError
 
 
@@ -82,7 +84,8 @@ class Gated(Counting):
         assert all(self.begun.acquire(timeout=LIMIT_S) for _ in range(reads))
 
 
-LIMIT_S = 20  # only a test that fails waits for so long
+# Only a test that fails waits for so long.
+LIMIT_S = 20
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +118,8 @@ def own(batch: Batch) -> list[int]:
 def test_each_worker_reads_its_own_rows_alone(
     workers: int, local: int, threads: int | None
 ) -> None:
-    plan = BatchPlan(26, 8, seed=5)  # 8, 8, 8 and 2 rows
+    # The batches have 8, 8, 8 and 2 rows.
+    plan = BatchPlan(26, 8, seed=5)
     sources = [Counting(26) for _ in range(workers)]
     parts = [
         batches(source, plan, Place(rank, workers, local), 4, ReadOptions(threads))
@@ -124,7 +128,8 @@ def test_each_worker_reads_its_own_rows_alone(
     for step in range(4):
         together = [v for worker in parts for v in own(worker[step])]
         assert together == plan.examples_at(0, 8 * step, min(26, 8 * step + 8)).tolist()
-    if threads == 0:  # with threads the next batches are in the making already
+    # With threads, the next batches are being read already.
+    if threads == 0:
         idle = max(0, workers * local - 2)
         assert sum(sum(s.read_rows.values()) for s in sources) == 26 + idle
         assert all(len(set(s.read_rows)) <= -(-26 // workers) + 2 for s in sources)
@@ -176,7 +181,8 @@ def test_all_threads_work_on_one_batch() -> None:
     assert source.calls[:8] == [8] * 8
     source = Counting(64)
     batches(source, BatchPlan(64, 64), Place(0, 1, 4), 1, ReadOptions(2))
-    assert source.calls[:8] == [8] * 8  # not more pieces on more replicas
+    # More replicas do not lead to more pieces.
+    assert source.calls[:8] == [8] * 8
 
 
 @pytest.mark.parametrize(("seconds", "threads"), [(1e-6, 0), (1e-3, 2)])
@@ -186,7 +192,8 @@ def test_threads_are_used_where_reading_is_slow(
     now = [0.0]
 
     def clock() -> float:
-        now[0] += seconds  # each piece seems to take this long
+        # Each piece seems to take this long.
+        now[0] += seconds
         return now[0]
 
     monkeypatch.setattr(loader.time, "perf_counter", clock)
@@ -252,7 +259,8 @@ def test_rows_close_up_where_some_are_left_out() -> None:
     assert batch.own_rows == (2, 0, 3, 3)
     assert batch.first_rows == (0, 2, 2, 5)
     assert batch.rows == 8
-    assert [len(x) for (x,) in batch.data] == [2, 1, 3, 3]  # none is read as one that is good
+    # A replica without a good row reads one good example.
+    assert [len(x) for (x,) in batch.data] == [2, 1, 3, 3]
 
 
 def test_what_others_lost_is_not_known_here() -> None:
@@ -297,7 +305,7 @@ def test_memory_is_aligned_for_tensorflow() -> None:
     for shape in ((1,), (3, 5), (7, 0, 2), (100, 3)):
         array = empty(shape, "float32")
         assert array.shape == shape
-        assert array.ctypes.data % loader.ALIGNMENT == 0 or not array.size
+        assert array.ctypes.data % ALIGNMENT == 0 or not array.size
         assert array.flags.c_contiguous
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import faulthandler
 import io
 import itertools
@@ -189,6 +190,14 @@ def test_a_group_that_waits_for_a_disk_without_a_byte_is_idle_in_the_end() -> No
     times = iter([0.0, 10.0, 100.0, 140.0, 200.0, 210.0])
     idle = Idle(lambda: used.pop(0), lambda: next(times))
     assert [idle.since(7) for _ in range(6)] == [0.0, 10.0, 100.0, 100.0, 100.0, 210.0]
+
+
+def test_no_group_is_idle_while_no_file_can_be_opened() -> None:
+    samples = [{7: Use()}, {7: Use()}, OSError(errno.EMFILE, "too many open files"), {7: Use()}]
+    look = Mock(side_effect=[*samples, {7: Use()}])
+    times = iter([0.0, 10.0, 20.0, 30.0, 40.0])
+    idle = Idle(look, lambda: next(times))
+    assert [idle.since(7) for _ in range(5)] == [0.0, 0.0, 20.0, 30.0, 30.0]
 
 
 def test_a_group_that_polls_is_still_and_one_that_works_is_not() -> None:
@@ -504,8 +513,23 @@ def test_the_command_that_goes_on_names_the_folder_of_the_run() -> None:
 def test_lines_of_a_worker_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """They may resemble a message that the docs explain."""
     line = "ValueError: the model is not compiled"
-    report(Attempt((CRASH,)), Path("logs"), "h1", [line])
+    output = Output(MODULE)
+    report(Attempt((CRASH,)), Path("logs"), "h1", [line], output.say)
     assert f"[launch]     {line}\n" in capsys.readouterr().err
+
+
+def test_a_place_in_the_docs_is_named_once_in_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        output = Output(MODULE)
+        output.say("starting all workers again (3 more without progress)")
+        output.say("starting all workers again (2 more without progress)")
+        output.say("all output: logs")
+    assert capsys.readouterr().err.splitlines() == 2 * [
+        "[launch] starting all workers again (3 more without progress) "
+        "(docs: troubleshooting#starting-again)",
+        "[launch] starting all workers again (2 more without progress)",
+        "[launch] all output: logs",
+    ]
 
 
 class Kind:

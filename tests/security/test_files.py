@@ -39,11 +39,12 @@ from tfmulti.config.fit_config import (
 )
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
+from tfmulti.data.bad_records import is_of_storage
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import csv_tables, parquet_tables, pixels
 from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.data.io import files, open_files
-from tfmulti.data.loader import Loader, is_of_storage
+from tfmulti.data.loader import Loader
 from tfmulti.data.sources import images, npz, tfrecord
 from tfmulti.distribution.strategies import Placement
 from tfmulti.doctor import __main__ as doctor

@@ -140,7 +140,7 @@ class Cluster:
         return not self.is_evaluator and self.rank == 0
 
     def for_rank(self, rank: int) -> Cluster:
-        """Returns the same cluster with the worker of the given rank as its own task.
+        """Returns the same cluster with the worker of rank `rank` as its own task.
 
         Raises:
             ClusterError: the rank is below 0, or not below the number of workers.
@@ -161,7 +161,7 @@ class Cluster:
 
     @classmethod
     def from_tf_config(cls, text: str) -> Cluster:
-        """Returns the cluster that the text of TF_CONFIG describes.
+        """Returns the cluster that `text`, the value of TF_CONFIG, describes.
 
         The text may leave out the `chief` job, call it `master`, describe an `evaluator` task, and
         have further keys.

@@ -50,6 +50,7 @@ MESSAGES = {
     "tested-versions": "tfmulti is tested with",
     "proxy": "the environment names a proxy",
     "no-secret": "the processes run on several hosts without",
+    "no-owner-file": "Until there is room for it",
     "slow-gradients": "gradients travel by gRPC, which is slower",
     "no-xla": "XLA does not compile this step",
     "data-ended": "the data ended after",

@@ -144,10 +144,12 @@ class Placement:
 
     @property
     def is_chief(self) -> bool:
+        """Whether this worker is the chief."""
         return self.rank == 0
 
     @property
     def replicas(self) -> int:
+        """The number of replicas of all workers."""
         return self.workers * self.local_replicas
 
     @property

@@ -100,7 +100,7 @@ class FitReport:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> FitReport:
-        """Returns the report from the text of report.json.
+        """Returns the report from `text`, the content of report.json.
 
         Raises:
             ValueError: the text is not JSON, or its fields are not those of this version.

@@ -130,9 +130,10 @@ def shared(data: DataSet, strategy: tf.distribute.Strategy) -> DataSet:
 
     Every worker must call this function.
     """
-    if data.share is None:
+    if data.broadcast is None:
         return data
-    return replace(data.share(data, functools.partial(from_chief, strategy)), share=None)
+    data = data.broadcast(data, functools.partial(from_chief, strategy))
+    return replace(data, broadcast=None)
 
 
 def load_user_data(config: FitConfig, batch: BatchSizes) -> DataSet:

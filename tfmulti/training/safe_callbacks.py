@@ -73,23 +73,19 @@ def saving_elsewhere(
 
     When the context ends, the folder is removed, and the callbacks get back the paths that they
     were given.
-
-    Args:
-        callbacks: all callbacks that this worker runs.
-        placement: this process' place among the workers.
     """
     if placement.is_chief:
         yield
         return
-    found = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
-    paths = [checkpoint.filepath for checkpoint in found]
+    checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
+    paths = [checkpoint.filepath for checkpoint in checkpoints]
     with tempfile.TemporaryDirectory(prefix="tfmulti-not-chief-") as folder:
-        for number, (checkpoint, path) in enumerate(zip(found, paths, strict=True)):
+        for number, (checkpoint, path) in enumerate(zip(checkpoints, paths, strict=True)):
             own = os.path.join(folder, str(number))
             os.mkdir(own)
             checkpoint.filepath = os.path.join(own, os.path.basename(path))
         try:
             yield
         finally:
-            for checkpoint, path in zip(found, paths, strict=True):
+            for checkpoint, path in zip(checkpoints, paths, strict=True):
                 checkpoint.filepath = path

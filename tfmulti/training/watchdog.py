@@ -116,7 +116,7 @@ class Watchdog(keras.callbacks.Callback):
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing, because `get_state` returns nothing."""
+        """Ignores `state`, because `get_state` returns nothing."""
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import record_index
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
-from tfmulti.data.formats.record_index import index_of, index_places
+from tfmulti.data.formats.record_index import index_of, index_paths
 from tfmulti.data.formats.records import Records
-from tfmulti.data.io.open_files import LocalFile, OpenFiles, write_whole
+from tfmulti.data.io.open_files import LocalFile, OpenFiles, write_atomically
 from tfmulti.data.loader import Batch, Loader
 from tfmulti.data.source import Leaf
 from tfmulti.errors import DataError
@@ -112,14 +112,14 @@ def test_an_index_goes_to_the_cache_where_the_folder_cannot_be_written(
     def write(path: str, data: bytes) -> None:
         if Path(path).parent == file.parent:
             raise PermissionError(13, "Permission denied")
-        write_whole(path, data)
+        write_atomically(path, data)
 
-    monkeypatch.setattr(record_index, "write_whole", write)
+    monkeypatch.setattr(record_index, "write_atomically", write)
     index_of(str(file))
     index_of(str(file))
     assert len(walks) == 1
     (kept,) = (file.parent / "cache").iterdir()
-    assert str(kept) == index_places(str(file))[1]
+    assert str(kept) == index_paths(str(file))[1]
 
 
 def test_an_index_that_can_be_kept_nowhere_is_made_each_time(
@@ -128,15 +128,15 @@ def test_an_index_that_can_be_kept_nowhere_is_made_each_time(
     def write(path: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(record_index, "write_whole", write)
+    monkeypatch.setattr(record_index, "write_atomically", write)
     assert np.array_equal(index_of(str(file)), index_of(str(file)))
     assert len(walks) == 2
 
 
 def test_the_cache_folder_is_in_the_home_folder_unless_it_is_said() -> None:
-    assert index_places("/d/a", {})[1].startswith(str(Path.home() / ".cache" / "tfmulti"))
-    assert index_places("/d/a", {"TFMULTI_CACHE": "/c"})[1].startswith("/c/")
-    assert index_places("/d/a", {})[1] != index_places("/e/a", {})[1]
+    assert index_paths("/d/a", {})[1].startswith(str(Path.home() / ".cache" / "tfmulti"))
+    assert index_paths("/d/a", {"TFMULTI_CACHE": "/c"})[1].startswith("/c/")
+    assert index_paths("/d/a", {})[1] != index_paths("/e/a", {})[1]
 
 
 def test_several_workers_make_an_index_at_once(file: Path) -> None:
@@ -312,7 +312,8 @@ def test_few_files_are_open_at_a_time_and_all_are_closed(tmp_path: Path) -> None
     for path in paths:
         files.get(path)
     assert len(files) == 3
-    assert open_below(tmp_path) == 4  # the one that is held, too
+    # The file that `held` refers to is open, too.
+    assert open_below(tmp_path) == 4
     assert held.read_at(12, 1) == b"0"
     assert files.get(paths[19]) is files.get(paths[19])
     del held, files
@@ -324,7 +325,8 @@ def open_below(folder: Path) -> int:
     """Returns how many of this process' open files are in a folder."""
     count = 0
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # another thread has closed it
+        # Another thread may have closed the file.
+        with contextlib.suppress(OSError):
             count += os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/")
     return count
 

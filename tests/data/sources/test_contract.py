@@ -58,9 +58,9 @@ def load(name: str, folder: Path) -> Source:
     )
     data = load_data(config)
     assert data is not None
-    if data.share is not None:
+    if data.broadcast is not None:
         # One worker is the chief, so its own result is shared.
-        data = data.share(data, lambda make: make())
+        data = data.broadcast(data, lambda make: make())
     made: Source = data.train
     return made
 

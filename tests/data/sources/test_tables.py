@@ -16,9 +16,9 @@ import pytest
 from pyarrow import parquet
 
 from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.bad_records import check_lost
 from tfmulti.data.data_set import DataSet, fitted
 from tfmulti.data.formats import csv_tables, parquet_tables
-from tfmulti.data.lost import check_lost
 from tfmulti.data.sources import tables
 from tfmulti.data.transforms.splits import with_validation
 from tfmulti.errors import ConfigError, DataError
@@ -76,7 +76,8 @@ def test_statistics_are_of_the_training_rows(tmp_path: Path) -> None:
     assert data.spec.input_mean[0] == pytest.approx(x[:, 0].astype(float).mean(), rel=1e-12)
     assert data.spec.input_std[0] == pytest.approx(x[:, 0].astype(float).std(), rel=1e-12)
     assert (x[:, 1:].sum(axis=1) == 1).all()
-    assert not held_out[:, 1:].any()  # each row has a category of its own: all unseen
+    # Each row has a category of its own, so the training rows lack those of the held-out rows.
+    assert not held_out[:, 1:].any()
     assert x.shape[1] == 1 + 30
 
 
@@ -111,7 +112,8 @@ def test_numbers_and_flags(tmp_path: Path, values: list[str], expected: list[flo
         (["x", "y", "x", "y"], "", ("x", "y")),
         (["true", "false", "true", "true"], "", ("false", "true")),
         (["10", "9", "10", "-1", "9", "-1"], "", ("-1", "9", "10")),
-        (["1", "2", "3", "4"], "", None),  # as many values as rows
+        # There are as many values as rows.
+        (["1", "2", "3", "4"], "", None),
         ([*range(21)] * 3, "", None),
         ([*range(21)] * 3, ",task=classification", tuple(map(str, range(21)))),
         (["0.5", "1.5", "0.5", "1.5"], "", None),
@@ -425,7 +427,8 @@ def test_a_row_keeps_its_number_where_others_are_left_out(tmp_path: Path) -> Non
 
 
 def test_a_long_row_is_shown_in_part_and_in_one_line(tmp_path: Path) -> None:
-    rows = "".join(f"{i},a\n" for i in range(300_000))  # several of pyarrow's blocks
+    # So many rows fill several blocks of pyarrow.
+    rows = "".join(f"{i},a\n" for i in range(300_000))
     text = f'n,y\n1\n{rows}"2\n3",b,{"x" * 99}\n4,b\n'
     first, last = prepared_from(f"{csv(tmp_path, text)},target=y", 2).lost
     assert first.startswith("row 1 of ")
@@ -600,6 +603,7 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(*args: Any, **options: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(builtins, "open", refuse)  # root may read any file
+    # Root may read any file, so the refusal is simulated.
+    monkeypatch.setattr(builtins, "open", refuse)
     with pytest.raises(DataError, match=r"t.csv cannot be read: Permission denied"):
         tables.load_csv(f"{path},target=y", 0)

@@ -119,7 +119,8 @@ def with_a_bad_record(folder: Path, kind: str, target: Path) -> str:
     shutil.copytree(folder / kind, target)
     (path,) = target.glob("tiny/1.0.0/tiny-train*")
     content = bytearray(path.read_bytes())
-    at = 64  # the end of the first chunk of an array_record file; a record is a chunk
+    # The first chunk of an array_record file ends here, and each record is a chunk.
+    at = 64
     for _ in range(13):
         at += 40 + int.from_bytes(content[at + 8 : at + 16], "little")
     if kind == "tfrecord":
@@ -196,7 +197,7 @@ def test_labels_are_read_alone_and_have_names(
     monkeypatch.setattr(features.Image, "decode_example_np", decode)
     labels = read_labels(data.train)
     assert labels is not None
-    assert labels.found.tolist() == y.tolist()
+    assert labels.values.tolist() == y.tolist()
     with pytest.raises(AssertionError, match="an image was decoded"):
         data.train.read(np.arange(1))
 
@@ -304,7 +305,8 @@ def test_the_files_of_a_data_set_are_in_its_folder(folder: Path, tmp_path: Path,
 def test_descriptions_are_small_regular_files(folder: Path, tmp_path: Path, name: str) -> None:
     path = copied(folder, tmp_path) / name
     with path.open("ab") as file:
-        file.truncate(100 << 30)  # it takes no place on the disk
+        # The file is sparse, so it takes no space on the disk.
+        file.truncate(100 << 30)
     with pytest.raises(DataError, match="more than 4,194,304 bytes"):
         tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
     path.unlink()

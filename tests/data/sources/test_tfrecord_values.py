@@ -21,7 +21,7 @@ from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats.examples import parse_into, parse_numbers_into
 from tfmulti.data.formats.features import Feature
-from tfmulti.data.formats.record_index import index_of, index_places
+from tfmulti.data.formats.record_index import index_of, index_paths
 from tfmulti.data.io.files import matching, stamp_of
 from tfmulti.data.io.open_files import OpenFiles
 from tfmulti.data.loader import Loader
@@ -175,7 +175,7 @@ def test_labels_are_read_without_the_images(
     train = tfrecord.load(str(tmp_path), 0).train
     labels = read_labels(train)
     assert labels is not None
-    assert labels.found.tolist() == [0, 2, 1]
+    assert labels.values.tolist() == [0, 2, 1]
     with pytest.raises(ValueError, match="no image"):
         train.read(np.array([0]))
 
@@ -227,10 +227,11 @@ def test_paths_of_tensorflow(tmp_path: Path) -> None:
     assert x[:, 0, 0, 0].tolist() == [7, 36, 10]
     assert y.tolist() == [1, 0, 1]
     path = f"{folder}/train-0"
-    assert tf.io.gfile.exists(index_places(path)[0])
+    assert tf.io.gfile.exists(index_paths(path)[0])
     assert not [p for p in tf.io.gfile.listdir(folder) if p.startswith(".partial")]
     assert matching("", folder) == [f"{folder}/{n}" for n in ("features.json", "test-0", *TRAIN)]
-    tf.io.gfile.remove(path)  # what is written to ram:// is added to what is there
+    # TensorFlow appends to an existing file of ram://.
+    tf.io.gfile.remove(path)
     write(path, images(2))
     assert len(index_of(path)) == 2
 

@@ -61,7 +61,7 @@ def test_tokens_are_indices_in_the_vocabulary(root: str) -> None:
     assert tokens_of(data.train) == [[2, 3, 2, 4], [3, 1, 2, 0], [4, 3, 0, 0]]
     assert tokens_of(data.test) == [[2, 2, 2, 2], [0, 0, 0, 0]]
     assert data.spec is not None
-    assert (data.spec.vocabulary_size, data.share) == (5, None)
+    assert (data.spec.vocabulary_size, data.broadcast) == (5, None)
 
 
 def test_a_small_vocabulary_is_not_padded(root: str) -> None:

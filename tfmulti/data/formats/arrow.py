@@ -25,5 +25,5 @@ def arrow(module: str = "pyarrow") -> Any:
 
 def reason_of(error: Exception) -> str:
     """Returns what pyarrow's error says in one line, without a full stop."""
-    words = " ".join(str(getattr(error, "strerror", None) or error).split())
-    return words.rstrip(".") or type(error).__name__
+    reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return reason.rstrip(".") or type(error).__name__

@@ -30,7 +30,7 @@ class File(Protocol):
         """Returns `length` bytes from `offset` on, or fewer at the end of the file."""
 
 
-class LocalFile:
+class LocalFile(File):
     """A file of this machine. It is closed when nothing refers to it."""
 
     def __init__(self, path: str) -> None:
@@ -49,7 +49,7 @@ class LocalFile:
         return data
 
 
-class RemoteFile:
+class RemoteFile(File):
     """A file that `tf.io.gfile` reads. It has one position, so threads take turns."""
 
     def __init__(self, path: str) -> None:
@@ -105,8 +105,8 @@ def open_file(path: str) -> File:
     return RemoteFile(path) if is_remote(path) else LocalFile(path)
 
 
-def write_whole(path: str, data: bytes) -> None:
-    """Writes a file whole or not at all; several processes may write the same one.
+def write_atomically(path: str, data: bytes) -> None:
+    """Writes a complete file or none at all; several processes may write the same one.
 
     Raises:
         OSError: the file cannot be written.

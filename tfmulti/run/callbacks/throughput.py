@@ -119,7 +119,7 @@ class Throughput(keras.callbacks.Callback):
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing, because `get_state` returns nothing."""
+        """Ignores `state`, because `get_state` returns nothing."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the figures of an epoch."""
