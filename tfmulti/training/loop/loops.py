@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.config.reading import ReadOptions
+from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
@@ -525,7 +526,9 @@ def _check_data_was_enough(count: int | None, seen: int, ever: int) -> None:
         raise DataError("the data has no batches. Give a Dataset that yields at least one.")
     if count is not None:
         warnings.warn(
-            f"the data ended after {seen} of {count} steps. "
-            "Use Dataset.repeat(), or ask for fewer steps.",
+            documented(
+                f"the data ended after {seen} of {count} steps. "
+                "Use Dataset.repeat(), or ask for fewer steps."
+            ),
             stacklevel=4,
         )
