@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import faulthandler
 import io
 import itertools
@@ -189,6 +190,14 @@ def test_a_group_that_waits_for_a_disk_without_a_byte_is_idle_in_the_end() -> No
     times = iter([0.0, 10.0, 100.0, 140.0, 200.0, 210.0])
     idle = Idle(lambda: used.pop(0), lambda: next(times))
     assert [idle.since(7) for _ in range(6)] == [0.0, 10.0, 100.0, 100.0, 100.0, 210.0]
+
+
+def test_no_group_is_idle_while_no_file_can_be_opened() -> None:
+    samples = [{7: Use()}, {7: Use()}, OSError(errno.EMFILE, "too many open files"), {7: Use()}]
+    look = Mock(side_effect=[*samples, {7: Use()}])
+    times = iter([0.0, 10.0, 20.0, 30.0, 40.0])
+    idle = Idle(look, lambda: next(times))
+    assert [idle.since(7) for _ in range(5)] == [0.0, 0.0, 20.0, 30.0, 30.0]
 
 
 def test_a_group_that_polls_is_still_and_one_that_works_is_not() -> None:

@@ -28,6 +28,7 @@ def search(folder: Path, kind: str) -> dict[str, Any]:
 def launch(folder: Path, *words: str) -> Finished:
     """Searches on two workers of the launcher."""
     argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0"]
+    argv += ["--no-standby"]
     argv += ["--log-dir", str(folder / "logs"), *SCRIPT, str(folder), *words]
     return run(argv, folder / "launcher", env={"TMPDIR": str(folder)}, limit_s=LIMIT_S)
 

@@ -6,6 +6,8 @@ the launcher ends the others, and `policy.next_action` decides whether there is 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import secrets
 import shlex
@@ -13,7 +15,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -75,6 +76,10 @@ def run(
         return join_job(config, hosts[0], name, env)
     if config.isolate:
         isolate()
+    with contextlib.suppress(OSError):
+        # glibc loads this library when a thread ends at the exit of the process. It would abort the
+        # process if no file can be opened by then.
+        ctypes.CDLL("libgcc_s.so.1")
     output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
     pool = HostManager(config, env, run_id, output.line, output.say)
@@ -364,7 +369,7 @@ class Signals:
             raise Stopped(number)
         self._pending = number
 
-    @contextmanager
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A context in which signals are only noted; raises `Stopped` at its end if one came."""
         self._is_held = True
@@ -376,7 +381,7 @@ class Signals:
             raise Stopped(self._pending)
 
 
-@contextmanager
+@contextlib.contextmanager
 def stopping_by_signals() -> Iterator[Signals]:
     """A context in which SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread."""
     signals = Signals()
