@@ -16,7 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support import networks
 from tests.support.doctor import PORT, on
-from tests.support.processes import ONE_THREAD, processes, run_workers, tf_config
+from tests.support.forked import Forks, run_workers
+from tests.support.processes import ONE_THREAD, processes, tf_config
 from tfmulti import ArraySource
 from tfmulti.launch.addresses import reserved
 from tfmulti.run.straggler import COMPUTING, DATA, NETWORK, straggler_of
@@ -146,7 +147,7 @@ def test_a_slow_worker_is_named(tmp_path: Path, dataset: str, model: str, cause:
 @pytest.mark.multiworker
 def test_a_slow_worker_is_named_within_an_epoch(tmp_path: Path) -> None:
     argv = command(tmp_path, "slow_for_long", "build_small", "--global_batch_size", "128")
-    with reserved(2) as addresses, processes(tmp_path / "logs") as group:
+    with reserved(2) as addresses, processes(tmp_path / "logs", Forks) as group:
         for rank in (0, 1):
             group.start(argv, {"TF_CONFIG": tf_config(addresses, rank), **ONE_THREAD})
         deadline = time.monotonic() + LIMIT_S

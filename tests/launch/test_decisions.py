@@ -504,8 +504,23 @@ def test_the_command_that_goes_on_names_the_folder_of_the_run() -> None:
 def test_lines_of_a_worker_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """They may resemble a message that the docs explain."""
     line = "ValueError: the model is not compiled"
-    report(Attempt((CRASH,)), Path("logs"), "h1", [line])
+    output = Output(MODULE)
+    report(Attempt((CRASH,)), Path("logs"), "h1", [line], output.say)
     assert f"[launch]     {line}\n" in capsys.readouterr().err
+
+
+def test_a_place_in_the_docs_is_named_once_in_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        output = Output(MODULE)
+        output.say("starting all workers again (3 more without progress)")
+        output.say("starting all workers again (2 more without progress)")
+        output.say("all output: logs")
+    assert capsys.readouterr().err.splitlines() == 2 * [
+        "[launch] starting all workers again (3 more without progress) "
+        "(docs: troubleshooting#starting-again)",
+        "[launch] starting all workers again (2 more without progress)",
+        "[launch] all output: logs",
+    ]
 
 
 class Kind:

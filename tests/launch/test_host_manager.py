@@ -300,9 +300,10 @@ def test_workers_of_a_machine_that_is_cut_off_end(
     monkeypatch.setattr(remote_machine, "LOST_S", 0.5)
     os.kill(agent, signal.SIGSTOP)
     time.sleep(0.8)
-    with pytest.raises(Unreachable, match="no message from it for 0"):
-        machine.look()
+    with contextlib.suppress(Unreachable):
         # The first call may return a status that arrived before the signal.
+        machine.look()
+    with pytest.raises(Unreachable, match="no message from it for 0"):
         machine.look()
     machine._link.close()
     os.kill(agent, signal.SIGCONT)

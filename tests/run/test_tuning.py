@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import Finished, run, run_workers
+from tests.support import forked
+from tests.support.processes import Finished, run
 
 pytestmark = pytest.mark.processes
 
@@ -19,7 +20,7 @@ SCRIPT = ("-m", "tests.support.tuned_script")
 def search(folder: Path, kind: str) -> dict[str, Any]:
     """Returns what a search on local replicas finds, such as `RandomSearch:2` on two of them."""
     folder.mkdir()
-    done = run([*SCRIPT, str(folder), kind], folder / "log", limit_s=LIMIT_S)
+    done = forked.run([*SCRIPT, str(folder), kind], folder / "log", limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return found(folder, 0)
 
@@ -121,5 +122,5 @@ def test_an_oracle_of_keras_tuner_for_separate_searches_is_refused(tmp_path: Pat
     )
     env = {"KERASTUNER_ORACLE_IP": "127.0.0.1", "KERASTUNER_ORACLE_PORT": "9"}
     env |= {"KERASTUNER_TUNER_ID": "tuner1"}
-    for done in run_workers(["-c", code], 2, tmp_path, limit_s=LIMIT_S, env=env):
+    for done in forked.run_workers(["-c", code], 2, tmp_path, limit_s=LIMIT_S, env=env):
         assert done.stdout.startswith("KERASTUNER_ORACLE_IP is set, but the chief of these")

@@ -33,8 +33,8 @@ from tfmulti.bench.matrix import Launch, Matrix, MeasurementError
 from tfmulti.bench.picture import draw, log_picture
 from tfmulti.bench.report import Report, busy_warnings
 from tfmulti.cluster.gpus import visible_gpus
+from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.console import Say, speaker
-from tfmulti.config.flags import exit_code
 from tfmulti.config.run_directory import write_text
 from tfmulti.data.source import Source
 from tfmulti.errors import ConfigError, DeviceError
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check(config, gpus)
             measure(config, gpus, speaker(True))
 
-    return exit_code(command)
+    return exit_code_of(command)
 
 
 def check(config: BenchConfig, gpus: Sequence[str]) -> None:

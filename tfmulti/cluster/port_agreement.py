@@ -189,12 +189,18 @@ class _Chief:
 
 
 def _no_secret(layout: Layout) -> str:
-    """Returns the warning about a job on several hosts without a secret."""
+    """Returns the warning about a job on several hosts without a secret, with the next step."""
+    step = (
+        "Run this once, in the shell that starts the job: "
+        f"export {SECRET}=$(python -c 'import secrets; print(secrets.token_hex())')"
+    )
+    if layout.environment == "mpi":
+        step += f" and give Open MPI's mpirun -x {SECRET}."
+    elif layout.environment == "azureml":
+        step = "Set it to a random text in environment_variables of the job."
     return (
         f"warning: {layout.environment}: the processes run on several hosts without {SECRET}, so "
-        "any user who reaches their ports can take the place of one. Set it to the same random "
-        "text on all hosts: export TFMULTI_SECRET=$(python -c 'import secrets; "
-        "print(secrets.token_hex())')"
+        f"any user who reaches their ports can take the place of one. {step}"
     )
 
 

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from absl import flags
 
-from tfmulti import errors
 from tfmulti.config.fit_config import FitConfig, read_config_file
 from tfmulti.config.training_options import TrainingOptions, base_type
-from tfmulti.config.troubleshooting import print_error
-from tfmulti.errors import ConfigError, TfmultiError, did_you_mean
-
-
-def exit_code(command: Callable[[], object]) -> int:
-    """Runs a command, and returns the exit code of the process.
-
-    A `TfmultiError` becomes one line on standard error instead of a traceback.
-    """
-    try:
-        command()
-    except TfmultiError as error:
-        print_error(error)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        return errors.EXIT_INTERRUPTED
-    return errors.EXIT_DONE
+from tfmulti.errors import ConfigError, did_you_mean
 
 
 def make_flags() -> flags.FlagValues:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import read_small
+from tfmulti.errors import UserError
 
 PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
 
@@ -271,6 +272,20 @@ def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
         return -1
     step = known.get(folder) if isinstance(known, dict) else None
     return step if type(step) is int else -1
+
+
+def note_error(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
+    """Writes error.json if a launcher has started this process, so that it knows the cause.
+
+    A user's mistake is not written, because its exit code tells enough.
+
+    Args:
+        error: the exception that ends the program.
+        env: the environment, which names the file and the rank.
+    """
+    path = env.get(ERROR_FILE)
+    if path and not isinstance(error, (KeyboardInterrupt, UserError)):
+        write_error(Path(path), error, int(env.get("RANK", "0")))
 
 
 def write_error(path: Path, error: BaseException, rank: int) -> None:

@@ -273,6 +273,8 @@ class Manifest:
             "subdomain": self.name,
             "# After SIGTERM a worker saves a checkpoint after the step, and ends with 143.": None,
             "terminationGracePeriodSeconds": self.grace_s,
+            "# Linux drops SIGTERM to PID 1 until Python runs, so PID 1 is the pod's own.": None,
+            "shareProcessNamespace": True,
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": 1000,

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from tfmulti.config.troubleshooting import documented
+from tfmulti.config.troubleshooting import documented, place_of
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import WorkerFailure
 
@@ -47,6 +47,14 @@ class Output:
         self._folder: Path | None = None
         self._width = 1
         self._heard_s = float("-inf")
+        # The places in the docs that were named already.
+        self._places = {""}
+
+    def say(self, words: str) -> None:
+        """Shows the user a line of the launcher itself, and names each place in the docs once."""
+        place = place_of(words)
+        (quote if place in self._places else say)(words)
+        self._places.add(place)
 
     def begin(self, folder: Path, workers: int) -> None:
         """Begins an attempt: closes the files of the last one.

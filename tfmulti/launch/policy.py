@@ -12,7 +12,14 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER, ChecksFailed
+from tfmulti.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    EXIT_USER,
+    ChecksFailed,
+    VerificationError,
+)
 
 # The delay doubles with each restart without progress, from the first value up to the second.
 FIRST_DELAY_S = 1.0
@@ -153,7 +160,7 @@ LOST_A_WORKER = ("UnavailableError", "AbortedError", "CancelledError", "Deadline
 _CHANNEL_ERROR = "ChannelError"
 
 # The errors after which a restart cannot help.
-FINAL = (ChecksFailed.__name__,)
+FINAL = (ChecksFailed.__name__, VerificationError.__name__)
 
 # TensorFlow names the operation that failed after its error.
 _NODE = "[[{{node "

@@ -39,7 +39,7 @@ from tfmulti.cluster.environments import described
 from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_PEER_LOST, ConfigError, TfmultiError
 from tfmulti.launch import garbage_collection
-from tfmulti.launch.heartbeat import ERROR_FILE, write_error
+from tfmulti.launch.heartbeat import note_error
 from tfmulti.launch.init_process import leave_first_process
 from tfmulti.launch.policy import has_lost_a_worker
 from tfmulti.launch.stacks import STACKS_FILE
@@ -191,12 +191,11 @@ def main() -> None:
     except SystemExit:
         raise
     except TfmultiError as error:
+        note_error(error)
         print_error(error)
         sys.exit(error.exit_code)
     except BaseException as error:
-        path = os.environ.get(ERROR_FILE)
-        if path and not isinstance(error, KeyboardInterrupt):
-            write_error(Path(path), error, int(os.environ.get("RANK", "0")))
+        note_error(error)
         if PARENT not in os.environ and has_lost_a_worker(error) and not is_alone(os.environ):
             # A scheduler tells by the code that this worker can be started again.
             traceback.print_exc()

@@ -12,7 +12,7 @@ import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.host_manager import HostManager, TooFew, check_secret, name_here, sources_of
 from tfmulti.launch.isolation import isolate
 from tfmulti.launch.membership import Placement, Standing
-from tfmulti.launch.output import Output, quote, say
+from tfmulti.launch.output import Output, quote
 from tfmulti.launch.policy import Attempt, Budget, Failure, Stop
 from tfmulti.launch.remote_machine import LOST_S
 from tfmulti.launch.watch import Regroup, Watch
@@ -77,7 +77,7 @@ def run(
         isolate()
     output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
-    pool = HostManager(config, env, run_id, output.line, say)
+    pool = HostManager(config, env, run_id, output.line, output.say)
     code = EXIT_FAILED
     try:
         code = Job(config, pool, output, run_id, command).run()
@@ -106,7 +106,7 @@ class Job:
         command: Sequence[str],
     ) -> None:
         self._config, self._pool, self._output = config, pool, output
-        self._run_id, self._command = run_id, command
+        self._run_id, self._command, self._say = run_id, command, output.say
         self._budget = Budget(config.max_restarts)
         self._standing = Standing()
         self._saved: dict[str, int] = {}
@@ -122,10 +122,10 @@ class Job:
                     if code is not None:
                         return code
         except Stopped as stop:
-            say(f"{stop}: all workers have ended")
+            self._say(f"{stop}: all workers have ended")
             return 128 + stop.number
         except TooFew as error:
-            say(str(error))
+            self._say(str(error))
             return EXIT_FAILED
 
     def _once(self, signals: Signals) -> int | None:
@@ -136,28 +136,28 @@ class Job:
         found = self._attempt(placement, folder, signals)
         self._number += 1
         if found is None:
-            say("starting all workers again on the machines that answer")
+            self._say("starting all workers again on the machines that answer")
             return None
         if found.failures:
             rank = found.cause.rank
             host = membership.ranks_of(placement)[rank][0]
             host = os.uname().nodename if names_loopback(host) else host
             lines = [] if found.cause.final else self._output.last_lines(rank)
-            report(found, folder, host, lines)
+            report(found, folder, host, lines, self._say)
             if found.cause.step is not None:
-                say(words_of_saved(self._saved))
+                self._say(words_of_saved(self._saved))
         action = policy.next_action(found, self._budget)
         if isinstance(action, Stop):
             if found.failures:
                 why = f": {action.why}" if action.why else ""
-                say(f"ending with exit code {action.exit_code}{why}")
+                self._say(f"ending with exit code {action.exit_code}{why}")
                 if self._command and any(step >= 0 for step in self._saved.values()):
-                    say(f"to go on: {command_to_go_on(self._command, self._saved)}")
+                    self._say(f"to go on: {command_to_go_on(self._command, self._saved)}")
             return action.exit_code
         self._remember(found, placement, action.budget)
         left = self._budget.max_restarts - self._budget.used
         wait = f" in {action.delay_s:g} s" if action.delay_s else ""
-        say(f"starting all workers again{wait} ({left} more without progress)")
+        self._say(f"starting all workers again{wait} ({left} more without progress)")
         time.sleep(action.delay_s)
         return None
 
@@ -170,7 +170,7 @@ class Job:
                 raise
             # The disk may have become full while the job ran. That does not end the job.
             folder = Path(tempfile.mkdtemp(prefix="tfmulti-logs-"))
-            say(f"{error} The workers' output goes to {folder}.")
+            self._say(f"{error} The workers' output goes to {folder}.")
             return folder
 
     def _remember(self, found: Attempt, placement: Placement, budget: Budget) -> None:
@@ -195,7 +195,7 @@ class Job:
     def _say_who(self, placement: Placement) -> None:
         """Shows the placement if it differs from that of the last attempt."""
         if self._before is not None and placement != self._before:
-            say(f"going on with {membership.words_of(placement)}")
+            self._say(f"going on with {membership.words_of(placement)}")
         self._before = placement
 
     def _attempt(self, placement: Placement, folder: Path, signals: Signals) -> Attempt | None:
@@ -207,7 +207,7 @@ class Job:
         self._output.begin(folder, len(membership.ranks_of(placement)))
         with WorkerGroup(self._pool.machines, placement, self._pool.lost) as crew:
             watch = Watch(
-                self._config, crew, self._output, lambda: self._wants_others(placement), say
+                self._config, crew, self._output, lambda: self._wants_others(placement), self._say
             )
             try:
                 # A signal in between could leave a worker that is started but not recorded.
@@ -217,7 +217,7 @@ class Job:
                 if failures:
                     failures = self._settled(crew, watch, failures)
             except Stopped as stop:
-                say(f"{stop}: asking {len(crew.running())} workers to stop")
+                self._say(f"{stop}: asking {len(crew.running())} workers to stop")
                 crew.end(self._config.shutdown_grace_s)
                 raise
             except Regroup:
@@ -296,7 +296,9 @@ def first_of_each(failures: list[Failure]) -> list[Failure]:
     return sorted(found.values(), key=lambda failure: failure.found_s)
 
 
-def report(found: Attempt, folder: Path, host: str, lines: Sequence[str]) -> None:
+def report(
+    found: Attempt, folder: Path, host: str, lines: Sequence[str], say: Callable[[str], None]
+) -> None:
     """Shows the cause of an attempt's end, the failures of other workers, and the log folder.
 
     Args:
@@ -304,6 +306,7 @@ def report(found: Attempt, folder: Path, host: str, lines: Sequence[str]) -> Non
         folder: the folder of its logs.
         host: the machine of the worker that is the cause.
         lines: the last lines of the output of that worker.
+        say: shows a line of the launcher.
     """
     cause = found.cause
     at = "" if cause.step is None else f" at step {cause.step}"

@@ -389,7 +389,8 @@ def form_of(model: keras.Model) -> Any:
             f"the inputs of {type(model).__name__} are not known before it is called. Give "
             "estimate(specs=(x, y)), with arrays or tf.TensorSpec of one batch."
         )
-    inputs = getattr(model, "_inputs_struct", model.inputs)
+    # A Sequential that no other model calls has no `input`.
+    inputs = getattr(model, "input", model.inputs)
     x = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), inputs)
     if isinstance(x, list) and len(x) == 1:
         x = x[0]

@@ -1,4 +1,4 @@
-"""Tests the built-in data sets, and the errors for wrong files."""
+"""Tests the built-in data sets and arrays in files, and the errors for wrong files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import DataSet
 from tfmulti.data.options import parse_options
 from tfmulti.data.sources import digits, keras_datasets, npy, npz, regression, synthetic
-from tfmulti.data.transforms.splits import with_validation
 from tfmulti.errors import ConfigError, DataError
 
 X = np.arange(20 * 6, dtype=np.float32).reshape(20, 6)
@@ -44,7 +42,7 @@ def test_regression_has_the_shape_of_the_article() -> None:
     assert abs(float(x.mean())) < 0.1
 
 
-def test_synthetic_is_seeded_and_of_the_shape_asked() -> None:
+def test_synthetic_data_has_a_seed_and_a_shape() -> None:
     data = synthetic.load("shape=5x4x3,classes=7,examples=40", 3)
     x, y = data.train.data
     assert (x.shape, len(data.validation)) == ((40, 5, 4, 3), 5)
@@ -84,20 +82,6 @@ def test_a_default_of_text_takes_any_text() -> None:
     assert found == {"a": "", "b": "a b=1/*.csv"}
     with pytest.raises(ConfigError, match="--dataset x:b=: b has no value"):
         parse_options("x", "b=", {"b": ""})
-
-
-def test_validation_is_taken_from_training_once() -> None:
-    data = with_validation(DataSet(ArraySource((X, Y))), 0.25, seed=1)
-    parts = (data.train, data.validation)
-    rows = [set(p.read(np.arange(len(p)))[0][:, 0].tolist()) for p in parts]
-    assert (len(rows[0]), len(rows[1])) == (15, 5)
-    assert not rows[0] & rows[1]
-    assert with_validation(DataSet(ArraySource((X, Y))), 0.0, seed=1).validation is None
-
-
-def test_a_validation_fraction_that_leaves_nothing() -> None:
-    with pytest.raises(DataError, match="leaves one part empty"):
-        with_validation(DataSet(ArraySource((X, Y))), 0.01, seed=1)
 
 
 def test_array_source_reads_rows_in_any_order() -> None:
@@ -231,7 +215,7 @@ def test_npy_is_mapped_and_needs_no_tensorflow(tmp_path: Path) -> None:
     assert subprocess.run(argv).returncode == 0
 
 
-def test_npy_that_is_cut_off(tmp_path: Path) -> None:
+def test_a_cut_off_npy_file_is_an_error(tmp_path: Path) -> None:
     folder = npy_folder(tmp_path, x_train=X, y_train=Y)
     file = tmp_path / "x_train.npy"
     file.write_bytes(file.read_bytes()[:-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import subprocess
 import sys
@@ -139,6 +140,14 @@ def test_without_features(tmp_path: Path) -> None:
         tfrecord.load(f"{tmp_path}/a", 0)
     (tmp_path / "features.json").write_text("[]")
     with pytest.raises(DataError, match="holds no object"):
+        tfrecord.load(f"{tmp_path}/a", 0)
+
+
+def test_features_are_a_small_file(tmp_path: Path) -> None:
+    write_records(tmp_path / "a", [b"x"])
+    (tmp_path / "features.json").touch()
+    os.truncate(tmp_path / "features.json", (4 << 20) + 1)
+    with pytest.raises(DataError, match=r"features\.json: it has more than 4,194,304 bytes\. Give"):
         tfrecord.load(f"{tmp_path}/a", 0)
 
 

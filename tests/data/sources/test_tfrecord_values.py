@@ -1,4 +1,4 @@
-"""Records that TensorFlow wrote, as examples: every type, every path, and GZIP streams."""
+"""Tests reading records that TensorFlow wrote: all types, file systems, and GZIP streams."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tests.support.processes import run
 from tests.support.records import framed, write_features
+from tests.support.sources import WorkerReplicas
 from tfmulti import prepare
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.reading import ReadOptions
@@ -68,10 +69,6 @@ def image(i: int, shape: tuple[int, ...] = (8, 8, 3), ending: str = ".png") -> b
 def images(count: int, first: int = 0) -> list[bytes]:
     """Examples of which the image is its number, and the label its number modulo 3."""
     return [example(image=[image(i)], label=[i % 3]) for i in range(first, first + count)]
-
-
-class Alone:
-    first_replica, local_replicas, replicas = 0, 1, 1
 
 
 def test_every_type_is_read(tmp_path: Path) -> None:
@@ -142,11 +139,11 @@ def test_a_record_that_cannot_be_read(tmp_path: Path, values: Any, message: str)
     write_features(tmp_path)
     source = tfrecord.load(str(tmp_path), 0).train
     with pytest.raises(DataError, match=f"/a, record 2: {message}"):
-        next(Loader(source, BatchPlan(4, 4), Alone(), ReadOptions()).batches())
+        next(Loader(source, BatchPlan(4, 4), WorkerReplicas(), ReadOptions()).batches())
     if "image'" not in message:
         with pytest.raises(DataError, match=f"/a, record 2: {message}"):
             read_labels(source)
-    batch = next(Loader(source, BatchPlan(4, 4), Alone(), ReadOptions(0, 9)).batches())
+    batch = next(Loader(source, BatchPlan(4, 4), WorkerReplicas(), ReadOptions(0, 9)).batches())
     assert batch.data[0][1].tolist() == [0, 1, 0]
 
 
@@ -215,8 +212,8 @@ def test_classes_of_records_are_balanced(tmp_path: Path) -> None:
         validation.load_data(replace(config, skip_bad_records=0))
 
 
-def test_paths_of_tensorflow(tmp_path: Path) -> None:
-    """`ram://` keeps its index beside the file too; local features name what it holds."""
+def test_files_in_file_systems_of_tensorflow(tmp_path: Path) -> None:
+    """The index is beside the file in `ram://`, too."""
     folder = f"ram://{tmp_path.name}"
     for name, count in (("train-0", 30), ("train-1", 1), ("test-0", 4)):
         write(f"{folder}/{name}", images(count, first=7))
@@ -294,7 +291,7 @@ def test_gzip_files_are_streamed(tmp_path: Path) -> None:
     assert order_of(other.train) != epochs[0]
 
 
-def test_a_stream_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_prints_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = FitConfig(
         dataset=f"tfrecord:{compressed(tmp_path)}",
         global_batch_size=8,
@@ -356,7 +353,9 @@ def flat_model() -> keras.Model:
         (None, r"a.gz, record 1\d\d: the file is cut off in it\. Repair"),
     ],
 )
-def test_a_stream_tells_what_it_cannot_read(tmp_path: Path, values: Any, message: str) -> None:
+def test_a_stream_names_the_record_that_cannot_be_read(
+    tmp_path: Path, values: Any, message: str
+) -> None:
     write_features(tmp_path)
     more = [example(**values)] if isinstance(values, dict) else [values] if values else images(200)
     path = tmp_path / "a.gz"
@@ -391,7 +390,7 @@ def test_a_stream_names_the_record_whose_checksum_is_wrong(
 
 
 def test_a_program_that_fails_while_it_reads_a_stream_ends(tmp_path: Path) -> None:
-    """A function of Python's in the Dataset would hold it for ever."""
+    """A Python function in the Dataset would keep the process from ending."""
     code = (
         "import sys\n"
         "from tfmulti.data.sources import tfrecord\n"

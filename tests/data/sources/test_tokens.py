@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.data.sources.test_folders import made
+from tests.data.sources.test_folders import make_files
 from tfmulti import make_strategy
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.reading import ReadOptions
@@ -38,7 +38,7 @@ TEXTS = {
 
 @pytest.fixture
 def root(tmp_path: Path) -> str:
-    folder = made(tmp_path, *TEXTS)
+    folder = make_files(tmp_path, *TEXTS)
     for name, words in TEXTS.items():
         (tmp_path / name).write_text(words)
     return folder
@@ -101,14 +101,14 @@ def test_unreadable_files_are_reported_when_they_are_read(root: str) -> None:
         next(reader.batches())
 
 
-def test_no_words(root: str) -> None:
+def test_texts_without_words_are_an_error(root: str) -> None:
     for name in TEXTS:
         Path(root, name).write_text(" . ")
     with pytest.raises(DataError, match=f"text:{root}: the training texts hold no words.*a/1.txt"):
         on_one_device(root)
 
 
-def test_a_file_system_of_tensorflows() -> None:
+def test_texts_in_a_file_system_of_tensorflow() -> None:
     """`ram://` is used in place of stores such as `gs://`, because TensorFlow reads both."""
     for name in ("b/1", "a/deep/1", "a/2"):
         tf.io.gfile.makedirs(f"ram://texts/{name.rpartition('/')[0]}")

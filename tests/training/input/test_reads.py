@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ONE_THREAD, run, run_workers
+from tests.support.forked import run, run_workers
+from tests.support.processes import ONE_THREAD
 from tests.support.reads import BAD, BATCH, EPOCHS, EXAMPLES
 from tfmulti.data.batch_plan import BatchPlan
 

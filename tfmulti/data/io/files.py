@@ -24,6 +24,8 @@ from tfmulti.errors import DataError
 
 # A file that is one example has at most this many bytes.
 MOST_BYTES = 1 << 30
+# The largest file that describes a data set: some hundred bytes for each feature and each file.
+MOST_DESCRIPTION_BYTES = 4 << 20
 # The files with the memory limit of a container, in both versions of control groups.
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _most_unpacked: int | None = None

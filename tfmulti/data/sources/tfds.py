@@ -29,8 +29,6 @@ from tfmulti.data.source import Leaf
 from tfmulti.errors import DataError, UserError, did_you_mean
 
 _DESCRIPTIONS = ("dataset_info.json", "features.json")
-# A description takes some hundred bytes for each feature, and some for each file.
-_MOST_BYTES = 4 << 20
 # The entries of features.json whose texts are the names of classes. Older versions wrote "type".
 _CLASS_NAMES = ("pythonClassName", "python_class_name", "type")
 # The entries whose texts are JSON themselves, which could name classes, too.
@@ -237,7 +235,7 @@ def _check_description(tfds: Any, folder: Any) -> None:
     # The names of classes stand in text files.
     texts = [file.name for file in folder.iterdir() if file.name.endswith(".txt")]
     contents = {
-        name: files.read_bytes(os.fspath(folder / name), _MOST_BYTES)
+        name: files.read_bytes(os.fspath(folder / name), files.MOST_DESCRIPTION_BYTES)
         for name in (*_DESCRIPTIONS, *texts)
     }
     kinds = [kind for kind in vars(tfds.features).values() if isinstance(kind, type)]

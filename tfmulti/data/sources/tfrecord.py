@@ -15,7 +15,7 @@ from tfmulti.data.formats.gzip_faults import remember
 from tfmulti.data.formats.record_index import HEADER, is_header
 from tfmulti.data.formats.record_stream import stream
 from tfmulti.data.formats.records import Records
-from tfmulti.data.io.files import expanded, matching, read_bytes
+from tfmulti.data.io.files import MOST_DESCRIPTION_BYTES, expanded, matching, read_bytes
 from tfmulti.data.io.open_files import open_file
 from tfmulti.data.options import parse_options
 from tfmulti.errors import DataError
@@ -137,7 +137,7 @@ def _features(prefix: str, pattern: str, spec: str) -> Features:
         candidates.append(os.path.join(folder, name))
     for path in candidates:
         try:
-            return read_features(path, read_bytes(path))
+            return read_features(path, read_bytes(path, MOST_DESCRIPTION_BYTES))
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -34,9 +34,9 @@ _PATHS = re.compile(r"path|file|folder|directory|url|(^|_)dir(_|$)", re.IGNORECA
 # ProgbarLogger's attributes belong to the terminal, and LambdaCallback's are functions.
 _STATELESS = (keras.callbacks.ProgbarLogger, keras.callbacks.LambdaCallback)
 
-# `fit` sets these attributes itself. Of `min_delta` Keras may change the sign when the callback is
-# first used, although it is a setting.
-_SETTINGS = ("model", "_model", "params", "_params", "min_delta")
+# `fit` sets `params` itself. Of `min_delta` Keras may change the sign when the callback is first
+# used, although it is a setting.
+_SETTINGS = ("params", "min_delta")
 
 
 class CallbackStates:

@@ -29,6 +29,7 @@ from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ClusterError, ModelError
 from tfmulti.keras_patches.tracing import eager_mode
 from tfmulti.keras_patches.variables import (
+    attributes_of,
     exchange_keys,
     new_tf_variable,
     restore_keys,
@@ -38,6 +39,7 @@ from tfmulti.keras_patches.variables import (
     tf_variable_of,
     variable_keys,
 )
+from tfmulti.training.state import trainer_state
 
 SCOPE_ADVICE = (
     "Write 'strategy = tfmulti.make_strategy()' once, and 'with strategy.scope():' around the "
@@ -218,21 +220,13 @@ class _Search:
         attributes = vars(thing)
         found = [
             (value, f"{name} of {type(thing).__name__}", _putter(attributes, name))
-            for name, value in sorted(attributes.items(), key=lambda item: _is_tracking(item[0]))
-            if name not in ("_tfmulti", "_inbound_nodes", "_outbound_nodes")
+            for name, value in attributes_of(thing)
+            if name != trainer_state.ATTRIBUTE
         ]
         for cls in type(thing).__mro__:
             if not _is_of_library(cls.__module__):
                 found += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
         self._add(found)
-
-
-def _is_tracking(name: str) -> bool:
-    """Returns whether TensorFlow keeps its list of an object's parts in an attribute.
-
-    Such attributes are looked at last, so that a variable gets the name of the user's attribute.
-    """
-    return name.startswith("_self_")
 
 
 def _is_of_library(module: Any) -> bool:

@@ -17,6 +17,9 @@ from typing import Any
 from tfmulti.config.reading import ReadOptions
 from tfmulti.config.training_options import TrainingOptions
 
+# A model keeps its state in this attribute, which Keras does not track.
+ATTRIBUTE = "_tfmulti"
+
 
 @dataclass
 class RunCounts:
@@ -117,19 +120,19 @@ class TrainerState:
 
 def state_of(model: object) -> TrainerState:
     """Returns the state of a prepared model."""
-    state = vars(model)["_tfmulti"]
+    state = vars(model)[ATTRIBUTE]
     assert isinstance(state, TrainerState)
     return state
 
 
 def is_prepared(model: object) -> bool:
     """Returns whether a model is a prepared model."""
-    return "_tfmulti" in vars(model)
+    return ATTRIBUTE in vars(model)
 
 
 def remember(model: object, state: TrainerState) -> None:
-    """Stores the state of a model as an attribute that Keras does not track."""
-    vars(model)["_tfmulti"] = state
+    """Stores the state of a model in the model."""
+    vars(model)[ATTRIBUTE] = state
 
 
 def interrupt(model: object, reason: str) -> None:
