@@ -39,7 +39,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished, 
 Measured = tuple[Path, Finished, dict[str, Any]]
 
 
-def test_the_parts_of_each_place_add_up(measured: Measured) -> None:
+def test_the_parts_of_each_point_add_up(measured: Measured) -> None:
     _, _, found = measured
     assert [p["place"] for p in found["places"]] == ["1 replica", "2 replicas", "2 workers"]
     for place in found["places"]:
@@ -101,7 +101,7 @@ def test_tensorboard_shows_the_picture(measured: Measured) -> None:
         assert (shown.width, shown.height) == picture.size
 
 
-def test_profile_leaves_a_trace_of_each_place(measured: Measured) -> None:
+def test_profile_writes_a_trace_of_each_point(measured: Measured) -> None:
     folder, _, _ = measured
     for place in ("1_replica", "2_replicas", "2_workers"):
         # Only the chief writes a trace.

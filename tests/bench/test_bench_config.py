@@ -1,4 +1,4 @@
-"""Tests the measurement command without TensorFlow: its flags, its order, and its files."""
+"""Tests the measurement command without TensorFlow: flags, order of points, and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfmulti.bench.matrix import Matrix, MeasurementError
 from tfmulti.errors import ConfigError
 
 
-def test_each_replica_gets_as_many_cores() -> None:
+def test_all_replicas_get_the_same_number_of_cores() -> None:
     four = (0, 1, 2, 3)
     assert cores_of(MatrixPoint(1, 1), four, most=2) == ((0, 1),)
     assert cores_of(MatrixPoint(1, 2), four, most=2) == (four,)
@@ -29,7 +29,7 @@ def test_each_replica_gets_as_many_cores() -> None:
     assert cores_of(MatrixPoint(6, 1), four, most=6) == ((0,), (1,), (2,), (3,), (0,), (1,))
 
 
-def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
+def test_strong_keeps_the_global_batch_and_weak_the_batch_of_a_replica() -> None:
     point = MatrixPoint(4, 1)
     assert (bench().global_batch_of(point), bench().slice_rows(point)) == (64, 16)
     weak = bench(weak=True)
@@ -45,7 +45,7 @@ def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
         bench(run=per)
 
 
-def test_the_places_are_each_once() -> None:
+def test_each_point_is_measured_once() -> None:
     places = bench(replicas=(4, 1), workers=(2, 1)).points
     assert [point.name for point in places] == ["1 replica", "4 replicas", "2 workers"]
     assert [point.kind for point in places] == ["one", "replicas", "workers"]

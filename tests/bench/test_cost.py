@@ -60,7 +60,7 @@ def test_workers_that_send_to_all_at_once_take_one_or_two_rounds() -> None:
     assert (found.latency_s, found.byte_s) == pytest.approx((0.5, 0.01), rel=1e-3)
 
 
-def test_rows_are_sent_whole_to_each_other_worker() -> None:
+def test_embedding_rows_are_sent_to_each_other_worker() -> None:
     """A worker sends 16 examples of 1 KB to three workers at 1 GB/s, in addition to the sums."""
     rows = dataclasses.replace(WITH_ROWS, example_bytes=1_000)
     assert rows.messages_ms(4, 16) - DIRECT.messages_ms(4, 16) == pytest.approx(

@@ -108,7 +108,9 @@ def check_uniform(counts: np.ndarray, expected: float, freedom: int) -> None:
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 
 
-def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_billion_examples_permutes_only_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No list of all examples is made: only the indices of the rows that are read are permuted."""
     asked: list[int] = []
     once = Permutation._once

@@ -190,7 +190,7 @@ def test_files_that_cannot_be_indexed(
     assert not (file.parent / INDEX).exists()
 
 
-def test_damaged_records_are_lost_alike_on_any_number_of_workers(file: Path) -> None:
+def test_damaged_records_are_left_out_on_any_number_of_workers(file: Path) -> None:
     source = numbers(Records([str(file)]))
     for record in (2, 5, 7):
         place = int(index_of(str(file))[record, 0])
@@ -213,7 +213,7 @@ def read(source: EncodedSource, plan: BatchPlan, *workers: WorkerReplicas) -> li
     return [next(Loader(source, plan, worker, ReadOptions(0, 9)).batches()) for worker in workers]
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a: No such file or directory. Give a readable file."):
         index_of(str(tmp_path / "a"))
 
@@ -322,7 +322,7 @@ def test_threads_read_while_files_are_opened_and_closed(tmp_path: Path) -> None:
         assert all(pool.map(work, range(16)))
 
 
-def test_reading_past_the_end_gives_what_there_is(file: Path) -> None:
+def test_a_read_past_the_end_is_shorter(file: Path) -> None:
     whole = file.read_bytes()
     assert LocalFile(str(file)).read_at(len(whole) - 3, 10) == whole[-3:]
     assert LocalFile(str(file)).read_at(len(whole) + 3, 10) == b""

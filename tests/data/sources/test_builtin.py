@@ -36,7 +36,7 @@ def test_digits_do_not_depend_on_the_seed() -> None:
     assert np.array_equal(first.train.data[0], second.train.data[0])
 
 
-def test_regression_has_the_shape_of_the_article() -> None:
+def test_regression_data_has_its_shape_and_type() -> None:
     x, y = regression.load("", 0).train.data
     assert (x.shape, y.shape, x.dtype) == ((100, 10), (100, 1), np.float32)
     assert abs(float(x.mean())) < 0.1
@@ -77,7 +77,7 @@ def test_synthetic_mistakes(options: str, message: str) -> None:
         synthetic.load(options, 0)
 
 
-def test_a_default_of_text_takes_any_text() -> None:
+def test_a_text_option_takes_any_text() -> None:
     found = parse_options("x", "b=a b=1/*.csv", {"a": "", "b": ""})
     assert found == {"a": "", "b": "a b=1/*.csv"}
     with pytest.raises(ConfigError, match="--dataset x:b=: b has no value"):
@@ -186,7 +186,7 @@ def test_npz_mistakes(tmp_path: Path, arrays: Any, options: str, message: str) -
         npz.load(f"{file}{options}", 0)
 
 
-def test_npz_without_a_path_or_with_a_folder(tmp_path: Path) -> None:
+def test_npz_needs_a_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs a file"):
         npz.load("", 0)
     with pytest.raises(DataError, match="directory"):
@@ -250,7 +250,7 @@ def test_npy_mistakes(tmp_path: Path) -> None:
         npy.load(f"{folder}/x.npy", 0)
 
 
-def test_no_network_and_no_cache_says_where_to_put_the_file(
+def test_without_network_and_cache_the_error_names_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_network(*args: object) -> None:

@@ -104,7 +104,7 @@ def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
         folders.find_parts(PLACE, f"{root}/file")
 
 
-def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -144,12 +144,12 @@ def test_a_pattern_matches_no_folder(tmp_path: Path) -> None:
         ("empty", "empty holds no file that ends in .csv. Give"),
     ],
 )
-def test_patterns_without_files(tmp_path: Path, pattern: str, message: str) -> None:
+def test_a_pattern_without_files_is_an_error(tmp_path: Path, pattern: str, message: str) -> None:
     root = make_files(tmp_path, "empty/")
     with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
         files.matching(PLACE, f"{root}/{pattern}", (".csv",))
 
 
-def test_an_empty_folder_of_any_files(tmp_path: Path) -> None:
+def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{PLACE}: the folder .* holds no file. Give a file"):
         files.matching(PLACE, make_files(tmp_path, "sub/"))

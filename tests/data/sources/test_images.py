@@ -74,7 +74,7 @@ def test_resizing() -> None:
 
 @pytest.mark.parametrize("ending", [".png", ".jpg"])
 @pytest.mark.parametrize("keep", [0, 3, 0.3, 0.9, -1])
-def test_images_that_are_cut_off(ending: str, keep: float) -> None:
+def test_cut_off_images_are_errors(ending: str, keep: float) -> None:
     whole = encoded(picture(1), ending)
     at = int(len(whole) * keep) if 0 < keep < 1 else int(keep)
     with pytest.raises(ValueError, match=r"cut off after|is empty|no image"):
@@ -136,7 +136,7 @@ def test_mistakes_in_options(options: str, message: str, tmp_path: Path) -> None
         images.load(f"{make_folder(tmp_path)}{options}", 0)
 
 
-def test_without_opencv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_opencv_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cv2", None)
     with pytest.raises(DataError, match=r"needs OpenCV, .*pip install 'tfmulti\[images\]'"):
         images.load(str(make_folder(tmp_path)), 0)
@@ -193,7 +193,7 @@ def test_augmentations_change_images_as_described() -> None:
     assert np.abs(whole.astype(int) - image).mean() < 30
 
 
-def test_the_names_of_augmentations() -> None:
+def test_augmentations_are_parsed_by_name() -> None:
     assert parse_changes("crop,flip") == ("flip", "crop")
     assert parse_changes("flip+shift") == ("flip", "shift")
     with pytest.raises(ConfigError, match="no change 'flop' for --augment; did you mean 'flip'"):

@@ -84,7 +84,7 @@ def test_npy_mistakes(folder: str) -> None:
         npy.load(folder, 0)
 
 
-def test_files_that_are_not_there(folder: str) -> None:
+def test_missing_files_are_errors(folder: str) -> None:
     with pytest.raises(DataError, match=f"npz:{folder}/b.npz: no such file. Give the path"):
         npz.load(f"{folder}/b.npz", 0)
     with pytest.raises(DataError, match=f"npy:{folder}/b: {folder}/b does not exist. Give the"):

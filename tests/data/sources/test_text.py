@@ -63,7 +63,7 @@ def _write(path: Path, rows: dict[str, list[Any]]) -> None:
     (csv.write_csv if path.suffix == ".csv" else parquet.write_table)(pa.table(rows), str(path))
 
 
-def test_a_file_that_is_no_text_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_an_unreadable_text_file_is_named_when_it_is_read(tmp_path: Path) -> None:
     root = make_files(tmp_path, "a/1.txt", "a/2.txt", "b/1.txt")
     data = text.load(root, 0)
     for damage, reason in (
@@ -76,7 +76,7 @@ def test_a_file_that_is_no_text_is_named_when_it_is_read(tmp_path: Path) -> None
             next(reader.batches())
 
 
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
     root = make_files(tmp_path, "a/1.txt", "b/1.txt")
     (tmp_path / "a" / "1.txt").write_bytes(b"\xef\xbb\xbfword")
     assert read(text.load(root, 0).train)[0][0] == "word"

@@ -1,4 +1,4 @@
-"""Data sets of tensorflow-datasets in both file formats, and data sets that are missing."""
+"""Tests data sets of tensorflow-datasets in both file formats, and the errors for others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(data: DataSet) -> tuple[np.ndarray, np.ndarray]:
-    """All training examples, in an order of which the first is not the first."""
+    """Returns all training examples in reverse order."""
     x, y = data.train.read(np.arange(20)[::-1])
     return x, y
 
@@ -105,7 +105,7 @@ def test_the_order_is_that_of_the_files(folder: Path, kind: str) -> None:
     assert np.array_equal(again, x[[7, 2]])
 
 
-def test_a_file_that_is_cut_off(folder: Path, tmp_path: Path) -> None:
+def test_a_cut_off_file_is_an_error(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "tfrecord", tmp_path, dirs_exist_ok=True)
     (path,) = tmp_path.glob("tiny/1.0.0/tiny-train*")
     path.write_bytes(path.read_bytes()[:-1])
@@ -115,7 +115,7 @@ def test_a_file_that_is_cut_off(folder: Path, tmp_path: Path) -> None:
 
 
 def with_a_bad_record(folder: Path, kind: str, target: Path) -> str:
-    """Copies a data set, of which a byte of record 13 is wrong then; returns the file's path."""
+    """Copies a data set with a wrong byte in record 13, and returns the path of the file."""
     shutil.copytree(folder / kind, target)
     (path,) = target.glob("tiny/1.0.0/tiny-train*")
     content = bytearray(path.read_bytes())
@@ -131,10 +131,10 @@ def with_a_bad_record(folder: Path, kind: str, target: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
-def test_a_record_that_cannot_be_read(
+def test_an_unreadable_record_is_an_error_or_left_out(
     folder: Path, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By default it is an error that names file and record; else each epoch leaves it out."""
+    """By default it is an error that names file and record; --skip_bad_records leaves it out."""
     path = with_a_bad_record(folder, kind, tmp_path / "bad")
     place = f"tfds:tiny,data_dir={tmp_path}/bad,x=fixed"
     config = FitConfig(dataset=place, validation_fraction=0.0, global_batch_size=5)
@@ -203,7 +203,7 @@ def test_labels_are_read_alone_and_have_names(
 
 
 def test_loading_prints_nothing(folder: Path, tmp_path: Path) -> None:
-    """What TensorFlow greets with is held back wherever it is imported."""
+    """TensorFlow's start-up messages are hidden wherever it is imported."""
     load = f"tfds.load('tiny,data_dir={folder}/array_record,size=8x8', 0).train.where(0)"
     program = f"from tfmulti.data.sources import tfds; {load}"
     done = run(["-c", program], tmp_path / "logs", limit_s=100, env=ONE_THREAD)
@@ -346,7 +346,7 @@ def unusual(i: int) -> dict[str, Any]:
     }
 
 
-def test_other_images_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_images_have_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Unusual(data_dir=str(tmp_path), file_format="tfrecord").download_and_prepare()
     place = f"unusual,data_dir={tmp_path}"
     for name, one in (("image", 1), ("depth", 1000)):
@@ -361,7 +361,7 @@ def test_other_images_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.Monke
             tfds.load(f"{place},x={name}", 0).train.read(np.arange(3))
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorflow_datasets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(DataError, match=r"Install it: pip install 'tfmulti\[tfds\]'"):
         tfds.load("tiny", 0)

@@ -133,7 +133,9 @@ GOOD: dict[str, Any] = {"image": [image(1)], "label": [1]}
         (None, "the record is no tf.train.Example."),
     ],
 )
-def test_a_record_that_cannot_be_read(tmp_path: Path, values: Any, message: str) -> None:
+def test_an_unreadable_record_is_an_error_or_left_out(
+    tmp_path: Path, values: Any, message: str
+) -> None:
     bad = b"\xff\xff" if values is None else example(**values)
     write(tmp_path / "a", [*images(2), bad, *images(1)])
     write_features(tmp_path)
@@ -147,7 +149,7 @@ def test_a_record_that_cannot_be_read(tmp_path: Path, values: Any, message: str)
     assert batch.data[0][1].tolist() == [0, 1, 0]
 
 
-def test_raw_bytes_of_another_length(tmp_path: Path) -> None:
+def test_raw_bytes_of_a_wrong_length_are_an_error(tmp_path: Path) -> None:
     write(tmp_path / "a", [example(a=[bytes(7)], b=[1.0])])
     types = {"a": {"type": "raw", "dtype": "float32", "shape": [2]}, "b": {"type": "float32"}}
     write_features(tmp_path, features=types, x="a", y="b", classes=None)
@@ -236,7 +238,7 @@ def test_files_in_file_systems_of_tensorflow(tmp_path: Path) -> None:
 TRAIN = ("train-0", "train-1")
 
 
-def test_local_files_by_a_path_of_tensorflow(tmp_path: Path) -> None:
+def test_local_files_have_a_file_scheme(tmp_path: Path) -> None:
     path = write(tmp_path / "a", images(3))
     assert stamp_of(f"file://{path}").size == stamp_of(path).size
     assert np.array_equal(index_of(f"file://{path}"), index_of(path))
@@ -253,7 +255,7 @@ def test_local_files_by_a_path_of_tensorflow(tmp_path: Path) -> None:
         ("nofs://bucket/a", "nofs.*Give another path"),
     ],
 )
-def test_paths_that_tensorflow_cannot_read(pattern: str, message: str) -> None:
+def test_unknown_paths_are_errors(pattern: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         tfrecord.load(pattern, 0)
     with pytest.raises(DataError, match=f"{pattern}: "):

@@ -58,7 +58,7 @@ def test_mistakes(function: Callable[..., Any], message: str) -> None:
         user.load("mine:data", function, 4)
 
 
-def test_labels_that_a_built_in_model_has_no_class_for() -> None:
+def test_labels_without_a_class_are_errors() -> None:
     values = Y.astype(np.float32) - 1
     for fine in ((X, Y), ((X, Y), (X, Y)), (X, values)):
         user.check_labels("mine:data", user.load("mine:data", lambda fine=fine: fine, 4))

@@ -54,7 +54,7 @@ def test_each_example_is_read_once(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_many_threads_get_the_same(kind: str, tmp_path: Path) -> None:
+def test_many_threads_get_the_same_rows(kind: str, tmp_path: Path) -> None:
     cache_ = cached_source(kind, Known(200), tmp_path)
     wrong: list[Any] = []
 
