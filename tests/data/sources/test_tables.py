@@ -433,7 +433,7 @@ def test_a_file_with_too_many_bad_rows_is_an_error(
 def test_a_gzip_file_of_several_members(tmp_path: Path) -> None:
     text = column("n", range(99))
     whole = gzip.compress(text[:199].encode()) + bytes(9) + gzip.compress(text[199:].encode())
-    table, bad = csv_tables.read_csv(whole, packed=True)
+    table, bad = csv_tables.read_csv(whole, is_gzip=True)
     assert (table.num_rows, bad) == (99, {})
 
 
