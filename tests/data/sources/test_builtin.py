@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,34 +126,12 @@ def test_npz_regression(tmp_path: Path) -> None:
     assert (data.spec.task, data.spec.outputs) == ("regression", 2)
 
 
-def cut(keep: float) -> Callable[[Path], None]:
-    def damage(file: Path) -> None:
-        content = file.read_bytes()
-        file.write_bytes(content[: int(len(content) * keep)])
-
-    return damage
-
-
-def flip(file: Path) -> None:
+def test_a_flipped_byte_in_an_npz_file_is_an_error(tmp_path: Path) -> None:
+    file = saved(tmp_path, x=X, y=Y)
     content = bytearray(file.read_bytes())
     content[200] ^= 0xFF
     file.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (Path.unlink, "no such file"),
-        (cut(0), "the file is empty"),
-        (cut(0.5), "truncated"),
-        (flip, r"damaged or truncated \(.*CRC.*\)\. Write"),
-        (lambda file: file.write_bytes(b"no archive"), "no .npz file"),
-    ],
-)
-def test_damaged_npz(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
-    file = saved(tmp_path, x=X, y=Y)
-    damage(file)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"damaged or truncated \(.*CRC.*\)\. Write"):
         npz.load(str(file), 0)
 
 
@@ -162,10 +139,8 @@ def test_damaged_npz(tmp_path: Path, damage: Callable[[Path], Any], message: str
     ("arrays", "options", "message"),
     [
         ({"a": X}, "", "has the arrays a, but needs 'x' and 'y'"),
-        ({"x": X}, "", "lacks the array 'y'"),
         ({"x": X, "y": Y[:7]}, "", "x has 20 rows and y has 7"),
         ({"x": X[:0], "y": Y[:0]}, "", "x has no rows"),
-        ({"x": X, "y": np.array([{}] * 20)}, "", "pickled"),
         ({"x": X, "y": np.array(["a"] * 20)}, "", "must be numeric"),
         ({"x": X, "y": np.where(Y == 3, np.nan, 1.0)}, "", "y of the train part is nan in row 3"),
         ({"x": X, "y": np.where(Y == 3, np.nan, 1.0)}, ",classes=4", "y is nan in row 3"),
@@ -215,39 +190,12 @@ def test_npy_is_mapped_and_needs_no_tensorflow(tmp_path: Path) -> None:
     assert subprocess.run(argv).returncode == 0
 
 
-def test_a_cut_off_npy_file_is_an_error(tmp_path: Path) -> None:
-    folder = npy_folder(tmp_path, x_train=X, y_train=Y)
-    file = tmp_path / "x_train.npy"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"x_train.npy is damaged or cut off"):
-        npy.load(folder, 0)
-
-
 def test_npy_mistakes(tmp_path: Path) -> None:
-    folder = npy_folder(tmp_path, x=X)
-    for content, message in (
-        (b"", "y.npy is damaged or cut off"),
-        (b"no array", "y.npy is damaged or cut off|y.npy holds Python objects"),
-        (
-            saved(tmp_path, a=X).read_bytes(),
-            r"y.npy is damaged or cut off \(it is an .npz file\)\. Write it",
-        ),
-    ):
-        (tmp_path / "y.npy").write_bytes(content)
-        with pytest.raises(DataError, match=f"--dataset npy:{folder}: {message}"):
-            npy.load(folder, 0)
-    npy_folder(tmp_path, y=np.array([{}] * 20))
-    with pytest.raises(DataError, match=r"y.npy holds Python objects .*np.save"):
-        npy.load(folder, 0)
-    npy_folder(tmp_path, y=Y, x_tets=X)
+    folder = npy_folder(tmp_path, x=X, y=Y, x_tets=X)
     with pytest.raises(DataError, match=r"x_tets.npy has no part in it; did you mean 'x_test'"):
         npy.load(folder, 0)
     with pytest.raises(DataError, match=r"npy: needs a folder. Write --dataset npy:FOLDER"):
         npy.load("", 0)
-    with pytest.raises(DataError, match=r"none does not exist. Give the path of a folder"):
-        npy.load(f"{folder}/none", 0)
-    with pytest.raises(DataError, match=r"x.npy is a file. Give the path of a folder"):
-        npy.load(f"{folder}/x.npy", 0)
 
 
 def test_without_network_and_cache_the_error_names_the_path(
