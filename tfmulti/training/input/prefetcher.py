@@ -177,7 +177,7 @@ class RowPrefetcher(Prefetcher):
         first_step: int = 0,
         reading: ReadOptions = DEFAULT,
     ) -> None:
-        alike = plan.is_even and not reading.skip_bad_records
+        alike = plan.is_even and not reading.skips_bad
         form = specs_of(source.specs, _known_rows(placement, plan.global_batch_size, alike))
         types = [spec.dtype for spec in leaves_of(form)] * placement.local_replicas
         with tf.device("CPU:0"):

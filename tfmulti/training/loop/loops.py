@@ -22,7 +22,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.config.console import speaker
-from tfmulti.config.reading import ReadOptions
 from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
@@ -207,10 +206,10 @@ def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> i
 
     Raises:
         DataError: these are too many, together with those that were lost when the data was loaded.
-            Without `skip_bad_records` one is too many.
+            If no example may be left out, one is too many.
     """
     reading = state_of(model).reading
-    if not reading.skip_bad_records:
+    if not reading.skips_bad:
         several = placement_of(model.distribute_strategy).workers > 1
         # With one worker the step fails instead, because it gets no batch.
         if several and int(outcome.lost):
@@ -219,20 +218,9 @@ def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> i
     now = int(outcome.lost)
     state_of(model).run.lost += now
     lost = before + now
-    if now and lost + reading.lost_at_loading > reading.skip_bad_records:
-        raise DataError(_too_many_lost(lost, reading))
+    if now:
+        reading.check_lost(lost)
     return lost
-
-
-def _too_many_lost(lost: int, reading: ReadOptions) -> str:
-    """Returns the message for too many examples that cannot be read."""
-    loaded = reading.lost_at_loading
-    besides = f" and {loaded} when it was loaded," if loaded else ","
-    return (
-        f"{lost} examples of this pass over the data could not be read{besides} more than "
-        f"--skip_bad_records {reading.skip_bad_records} allows; each was named when it was read. "
-        "Repair the data, or raise --skip_bad_records."
-    )
 
 
 def _source(feed: Feed, steps: int | None) -> Any:
@@ -267,7 +255,7 @@ def _epoch(
     stops = False
     sure = _is_sure(training.feed, training.steps, at)
     pace = training.pace if sure else StepsPerExecution(1)
-    per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
+    per_pass = training.steps_per_pass if state.reading.skips_bad else None
     before = _first_step(training, at) - at.step
     for first, last in _executions(training.steps, pace, at.step, per_pass, before):
         if per_pass and (before + first) % per_pass == 0:
