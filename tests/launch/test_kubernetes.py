@@ -504,7 +504,7 @@ def test_a_pod_has_the_privileges_of_the_manifest(two: Hosts, tmp_path: Path) ->
 def test_the_pods_of_the_pages_command_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    page = (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", "")
     (line,) = re.findall(r"^python -m tfmulti kubernetes (manifest .*)$", page, re.MULTILINE)
     assert main(shlex.split(line.replace("--epochs 90", "--epochs 2"))) == 0
     parts = list(yaml.safe_load_all(capsys.readouterr().out))

@@ -109,7 +109,12 @@ CONSTANTS: dict[str, dict[str, object]] = {
         "input_img_size": (32, 32, 3),
         "batch_size": 4,
     },
-    "image_captioning": {"IMAGE_SIZE": (96, 96), "VOCAB_SIZE": 1000},
+    "image_captioning": {
+        "IMAGE_SIZE": (96, 96),
+        "VOCAB_SIZE": 1000,
+        "EMBED_DIM": 64,
+        "FF_DIM": 64,
+    },
     "masked_language_modeling": {"MAX_LEN": 32, "VOCAB_SIZE": 40},
     "neural_machine_translation_with_transformer": {"vocab_size": 1000},
     "siamese_network": {"target_shape": (96, 96)},
