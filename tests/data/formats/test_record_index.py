@@ -21,7 +21,7 @@ from tfmulti.data.formats import record_index
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
 from tfmulti.data.formats.record_index import index_of, index_paths
 from tfmulti.data.formats.records import Records
-from tfmulti.data.io.open_files import LocalFile, OpenFiles, write_atomically
+from tfmulti.data.io.open_files import LocalFile, opener, write_atomically
 from tfmulti.data.loader import Batch, Loader
 from tfmulti.data.source import Leaf
 from tfmulti.errors import DataError
@@ -286,16 +286,15 @@ def test_one_feature_may_be_input_and_target(file: Path) -> None:
 
 def test_few_files_are_open_at_a_time_and_all_are_closed(tmp_path: Path) -> None:
     paths = [str(write_records(tmp_path / f"{i}", [b"%d" % i])) for i in range(20)]
-    files = OpenFiles(most=3)
-    held = files.get(paths[0])
+    opened = opener(most=3)
+    held = opened(paths[0])
     for path in paths:
-        files.get(path)
-    assert len(files) == 3
-    # The file that `held` refers to is open, too.
+        opened(path)
+    # These are three files, and the one that `held` refers to.
     assert open_below(tmp_path) == 4
     assert held.read_at(12, 1) == b"0"
-    assert files.get(paths[19]) is files.get(paths[19])
-    del held, files
+    assert opened(paths[19]) is opened(paths[19])
+    del held, opened
     gc.collect()
     assert open_below(tmp_path) == 0
 
@@ -312,7 +311,7 @@ def open_below(folder: Path) -> int:
 
 def test_threads_read_while_files_are_opened_and_closed(tmp_path: Path) -> None:
     records = uneven(tmp_path)
-    records._open = OpenFiles(most=1)
+    records._open = opener(most=1)
 
     def work(seed: int) -> bool:
         order = np.random.default_rng(seed).permutation(204)

@@ -24,7 +24,7 @@ from tfmulti.data.formats.examples import parse_into, parse_numbers_into
 from tfmulti.data.formats.features import Feature
 from tfmulti.data.formats.record_index import index_of, index_paths
 from tfmulti.data.io.files import matching, stamp_of
-from tfmulti.data.io.open_files import OpenFiles
+from tfmulti.data.io.open_files import open_file
 from tfmulti.data.loader import Loader
 from tfmulti.data.sources import tfrecord
 from tfmulti.data.transforms.labels import read_labels
@@ -243,7 +243,7 @@ def test_local_files_have_a_file_scheme(tmp_path: Path) -> None:
     assert stamp_of(f"file://{path}").size == stamp_of(path).size
     assert np.array_equal(index_of(f"file://{path}"), index_of(path))
     content = Path(path).read_bytes()
-    file = OpenFiles().get(f"file://{path}")
+    file = open_file(f"file://{path}")
     assert (file.read_at(5, 9), file.read_at(0, 3)) == (content[5:14], content[:3])
     assert file.read_at(len(content) - 2, 9) == content[-2:]
 
