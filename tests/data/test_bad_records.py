@@ -147,6 +147,8 @@ def test_examples_lost_at_loading_count_in_each_pass(loaded: int) -> None:
         trained(model, epochs=2, steps=None)
         assert state_of(model).run.lost == 2 * len(BAD)
         return
-    words = r"^3 examples of this pass .* not be read and 2 when it was loaded, more than .* 4 all"
-    with pytest.raises(DataError, match=words):
+    message = (
+        r"^3 examples of this pass .* not be read and 2 when it was loaded, more than .* 4 all"
+    )
+    with pytest.raises(DataError, match=message):
         trained(model, epochs=2, steps=None)

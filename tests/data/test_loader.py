@@ -38,8 +38,8 @@ def batches(
     reading: ReadOptions,
     first: int = 0,
 ) -> list[Batch]:
-    with contextlib.closing(Loader(source, plan, replicas, reading).batches(first)) as found:
-        return list(itertools.islice(found, count))
+    with contextlib.closing(Loader(source, plan, replicas, reading).batches(first)) as stream:
+        return list(itertools.islice(stream, count))
 
 
 def own_rows_of(batch: Batch) -> list[int]:
@@ -83,10 +83,10 @@ def test_reading_starts_at_any_step(threads: int) -> None:
 
 def test_read_ahead_is_limited() -> None:
     source = Counting(1000)
-    found = Loader(source, BatchPlan(1000, 10), WorkerReplicas(), ReadOptions(2)).batches()
-    with contextlib.closing(found):
+    stream = Loader(source, BatchPlan(1000, 10), WorkerReplicas(), ReadOptions(2)).batches()
+    with contextlib.closing(stream):
         for taken in range(1, 6):
-            next(found)
+            next(stream)
             assert sum(source.read_rows.values()) <= 10 * (taken + AHEAD)
 
 
@@ -97,8 +97,8 @@ def test_stop_cancels_pieces_that_were_not_begun(threads: int | None, in_work: i
 
     def read() -> None:
         try:
-            with contextlib.closing(reader.batches()) as found:
-                list(itertools.islice(found, 9))
+            with contextlib.closing(reader.batches()) as stream:
+                list(itertools.islice(stream, 9))
         except CancelledError:
             ended.append(CancelledError)
 
@@ -137,8 +137,8 @@ def test_threads_are_used_if_reading_is_slow(
     monkeypatch.setattr(loader, "cores", lambda: 2)
     reader = Loader(Counting(64), BatchPlan(64, 64), WorkerReplicas(), ReadOptions())
     assert reader.threads is None
-    with contextlib.closing(reader.batches()) as found:
-        assert own_rows_of(next(found)) == list(range(64))
+    with contextlib.closing(reader.batches()) as stream:
+        assert own_rows_of(next(stream)) == list(range(64))
     assert reader.threads == threads
 
 
@@ -153,12 +153,12 @@ def test_cores_are_shared_by_the_workers_of_a_machine() -> None:
 def test_the_first_bad_example_is_named(threads: int) -> None:
     source = Counting(12, bad=(7,))
     reader = Loader(source, BatchPlan(12, 4), WorkerReplicas(), ReadOptions(threads))
-    with contextlib.closing(reader.batches()) as found:
-        assert own_rows_of(next(found)) == [0, 1, 2, 3]
+    with contextlib.closing(reader.batches()) as stream:
+        assert own_rows_of(next(stream)) == [0, 1, 2, 3]
         with pytest.raises(
             DataError, match=r"file, record 7: Input/output error\. Repair or remove"
         ):
-            next(found)
+            next(stream)
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -187,11 +187,11 @@ def test_the_row_of_a_bad_example_is_zeros_with_several_workers(threads: int) ->
 
 
 def test_the_advice_depends_on_whether_each_example_is_needed() -> None:
-    for reading, words in (
+    for reading, message in (
         (ReadOptions(0), "or give --skip"),
         (ReadOptions(keeps_each=True), "a row for"),
     ):
-        with pytest.raises(DataError, match=rf"record 1: Input/output error\. Repair .* {words}"):
+        with pytest.raises(DataError, match=rf"record 1: Input/output error\. Repair .* {message}"):
             batches(Counting(12, bad=(1,)), BatchPlan(12, 12), WorkerReplicas(), 1, reading)
 
 
@@ -253,12 +253,12 @@ def test_memory_is_aligned_for_tensorflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (OSError(2, "No such file or directory"), "No such file or directory."),
         (ValueError("it is\nno image."), "it is no image."),
         (KeyError(), "KeyError."),
     ],
 )
-def test_a_reason_is_one_sentence(error: Exception, words: str) -> None:
-    assert reason_of(error) == words
+def test_a_reason_is_one_sentence(error: Exception, message: str) -> None:
+    assert reason_of(error) == message

@@ -43,15 +43,15 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were walked through."""
-    found: list[str] = []
+    paths: list[str] = []
     walk = record_index._walk
 
     def counted(path: str, *rest: object) -> np.ndarray:
-        found.append(path)
+        paths.append(path)
         return walk(path, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(record_index, "_walk", counted)
-    return found
+    return paths
 
 
 def test_the_checksum_is_that_of_tensorflow() -> None:
@@ -193,8 +193,8 @@ def test_files_that_cannot_be_indexed(
 def test_damaged_records_are_left_out_on_any_number_of_workers(file: Path) -> None:
     source = numbers(Records([str(file)]))
     for record in (2, 5, 7):
-        place = int(index_of(str(file))[record, 0])
-        file.write_bytes(flip(place)(file.read_bytes()))
+        offset = int(index_of(str(file))[record, 0])
+        file.write_bytes(flip(offset)(file.read_bytes()))
     plan = BatchPlan(8, 8, seed=3)
     with pytest.raises(DataError, match=r"a.tfrecord, record [257]: .* Repair or remove it, or"):
         next(Loader(source, plan, WorkerReplicas(), ReadOptions()).batches())
@@ -203,9 +203,11 @@ def test_damaged_records_are_left_out_on_any_number_of_workers(file: Path) -> No
     rows = [n for batch in workers for n in batch.data[0][0][: batch.own_rows[0]].tolist()]
     assert rows == alone.data[0][0].tolist()
     assert sorted(rows) == sorted(len(RECORDS[i]) for i in (0, 1, 3, 4, 6))
-    lost = sorted(words for batch in workers for words in batch.lost)
+    lost = sorted(sentence for batch in workers for sentence in batch.lost)
     assert lost == sorted(alone.lost)
-    assert [words.partition(": ")[0][-8:] for words in lost] == [f"record {i}" for i in (2, 5, 7)]
+    assert [sentence.partition(": ")[0][-8:] for sentence in lost] == [
+        f"record {i}" for i in (2, 5, 7)
+    ]
 
 
 def read(source: EncodedSource, plan: BatchPlan, *workers: WorkerReplicas) -> list[Batch]:
@@ -250,8 +252,8 @@ def test_files_without_records(tmp_path: Path) -> None:
 def numbers(records: Records) -> EncodedSource:
     """A source of which an example is the length of its record."""
 
-    def parse(found: object, out: dict[str, np.ndarray]) -> None:
-        out["n"][:] = [len(data) for data in found]  # type: ignore[attr-defined]
+    def parse(contents: object, out: dict[str, np.ndarray]) -> None:
+        out["n"][:] = [len(data) for data in contents]  # type: ignore[attr-defined]
 
     return EncodedSource(records, Decoder(("n", "n"), {"n": Leaf((), "int64")}, parse))  # type: ignore[arg-type]
 
@@ -322,13 +324,13 @@ def test_threads_read_while_files_are_opened_and_closed(tmp_path: Path) -> None:
 
 
 def test_a_read_past_the_end_is_shorter(file: Path) -> None:
-    whole = file.read_bytes()
-    assert LocalFile(str(file)).read_at(len(whole) - 3, 10) == whole[-3:]
-    assert LocalFile(str(file)).read_at(len(whole) + 3, 10) == b""
+    content = file.read_bytes()
+    assert LocalFile(str(file)).read_at(len(content) - 3, 10) == content[-3:]
+    assert LocalFile(str(file)).read_at(len(content) + 3, 10) == b""
 
 
 def test_a_label_out_of_range(tmp_path: Path) -> None:
-    def parse(found: object, out: dict[str, np.ndarray]) -> None:
+    def parse(contents: object, out: dict[str, np.ndarray]) -> None:
         out["n"][:] = 3
 
     records = Records([str(write_records(tmp_path / "a", [b"x"]))])

@@ -77,8 +77,8 @@ def test_synthetic_mistakes(options: str, message: str) -> None:
 
 
 def test_a_text_option_takes_any_text() -> None:
-    found = parse_options("x", "b=a b=1/*.csv", {"a": "", "b": ""})
-    assert found == {"a": "", "b": "a b=1/*.csv"}
+    options = parse_options("x", "b=a b=1/*.csv", {"a": "", "b": ""})
+    assert options == {"a": "", "b": "a b=1/*.csv"}
     with pytest.raises(ConfigError, match="--dataset x:b=: b has no value"):
         parse_options("x", "b=", {"b": ""})
 

@@ -84,8 +84,8 @@ def rows_of(batches: list[Batch]) -> list[str]:
     return [
         digest(data, row)
         for batch in batches
-        for data, own in zip(batch.data, batch.own_rows, strict=True)
-        for row in range(own)
+        for data, count in zip(batch.data, batch.own_rows, strict=True)
+        for row in range(count)
     ]
 
 
@@ -162,8 +162,8 @@ def test_many_threads_can_read_at_once(source: Source) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(5):
             rows = rng.permutation(EXAMPLES)
-            found = source.read(rows)
-            wrong.extend(i for k, i in enumerate(rows) if digest(found, k) != expected[i])
+            batch = source.read(rows)
+            wrong.extend(i for k, i in enumerate(rows) if digest(batch, k) != expected[i])
 
     threads = [threading.Thread(target=check, args=(seed,)) for seed in range(4)]
     for thread in threads:

@@ -26,11 +26,11 @@ def make_files(root: Path, *names: str) -> str:
 def test_classes_are_the_sorted_folders(tmp_path: Path) -> None:
     root = make_files(tmp_path, "b/2.txt", "b/10.txt", "a/x.TXT", "a/deep/y.txt", "c d/z.txt")
     make_files(tmp_path, "a/other.csv", "a/.hidden.txt", ".hidden/h.txt", "readme.txt")
-    found = folders.find_classes(PLACE, root, TEXT)
-    assert found.names == ("a", "b", "c d")
+    classes = folders.find_classes(PLACE, root, TEXT)
+    assert classes.names == ("a", "b", "c d")
     expected = ["a/deep/y.txt", "a/x.TXT", "b/10.txt", "b/2.txt", "c d/z.txt"]
-    assert found.paths == [f"{root}/{name}" for name in expected]
-    assert (found.labels.tolist(), found.labels.dtype) == ([0, 0, 1, 1, 2], "int32")
+    assert classes.paths == [f"{root}/{name}" for name in expected]
+    assert (classes.labels.tolist(), classes.labels.dtype) == ([0, 0, 1, 1, 2], "int32")
 
 
 def test_another_part_has_the_labels_of_the_training_part(tmp_path: Path) -> None:
@@ -117,15 +117,15 @@ def test_an_unreadable_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
 def test_patterns_match_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = make_files(tmp_path, "b.csv", "a.CSV", "c.txt", ".d.csv", "deep/e.csv")
 
-    def found(pattern: str) -> list[str]:
+    def matches(pattern: str) -> list[str]:
         return [p.removeprefix(f"{root}/") for p in files.matching(PLACE, pattern, (".csv",))]
 
-    assert found(root) == ["a.CSV", "b.csv"]
-    assert found(f"{root}/c.txt") == ["c.txt"]
-    assert found(f"{root}/*") == ["a.CSV", "b.csv", "c.txt"]
-    assert found(f"{root}/**/*.csv") == ["b.csv", "deep/e.csv"]
+    assert matches(root) == ["a.CSV", "b.csv"]
+    assert matches(f"{root}/c.txt") == ["c.txt"]
+    assert matches(f"{root}/*") == ["a.CSV", "b.csv", "c.txt"]
+    assert matches(f"{root}/**/*.csv") == ["b.csv", "deep/e.csv"]
     monkeypatch.setenv("HOME", root)
-    assert found("~/b.csv") == ["b.csv"]
+    assert matches("~/b.csv") == ["b.csv"]
     # Hidden files and folders are left out.
     every = files.matching(PLACE, root)
     assert [Path(p).name for p in every] == ["a.CSV", "b.csv", "c.txt"]

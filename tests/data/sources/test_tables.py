@@ -228,9 +228,9 @@ def damaged_parquet(folder: Path, groups: Sequence[int], name: str = "t.parquet"
     table = pa.table({"n": np.arange(40.0), "s": list("uv" * 20), "y": list("aabb" * 10)})
     parquet.write_table(table, folder / name, row_group_size=10, write_page_checksum=True)
     content = bytearray((folder / name).read_bytes())
-    found = parquet.ParquetFile(folder / name).metadata
+    metadata = parquet.ParquetFile(folder / name).metadata
     for group in groups:
-        chunk = found.row_group(group).column(0)
+        chunk = metadata.row_group(group).column(0)
         content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 4
     (folder / name).write_bytes(content)
     return str(folder / name)
@@ -238,8 +238,8 @@ def damaged_parquet(folder: Path, groups: Sequence[int], name: str = "t.parquet"
 
 def test_a_damaged_row_group_is_an_error(tmp_path: Path) -> None:
     path = damaged_parquet(tmp_path, [1])
-    words = r"t.parquet cannot be read: .*CRC checksum verification failed.* Repair or remove it"
-    with pytest.raises(DataError, match=words):
+    message = r"t.parquet cannot be read: .*CRC checksum verification failed.* Repair or remove it"
+    with pytest.raises(DataError, match=message):
         prepared_from(f"{path},target=y", 40, "parquet")
 
 
@@ -260,8 +260,8 @@ def test_a_parquet_file_without_a_footer_is_an_error(
     """A file that is cut off has no footer either, because the footer is its end."""
     path = Path(damaged_parquet(tmp_path, []))
     path.write_bytes(path.read_bytes()[:-100] if content is None else content)
-    words = r"t.parquet cannot be read: .* Repair or remove it"
-    with pytest.raises(DataError, match=words):
+    message = r"t.parquet cannot be read: .* Repair or remove it"
+    with pytest.raises(DataError, match=message):
         prepared_from(f"{path},target=y", most, "parquet")
 
 
@@ -294,8 +294,8 @@ def test_a_contradictory_parquet_footer_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("most", [0, 9])
 def test_an_unclosed_quote_is_an_error(tmp_path: Path, text: str, message: str, most: int) -> None:
     """The value then contains all following lines, so the rows cannot be separated."""
-    words = f"t.csv cannot be read: the quote that begins a value {message}.* Repair"
-    with pytest.raises(DataError, match=words):
+    message = f"t.csv cannot be read: the quote that begins a value {message}.* Repair"
+    with pytest.raises(DataError, match=message):
         prepared_from(f"{csv(tmp_path, text)},target=y", most)
 
 
@@ -312,8 +312,10 @@ def test_closed_quotes_are_read(tmp_path: Path) -> None:
 def test_an_error_that_bad_rows_cause_names_them(tmp_path: Path) -> None:
     """Without the bad rows the target has only one class."""
     path = csv(tmp_path, "n,y\n1,a\n2,a\n3\n4\n")
-    words = r"--dataset csv:.* target 'y' .* 2 rows cannot be read; the first is row 3 of .*t.csv: "
-    with pytest.raises(DataError, match=words):
+    message = (
+        r"--dataset csv:.* target 'y' .* 2 rows cannot be read; the first is row 3 of .*t.csv: "
+    )
+    with pytest.raises(DataError, match=message):
         prepared_from(f"{path},target=y", 2)
 
 
@@ -401,9 +403,9 @@ def test_too_many_bad_rows_are_an_error(tmp_path: Path, most: int, message: str)
 
 def test_rows_that_are_left_out_count_in_row_numbers(tmp_path: Path) -> None:
     csv(tmp_path, RAGGED, "1.csv")
-    for cell, words in ((",red,a", "'n' has no value"), ("inf,red,a", "'n' is inf")):
+    for cell, message in ((",red,a", "'n' has no value"), ("inf,red,a", "'n' is inf")):
         csv(tmp_path, f"n,color,y\n1\n1,red,a\n3,\n{cell}\n5,red\n", "2.csv")
-        with pytest.raises(DataError, match=rf"{words} in row 4 of .*2\.csv"):
+        with pytest.raises(DataError, match=rf"{message} in row 4 of .*2\.csv"):
             loaded(f"{tmp_path},target=y", most_bad=9)
     train = csv(tmp_path, SMALL)
     other = csv(tmp_path, "n,color,y\n1\nx,red,a\n", "2.csv")
@@ -432,8 +434,8 @@ def test_a_file_with_too_many_bad_rows_is_an_error(
 
 def test_a_gzip_file_of_several_members(tmp_path: Path) -> None:
     text = column("n", range(99))
-    whole = gzip.compress(text[:199].encode()) + bytes(9) + gzip.compress(text[199:].encode())
-    table, bad = csv_tables.read_csv(whole, is_gzip=True)
+    content = gzip.compress(text[:199].encode()) + bytes(9) + gzip.compress(text[199:].encode())
+    table, bad = csv_tables.read_csv(content, is_gzip=True)
     assert (table.num_rows, bad) == (99, {})
 
 

@@ -39,9 +39,9 @@ def test_folders(tmp_path: Path) -> None:
         "int32",
     )
     assert data.spec.describe() == "7 tokens of 30, 2 classes: a, b"
-    whole = text.load(f"{root}/train", 0)
-    parts = with_validation(whole, 1 / 3, 0)
-    assert sorted(read(parts.train)[0] + read(parts.validation)[0]) == read(whole.train)[0]
+    unsplit = text.load(f"{root}/train", 0)
+    parts = with_validation(unsplit, 1 / 3, 0)
+    assert sorted(read(parts.train)[0] + read(parts.validation)[0]) == read(unsplit.train)[0]
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

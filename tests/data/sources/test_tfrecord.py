@@ -155,9 +155,9 @@ def test_features_are_a_small_file(tmp_path: Path) -> None:
 
 def test_damaged_files_are_errors(tmp_path: Path) -> None:
     write_features(tmp_path)
-    whole = write_records(tmp_path / "train", [b"x"] * 5).read_bytes()
-    (tmp_path / "train").write_bytes(whole[:-1])
-    (tmp_path / "val").write_bytes(whole[:17] + b"damaged" + whole[24:])
+    content = write_records(tmp_path / "train", [b"x"] * 5).read_bytes()
+    (tmp_path / "train").write_bytes(content[:-1])
+    (tmp_path / "val").write_bytes(content[:17] + b"damaged" + content[24:])
     options = f"{tmp_path},validation=val"
     with pytest.raises(DataError, match="train is cut off in record 4, after 4 whole ones"):
         tfrecord.load(options, 0)
@@ -209,9 +209,9 @@ def test_gzip_files_refuse_transforms_with_random_access(
     data = load_data(config)
     assert data is not None
     assert data.finish is not None
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as caught:
         load_data(replace(config, **{flag: value}))
-    assert str(found.value) == (
+    assert str(caught.value) == (
         f"--{flag} needs files that are read at random, but those of --dataset {dataset} are GZIP "
         f"files, which are streamed. gunzip them, or leave --{flag} out."
     )

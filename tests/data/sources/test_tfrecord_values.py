@@ -49,7 +49,7 @@ def feature(values: Any) -> tf.train.Feature:
 
 
 def example(**values: Any) -> bytes:
-    features = {name: feature(found) for name, found in values.items()}
+    features = {name: feature(value) for name, value in values.items()}
     content = tf.train.Features(feature=features)
     return tf.train.Example(features=content).SerializeToString()  # type: ignore[no-any-return]
 
@@ -328,12 +328,12 @@ def test_a_stream_reads_what_random_access_reads(tmp_path: Path) -> None:
     plain = tfrecord.load(f"{tmp_path}/a", 0).train.read(np.array([0, 1]))
     ((x, *rest),) = tfrecord.load(f"{tmp_path}/a.gz", 0).finish(2).train
     for name, values in plain[0].items():
-        found = x[name].numpy()
-        assert found.dtype == values.dtype
+        streamed = x[name].numpy()
+        assert streamed.dtype == values.dtype
         if name in ("small", "large"):
-            assert np.abs(found.astype(int) - values.astype(int)).max() <= 2, name
+            assert np.abs(streamed.astype(int) - values.astype(int)).max() <= 2, name
         else:
-            assert found.tolist() == values.tolist()
+            assert streamed.tolist() == values.tolist()
     assert [part.numpy().tolist() for part in rest] == [[0.5, 0.5]] * 2
 
 
@@ -378,12 +378,12 @@ def test_a_stream_names_the_record_that_cannot_be_read(
     ],
 )
 def test_a_stream_names_the_record_whose_checksum_is_wrong(
-    tmp_path: Path, place: int, message: str
+    tmp_path: Path, offset: int, message: str
 ) -> None:
     """The second file's second record."""
     write_features(tmp_path)
     first, second, third = (bytearray(framed(data)) for data in images(3))
-    second[place] ^= 1
+    second[offset] ^= 1
     (tmp_path / "a.gz").write_bytes(gzip.compress(bytes(first + third)))
     (tmp_path / "b.gz").write_bytes(gzip.compress(bytes(first + second + third)))
     data = tfrecord.load(f"{tmp_path}", 0).finish(2)

@@ -34,8 +34,8 @@ def of_size(global_batch_size: int, **options: Any) -> Any:
 )
 def test_parts(function: Callable[..., Any], parts: tuple[int | None, ...]) -> None:
     data = user.load("mine:data", function, 4)
-    found = (data.train, data.validation, data.test)
-    assert tuple(None if part is None else len(part) for part in found) == parts
+    loaded = (data.train, data.validation, data.test)
+    assert tuple(None if part is None else len(part) for part in loaded) == parts
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_labels_without_a_class_are_errors() -> None:
     values = Y.astype(np.float32) - 1
     for fine in ((X, Y), ((X, Y), (X, Y)), (X, values)):
         user.check_labels("mine:data", user.load("mine:data", lambda fine=fine: fine, 4))
-    for bad, words in (
+    for bad, message in (
         ((X, Y - 1), r"y of the train part is -1 in row 0, .* 0\.\.1 as in"),
         (((X, Y), (X[:3], Y[:3] + 1)), "y of the validation part is 2 in row 1"),
     ):
         data = user.load("mine:data", lambda bad=bad: bad, 4)
-        with pytest.raises(DataError, match=f"^--dataset mine:data: {words}"):
+        with pytest.raises(DataError, match=f"^--dataset mine:data: {message}"):
             user.check_labels("mine:data", data)
 
 

@@ -55,8 +55,8 @@ def test_labels_are_read_alone(tmp_path: Path) -> None:
 def test_transforms_of_a_source_keep_the_labels(tmp_path: Path) -> None:
     train = source(tmp_path, "01234")
     part = SourceSlice(train, 1, 4, Backwards())
-    for made in (part, InMemory(part), Augmented(part, ("flip",), 0), Weighted(part, {0: 1.0})):
-        labels = read_labels(made)
+    for changed in (part, InMemory(part), Augmented(part, ("flip",), 0), Weighted(part, {0: 1.0})):
+        labels = read_labels(changed)
         assert labels is not None
         assert labels.values.tolist() == [3, 2, 1]
     arrays = read_labels(ArraySource((np.zeros(3), np.array([2, 0, 1], np.uint8))))

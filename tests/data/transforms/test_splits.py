@@ -26,13 +26,13 @@ def source(rows: int) -> ArraySource:
 
 
 def examples(part: Any) -> list[int]:
-    found: list[int] = part.read(np.arange(len(part)))[0].tolist()
-    return found
+    values: list[int] = part.read(np.arange(len(part)))[0].tolist()
+    return values
 
 
 def split(rows: int, seed: int = 0, /, **splits: str | None) -> DataSet:
-    asked = {"train": None, "validation": None, "test": None} | splits
-    return with_splits(data(rows), asked, seed)
+    slices = {"train": None, "validation": None, "test": None} | splits
+    return with_splits(data(rows), slices, seed)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_batches_cannot_be_sliced() -> None:
 
 
 def test_a_part_may_come_from_another_part() -> None:
-    given = data(100, test=30)
-    found = with_splits(
-        given, {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}, 0
+    unsplit = data(100, test=30)
+    parts = with_splits(
+        unsplit, {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}, 0
     )
-    assert (len(found.train), len(found.validation), len(found.test)) == (100, 15, 15)
-    assert not set(examples(found.validation)) & set(examples(found.test))
+    assert (len(parts.train), len(parts.validation), len(parts.test)) == (100, 15, 15)
+    assert not set(examples(parts.validation)) & set(examples(parts.test))
