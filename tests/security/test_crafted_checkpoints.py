@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tfmulti import Checkpoint, LiveCurves, prepare
 from tfmulti.errors import ResumeError
-from tfmulti.run.artifacts import curves_svg
 from tfmulti.run.callbacks import live_curves
+from tfmulti.run.curves import curves_svg
 from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.input import positions

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ import tensorflow as tf
 from tfmulti.config import run_directory
 from tfmulti.config.reading import ReadOptions
 from tfmulti.config.training_options import TrainingOptions, changed
+from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution import connections, losses
 from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.replica_context import reduce_gradients
@@ -62,7 +64,7 @@ from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.verification import verification
-from tfmulti.training.watchdog import watching
+from tfmulti.training.watchdog import respect_owner, watching
 
 Model = TypeVar("Model", bound=keras.Model)
 
@@ -162,13 +164,16 @@ Result = TypeVar("Result")
 def _on_all_workers(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Returns a method whose error, if another worker is missing, says that all must call it."""
+    """Returns a method that watches for missing workers, and whose error says that all call it."""
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def called(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        callbacks = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
         with (
             out_of_memory_explained(self),
             connections.call_of_all(self._placement, method.__name__),
+            watching(callbacks, self._placement),
         ):
             return method(self, *args, **kwargs)
 
@@ -341,6 +346,7 @@ class DistributedModel(keras.Model):
                 manager = resume.CheckpointManager(
                     self, checkpoint, record, all_callbacks, feeds, seeds
                 )
+                respect_owner(all_callbacks, checkpoint.folder)
             training = loops.Training(
                 feed,
                 all_callbacks,
@@ -355,7 +361,6 @@ class DistributedModel(keras.Model):
             )
             with (
                 saving_elsewhere(all_callbacks.callbacks, placement),
-                watching(all_callbacks.callbacks, placement),
                 resume.saving_at_signals(self, checkpoint),
                 closing(feed, validation),
             ):
@@ -397,10 +402,7 @@ class DistributedModel(keras.Model):
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
         # A feed that the caller gave stays open: `fit` uses it again in the next validation.
-        with (
-            watching(callback_list.callbacks, self._placement),
-            closing(None if feed is x else feed),
-        ):
+        with closing(None if feed is x else feed):
             logs = loops.evaluate(self, feed, count, callback_list)
         return _results(self, logs, return_dict)
 
@@ -535,7 +537,7 @@ def _steps_of(feed: Feed, asked: int | None) -> int | None:
     steps = feed.data.steps
     if asked and feed.data.endless and steps is not None and asked > steps:
         warnings.warn(
-            f"the data ended after {steps} of {asked} steps. Ask for fewer steps.",
+            documented(f"the data ended after {steps} of {asked} steps. Ask for fewer steps."),
             stacklevel=4,
         )
         return steps

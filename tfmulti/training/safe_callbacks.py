@@ -18,6 +18,7 @@ import keras
 
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ModelError
+from tfmulti.training.checkpoint.callback import callbacks_in
 
 _CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
@@ -42,8 +43,7 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
         ModelError: there are several workers, and a callback is BackupAndRestore. It cannot be made
             safe, because each worker writes the same files.
     """
-    given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
-    given = [callback for callback in given if callback is not None]
+    given = callbacks_in(callbacks)
     if placement.workers == 1:
         return given
     for callback in given:

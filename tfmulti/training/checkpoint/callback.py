@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,14 @@ from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat, saved_before
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import NotOwnerError, ownership_of
+
+
+def callbacks_in(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks of what `fit` takes: one callback, several, a CallbackList or None."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    given = callbacks if isinstance(callbacks, Collection) else [callbacks]
+    return [callback for callback in given if callback is not None]
 
 
 class Checkpoint(keras.callbacks.Callback):

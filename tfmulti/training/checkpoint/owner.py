@@ -37,7 +37,7 @@ from pathlib import Path
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import open_regular, read_small
 from tfmulti.config.run_directory import remove_partial, write_text
-from tfmulti.config.troubleshooting import print_error
+from tfmulti.config.troubleshooting import documented, print_error
 from tfmulti.errors import EXIT_FAILED, ResumeError, TfmultiError
 
 FILE = "owner.json"
@@ -207,12 +207,11 @@ class Ownership:
                 raise
             # The file names an owner that has ended.
             self._path.unlink(missing_ok=True)
-            print(
+            words = (
                 f"tfmulti: no {FILE} in {self._folder}: {error.strerror}. Until there is room "
-                "for it, a second start there is not noticed.",
-                file=sys.stderr,
-                flush=True,
+                "for it, a second start there is not noticed."
             )
+            print(documented(words), file=sys.stderr, flush=True)
 
     def release(self) -> None:
         """Gives the folder back, once it was released as often as it was taken."""

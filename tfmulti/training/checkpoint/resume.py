@@ -42,7 +42,7 @@ from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError, RunDirErro
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.launch.signals import SignalWatch, is_watched
 from tfmulti.training.checkpoint import file_format
-from tfmulti.training.checkpoint.callback import Checkpoint, say
+from tfmulti.training.checkpoint.callback import Checkpoint, callbacks_in, say
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.checkpoint.file_format import Record
 from tfmulti.training.input.interface import Feed, State
@@ -83,10 +83,7 @@ def checkpoint_in(callbacks: Any) -> Iterator[Checkpoint | None]:
     Raises:
         ConfigError: there are several Checkpoint callbacks.
     """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    checkpoints = [callback for callback in given if isinstance(callback, Checkpoint)]
+    checkpoints = [each for each in callbacks_in(callbacks) if isinstance(each, Checkpoint)]
     if len(checkpoints) > 1:
         raise ConfigError(f"fit was given {len(checkpoints)} Checkpoint callbacks. Give one.")
     if not checkpoints:

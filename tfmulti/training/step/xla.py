@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.replica_slice import compiling
 from tfmulti.distribution.strategies import Placement
 from tfmulti.keras_patches.model_structure import layers_of
@@ -102,4 +103,5 @@ class _GradientTaker:
 
 def _warn(reason: str) -> None:
     """Warns the user who asked for XLA that it does not compile the step."""
-    warnings.warn(f"XLA does not compile this step (jit_compile): {reason}.", stacklevel=2)
+    words = f"XLA does not compile this step (jit_compile): {reason}."
+    warnings.warn(documented(words), stacklevel=2)
