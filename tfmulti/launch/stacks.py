@@ -30,7 +30,7 @@ def show_at_sigusr1() -> None:
     the main thread.
     """
     if _is_free():
-        _register(_own_stderr())
+        _register(own_stderr())
 
 
 @contextlib.contextmanager
@@ -60,10 +60,10 @@ def file_of_stacks() -> Iterator[int | None]:
             yield file.fileno()
         finally:
             # Without a handler the signal would end the process.
-            _register(_own_stderr())
+            _register(own_stderr())
 
 
-def _own_stderr() -> int:
+def own_stderr() -> int:
     """Returns a descriptor of standard error that stays open until the process ends."""
     if not _stderr:
         try:
