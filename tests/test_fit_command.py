@@ -484,7 +484,7 @@ OPTIONS: dict[str, list[str]] = {
         "--replicas",
         "2",
         "--steps_per_execution",
-        "3",
+        "2",
     ],
 }
 

@@ -7,8 +7,8 @@ What it downloads is replaced by synthetic data of the same form (`synthetic`), 
 are cut short, arrays keep their order, and `fit`, `evaluate` and `predict` of its models are those
 of a prepared model. After each `fit` weights, optimizer slots and history are compared. The table
 says `equal` within a difference, `differs` by what, `refused` with the message, or why the program
-cannot run here. `--table=FILE` writes it in Markdown. Only constants that `public_programs` lists
-are changed, so that large programs run in minutes.
+cannot run here. `--table=FILE` writes it in Markdown. Only what `public_programs` lists is changed:
+constants, so that large programs run in minutes, and the generator of random numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.programs.public_programs import ALONE, CONSTANTS, FITS, PUBLIC
+from tests.programs.public_programs import ALONE, BY_KERAS, CONSTANTS, FITS, PUBLIC
 from tests.support.processes import ONE_THREAD, processes, run_workers
 
 PLACES = ("mirrored-2", "mirrored-3", "workers-2")
@@ -79,8 +79,10 @@ def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: i
     if not file.exists():
         return ["cannot run here: not in this checkout"] * len(places)
 
+    program = _changed(name, file, out / name)
+
     def left_at(place: str) -> dict[str, np.ndarray]:
-        return _run(file, place, out / name / place, limit_s)
+        return _run(program, place, out / name / place, limit_s)
 
     def alone(place: str) -> dict[str, np.ndarray]:
         left = left_at(place)
@@ -176,7 +178,8 @@ def child(file: str, place: str, target: str) -> None:
     keras.utils.set_random_seed(SEED)
     perturb = functools.partial(nudged, draw=int(draw or 0))
     creators = tf.variable_creator_scope(perturb) if kind == "perturbed" else None
-    target = os.path.abspath(target)
+    rank = 0 if plain else placement_of(strategy).rank
+    target = os.path.abspath(target.replace("RANK", str(rank)))
     # All workers share the files, as on a shared disk.
     files = Path(target).parent / "files"
     if Path(file).stem in ALONE:
@@ -198,21 +201,31 @@ def child(file: str, place: str, target: str) -> None:
             left = {"error": stopped} if is_lost else {**left, "stopped": stopped}
         if not left:
             left = {"error": np.array(["NoFit", "the program calls fit nowhere"])}
-    rank = 0 if plain else placement_of(strategy).rank
-    np.savez(target.replace("RANK", str(rank)), **left)
+    np.savez(target, **left)
 
 
 def _execute(file: Path, folder: Path) -> None:
     if file.suffix == ".py":
-        script = folder / file.name
-        script.write_text(with_constants(file.read_text(), CONSTANTS.get(file.stem, {})))
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_path(str(file), run_name="__main__")
         return
     cells = json.loads(file.read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     script = folder / "notebook.py"
     script.write_text("\n".join(_without_magic(source) for source in sources))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _changed(name: str, file: Path, folder: Path) -> Path:
+    """Writes a program with its listed changes, and returns its path."""
+    if file.suffix != ".py":
+        return file
+    source = file.read_text()
+    if name.endswith(BY_KERAS):
+        source = source.replace("tf.random.uniform(", "keras.random.uniform(")
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / file.name
+    program.write_text(with_constants(source, CONSTANTS.get(file.stem, {})))
+    return program
 
 
 def with_constants(source: str, constants: Mapping[str, object]) -> str:

@@ -84,11 +84,25 @@ _TUTORIALS = [
     "quickstart/beginner",
 ]
 
+# The steps of these draw numbers by `tf.random.uniform`, which tfmulti refuses. They also run with
+# `keras.random.uniform` in its place, under a name with this ending.
+BY_KERAS = "_by_keras_random"
+_BY_TENSORFLOW = {
+    "adamatch": "vision",
+    "dcgan_overriding_train_step": "generative",
+    "nnclr": "vision",
+    "semisupervised_simclr": "vision",
+}
+
 PUBLIC: dict[str, tuple[str, str]] = {
     **{
         name: ("keras_io", f"examples/{folder}/{name}.py")
         for folder, names in _EXAMPLES.items()
         for name in names
+    },
+    **{
+        name + BY_KERAS: ("keras_io", f"examples/{folder}/{name}.py")
+        for name, folder in _BY_TENSORFLOW.items()
     },
     **{f"guide_{name}": ("keras_io", f"guides/{name}.py") for name in _GUIDES},
     **{
@@ -103,11 +117,13 @@ PUBLIC: dict[str, tuple[str, str]] = {
 # Smaller sizes of programs that would take long, by the name of the file.
 CONSTANTS: dict[str, dict[str, object]] = {
     "adamatch": {"DEPTH": 10},
-    "barlow_twins": {"n_dense_neurons": 256},
+    "barlow_twins": {"n_dense_neurons": 256, "block_layers": [1, 1, 1, 1]},
     "cyclegan": {
         "orig_img_size": (40, 40),
         "input_img_size": (32, 32, 3),
         "batch_size": 4,
+        # Keras 3 accepts no other ending.
+        "checkpoint_filepath": "./model_checkpoints/cyclegan.weights.h5",
     },
     "image_captioning": {
         "IMAGE_SIZE": (96, 96),

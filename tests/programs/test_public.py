@@ -47,6 +47,24 @@ def test_constants_of_a_program_are_replaced_in_place() -> None:
     assert found == "a = (3,)\n\n\nclass C:\n    b = 'x'\nc = a\n"
 
 
+def test_a_program_runs_by_the_random_numbers_of_keras(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def run(file: Path, place: str, *more: object) -> dict[str, np.ndarray]:
+        seen.append(file.read_text())
+        return {"error": np.array(["ValueError", "no data"])}
+
+    monkeypatch.setattr(public, "_run", run)
+    file = tmp_path / "nnclr.py"
+    file.write_text("x = tf.random.uniform((3,))\n")
+    for name in ("nnclr", "nnclr_by_keras_random"):
+        public.verdicts(name, file, ["mirrored-2"], tmp_path, 1)
+    assert seen == ["x = tf.random.uniform((3,))\n", "x = keras.random.uniform((3,))\n"]
+    assert PUBLIC["nnclr_by_keras_random"] == PUBLIC["nnclr"]
+
+
 def test_files_stay_when_another_worker_has_written_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from tfmulti.cluster.listening import LOOPBACK, listen
 from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import whole_number
+from tfmulti.config.troubleshooting import documented
 from tfmulti.errors import ClusterError
 
 TIMEOUT_S = 300.0
@@ -198,10 +199,11 @@ def _no_secret(layout: Layout) -> str:
         step += f" and give Open MPI's mpirun -x {SECRET}."
     elif layout.environment == "azureml":
         step = "Set it to a random text in environment_variables of the job."
-    return (
+    danger = documented(
         f"warning: {layout.environment}: the processes run on several hosts without {SECRET}, so "
-        f"any user who reaches their ports can take the place of one. {step}"
+        "any user who reaches their ports can take the place of one"
     )
+    return f"{danger}. {step}"
 
 
 def _unequal(layout: Layout, gpus: list[int]) -> str:

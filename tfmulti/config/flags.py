@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from tfmulti.config.fit_config import FitConfig, read_config_file
-from tfmulti.config.training_options import TrainingOptions, base_type
+from tfmulti.config.training_options import TrainingOptions, base_type, form_of
 from tfmulti.errors import ConfigError, did_you_mean
 
 
@@ -138,12 +138,12 @@ def help_text(
     """
     lines = [manual, "Flags:"]
     inherited = {item.name for item in dataclasses.fields(TrainingOptions)}
-    names = [item.name for item in dataclasses.fields(FitConfig)]
+    forms = {item.name: form_of(item) for item in dataclasses.fields(FitConfig)}
     # First the flags that say what the run is, then those that say how it is trained.
-    of_run = sorted(names, key=inherited.__contains__)
+    of_run = sorted(forms, key=inherited.__contains__)
     for name in [*more, "config", *(name for name in of_run if name not in without)]:
         flag = values[name]
         default = f" (default: {flag.default})" if flag.default not in (None, False) else ""
-        lines.append(f"  --{name}")
+        lines.append(f"  --{name}" + (f" ({forms[name]})" if name in forms else ""))
         lines.append(textwrap.indent(textwrap.fill(f"{flag.help}{default}", 72), " " * 6))
     return "\n".join(lines)

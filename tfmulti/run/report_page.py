@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tfmulti.config.console import number
 from tfmulti.data.advice import HIGH_SHARE
-from tfmulti.run import artifacts
+from tfmulti.run.curves import curves_svg
 from tfmulti.run.straggler import Straggler
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def fragment(report: FitReport) -> str:
     parts = [f"<style>{_STYLE}</style>", *(_note(words) for words in warnings(report))]
     parts += [_titled("Result", _table(_results(report)))]
     if report.history.get("loss"):
-        parts.append(_titled("Curves", artifacts.curves_svg(report.history)))
+        parts.append(_titled("Curves", curves_svg(report.history)))
     parts += [_titled("What ran where", _table(_places(report)))]
     parts += [_titled("Speed", _table(_speed(report)))]
     shares = time_shares(report)

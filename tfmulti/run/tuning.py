@@ -18,6 +18,7 @@ only `search` and the loading of models need all workers.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -56,7 +57,7 @@ def make_tuner(
     place = placement_of(strategy)
     arguments["distribution_strategy"] = strategy
     if place.workers == 1:
-        return kind(**arguments)
+        return _restored(kind(**arguments))
     if "KERASTUNER_ORACLE_IP" in os.environ:
         raise ConfigError(
             "KERASTUNER_ORACLE_IP is set, but the chief of these workers has the oracle itself. "
@@ -73,9 +74,27 @@ def make_tuner(
     # find what the chief finds.
     is_new = arguments.get("overwrite") or not project.is_dir()
     _send(strategy, project, () if is_new else project.rglob("*.json"))
-    tuner = type(kind.__name__, (_OnAllWorkers, kind), {})(**arguments)
+    tuner = _restored(type(kind.__name__, (_OnAllWorkers, kind), {})(**arguments))
     tuner.oracle = _ChiefsOracle(tuner.oracle, strategy)
     tuner.own_folder = own_folder
+    return tuner
+
+
+def _restored(tuner: keras_tuner.Tuner) -> keras_tuner.Tuner:
+    """Returns a tuner whose grid search goes on with the trials that its folder has.
+
+    KerasTuner does not save the position in the grid, and would end the search without a message.
+    """
+    oracle = tuner.oracle
+    if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
+
+        def compared(one: str, other: str) -> int:
+            values = (oracle.trials[each].hyperparameters.values for each in (one, other))
+            return int(oracle._compare(*values))
+
+        oracle._populate_next = sorted(oracle.trials, key=functools.cmp_to_key(compared))
+        for trial_id in oracle._populate_next:
+            oracle._ordered_ids.insert(trial_id)
     return tuner
 
 
