@@ -20,14 +20,14 @@ import numpy as np
 import pytest
 
 from tests.support import made_data
+from tests.support import processes as started
+from tests.support.forked import Forks, run, run_workers
 from tests.support.processes import (
     Finished,
     Processes,
     clean_env,
     processes,
     reserved,
-    run,
-    run_workers,
     tf_config,
 )
 from tfmulti.data.formats.record_index import index_of
@@ -54,9 +54,12 @@ def report_of(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
-    """The README's first command, with a folder to find it in."""
+    """The README's first command, in a new process, with a folder to find it in."""
     folder = tmp_path_factory.mktemp("first")
-    return folder, fit(folder, "--strategy", "mirrored", "--run_dir", "a")
+    argv = [*FIT, "--strategy", "mirrored", "--run_dir", "a"]
+    done = started.run(argv, folder / "logs", limit_s=LIMIT_S, cwd=folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return folder, done
 
 
 def test_the_first_command_learns_digits(first: tuple[Path, Finished]) -> None:
@@ -192,7 +195,7 @@ def test_a_run_killed_at_any_time_ends_like_the_one_that_was_not(
         "--verbose",
         "0",
     ]
-    with processes(tmp_path / "logs") as group:
+    with processes(tmp_path / "logs", Forks) as group:
         for number, until in enumerate((45, 100, 0)):
             progress = tmp_path / f"progress-{number}"
             process = group.start(argv, {"TFMULTI_PROGRESS_FILE": str(progress)})
@@ -284,7 +287,7 @@ def test_two_replicas_and_two_workers_train_as_one_device(
 ) -> None:
     folder, _ = first
     fit(tmp_path, "--replicas", "2", "--epochs", "2", "--run_dir", "replicas", "--log_throughput")
-    workers = run_workers(
+    workers = started.run_workers(
         [*FIT, "--epochs", "2", "--run_dir", "workers", "--log_throughput"],
         2,
         tmp_path / "logs2",
@@ -386,7 +389,7 @@ def test_damaged_records_are_left_out(tmp_path: Path) -> None:
 
 
 def test_three_workers_with_a_chief_and_an_evaluator(tmp_path: Path) -> None:
-    with reserved(4) as a, processes(tmp_path / "logs") as group:
+    with reserved(4) as a, processes(tmp_path / "logs", Forks) as group:
         cluster = {"chief": [a[0]], "worker": [a[1], a[2]], "evaluator": [a[3]]}
         for kind, index in (("chief", 0), ("worker", 0), ("worker", 1), ("evaluator", 0)):
             config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
@@ -481,7 +484,7 @@ OPTIONS: dict[str, list[str]] = {
         "--replicas",
         "2",
         "--steps_per_execution",
-        "3",
+        "2",
     ],
 }
 

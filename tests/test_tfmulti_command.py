@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -28,6 +30,17 @@ def test_each_command_runs_by_its_name(name: str) -> None:
     assert done.returncode == 0
     assert done.stdout == same.stdout
     assert f"tfmulti.{name}" in done.stdout or f"tfmulti {name}" in done.stdout
+
+
+@pytest.mark.parametrize("argv", [("--help",), *((name, "--help") for name in COMMANDS)])
+def test_a_reader_of_the_help_may_end_first(argv: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "tfmulti", *argv]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert done.stderr == b""
+    assert done.returncode in (0, 128 + signal.SIGPIPE)
 
 
 def test_a_mistake_keeps_the_exit_code_and_the_line_of_its_command() -> None:

@@ -19,6 +19,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_DONE, EXIT_USER, ConfigError, did_you_mean
 
@@ -40,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name, *arguments = words or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(__doc__)
-        return EXIT_DONE
+        return exit_code_of(lambda: print(__doc__))
     if name not in COMMANDS:
         print_error(ConfigError(f"no command {name!r}; {did_you_mean(name, COMMANDS)}"))
         return EXIT_USER

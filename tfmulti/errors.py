@@ -107,8 +107,14 @@ class ResumeError(UserError):
     anchor = "resume"
 
 
+# A longer list would hide the nearest name.
+MOST_LISTED = 20
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns the end of an error message: the nearest known name if one is near, then all names.
+
+    If one is near, a list of more than `MOST_LISTED` names is left out.
 
     Args:
         name: the unknown name.
@@ -120,4 +126,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
+    if near and len(names) > MOST_LISTED:
+        return hint.rstrip()
     return f"{hint}Known: {', '.join(names)}."

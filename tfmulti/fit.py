@@ -20,47 +20,62 @@ from collections.abc import Sequence
 
 from tfmulti import errors
 from tfmulti.cluster.environments import find_cluster
+from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.flags import help_text, make_flags, parse
-from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import TfmultiError
 from tfmulti.launch import garbage_collection
+from tfmulti.launch.heartbeat import note_error
 from tfmulti.launch.stacks import show_at_sigusr1
 from tfmulti.run import validation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    try:
-        show_at_sigusr1()
-        config = parse(sys.argv if argv is None else argv)
-        if config is None:
-            print(help_text(__doc__ or "", make_flags()))
-            return errors.EXIT_DONE
-        cluster, _ = find_cluster(os.environ, config.environment)
-        if cluster is not None and cluster.is_evaluator:
-            print("tfmulti: the workers evaluate; this evaluator task has nothing to do.")
-            return errors.EXIT_DONE
-        # TensorFlow reads this variable when it is imported, which `check` does to look for data at
-        # gs://….
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        job = validation.check(config, cluster)
-        if job.done is not None:
-            print(
-                f"{'done':<10} {config.run_dir} has all {job.done.epochs} epochs; nothing is left "
-                "to do. Give more --epochs, or a new --run_dir."
-            )
-            return errors.EXIT_DONE
-        with quiet_stderr(), garbage_collection.importing():
-            # The import of TensorFlow takes 4 s, so mistakes of the user are reported before it.
-            from tfmulti.run import train
-        stopped_by = train.run(job).stopped_by
-    except TfmultiError as error:
-        print_error(error)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        print("tfmulti: stopped by Ctrl-C before training began.", file=sys.stderr)
-        return errors.EXIT_INTERRUPTED
+
+    def command() -> int:
+        try:
+            return fit(sys.argv if argv is None else argv)
+        except TfmultiError as error:
+            note_error(error)
+            raise
+        except KeyboardInterrupt:
+            print("tfmulti: stopped by Ctrl-C before training began.", file=sys.stderr)
+            return errors.EXIT_INTERRUPTED
+
+    return exit_code_of(command)
+
+
+def fit(argv: Sequence[str]) -> int:
+    """Trains as a command line asks, and returns the exit code.
+
+    Raises:
+        TfmultiError: training has failed.
+        UserError: the run cannot be as the command line asks.
+    """
+    show_at_sigusr1()
+    config = parse(argv)
+    if config is None:
+        print(help_text(__doc__ or "", make_flags()))
+        return errors.EXIT_DONE
+    cluster, _ = find_cluster(os.environ, config.environment)
+    if cluster is not None and cluster.is_evaluator:
+        print("tfmulti: the workers evaluate; this evaluator task has nothing to do.")
+        return errors.EXIT_DONE
+    # TensorFlow reads this variable when it is imported, which `check` does to look for data at
+    # gs://….
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    job = validation.check(config, cluster)
+    if job.done is not None:
+        print(
+            f"{'done':<10} {config.run_dir} has all {job.done.epochs} epochs; nothing is left "
+            "to do. Give more --epochs, or a new --run_dir."
+        )
+        return errors.EXIT_DONE
+    with quiet_stderr(), garbage_collection.importing():
+        # The import of TensorFlow takes 4 s, so mistakes of the user are reported before it.
+        from tfmulti.run import train
+    stopped_by = train.run(job).stopped_by
     return {"SIGINT": errors.EXIT_INTERRUPTED, "SIGTERM": errors.EXIT_TERMINATED}.get(
         stopped_by or "", errors.EXIT_DONE
     )

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-LONG_S = 4.0  # of reading, after the first batch
+# The time of reading after the first batch.
+LONG_S = 4.0
 
 
 def measure(
@@ -26,7 +27,8 @@ def measure(
             after 90 % of an epoch, in a new pipeline.
     """
     print("READY", flush=True)
-    sys.stdin.readline()  # the memory of before is measured
+    # The parent measures the memory before anything is read.
+    sys.stdin.readline()
     began = time.perf_counter()
     batches = begin()
     next(batches)

@@ -38,7 +38,8 @@ def main(task: str, folder: str) -> None:
     arrays = source_of(task, folder) if task == "arrays" else None
 
     def stream(first_step: float = 0.0) -> Prefetcher:
-        source = arrays or source_of(task, folder)  # finding the files is part of it
+        # The time of finding the files counts.
+        source = arrays or source_of(task, folder)
         plan = BatchPlan(len(source), BATCHES[task], seed=1)
         streams.append(
             prefetcher_of(source, plan, Placement(0, 1, 1), int(first_step * plan.steps_per_epoch))
@@ -46,14 +47,14 @@ def main(task: str, folder: str) -> None:
         return streams[-1]
 
     def begin() -> Iterator[int]:
-        outlet = stream().shards
+        outlet = stream().queue
         while True:
             yield int(rows_of_next(outlet)[0])
 
     def end() -> None:
         streams.pop().close()
 
-    measure(begin, end, lambda: lambda: rows_of_next(stream(0.9).shards))
+    measure(begin, end, lambda: lambda: rows_of_next(stream(0.9).queue))
     end()
 
 

@@ -17,7 +17,8 @@ from benchmarks.peers.input_measure import measure
 
 def loader_of(task: str, folder: str, arrays: Any) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    if task == "arrays":  # worker processes would only send what is in memory
+    # Worker processes would only send arrays that are in memory.
+    if task == "arrays":
         return DataLoader(TensorDataset(*arrays), BATCHES[task], shuffle=True, generator=generator)
     from torchvision import datasets, transforms
 

@@ -39,7 +39,8 @@ def main(name: str, kind: str, package: str, steps: str = "1") -> None:
             clock.end(batch + 1)
 
     x, y = work.data()
-    if kind == "workers":  # tf_keras shards a Dataset by its rows
+    # tf_keras shards a Dataset by its rows.
+    if kind == "workers":
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = (
             tf.data.experimental.AutoShardPolicy.DATA

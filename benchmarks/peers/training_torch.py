@@ -136,7 +136,8 @@ def main(name: str, kind: str) -> None:
     clock.print()
     if workers > 1:
         torch.distributed.barrier()
-        os._exit(0)  # gloo's threads now and then abort a process that ends by itself
+        # Threads of gloo sometimes abort a process that ends normally.
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_a_step_trains_with_the_numbers_of_one_device(slurm: Slurm, tasks: list[
         assert found["history"][name] == pytest.approx(values, rel=1e-4)
 
 
-EPOCHS = 30
+EPOCHS = 20
 
 
 def script(folder: str, *words: str, **options: Any) -> str:
@@ -84,7 +84,7 @@ def test_a_job_saves_at_its_time_limit_and_goes_on(slurm: Slurm, whole: dict[str
 
 def test_a_further_signal_means_the_same(slurm: Slurm, whole: dict[str, Any]) -> None:
     job = slurm.submit(script("signalled", signal="USR1"))
-    _wait_for_epochs(slurm, "signalled", 10)
+    _wait_for_epochs(slurm, "signalled", 5)
     assert slurm.run("scancel", "--signal=USR1", job).returncode == 0
     about = slurm.wait(job, LIMIT_S)
     assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "1"), slurm.logs()
@@ -391,3 +391,18 @@ def test_the_launcher_goes_on_when_a_node_leaves_its_allocation(
     assert slurm.wait(job, LIMIT_S)["JobState"] == "COMPLETED", slurm.logs()
     assert result_of(slurm, "elastic")["loss"] == pytest.approx(whole["loss"], rel=1e-4)
     assert "starting all workers again" in (slurm.folder / "elastic.out").read_text()
+
+
+def test_the_doctor_examines_the_nodes_of_a_step(slurm: Slurm) -> None:
+    argv = ["srun", "-N", "2", sys.executable, "-m", "tfmulti.doctor", "--run_dir", "examined"]
+    done = slurm.run(*argv, "--json", limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr + slurm.logs()
+    report = json.loads(done.stdout)
+    found = {each["check"]: each for each in report["findings"]}
+    assert report["workers"] == 2
+    assert "over 2 devices in" in found["all-reduce"]["measured"]
+    for name in ("connections", "run folder", "digits", "numbers"):
+        assert found[name]["status"] == "ok"
+    assert (found["secret"]["status"], found["gRPC ports"]["status"]) == ("warning", "warning")
+    assert done.stderr.count("waiting") == 1
+    assert not (slurm.folder / "examined").exists()

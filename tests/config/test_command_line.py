@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -52,16 +54,44 @@ def test_an_error_is_a_line_and_an_exit_code(capsys: pytest.CaptureFixture[str])
     assert exit_code_of(lambda: None) == 0
 
 
-def test_a_reader_that_ends_first_is_no_error() -> None:
-    code = (
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [(100_000, 128 + signal.SIGPIPE), (1, 0)],
+    ids=["while it prints", "when all is printed"],
+)
+def test_a_reader_that_ends_first_is_no_error(lines: int, code: int) -> None:
+    program = (
         "import sys\n"
         "from tfmulti.config.command_line import exit_code_of\n"
-        "sys.exit(exit_code_of(lambda: print('line\\n' * 100_000)))"
+        f"sys.exit(exit_code_of(lambda: print('line\\n' * {lines})))"
     )
-    argv = [sys.executable, "-c", code]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline() == b"line\n"
-        process.stdout.close()
-        assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+    reader, writer = os.pipe()
+    os.close(reader)
+    # Without a buffer Python writes at once, and not only at the end.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, env=env, timeout=60)
+    os.close(writer)
+    assert (done.stderr, done.returncode) == (b"", code)
+
+
+@pytest.mark.usefixtures("capfd")
+def test_a_connection_that_ends_is_an_error() -> None:
+    def fails() -> None:
+        raise BrokenPipeError("a connection to another worker")
+
+    with pytest.raises(BrokenPipeError, match="another worker"):
+        exit_code_of(fails)
+
+
+@pytest.mark.parametrize("code", [None, 0, 3, "why"])
+def test_a_program_that_exits_keeps_its_code(code: object) -> None:
+    def exits() -> None:
+        sys.exit(code)  # type: ignore[arg-type]
+
+    if not code:
+        assert exit_code_of(exits) == 0
+        return
+    with pytest.raises(SystemExit) as ended:
+        exit_code_of(exits)
+    assert ended.value.code == code

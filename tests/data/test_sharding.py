@@ -7,24 +7,24 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfmulti.data.sharding import batch_bounds, share_bounds, steps_per_epoch
+from tfmulti.data.sharding import batch_bounds, slice_bounds, steps_per_epoch
 
 ROWS = st.integers(0, 5000)
 REPLICAS = st.integers(1, 300)
 
 
 @given(rows=ROWS, replicas=REPLICAS)
-def test_shares_are_a_partition_in_order(rows: int, replicas: int) -> None:
-    shares = [share_bounds(rows, replicas, r) for r in range(replicas)]
-    assert shares[0][0] == 0
-    assert shares[-1][1] == rows
-    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(shares))
+def test_slices_are_a_partition_in_order(rows: int, replicas: int) -> None:
+    slices = [slice_bounds(rows, replicas, r) for r in range(replicas)]
+    assert slices[0][0] == 0
+    assert slices[-1][1] == rows
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(slices))
 
 
 @given(rows=ROWS, replicas=REPLICAS)
-def test_shares_are_balanced_to_one(rows: int, replicas: int) -> None:
+def test_slices_differ_by_one_row_at_most(rows: int, replicas: int) -> None:
     sizes = [
-        stop - start for start, stop in (share_bounds(rows, replicas, r) for r in range(replicas))
+        stop - start for start, stop in (slice_bounds(rows, replicas, r) for r in range(replicas))
     ]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
@@ -45,8 +45,8 @@ def test_the_number_of_workers_does_not_matter(rows: int, replicas: int, workers
         return
     local = replicas // workers
     by_worker = [
-        share_bounds(rows, replicas, worker * local + i)
+        slice_bounds(rows, replicas, worker * local + i)
         for worker in range(workers)
         for i in range(local)
     ]
-    assert by_worker == [share_bounds(rows, replicas, r) for r in range(replicas)]
+    assert by_worker == [slice_bounds(rows, replicas, r) for r in range(replicas)]

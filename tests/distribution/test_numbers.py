@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.behaviours import behaviour, numbers
 from tests.support.behaviours.common import X
-from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS
-from tfmulti.data.sharding import batch_bounds, share_bounds
+from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
+from tfmulti.data.sharding import batch_bounds, slice_bounds
 
 pytestmark = pytest.mark.multiworker
 
@@ -31,7 +31,7 @@ def moving_averages(
         for step in steps[start : start + steps_per_execution]:
             first, last = batch_bounds(step, rows, batch)
             for replica in range(replicas):
-                a, b = share_bounds(last - first, replicas, replica)
+                a, b = slice_bounds(last - first, replicas, replica)
                 part = X[first + a : first + b].astype(np.float64)
                 if len(part):
                     moment = np.stack([part.mean(0), part.var(0)])
@@ -52,7 +52,9 @@ def test_moving_statistics_are_averaged_by_rows(results: list[Any]) -> None:
         assert saved[1] == pytest.approx(variance_of_two_steps, abs=1e-6)
 
 
-@behaviour(numbers.moving_statistics_of_several_steps_per_execution, at=SEVERAL)
+@behaviour(
+    numbers.moving_statistics_of_several_steps_per_execution, at=few(TWO_WORKERS, of=SEVERAL)
+)
 def test_moving_statistics_are_averaged_once_per_execution(results: list[Any]) -> None:
     """An execution has two steps with 25 rows. In the second step, one replica has no rows."""
     mean, variance = moving_averages(25, 24, 2, steps_per_execution=3)
@@ -61,7 +63,7 @@ def test_moving_statistics_are_averaged_once_per_execution(results: list[Any]) -
         assert all(found == pytest.approx(variance, abs=1e-6) for found in variances)
 
 
-@behaviour(numbers.moving_statistics_with_an_empty_replica, at=SEVERAL)
+@behaviour(numbers.moving_statistics_with_an_empty_replica, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_replica_without_rows_does_not_move_statistics(results: list[Any]) -> None:
     mean, variance = moving_averages(25, 24, 2)
     for validated, evaluated, saved, (means, variances) in results:
@@ -71,7 +73,7 @@ def test_a_replica_without_rows_does_not_move_statistics(results: list[Any]) -> 
         assert all(found == pytest.approx(variance, abs=1e-6) for found in variances)
 
 
-@behaviour(numbers.moving_statistics_of_a_frozen_layer, at=SEVERAL)
+@behaviour(numbers.moving_statistics_of_a_frozen_layer, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_statistics_of_a_frozen_layer_do_not_change(results: list[Any]) -> None:
     expected = np.linspace(0.1, 0.7, 6).astype(np.float32).tolist()
     for worker in results:
@@ -143,33 +145,33 @@ def test_callbacks_stop_early_and_lower_the_learning_rate(results: list[Any]) ->
     assert best[-1] == min(losses) < losses[-1]
 
 
-@behaviour(numbers.losses_of_two_outputs, at=EVERYWHERE)
+@behaviour(numbers.losses_of_two_outputs, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_losses_of_outputs_are_those_of_keras(results: list[Any]) -> None:
     for kind_loss, size_loss, expected_kind, expected_size in results:
         assert kind_loss == pytest.approx(expected_kind, abs=1e-6)
         assert size_loss == pytest.approx(expected_size, abs=1e-5)
 
 
-@behaviour(numbers.steps_counted_with_microbatches, at=SEVERAL)
+@behaviour(numbers.steps_counted_with_microbatches, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_step_with_microbatches_counts_once(results: list[Any]) -> None:
     assert all(worker == [8, 8] for worker in results)
 
 
-@behaviour(numbers.prepared_three_times, at=SEVERAL)
+@behaviour(numbers.prepared_three_times, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_the_options_of_the_last_prepare_count(results: list[Any]) -> None:
     for synchronized, unsynchronized, again in results:
         assert again == synchronized
         assert abs(unsynchronized - synchronized) > 1e-4
 
 
-@behaviour(numbers.noise_without_a_seed, at=SEVERAL)
+@behaviour(numbers.noise_without_a_seed, at=few(TWO_WORKERS, of=SEVERAL))
 def test_noise_without_a_seed_is_alike_on_all_workers(results: list[Any]) -> None:
     for worker in results:
         assert worker == results[0]
         assert np.isfinite(worker["loss"]).all()
 
 
-@behaviour(numbers.dataset_of_unknown_length, at=EVERYWHERE)
+@behaviour(numbers.dataset_of_unknown_length, at=few(ONE_DEVICE, TWO_WORKERS, of=EVERYWHERE))
 def test_the_end_of_a_dataset_is_no_step(results: list[Any]) -> None:
     """Keras alone draws seeds and counts a step when it finds the end of an unknown length."""
     for known, unknown in results:

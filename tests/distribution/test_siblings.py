@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run
+from tests.support.forked import run
 
 pytestmark = pytest.mark.mirrored
 

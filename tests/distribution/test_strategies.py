@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run
+from tests.support.forked import run
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.distribution.strategies import threads_of
 from tfmulti.launch.addresses import reserved

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support import forked
 from tests.support.processes import ROOT, run
 from tfmulti import __main__ as tfmulti_command
 from tfmulti.bench import flags as bench_flags
@@ -99,7 +100,7 @@ def test_each_block_has_a_language_that_these_tests_know() -> None:
 @pytest.mark.parametrize("place", PYTHON)
 def test_python_of_a_page_runs(tmp_path: Path, place: str) -> None:
     code = BEFORE.get(place.partition(":")[0], "") + PYTHON[place]
-    done = run(["-c", code], tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
+    done = forked.run(["-c", code], tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ import pytest
 from tests.support import networks
 from tests.support.doctor import PORT, Worker, examine, on, report_of, wrong
 from tests.support.networks import Hosts, program
+from tests.support.processes import processes
 
 _WHY_NOT = networks.why_not()
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))]
@@ -247,3 +249,22 @@ def test_a_straggler_is_named(hosts: Hosts, tmp_path: Path) -> None:
     found = [each for each in wrong(report_of(done[0])) if each["check"] == "straggler"]
     assert [each["worker"] for each in found] == [1], report_of(done[0])
     assert f"{addresses[1]} computes a step in" in found[0]["measured"]
+
+
+def test_the_launcher_runs_it_on_hosts_over_ssh(hosts: Hosts, tmp_path: Path) -> None:
+    """The launcher starts a worker on each host, and the devices are tried by training."""
+    named = ",".join(f"{hosts.address(host)}:1" for host in (1, 2))
+    launch = ["-m", "tfmulti.launch", "--hosts", named, "--ssh", hosts.ssh()]
+    with processes(tmp_path / "launcher") as group:
+        flags = ["-m", "tfmulti.doctor", "--json", "--run_dir", str(tmp_path / "run")]
+        group.start([*launch, *flags], before=hosts.inside(1), cwd=tmp_path)
+        (done,) = group.wait(240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "run/logs/attempt_0/worker_0/stdout.log").read_text())
+    assert report["workers"] == 2
+    assert {(link["from"], link["to"]) for link in report["links"]} == {(0, 1), (1, 0)}
+    assert [f for f in wrong(report) if f["check"] != "throughput"] == []
+    found = {each["check"]: each for each in report["findings"]}
+    assert "the workers prove that they know" in found["secret"]["measured"]
+    assert found["numbers"]["measured"].startswith("the losses of one device and of 2 differ by")
+    assert done.stderr.count("waiting") == 1

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tfmulti.bench.limits import Situation
 from tfmulti.bench.parts import TimeParts
-from tfmulti.bench.words import Situation
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.doctor import job, training

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.cases import CASES, EVERYWHERE
-from tests.support.places import Places, run_at
+from tests.support.cases import CASES
+from tests.support.places import BEFORE_RELEASE, Places, run_at
 
 # This is the limit of one place. The longest takes 200 s on two cores.
-LIMIT_S = 2400 if EVERYWHERE else 600
+LIMIT_S = 2400 if BEFORE_RELEASE else 600
 
 Arrays = dict[str, dict[str, np.ndarray]]
 

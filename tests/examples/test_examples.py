@@ -12,7 +12,8 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.support.processes import ROOT, clean_env, run, run_workers
+from tests.support.forked import run, run_workers
+from tests.support.processes import ROOT, clean_env
 
 pytestmark = pytest.mark.processes
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,6 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.distribution.test_normalization import part, whole
+from tests.support.forked import run
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.keras_patches import installation
 
@@ -204,9 +203,8 @@ sys.exit(f"same={same} replaced={replaced}")
 @pytest.mark.parametrize(
     ("switch", "words"), [("0", "same=True replaced=False"), ("1", "same=False replaced=True")]
 )
-def test_the_environment_switches_the_kernels_off(switch: str, words: str) -> None:
+def test_the_environment_switches_the_kernels_off(tmp_path: Path, switch: str, words: str) -> None:
     """Without the kernels one device has Keras' numbers to the bit."""
-    env = {**os.environ, "TFMULTI_CPU_KERNELS": switch, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    argv = [sys.executable, "-c", WITHOUT_KERNELS]
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)
+    env = {"TFMULTI_CPU_KERNELS": switch}
+    done = run(["-c", WITHOUT_KERNELS], tmp_path, limit_s=120, env=env)
     assert done.stderr.strip().splitlines()[-1] == words

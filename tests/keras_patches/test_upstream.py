@@ -31,6 +31,7 @@ from tfmulti.keras_patches.model_structure import (
 from tfmulti.keras_patches.random_numbers import _next_global_seed, global_seed
 from tfmulti.keras_patches.tracing import traces_of
 from tfmulti.keras_patches.variables import (
+    attributes_of,
     exchange_keys,
     new_tf_variable,
     restore_keys,
@@ -323,6 +324,18 @@ def test_a_variables_value_still_has_no_public_setter() -> None:
         variable.value = other
 
 
+def test_layers_still_hold_nodes_and_tracked_parts_among_their_attributes() -> None:
+    """The reason for `attributes_of`."""
+    layer = keras.layers.Dense(1)
+    layer(keras.Input((2,)))
+    assert {"_inbound_nodes", "_outbound_nodes"} <= set(vars(layer))
+    names = [name for name, _ in attributes_of(layer)]
+    assert not {"_inbound_nodes", "_outbound_nodes"} & set(names)
+    tracked = [name.startswith("_self_") for name in names]
+    assert any(tracked)
+    assert tracked == sorted(tracked)
+
+
 def test_optimizers_still_know_variables_by_keys_of_their_own() -> None:
     """The reason for `exchange_keys`: an optimizer does not find re-created variables."""
     variable = keras.Variable([1.0, 2.0])
@@ -362,6 +375,14 @@ def test_a_scope_still_cannot_be_left_in_public() -> None:
         with relocation.without_strategy("CPU:0"):
             assert not tf.distribute.has_strategy()
             assert tf.executing_eagerly()
+
+
+def test_a_metric_and_a_tensor_still_have_private_parts() -> None:
+    """The reason for the patches of metrics and losses to read them."""
+    metric = keras.metrics.MeanMetricWrapper(keras.losses.huber, delta=2.0)
+    assert metric._fn_kwargs == {"delta": 2.0}
+    assert keras.layers.Masking()(tf.ones([1, 2, 3]))._keras_mask.shape == (1, 2)
+    assert keras.activations.sigmoid(tf.ones([1]))._keras_logits.shape == (1,)
 
 
 def test_operations_metrics_and_traces_are_still_private() -> None:

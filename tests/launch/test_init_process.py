@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import Finished, processes
+from tests.support.processes import Processes, children_of, processes, program_of
 
 LIMIT_S = 30
 CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+# The container of a pod with `shareProcessNamespace`: `sleep` has PID 1, and the shell is outside.
+_SHARED = """
+sleep infinity &
+pause=$!
+mount -t proc proc /proc
+"$@"
+code=$?
+kill -KILL "$pause"
+exit "$code"
+"""
+SHARED = ["unshare", "--pid", "--mount", "sh", "-c", _SHARED, "-"]
 
 
 def why_not() -> str | None:
@@ -44,24 +58,25 @@ print(os.getppid())
 HANDLER = """
 import os, signal, sys, time
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(9))
-os.kill(1, signal.SIGUSR2)
+os.kill(os.getppid(), signal.SIGUSR2)
 time.sleep(20)
 """
 SIGWAIT = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-os.kill(1, signal.SIGTERM)
+os.kill(os.getppid(), signal.SIGTERM)
 sys.exit(5 if signal.sigwait([signal.SIGTERM]) else 6)
 """
 
 
-def run(program: str, folder: Path) -> Finished:
-    """Runs a program under the shim, as the command of a container."""
+@contextlib.contextmanager
+def started(program: str, folder: Path, container: list[str]) -> Iterator[Processes]:
+    """Starts a program under the shim, as the command of a container."""
     (folder / "program.py").write_text(program)
     with processes(folder / "logs") as group:
         argv = ["-m", "tfmulti.launch.shim", str(folder / "program.py")]
-        group.start(argv, before=CONTAINER)
-        return group.wait(LIMIT_S)[0]
+        group.start(argv, before=container)
+        yield group
 
 
 @pytest.mark.parametrize(
@@ -70,19 +85,35 @@ def run(program: str, folder: Path) -> Finished:
         ("print('done')", 0),
         ("import sys; sys.exit(7)", 7),
         ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
-        ("import os; os.kill(1, 15); os.read(os.pipe()[0], 1)", 128 + signal.SIGTERM),
+        ("import os; os.kill(os.getppid(), 15); os.read(os.pipe()[0], 1)", 128 + signal.SIGTERM),
         (HANDLER, 9),
         (SIGWAIT, 5),
     ],
     ids=["done", "exit", "killed", "sigterm", "handler", "sigwait"],
 )
+@pytest.mark.parametrize("container", [CONTAINER, SHARED], ids=["PID 1", "shared"])
 def test_a_container_ends_with_the_code_of_its_program(
-    program: str, code: int, tmp_path: Path
+    container: list[str], program: str, code: int, tmp_path: Path
 ) -> None:
-    done = run(program, tmp_path)
+    with started(program, tmp_path, container) as group:
+        done = group.wait(LIMIT_S)[0]
     assert done.returncode == code, done.stderr
 
 
+def test_sigterm_ends_a_container_before_python_runs(tmp_path: Path) -> None:
+    """As PID 1, the process would not get the signal, and the program would run to its end."""
+    with started("print('ended by itself')", tmp_path, SHARED) as group:
+        deadline = time.monotonic() + LIMIT_S
+        while not (
+            found := [p for p in children_of(group.pid(0)) if program_of(p).startswith("python")]
+        ):
+            assert time.monotonic() < deadline, group.logs()
+        os.kill(found[0], signal.SIGTERM)
+        done = group.wait(LIMIT_S)[0]
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "")
+
+
 def test_orphaned_processes_are_collected(tmp_path: Path) -> None:
-    done = run(ORPHAN, tmp_path)
+    with started(ORPHAN, tmp_path, CONTAINER) as group:
+        done = group.wait(LIMIT_S)[0]
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

@@ -476,7 +476,7 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
 PRIVILEGES = """
 import os, pathlib, socket
 status = dict(line.split(":\\t", 1) for line in open("/proc/self/status"))
-assert (os.getuid(), os.getgid(), os.getppid()) == (1000, 1000, 1)
+assert (os.getuid(), os.getgid(), os.getppid() > 1) == (1000, 1000, True)
 assert [int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")] == [0, 0, 0]
 assert status["NoNewPrivs"].strip() == "1"
 for folder in ("/", "/usr", "/etc", "/venv", "/src"):
@@ -504,7 +504,7 @@ def test_a_pod_has_the_privileges_of_the_manifest(two: Hosts, tmp_path: Path) ->
 def test_the_pods_of_the_pages_command_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    page = (ROOT / "docs" / "kubernetes.md").read_text().replace("\\\n", "")
     (line,) = re.findall(r"^python -m tfmulti kubernetes (manifest .*)$", page, re.MULTILINE)
     assert main(shlex.split(line.replace("--epochs 90", "--epochs 2"))) == 0
     parts = list(yaml.safe_load_all(capsys.readouterr().out))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,26 @@ def listening(hosts: Hosts, host: int, port: int) -> list[str]:
 def says(group: Processes, words: str) -> None:
     """Waits until the first launcher says something."""
     wait_for(lambda: words in group.errors(0), 60)
+
+
+ANOTHER_PROCESS = """
+import os, pathlib, sys
+# Processes of two containers may have the same number.
+os.getpid = lambda: int(sys.argv[1])
+from tests.support.networks import Hosts
+networks = [Hosts(1, pathlib.Path(".")) for _ in range(5)]
+print(*(network.address(1) for network in networks))
+"""
+
+
+def test_networks_of_two_processes_have_different_addresses(tmp_path: Path) -> None:
+    own = [Hosts(1, tmp_path) for _ in range(3)]
+    argv = [sys.executable, "-c", ANOTHER_PROCESS, str(os.getpid())]
+    others = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+    addresses = [hosts.address(1) for hosts in own] + others
+    for hosts in own:
+        hosts.give_back()
+    assert len(set(addresses)) == len(addresses)
 
 
 @needs_hosts

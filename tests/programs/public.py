@@ -7,33 +7,36 @@ What it downloads is replaced by synthetic data of the same form (`synthetic`), 
 are cut short, arrays keep their order, and `fit`, `evaluate` and `predict` of its models are those
 of a prepared model. After each `fit` weights, optimizer slots and history are compared. The table
 says `equal` within a difference, `differs` by what, `refused` with the message, or why the program
-cannot run here. `--table=FILE` writes it in Markdown.
+cannot run here. `--table=FILE` writes it in Markdown. Only what `public_programs` lists is changed:
+constants, so that large programs run in minutes, and the generator of random numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import json
 import os
+import re
 import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.programs.public_programs import PUBLIC
+from tests.programs.public_programs import ALONE, BY_KERAS, CONSTANTS, FITS, PUBLIC
 from tests.support.processes import ONE_THREAD, processes, run_workers
 
 PLACES = ("mirrored-2", "mirrored-3", "workers-2")
 LIMIT_S = 900  # of one program at one place
 EPOCHS = 2
-FITS = 2  # calls of `fit` that are compared; the program ends after them
+USUAL_FITS = 2  # calls of `fit` that are compared; the program ends after them
 USES = 3  # calls of `evaluate` and `predict`, after which it ends, too
 TOLERANCE = 1e-6
 PERTURBATIONS = 4  # of the initial weights at most, where one does not explain a difference
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(" | ".join(rows[-1]), flush=True)
         if options.table:
             heads = ["program", *places]
-            lines = [heads, ["---"] * len(heads), *rows]
+            lines = [heads, ["---"] * len(heads), *([in_short(cell) for cell in r] for r in rows)]
             options.table.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
@@ -76,8 +79,10 @@ def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: i
     if not file.exists():
         return ["cannot run here: not in this checkout"] * len(places)
 
+    program = _changed(name, file, out / name)
+
     def left_at(place: str) -> dict[str, np.ndarray]:
-        return _run(file, place, out / name / place, limit_s)
+        return _run(program, place, out / name / place, limit_s)
 
     def alone(place: str) -> dict[str, np.ndarray]:
         left = left_at(place)
@@ -107,6 +112,26 @@ def verdicts(name: str, file: Path, places: Sequence[str], out: Path, limit_s: i
             ratio, what = excess(left, plain, perturbed, TOLERANCE)
         words.append(f"equal ({what})" if ratio <= 1 else what)
     return words
+
+
+def in_short(words: str) -> str:
+    """Returns a verdict with rounded numbers, and without the name of the array.
+
+    Args:
+        words: a verdict of `verdicts`.
+    """
+
+    def rounded(number: str) -> str:
+        mantissa, _, exponent = f"{float(number):.0e}".partition("e")
+        return f"{mantissa}e{int(exponent):+}".replace("e+0", "") if exponent else mantissa
+
+    def of(found: re.Match[str]) -> str:
+        difference, allowed = rounded(found[1]), rounded(found[2])
+        is_usual = found[0].startswith("(") and float(found[2]) <= TOLERANCE
+        short = difference if is_usual else f"{difference}; {allowed} allowed"
+        return f"({short})" if found[0].startswith("(") else short
+
+    return re.sub(r"\(?\S+ differs by (\S+), allowed ([^\s)]+)\)?", of, words)
 
 
 def _line(error: np.ndarray) -> str:
@@ -153,13 +178,17 @@ def child(file: str, place: str, target: str) -> None:
     keras.utils.set_random_seed(SEED)
     perturb = functools.partial(nudged, draw=int(draw or 0))
     creators = tf.variable_creator_scope(perturb) if kind == "perturbed" else None
-    target = os.path.abspath(target)
-    files = Path(target).parent / "files"  # of all workers, as on a shared disk
+    rank = 0 if plain else placement_of(strategy).rank
+    target = os.path.abspath(target.replace("RANK", str(rank)))
+    # All workers share the files, as on a shared disk.
+    files = Path(target).parent / "files"
+    if Path(file).stem in ALONE:
+        files = Path(target).with_suffix("")
     files.mkdir(exist_ok=True)
     os.chdir(files)
     with tempfile.TemporaryDirectory() as folder:
         synthetic.install(Path(folder))
-        _watch(strategy, plain, left)
+        _watch(strategy, plain, left, FITS.get(Path(file).stem, USUAL_FITS))
         try:
             with creators or contextlib.nullcontext(), strategy.scope():
                 _execute(Path(file), Path(folder))
@@ -172,8 +201,7 @@ def child(file: str, place: str, target: str) -> None:
             left = {"error": stopped} if is_lost else {**left, "stopped": stopped}
         if not left:
             left = {"error": np.array(["NoFit", "the program calls fit nowhere"])}
-    rank = 0 if plain else placement_of(strategy).rank
-    np.savez(target.replace("RANK", str(rank)), **left)
+    np.savez(target, **left)
 
 
 def _execute(file: Path, folder: Path) -> None:
@@ -187,21 +215,53 @@ def _execute(file: Path, folder: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+def _changed(name: str, file: Path, folder: Path) -> Path:
+    """Writes a program with its listed changes, and returns its path."""
+    if file.suffix != ".py":
+        return file
+    source = file.read_text()
+    if name.endswith(BY_KERAS):
+        source = source.replace("tf.random.uniform(", "keras.random.uniform(")
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / file.name
+    program.write_text(with_constants(source, CONSTANTS.get(file.stem, {})))
+    return program
+
+
+def with_constants(source: str, constants: Mapping[str, object]) -> str:
+    """Returns a program in which statements such as `batch_size = 64` assign other values.
+
+    Args:
+        source: the program.
+        constants: name -> value.
+    """
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)) if constants else ():
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) if name in constants:
+                statement = f"{' ' * node.col_offset}{name} = {constants[name]!r}"
+                rest = [""] * ((node.end_lineno or node.lineno) - node.lineno)
+                lines[node.lineno - 1 : node.end_lineno] = [statement, *rest]
+    return "\n".join(lines) + "\n"
+
+
 def _without_magic(source: str) -> str:
     lines = [line for line in source.splitlines() if not line.lstrip().startswith(("!", "%"))]
     return "\n".join(lines)
 
 
-def _watch(strategy: Any, plain: bool, left: dict[str, Any]) -> None:
+def _watch(strategy: Any, plain: bool, left: dict[str, Any], fits_to_see: int) -> None:
     """Makes `fit` short and of a prepared model, and notes what it leaves."""
     import keras
 
+    from tests.programs import synthetic
     from tfmulti import prepare
     from tfmulti.training.distributed_model import DistributedModel
 
     fits: list[Any] = []
     uses: list[str] = []
     inside: list[str] = []
+    synthetic.shorten_datasets(lambda: bool(inside))
 
     def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(model: Any, *args: Any, **options: Any) -> Any:
@@ -219,7 +279,7 @@ def _watch(strategy: Any, plain: bool, left: dict[str, Any]) -> None:
                 result = method(**_shortened(original, model, args, options))
                 left.update(_left_by(model, result, len(fits)))
                 fits.append(model)
-                if len(fits) == FITS:
+                if len(fits) == fits_to_see:
                     raise Enough
                 return result
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tests.programs.downloads import offer_files
+from tests.programs.stand_ins import offer_modules
 
 ROWS, BATCH, STEPS = 40, 16, 2
 FORMS = {
@@ -20,20 +21,6 @@ FORMS = {
     "cifar10": ((32, 32, 3), 10),
     "cifar100": ((32, 32, 3), 100),
 }
-# Modules that programs use for plots or after training, and that do not affect its numbers.
-SHOWING = (
-    "imageio",
-    "sklearn",
-    "sklearn.metrics",
-    "tensorflow_docs",
-    "tensorflow_docs.vis",
-    "tensorflow_docs.vis.embed",
-    "tensorflow_probability",
-    "torch",
-    "torch.utils",
-    "torch.utils.data",
-    "tqdm",
-)
 
 
 def install(folder: Path) -> None:
@@ -42,16 +29,10 @@ def install(folder: Path) -> None:
         module = getattr(keras.datasets, name)
         module.load_data = _images(shape, classes, column=name.startswith("cifar"))
     keras.datasets.imdb.load_data = _reviews
-    keras.utils.get_file = _get_file(folder)
     keras.utils.plot_model = lambda *args, **options: None
-    for name in SHOWING:
-        if not _is_installed(name):
-            sys.modules[name] = mock.MagicMock()
-    if "tqdm" in sys.modules and isinstance(sys.modules["tqdm"], mock.MagicMock):
-        sys.modules["tqdm"].tqdm = lambda values, *args, **options: values
-    _offer_datasets()
+    offer_files(folder)
+    offer_modules()
     _without_pretrained_weights()
-    _read_text(folder)
     for name in ("MirroredStrategy", "MultiWorkerMirroredStrategy"):
         setattr(tf.distribute, name, _current(getattr(tf.distribute, name)))
 
@@ -72,7 +53,11 @@ def _current(original: type) -> type:
 def cut(data: Any) -> Any:
     """Returns the first rows of arrays, or the first batches of a Dataset."""
     if isinstance(data, tf.data.Dataset):
-        return data.take(STEPS)
+        data = data.take(STEPS)
+        if data.cardinality() >= 0:
+            return data
+        # On data of unknown length, plain Keras counts the end of the data as a step.
+        return data.apply(tf.data.experimental.assert_cardinality(sum(1 for _ in data)))
     if isinstance(data, (np.ndarray, tf.Tensor)):
         return data[:ROWS]
     if isinstance(data, tuple | list):
@@ -80,6 +65,36 @@ def cut(data: Any) -> Any:
     if isinstance(data, dict):
         return {name: cut(part) for name, part in data.items()}
     return data
+
+
+def shorten_datasets(is_inside: Callable[[], bool]) -> None:
+    """Makes each Dataset that a program makes one of small batches and in a fixed order.
+
+    Args:
+        is_inside: whether Keras or tfmulti make the Dataset, which is then left as it is.
+    """
+    batch, padded_batch = tf.data.Dataset.batch, tf.data.Dataset.padded_batch
+    shuffle, map_ = tf.data.Dataset.shuffle, tf.data.Dataset.map
+
+    def of_small_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(data: Any, batch_size: Any, *args: Any, **options: Any) -> Any:
+            if isinstance(batch_size, int) and not is_inside():
+                batch_size = min(batch_size, BATCH)
+            return original(data, batch_size, *args, **options)
+
+        return make
+
+    def in_order(data: Any, *args: Any, **options: Any) -> Any:
+        return shuffle(data, *args, **options) if is_inside() else data
+
+    def mapped(data: Any, function: Any, *args: Any, **options: Any) -> Any:
+        # Calls in parallel would draw random numbers in any order.
+        return map_(data, function, *args, **options) if is_inside() else map_(data, function)
+
+    tf.data.Dataset.batch = of_small_batches(batch)
+    tf.data.Dataset.padded_batch = of_small_batches(padded_batch)
+    tf.data.Dataset.shuffle = in_order
+    tf.data.Dataset.map = mapped
 
 
 def _rng() -> np.random.Generator:
@@ -107,90 +122,6 @@ def _reviews(num_words: int | None = None, **options: Any) -> Any:
     return part(200), part(100)
 
 
-def _get_file(folder: Path) -> Callable[..., str]:
-    def get_file(fname: Any = None, origin: Any = None, *args: Any, **options: Any) -> str:
-        origin = str(origin or fname)
-        if "ml-latest-small" in origin:
-            target = folder / "ml-latest-small"
-            target.mkdir(exist_ok=True)
-            generator = _rng()
-            rows = [
-                f"{generator.integers(1, 20)},{generator.integers(1, 30)},"
-                f"{generator.integers(1, 10) / 2},{i}"
-                for i in range(400)
-            ]
-            head = "userId,movieId,rating,timestamp\n"
-            (target / "ratings.csv").write_text(head + "\n".join(rows) + "\n")
-            (target / "movies.csv").write_text(
-                "movieId,title,genres\n" + "".join(f"{i},Film {i},Drama\n" for i in range(1, 31))
-            )
-            return str(folder / "ml-latest-small.zip")
-        if origin.endswith(".txt"):
-            file = folder / Path(origin).name
-            file.write_text("The quick brown fox jumps over the lazy dog. " * 200)
-            return str(file)
-        raise RuntimeError(f"no synthetic data for {origin}")
-
-    return get_file
-
-
-def _is_installed(name: str) -> bool:
-    import importlib.util
-
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-TFDS_IMAGES = {
-    "oxford_flowers102": 102,
-    "tf_flowers": 5,
-    "cats_vs_dogs": 2,
-    "horses_or_humans": 2,
-    "mnist": 10,
-    "cifar10": 10,
-    "stl10": 10,
-}
-
-
-def _offer_datasets() -> None:
-    """Offers `tensorflow_datasets.load` of images and labels."""
-
-    def load(name: str, split: Any = None, **options: Any) -> Any:
-        known = name.split("/")[0].split(":")[0]
-        if known not in TFDS_IMAGES:
-            raise RuntimeError(f"no synthetic data for {name} of tensorflow_datasets")
-        size = (28, 28, 1) if known == "mnist" else (48, 40, 3)
-        x = _rng().integers(0, 256, (96, *size)).astype("uint8")
-        y = (np.arange(96) % TFDS_IMAGES[known]).astype("int64")
-        supervised = options.get("as_supervised")
-        rows = (x, y) if supervised else {"image": x, "label": y}
-
-        def part(_: Any) -> tf.data.Dataset:
-            return tf.data.Dataset.from_tensor_slices(rows)
-
-        splits = {"train": None, "test": None} if split is None else split
-        found = (
-            {key: part(key) for key in splits}
-            if isinstance(splits, dict)
-            else [part(key) for key in splits]
-            if isinstance(splits, list | tuple)
-            else part(splits)
-        )
-        if not options.get("with_info"):
-            return found
-        return found, mock.MagicMock(
-            splits={key: mock.MagicMock(num_examples=96) for key in ("train", "test")}
-        )
-
-    module = sys.modules.get("tensorflow_datasets") or types.ModuleType("tensorflow_datasets")
-    module.load = load  # type: ignore[attr-defined]
-    module.disable_progress_bar = lambda: None  # type: ignore[attr-defined]
-    module.benchmark = lambda *args, **options: None  # type: ignore[attr-defined]
-    sys.modules["tensorflow_datasets"] = module
-
-
 def _without_pretrained_weights() -> None:
     """Makes the models of keras.applications with weights drawn at random."""
 
@@ -206,17 +137,3 @@ def _without_pretrained_weights() -> None:
             thing = getattr(owner, name)
             if name[0].isupper() and callable(thing) and isinstance(owner, types.ModuleType):
                 setattr(owner, name, untrained(thing))
-
-
-def _read_text(folder: Path) -> None:
-    """Returns a table of two classes of series for `numpy.loadtxt` of an address."""
-    original = np.loadtxt
-
-    def loadtxt(source: Any, *args: Any, **options: Any) -> Any:
-        if not str(source).startswith("http"):
-            return original(source, *args, **options)
-        table = _rng().standard_normal((120, 101))
-        table[:, 0] = np.where(np.arange(120) % 2, 1, -1)
-        return table
-
-    np.loadtxt = loadtxt

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.programs import public, synthetic
+from tests.programs import downloads, public, stand_ins, synthetic
 from tests.programs.public_programs import PUBLIC
 
 
@@ -21,6 +21,91 @@ def test_data_are_cut_in_any_form() -> None:
     assert found[1].shape == (synthetic.ROWS, 3)
     batches = synthetic.cut(tf.data.Dataset.from_tensor_slices(x).batch(10))
     assert len(list(batches)) == synthetic.STEPS
+    unknown = tf.data.Dataset.range(1).filter(lambda row: row >= 0)
+    assert synthetic.cut(unknown).cardinality() == 1
+
+
+def test_datasets_of_a_program_are_short_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("batch", "padded_batch", "shuffle", "map"):
+        monkeypatch.setattr(tf.data.Dataset, name, getattr(tf.data.Dataset, name))
+    inside: list[str] = []
+    synthetic.shorten_datasets(lambda: bool(inside))
+
+    def first(rows: int) -> tf.Tensor:
+        data = tf.data.Dataset.range(rows).shuffle(rows, seed=1)
+        return next(iter(data.map(lambda x: 2 * x, num_parallel_calls=2).batch(rows)))
+
+    assert first(40).numpy().tolist() == list(range(0, 2 * synthetic.BATCH, 2))
+    inside.append("fit")
+    assert sorted(first(40).numpy()) == list(range(0, 80, 2))
+    assert first(40).numpy().tolist() != list(range(0, 80, 2))
+
+
+def test_constants_of_a_program_are_replaced_in_place() -> None:
+    source = "a = (\n    1,\n)\nclass C:\n    b = 2  # two\nc = a\n"
+    found = public.with_constants(source, {"a": (3,), "b": "x", "other": 0})
+    assert found == "a = (3,)\n\n\nclass C:\n    b = 'x'\nc = a\n"
+
+
+def test_a_program_runs_by_the_random_numbers_of_keras(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def run(file: Path, place: str, *more: object) -> dict[str, np.ndarray]:
+        seen.append(file.read_text())
+        return {"error": np.array(["ValueError", "no data"])}
+
+    monkeypatch.setattr(public, "_run", run)
+    file = tmp_path / "nnclr.py"
+    file.write_text("x = tf.random.uniform((3,))\n")
+    for name in ("nnclr", "nnclr_by_keras_random"):
+        public.verdicts(name, file, ["mirrored-2"], tmp_path, 1)
+    assert seen == ["x = tf.random.uniform((3,))\n", "x = keras.random.uniform((3,))\n"]
+    assert PUBLIC["nnclr_by_keras_random"] == PUBLIC["nnclr"]
+
+
+def test_files_stay_when_another_worker_has_written_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def fill(made: Path) -> None:
+        made.mkdir()
+        (made / "file").write_text("mine")
+        Path("target").mkdir()
+        Path("target", "file").write_text("the other's")
+
+    downloads._unpack(Path("target"), fill)
+    downloads._unpack(Path("target"), fill)
+    assert [file.name for file in tmp_path.iterdir()] == ["target"]
+    assert Path("target", "file").read_text() == "the other's"
+
+
+def test_files_of_all_kinds_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, fill in downloads._UNPACKED.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        downloads._unpack(Path(name), fill)
+    assert len(list(Path("aclImdb/train/pos").iterdir())) == 20
+    captions = Path("Flickr8k.token.txt").read_text().splitlines()
+    assert len(captions) == 5 * downloads.IMAGES
+    image = tf.io.decode_jpeg(Path("home/.keras/left/000.jpg").read_bytes())
+    assert image.shape == (60, 50, 3)
+    get_file = downloads._get_file(tmp_path)
+    pairs = Path(get_file("spa-eng.zip", "http://x/spa-eng.zip")).parent / "spa-eng/spa.txt"
+    assert all(line.count("\t") == 1 for line in pairs.read_text().splitlines())
+    with pytest.raises(RuntimeError, match=r"no synthetic data for http://x/unknown\.zip"):
+        get_file("unknown.zip", "http://x/unknown.zip")
+
+
+def test_synthetic_sets_have_any_split() -> None:
+    found, info = stand_ins._load("cycle_gan/horse2zebra", with_info=True, as_supervised=True)
+    assert info.splits["train"].num_examples == len(found["trainA"])
+    (part,) = stand_ins._load("stl10", split=["unlabelled"])
+    assert part.element_spec["image"].shape == (96, 96, 3)
+    sentences = stand_ins._load_tagged_sentences("conll2003")["train"]
+    assert [len(words) for words in sentences["tokens"]] == [len(r["ner_tags"]) for r in sentences]
 
 
 def test_commands_of_a_notebook_are_left_out() -> None:
@@ -30,6 +115,21 @@ def test_commands_of_a_notebook_are_left_out() -> None:
 def test_an_error_is_one_line_of_the_table() -> None:
     error = np.array(["ModelError", "first\n\n a | b \n"])
     assert public._line(error) == "ModelError: a / b"
+
+
+@pytest.mark.parametrize(
+    ("words", "short"),
+    [
+        ("equal (fit_0/w/1 differs by 1.51e-06, allowed 5.33e-05)", "equal (2e-6; 5e-5 allowed)"),
+        ("equal (fit_0/w/1 differs by 2.00e-07, allowed 1.00e-06)", "equal (2e-7)"),
+        ("fit_0/w/1 differs by 3.4e-05, allowed 1.00e-06", "3e-5; 1e-6 allowed"),
+        ("equal (fit_0/w/1 differs by 1.51e+00, allowed 2.5e+01)", "equal (2; 2e+1 allowed)"),
+        ("fit_0/w/1 differs by inf, allowed 1.00e-06", "inf; 1e-6 allowed"),
+        ("refused: ModelError: no", "refused: ModelError: no"),
+    ],
+)
+def test_the_table_of_a_page_is_short(words: str, short: str) -> None:
+    assert public.in_short(words) == short
 
 
 def test_a_missing_program_is_reported(tmp_path: Path) -> None:

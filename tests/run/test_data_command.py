@@ -10,8 +10,9 @@ import cv2
 import numpy as np
 import pytest
 
+from tests.support.forked import run
 from tests.support.made_data import EXAMPLES, KINDS
-from tests.support.processes import Finished, clean_env, run
+from tests.support.processes import Finished
 from tfmulti.data.data_set import CLASSIFICATION, DataSpec
 from tfmulti.data.transforms.labels import Labels
 from tfmulti.run.data_command import main
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 def command(folder: Path, *arguments: str) -> Finished:
     argv = ["-m", "tfmulti.data", *arguments]
-    return run(argv, folder / "logs", limit_s=120, env=clean_env(), cwd=folder)
+    return run(argv, folder / "logs", limit_s=120, cwd=folder)
 
 
 def lines_of(text: str) -> dict[str, list[str]]:

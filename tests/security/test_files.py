@@ -39,11 +39,12 @@ from tfmulti.config.fit_config import (
 )
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.arrays import ArraySource
+from tfmulti.data.bad_records import is_of_storage
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import csv_tables, parquet_tables, pixels
 from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.data.io import files, open_files
-from tfmulti.data.loader import Loader, is_of_storage
+from tfmulti.data.loader import Loader
 from tfmulti.data.sources import images, npz, tfrecord
 from tfmulti.distribution.strategies import Placement
 from tfmulti.doctor import __main__ as doctor
@@ -316,10 +317,10 @@ def test_a_packed_table_of_more_than_the_memory_is_one_line(
 ) -> None:
     data = gzip.compress(b"a,b\n" + b"1,2\n" * 1_000_000)
     assert len(data) < 10_000
-    assert csv_tables.read_csv(data, packed=True)[0].num_rows == 1_000_000
+    assert csv_tables.read_csv(data, is_gzip=True)[0].num_rows == 1_000_000
     monkeypatch.setattr(files, "memory_bytes", lambda: 1_000_000)
     with pytest.raises(ValueError, match=r"more than 1,000,000 bytes.* by --max_file_gigabytes"):
-        csv_tables.read_csv(data, packed=True)
+        csv_tables.read_csv(data, is_gzip=True)
 
 
 def test_a_parquet_file_of_more_than_the_memory_is_one_line(

@@ -29,7 +29,7 @@ def bench(**changes: Any) -> BenchConfig:
 
 
 TRUTH = CostModel(
-    link=NetworkModel(100e-6, 1 / 1e9),
+    network=NetworkModel(100e-6, 1 / 1e9),
     computing=fit_computing([(1, 1.25), (100, 26.0)]),
     exposed=1.0,
     gradient_bytes=4_000_000,
@@ -39,38 +39,38 @@ TRUTH = CostModel(
 )
 
 
-def answers(
-    config: BenchConfig, place: MatrixPoint, factor: float = 1.0, truth: CostModel = TRUTH
+def measured(
+    config: BenchConfig, point: MatrixPoint, factor: float = 1.0, truth: CostModel = TRUTH
 ) -> list[MeasureResult]:
     """Returns what the processes of a place would measure if `truth` were the costs."""
-    share, steps = config.share_of(place), 10
-    computing_ms = truth.computing.ms(share) * factor
-    own_ms = computing_ms + truth.communication_ms(place.workers, share)
-    row_bytes = truth.example_bytes * share if place.workers > 1 else 0.0
-    examples = steps * config.global_batch_of(place)
+    rows, steps = config.slice_rows(point), 10
+    computing_ms = truth.computing.ms(rows) * factor
+    own_ms = computing_ms + truth.communication_ms(point.workers, rows)
+    row_bytes = truth.example_bytes * rows if point.workers > 1 else 0.0
+    examples = steps * config.global_batch_of(point)
     executing_s = steps * (own_ms + 0.2) / 1000
     together = Phase(steps, examples, executing_s + steps * 0.3e-3, executing_s, steps * 0.2e-3)
-    alone = Phase(steps, steps * share, 1.0, steps * computing_ms / 1000, 0.0)
-    peers = place.devices > 1
-    times = [(size, truth.link.all_reduce_s(place.workers, size)) for size in SIZES]
+    alone = Phase(steps, steps * rows, 1.0, steps * computing_ms / 1000, 0.0)
+    peers = point.devices > 1
+    times = [(size, truth.network.all_reduce_s(point.workers, size)) for size in SIZES]
     return [
         MeasureResult(
             devices=("CPU:0",),
             parameters=1_000_000,
-            gradient_bytes=round(truth.gradient_bytes + row_bytes * place.workers / 2),
+            gradient_bytes=round(truth.gradient_bytes + row_bytes * point.workers / 2),
             collectives=3 if peers else 0,
             synchronized=0,
             step_ms={"p50": own_ms, "p90": own_ms, "p99": own_ms},
             together=together,
             alone=alone if peers else None,
-            all_reduces=tuple(times) if place.workers > 1 else (),
+            all_reduces=tuple(times) if point.workers > 1 else (),
             flops_per_example=6_000_000,
             peak_tflops=None,
             reader_threads=0,
-            message_s=truth.link.message_s if place.workers > 1 else None,
+            message_s=truth.network.message_s if point.workers > 1 else None,
             row_bytes=row_bytes,
         )
-        for _ in range(place.workers)
+        for _ in range(point.workers)
     ]
 
 
@@ -79,16 +79,16 @@ class Launched:
 
     def __init__(self, config: BenchConfig, code: int = 0) -> None:
         self._config, self._code = config, code
-        self.orders: list[MeasureRequest] = []
+        self.requests: list[MeasureRequest] = []
         self.envs: list[Mapping[str, str]] = []
         self.workers: list[str] = []
 
     def __call__(self, launch: LaunchConfig, env: Mapping[str, str]) -> int:
-        order = MeasureRequest.from_json(Path(launch.program[1]).read_text())
-        self.orders.append(order)
+        request = MeasureRequest.from_json(Path(launch.program[1]).read_text())
+        self.requests.append(request)
         self.envs.append(env)
         self.workers.append(launch.per_node)
-        place = MatrixPoint(int(launch.per_node), order.run.replicas or 1)
-        for rank, answer in enumerate(answers(self._config, place)):
-            order.answer_file(rank).write_text(answer.to_json())
+        point = MatrixPoint(int(launch.per_node), request.run.replicas or 1)
+        for rank, result in enumerate(measured(self._config, point)):
+            request.result_file(rank).write_text(result.to_json())
         return self._code

@@ -6,18 +6,16 @@ Needs root, iproute2 and an OpenSSH server; `why_not` says what is missing.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# How many networks this process has made. The stride keeps it away from the numbers of processes
-# with neighbouring ids.
-_numbers, _STRIDE = itertools.count(), 97
+NUMBERS = range(1, 251)
 SSHD_CONFIG = """
 Port 22
 ListenAddress {address}
@@ -58,8 +56,7 @@ class Hosts:
     """Hosts by number from 1: host 2 has the address 10.77.N.2 of a network of its own."""
 
     def __init__(self, count: int, folder: Path) -> None:
-        # Networks of one process may live at the same time, as that of Slurm does.
-        self._net = (os.getpid() + _STRIDE * next(_numbers)) % 250 + 1
+        self._net, self._reservation = _reserved_number()
         self._folder = folder
         self._servers: list[subprocess.Popen[bytes]] = []
         self.count = count
@@ -101,7 +98,8 @@ class Hosts:
         return f"tfm{self._net}v{host}"
 
     def begin(self) -> None:
-        self.end()  # what a process of this number left that was killed
+        # A process that had this number may have been killed.
+        self._remove()
         _run("link", "add", self._bridge, "type", "bridge")
         _run("address", "add", f"{self.address(254)}/24", "dev", self._bridge)
         _run("link", "set", self._bridge, "up")
@@ -147,6 +145,15 @@ class Hosts:
         for server in self._servers:
             server.kill()
             server.wait()
+        self._remove()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Lets another network have this number."""
+        self._reservation.close()
+
+    def _remove(self) -> None:
+        """Removes the network with its hosts, as far as they exist."""
         for host in range(1, self.count + 1):
             with contextlib.suppress(subprocess.CalledProcessError):
                 _run("link", "del", self._link(host))
@@ -154,6 +161,23 @@ class Hosts:
                 _run("netns", "del", self.name(host))
         with contextlib.suppress(subprocess.CalledProcessError):
             _run("link", "del", self._bridge)
+
+
+def _reserved_number() -> tuple[int, socket.socket]:
+    """Returns a number that no other network on this machine has, and what reserves it.
+
+    The system lets one socket have an abstract name, until the socket is closed or its process
+    ends (unix(7)).
+    """
+    for number in NUMBERS:
+        reservation = socket.socket(socket.AF_UNIX)
+        try:
+            reservation.bind(f"\0tfmulti-tests-network-{number}")
+        except OSError:
+            reservation.close()
+        else:
+            return number, reservation
+    raise TimeoutError(f"all {len(NUMBERS)} networks are in use")
 
 
 @contextlib.contextmanager

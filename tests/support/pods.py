@@ -1,8 +1,8 @@
 """Runs the pods of a Job's manifest as processes, each in a container of namespaces.
 
 A container has the network and the hostname of its pod, volumes, and what the security context of
-the manifest asks for: its user, a read-only root, and no capabilities. Its command is the first
-process of a PID namespace.
+the manifest asks for: its user, a read-only root, and no capabilities. Its command has a PID
+namespace in which another process is the first one, as with `shareProcessNamespace`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.support import networks
 from tests.support.networks import Hosts
-from tests.support.processes import ROOT, Processes, clean_env
+from tests.support.processes import ROOT, Processes, children_of, clean_env, program_of
 
 LIMIT_S = 120
 SECRET = "a secret that only the pods of this job know"
@@ -28,6 +28,8 @@ SECRET = "a secret that only the pods of this job know"
 # each mount.
 _CONTAINER = """
 set -eu
+sleep infinity &
+pause=$!
 root=$1; hosts=$2; shift 2
 mount -t tmpfs root "$root"
 for name in usr bin sbin lib lib64 etc dev sys; do
@@ -50,7 +52,10 @@ while [ "$1" != -- ]; do
 done
 shift
 mount -o remount,ro "$root"
-exec chroot "$root" "$@"
+code=0
+chroot "$root" "$@" || code=$?
+kill -KILL "$pause"
+exit "$code"
 """
 _VENV, _SOURCES = "/venv", "/src"
 _PYTHON = f"{_VENV}/bin/python"
@@ -112,7 +117,9 @@ class Pods:
             env[entry["name"]] = entry.get("value", SECRET)
         python, *argv = map(expanded, self._container["command"])
         assert python == "python"
-        first = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+        assert pod_of(self._job)["shareProcessNamespace"] is True
+        # The first process that the shell starts is PID 1, and the shell stays outside.
+        first = ["unshare", "--mount", "--pid"]
         before = [*self._hosts.inside(index + 1), *first, "sh", "-c", _CONTAINER, "-", str(root)]
         before += [str(self._folder / "hosts"), *mounts, "--"]
         self.env = clean_env(env | {"PYTHONPATH": _SOURCES})
@@ -141,9 +148,9 @@ class Pods:
     def processes(self, index: int) -> list[int]:
         """Returns the shim of a pod and its program, as far as they have started."""
         found = [self.running[index].pid]
-        while children := _children(found[-1]):
-            found.append(children[0])
-        return [process for process in found[1:3] if _name(process).startswith("python")]
+        while children := children_of(found[-1]):
+            found.append(children[-1])
+        return [process for process in found[1:3] if program_of(process).startswith("python")]
 
     def wait_for_program(self, index: int) -> int:
         """Waits until the shim of a pod has started its program, and returns the program's id."""
@@ -185,20 +192,3 @@ class Pods:
                 raise AssertionError(self._group.logs()) from None
             codes[index] = 128 - code if code < 0 else code
         return codes
-
-
-def _children(process: int) -> list[int]:
-    """Returns the child processes of a process, or none if it has ended."""
-    try:
-        text = Path(f"/proc/{process}/task/{process}/children").read_text()
-    except OSError:
-        return []
-    return [int(child) for child in text.split()]
-
-
-def _name(process: int) -> str:
-    """Returns the name of the program that a process runs, or nothing if it has ended."""
-    try:
-        return Path(f"/proc/{process}/comm").read_text()
-    except OSError:
-        return ""

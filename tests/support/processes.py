@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from tfmulti.cluster.environments import ENVIRONMENTS
 from tfmulti.launch.addresses import reserved
@@ -36,6 +37,23 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def children_of(process: int) -> list[int]:
+    """Returns the child processes of a process, or none if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
+
+
+def program_of(process: int) -> str:
+    """Returns the name of the program that a process runs, or nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text()
+    except OSError:
+        return ""
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -88,17 +106,44 @@ class Processes:
             open(self._log(number, "stdout"), "wb") as out,
             open(self._log(number, "stderr"), "wb") as err,
         ):
-            process = subprocess.Popen(
-                [*before, python, *argv],
-                stdout=out,
-                stderr=err,
-                cwd=cwd,
-                env=clean_env(env),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            process = self._start([*before, python, *argv], clean_env(env), cwd, out, err)
         self._started.append((process, time.monotonic()))
         return process
+
+    def _start(
+        self, argv: list[str], env: dict[str, str], cwd: Path, out: IO[bytes], err: IO[bytes]
+    ) -> Any:
+        """Starts a process, and returns a `Popen`, or an object that is used like one."""
+        return subprocess.Popen(
+            argv,
+            stdout=out,
+            stderr=err,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def run_workers(
+        self,
+        argv: Sequence[str],
+        count: int,
+        limit_s: float,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+    ) -> list[Finished]:
+        """Runs the same command as `count` workers with TF_CONFIG on loopback."""
+        with reserved(count) as addresses:
+            for index in range(count):
+                self.start(argv, {**(env or {}), "TF_CONFIG": tf_config(addresses, index)}, cwd)
+            finished = self.wait(limit_s)
+        failed = [n for n, done in enumerate(finished) if done.returncode]
+        assert not failed, f"workers {failed} failed\n{self.logs()}"
+        return finished
+
+    def pid(self, number: int) -> int:
+        """Returns the id of a process."""
+        return self._started[number][0].pid
 
     def wait(self, limit_s: float) -> list[Finished]:
         """Waits for all processes. If one exceeds the limit, the test fails with all logs."""
@@ -150,9 +195,9 @@ class Processes:
 
 
 @contextlib.contextmanager
-def processes(folder: Path) -> Iterator[Processes]:
+def processes(folder: Path, kind: type[Processes] | None = None) -> Iterator[Processes]:
     """Yields a group of processes, which is killed at the end of the context."""
-    group = Processes(folder)
+    group = (kind or Processes)(folder)
     try:
         yield group
     finally:
@@ -173,13 +218,8 @@ def run_workers(
     Raises:
         AssertionError: a worker failed or hung. The message has the logs of all workers.
     """
-    with reserved(count) as addresses, processes(folder) as group:
-        for index in range(count):
-            group.start(argv, {**(env or {}), "TF_CONFIG": tf_config(addresses, index)}, cwd)
-        finished = group.wait(limit_s)
-        failed = [n for n, done in enumerate(finished) if done.returncode]
-        assert not failed, f"workers {failed} failed\n{group.logs()}"
-        return finished
+    with processes(folder) as group:
+        return group.run_workers(argv, count, limit_s, env, cwd)
 
 
 def run(

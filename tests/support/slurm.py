@@ -9,13 +9,14 @@ others may write to. There is no TaskPlugin and no cgroup, so `linuxproc` tracks
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from tests.support import networks
 from tests.support.processes import ROOT, is_alive
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue")
-NODES = ("tfm1", "tfm2")
+# Other processes may have other clusters.
+NODES = (f"tfm{os.getpid()}-1", f"tfm{os.getpid()}-2")
 HOSTS = Path("/etc/hosts")
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
@@ -128,10 +130,19 @@ def started(folder: Path, cores: int = 4) -> Iterator[Slurm]:
 
 def _resolve(addresses: Mapping[str, str], at_end: contextlib.ExitStack) -> None:
     """Makes the names of the nodes resolve to their addresses, until the end."""
-    before = HOSTS.read_text()
-    lines = [f"{address} {node}\n" for node, address in addresses.items()]
-    HOSTS.write_text(f"{before.rstrip()}\n{''.join(lines)}")
-    at_end.callback(HOSTS.write_text, before)
+    lines = "".join(f"{address} {node}\n" for node, address in addresses.items())
+    _change_hosts(lambda text: f"{text.rstrip()}\n{lines}")
+    at_end.callback(_change_hosts, lambda text: text.replace(lines, ""))
+
+
+def _change_hosts(change: Callable[[str], str]) -> None:
+    """Changes the names of this machine; waits for another process that changes them."""
+    with HOSTS.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        text = change(file.read())
+        file.seek(0)
+        file.truncate()
+        file.write(text)
 
 
 def _start_munge(folder: Path, at_end: contextlib.ExitStack) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.behaviours import behaviour, keras_own_cases
-from tests.support.places import EVERYWHERE, ONE_DEVICE
+from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, few
 
 pytestmark = pytest.mark.multiworker
 
@@ -25,12 +25,12 @@ def test_single_step(results: list[Any]) -> None:
         assert on_all([0.5, -1.0, -0.5, 3.0], weights)
 
 
-@behaviour(keras_own_cases.config, at=EVERYWHERE)
+@behaviour(keras_own_cases.config, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_config(results: list[Any]) -> None:
     assert all(worker == [True, True] for worker in results)
 
 
-@behaviour(keras_own_cases.weight_decay, at=EVERYWHERE)
+@behaviour(keras_own_cases.weight_decay, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_weight_decay(results: list[Any]) -> None:
     """The last weight is excluded by its name."""
     for ((first, second),), ((third, fourth),) in results:
@@ -40,7 +40,7 @@ def test_weight_decay(results: list[Any]) -> None:
         assert on_all([3.0], fourth)
 
 
-@behaviour(keras_own_cases.nesterov, at=EVERYWHERE)
+@behaviour(keras_own_cases.nesterov, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_nesterov(results: list[Any]) -> None:
     """SGD(0.01) without momentum is plain: 1 - 0.01 × gradient, then 0.0001 a step."""
     for worker in results:
@@ -49,7 +49,7 @@ def test_nesterov(results: list[Any]) -> None:
             assert on_all(1 - 0.001 * np.arange(1, 11) - 0.0001 * step, replicas)
 
 
-@pytest.mark.parametrize("place", EVERYWHERE)
+@pytest.mark.parametrize("place", few(TWO_REPLICAS, of=EVERYWHERE))
 @pytest.mark.parametrize(
     ("behaviour", "expected"),
     [
@@ -63,14 +63,14 @@ def test_clipping(results: list[Any], expected: list[float]) -> None:
         assert on_all(expected, weights)
 
 
-@behaviour(keras_own_cases.stateless_apply, at=EVERYWHERE)
+@behaviour(keras_own_cases.stateless_apply, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_stateless_apply_is_refused(errors: list[list[str]]) -> None:
     for error, message in errors:
         assert error == "ValueError"
         assert "not supported" in message
 
 
-@behaviour(keras_own_cases.moving_average, at=EVERYWHERE)
+@behaviour(keras_own_cases.moving_average, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_moving_average(results: list[Any]) -> None:
     """The average is 2, then 0.9 × 2 + 0.1 × 1 = 1.9, then 0.9 × 1.9 + 0.1 × 0 = 1.71.
 
@@ -82,7 +82,7 @@ def test_moving_average(results: list[Any]) -> None:
         assert on_all([1.71, 2.71], third)
 
 
-@behaviour(keras_own_cases.gradient_accumulation, at=EVERYWHERE)
+@behaviour(keras_own_cases.gradient_accumulation, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_gradient_accumulation(results: list[Any]) -> None:
     """The third step subtracts the mean of three gradients (1, 2)."""
     for ((first,), (second,), (third,)), iterations in results:
@@ -98,7 +98,7 @@ def test_variables_are_mirrored(results: list[Any], place: str) -> None:
         assert worker == [["Variable", place != ONE_DEVICE, "none"]] * 2
 
 
-@behaviour(keras_own_cases.aggregation_and_synchronization, at=EVERYWHERE)
+@behaviour(keras_own_cases.aggregation_and_synchronization, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_aggregation_and_synchronization(results: list[Any], place: str) -> None:
     for kernel, total, aggregation_in_keras in results:
         assert kernel[0] == "VariableAggregationV2.NONE"
@@ -129,7 +129,7 @@ def test_seed_generator(results: list[Any]) -> None:
         assert all(state == [42, 4] for state in worker)
 
 
-@behaviour(keras_own_cases.regularized_fit, at=EVERYWHERE)
+@behaviour(keras_own_cases.regularized_fit, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_regularized_fit(results: list[Any]) -> None:
     """The loss is 1 + 0.01 + 0.01, and the weight 1 - 0.01 × (2 + 0.01 + 0.02)."""
     for (loss,), weights in results:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked import Forks
 from tests.support.processes import ONE_THREAD, processes, tf_config
 from tfmulti.launch.addresses import reserved
 from tfmulti.launch.policy import LOST_A_WORKER
@@ -35,7 +36,7 @@ LIMIT_S = 120
 )
 def test_it_raises_that_a_worker_is_lost(tmp_path: Path, how: str, said: str) -> None:
     """By the type of the error the launcher tells that this failure followed from another one."""
-    with reserved(2) as addresses, processes(tmp_path) as group:
+    with reserved(2) as addresses, processes(tmp_path, Forks) as group:
         survivor, _ = (
             group.start(
                 ["-m", "tests.support.losing", how],

@@ -14,8 +14,9 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
-from tests.support.processes import clean_env
-from tfmulti.training.memory import MemoryEstimate
+from tests.support.forked import run
+from tests.support.processes import Finished, clean_env
+from tfmulti.training.memory import MemoryEstimate, form_of
 
 LIMIT_S = 240
 
@@ -74,12 +75,10 @@ print(json.dumps([found.total, float(np.median(peaks[1:]))]))
     ],
 )
 def test_the_allocator_reports_what_was_estimated(
-    model: str, rows: int, replicas: int, passes: int
+    tmp_path: Path, model: str, rows: int, replicas: int, passes: int
 ) -> None:
-    argv = [sys.executable, "-c", TRAINS, model, *map(str, (rows, replicas, passes))]
-    done = subprocess.run(
-        argv, env=clean_env(), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    argv = ["-c", TRAINS, model, *map(str, (rows, replicas, passes))]
+    done = run(argv, tmp_path, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     estimated, reported = json.loads(done.stdout.splitlines()[-1])
     assert estimated == pytest.approx(reported, rel=0.15)
@@ -146,9 +145,9 @@ def test_used_up_memory_ends_the_command_with_one_line(tmp_path: Path) -> None:
         "def data():\n"
         "    return np.ones((20_000, 64), np.float32), np.arange(20_000) % 2\n"
     )
-    words = ["-m", "tfmulti.fit", "--model", "mine:build", "--dataset", "mine:data"]
-    words += ["--validation_fraction", "0", "--global_batch_size", "20000", "--epochs", "1"]
-    done = uses_up(tmp_path, *words)
+    arguments = ["-m", "tfmulti.fit", "--model", "mine:build", "--dataset", "mine:data"]
+    arguments += ["--validation_fraction", "0", "--global_batch_size", "20000", "--epochs", "1"]
+    done = uses_up(tmp_path, *arguments)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.startswith("tfmulti: the memory of CPU:0 (")
@@ -218,6 +217,18 @@ def test_values_out_of_range_are_refused(given: dict[str, float]) -> None:
         tfmulti.estimate(dense(), **given)
 
 
+def test_the_inputs_of_a_functional_model_keep_their_structure() -> None:
+    inputs = {"a": keras.Input((3,)), "b": keras.Input((4,), dtype="int32")}
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs["a"]))
+    model.compile(loss="mse")
+    x, y = form_of(model)
+    assert {name: (spec.shape, spec.dtype) for name, spec in x.items()} == {
+        "a": ([None, 3], tf.float32),
+        "b": ([None, 4], tf.int32),
+    }
+    assert y.shape == [None, 1]
+
+
 def test_a_model_of_unknown_inputs_needs_specs() -> None:
     class Own(keras.Model):
         def __init__(self) -> None:
@@ -278,11 +289,12 @@ def test_advice_for_each_case() -> None:
 
 @pytest.mark.processes
 def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
-    def fit(*flags: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "tfmulti.fit", "--dry_run", *flags]
-        return subprocess.run(
-            argv, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
-        )
+    inside = tmp_path / "inside"
+    inside.mkdir()
+
+    def fit(*flags: str) -> Finished:
+        argv = ["-m", "tfmulti.fit", "--dry_run", *flags]
+        return run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=inside)
 
     done = fit("--device_memory_gb", "0.001")
     assert done.returncode == 0, done.stderr
@@ -297,4 +309,4 @@ def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
         "tfmulti: --device_memory_gb is 0, but it must be above 0. "
         "(docs: troubleshooting#configuration)\n"
     )
-    assert not list(tmp_path.iterdir())
+    assert not list(inside.iterdir())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.behaviours import behaviour, custom_steps, numbers, usage
-from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS
+from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
 
 pytestmark = pytest.mark.multiworker
 
@@ -22,25 +22,14 @@ def flat(value: Any) -> list[float]:
     return [float(value)]
 
 
-@behaviour(
-    usage.early_stopping_and_learning_rate_callbacks,
-    usage.workers_with_different_seeds,
+THE_SAME_ON_REPLICAS = [
     usage.one_row_in_the_last_batch,
     usage.validation_on_a_dataset,
     usage.optimizer_in_a_dict_of_lists,
-    usage.shuffled_arrays,
-    usage.dataset_shuffled_with_a_seed,
-    usage.pydataset_without_and_with_reader_threads,
-    usage.python_generator,
-    usage.evaluate_after_stop_training,
     usage.several_inputs_and_outputs,
-    usage.embedding,
-    usage.random_draws_without_a_seed,
-    usage.every_worker_saves_to_one_file,
     usage.dropout_after_a_custom_layer,
     usage.mean_over_rows_before_1200_operations,
     usage.gan_with_two_optimizers,
-    usage.calls_on_single_batches,
     numbers.custom_step_with_two_adams,
     numbers.optimizer_for_each_layer,
     numbers.custom_step_in_a_tf_function,
@@ -50,9 +39,36 @@ def flat(value: Any) -> list[float]:
     custom_steps.batches_in_dicts,
     custom_steps.batches_of_one_tensor,
     custom_steps.batch_normalization_in_an_unrolled_cell,
+]
+# Each worker has callbacks, data, generators of random numbers and files of its own.
+THE_SAME_ON_WORKERS = [
+    usage.early_stopping_and_learning_rate_callbacks,
+    usage.workers_with_different_seeds,
+    usage.shuffled_arrays,
+    usage.dataset_shuffled_with_a_seed,
+    usage.pydataset_without_and_with_reader_threads,
+    usage.python_generator,
+    usage.evaluate_after_stop_training,
+    usage.embedding,
+    usage.random_draws_without_a_seed,
+    usage.every_worker_saves_to_one_file,
+    usage.calls_on_single_batches,
     custom_steps.batch_normalization_in_a_cell,
     custom_steps.learning_rate_halved_by_a_callback,
-    at=SEVERAL,
+]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "place"),
+    [
+        (function, place)
+        for functions, places in (
+            (THE_SAME_ON_REPLICAS, few(TWO_REPLICAS, of=SEVERAL)),
+            (THE_SAME_ON_WORKERS, few(TWO_WORKERS, of=SEVERAL)),
+        )
+        for function in functions
+        for place in places
+    ],
 )
 def test_the_same_as_on_one_device(results: list[Any], one_device: Any) -> None:
     for worker in results:
@@ -82,12 +98,12 @@ def test_one_worker_stops_all_within_an_epoch(results: list[Any], place: str) ->
     assert all(worker == [steps, 2] for worker in results)
 
 
-@behaviour(usage.one_worker_stops_at_the_end_of_an_epoch, at=SEVERAL)
+@behaviour(usage.one_worker_stops_at_the_end_of_an_epoch, at=few(TWO_WORKERS, of=SEVERAL))
 def test_one_worker_stops_all_at_the_end_of_an_epoch(results: list[Any]) -> None:
     assert all(worker == 2 for worker in results)
 
 
-@behaviour(usage.calls_after_a_failed_fit, at=EVERYWHERE)
+@behaviour(usage.calls_after_a_failed_fit, at=few(*SEVERAL, of=EVERYWHERE))
 def test_a_failed_fit_does_not_change_later_calls(results: list[Any]) -> None:
     """Workers connect again after the failure."""
     for raised, (after_failure, without_failure) in results:
@@ -95,20 +111,20 @@ def test_a_failed_fit_does_not_change_later_calls(results: list[Any]) -> None:
         assert after_failure == without_failure
 
 
-@behaviour(usage.global_generators_after_each_call, at=EVERYWHERE)
+@behaviour(usage.global_generators_after_each_call, at=few(TWO_WORKERS, of=EVERYWHERE))
 def test_no_call_draws_from_the_global_generators(results: list[Any]) -> None:
     for before, *after in results:
         assert after == [before] * 4
 
 
-@behaviour(usage.global_generators_after_a_draw_without_a_seed, at=EVERYWHERE)
+@behaviour(usage.global_generators_after_a_draw_without_a_seed, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_a_step_that_draws_without_a_seed_draws_one_seed(results: list[Any]) -> None:
     """As in Keras, it is one draw from Python's generator, with any number of replicas."""
     for before, after_one_draw, after_fit in results:
         assert after_fit == after_one_draw != before
 
 
-@behaviour(usage.two_fits_shuffle_differently, at=EVERYWHERE)
+@behaviour(usage.two_fits_shuffle_differently, at=few(TWO_WORKERS, of=EVERYWHERE))
 def test_two_fits_shuffle_differently(results: list[Any]) -> None:
     for first, second in results:
         assert first != second
@@ -121,12 +137,12 @@ def test_nan_on_one_replica_stops_all(results: list[Any]) -> None:
         assert math.isnan(float(loss))
 
 
-@behaviour(usage.batch_normalization_and_dropout, at=SEVERAL)
+@behaviour(usage.batch_normalization_and_dropout, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_batch_normalization_and_dropout_train(results: list[Any]) -> None:
     assert all(worker is True for worker in results)
 
 
-@behaviour(usage.logs_that_are_not_metrics, at=SEVERAL)
+@behaviour(usage.logs_that_are_not_metrics, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_logs_that_are_not_metrics_are_averaged_by_rows(
     results: list[Any], one_device: Any
 ) -> None:
@@ -135,7 +151,7 @@ def test_logs_that_are_not_metrics_are_averaged_by_rows(
         assert losses == pytest.approx(one_device[2], abs=1e-6)
 
 
-@behaviour(usage.mixed_float16, at=SEVERAL)
+@behaviour(usage.mixed_float16, at=few(TWO_WORKERS, of=SEVERAL))
 def test_mixed_float16_trains_alike_on_all_workers(results: list[Any]) -> None:
     """There is no comparison with one device, because rounding decides which steps overflow."""
     first, *others = results
@@ -145,49 +161,56 @@ def test_mixed_float16_trains_alike_on_all_workers(results: list[Any]) -> None:
     assert all(other == first for other in others)
 
 
-@behaviour(usage.saved_loaded_and_trained_again, at=SEVERAL)
+@behaviour(usage.saved_loaded_and_trained_again, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_saved_model_is_plain_keras_and_trains_on(results: list[Any]) -> None:
     assert all(worker == ["Sequential", True, True, True] for worker in results)
 
 
-@behaviour(usage.dataset_shorter_than_an_epoch, at=SEVERAL)
+@behaviour(usage.dataset_shorter_than_an_epoch, at=few(TWO_WORKERS, of=SEVERAL))
 def test_a_dataset_that_ends_early_ends_the_epoch(results: list[Any]) -> None:
     assert all(worker == 2 for worker in results)
 
 
-@pytest.mark.parametrize("place", SEVERAL)
+MISTAKES = [
+    (usage.fit_without_compile, "ModelError", "Call model.compile"),
+    (usage.prepare_a_function, "ModelError", "takes a keras.Model, not a function"),
+    (usage.overridden_make_train_function, "ModelError", "Override train_step instead"),
+    (usage.distributed_dataset, "ModelError", "Give the tf.data.Dataset of global batches"),
+    (usage.dataset_with_separate_targets, "DataError", "y does not go with a _BatchDataset"),
+    (usage.class_weight_and_sample_weight, "DataError", "Give one of them"),
+    (usage.validation_split_of_a_dataset, "DataError", "validation_split needs arrays"),
+    (usage.validation_split_of_all_rows, "DataError", "leaves one part empty"),
+    (usage.optimizer_in_a_closure, "ModelError", "Keep it as an attribute of the model"),
+    (usage.class_weight_with_two_outputs, "DataError", "several parts"),
+    (usage.ragged_input, "DataError", "a RaggedTensor cannot be read by rows"),
+    (usage.empty_dataset, "DataError", "no batches"),
+    (usage.evaluate_an_empty_dataset, "DataError", "no batches"),
+    (numbers.microbatches_with_two_updates, "ModelError", "updates more than once a step"),
+    (numbers.microbatches_with_a_scalar_loss, "ModelError", "which --microbatches splits"),
+    (numbers.microbatches_with_custom_clipping, "ModelError", "knows only after the last pass"),
+    (numbers.zero_microbatches, "ConfigError", "must be at least 1"),
+    (numbers.fewer_targets_than_inputs, "DataError", "have different numbers of rows"),
+    (numbers.fewer_targets_in_the_second_batch, "DataError", "have different numbers of rows"),
+    (numbers.batches_with_a_scalar, "DataError", "without rows"),
+    (numbers.update_in_a_condition, "ModelError", "inside a condition"),
+    (numbers.aug_mix_in_the_model, "ModelError", "Put it into the data (dataset.map)"),
+    (numbers.stateful_lstm, "ModelError", "keeps a state for each row"),
+]
+
+
+# All workers must find a mistake in the data, or the others would wait for the one that does.
 @pytest.mark.parametrize(
-    ("behaviour", "error", "words"),
+    ("behaviour", "error", "part", "place"),
     [
-        (usage.fit_without_compile, "ModelError", "Call model.compile"),
-        (usage.prepare_a_function, "ModelError", "takes a keras.Model, not a function"),
-        (usage.overridden_make_train_function, "ModelError", "Override train_step instead"),
-        (usage.distributed_dataset, "ModelError", "Give the tf.data.Dataset of global batches"),
-        (usage.dataset_with_separate_targets, "DataError", "y does not go with a _BatchDataset"),
-        (usage.class_weight_and_sample_weight, "DataError", "Give one of them"),
-        (usage.validation_split_of_a_dataset, "DataError", "validation_split needs arrays"),
-        (usage.validation_split_of_all_rows, "DataError", "leaves one part empty"),
-        (usage.optimizer_in_a_closure, "ModelError", "Keep it as an attribute of the model"),
-        (usage.class_weight_with_two_outputs, "DataError", "several parts"),
-        (usage.ragged_input, "DataError", "a RaggedTensor cannot be read by rows"),
-        (usage.empty_dataset, "DataError", "no batches"),
-        (usage.evaluate_an_empty_dataset, "DataError", "no batches"),
-        (numbers.microbatches_with_two_updates, "ModelError", "updates more than once a step"),
-        (numbers.microbatches_with_a_scalar_loss, "ModelError", "which --microbatches splits"),
-        (numbers.microbatches_with_custom_clipping, "ModelError", "knows only after the last pass"),
-        (numbers.zero_microbatches, "ConfigError", "must be at least 1"),
-        (numbers.fewer_targets_than_inputs, "DataError", "have different numbers of rows"),
-        (numbers.fewer_targets_in_the_second_batch, "DataError", "have different numbers of rows"),
-        (numbers.batches_with_a_scalar, "DataError", "without rows"),
-        (numbers.update_in_a_condition, "ModelError", "inside a condition"),
-        (numbers.aug_mix_in_the_model, "ModelError", "Put it into the data (dataset.map)"),
-        (numbers.stateful_lstm, "ModelError", "keeps a state for each row"),
+        (*mistake, place)
+        for mistake in MISTAKES
+        for place in few(TWO_WORKERS if mistake[1] == "DataError" else TWO_REPLICAS, of=SEVERAL)
     ],
 )
-def test_a_mistake_is_named(errors: list[list[str]], error: str, words: str) -> None:
+def test_a_mistake_is_named(errors: list[list[str]], error: str, part: str) -> None:
     for kind, message in errors:
         assert kind == error
-        assert words in message
+        assert part in message
 
 
 @behaviour(
@@ -216,6 +239,6 @@ def test_backup_and_restore_is_refused_on_several_workers(errors: list[list[str]
     assert [kind for kind, _ in errors] == ["ModelError"] * 2
 
 
-@behaviour(usage.pickled_model, at=SEVERAL)
+@behaviour(usage.pickled_model, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_pickled_model_has_its_weights(results: list[Any]) -> None:
     assert all(worker is True for worker in results)

@@ -5,8 +5,8 @@
     python -m tfmulti.bench --model cnn --dataset mnist --replicas 1,2,4 --workers 1,2,4 --profile
 
 --replicas counts the replicas of one process: GPUs, or logical CPU devices. --workers counts
-processes with one replica each, which are connected over loopback. Each place is measured --rounds
-times in new processes. Every second round goes through the places in reverse order. The results in
+processes with one replica each, which are connected over loopback. Each point is measured --rounds
+times in new processes. Every second round goes through the points in reverse order. The results in
 --output_dir are bench.json, bench.png, the same picture for TensorBoard (folder tensorboard) and
 the logs of the processes. The command also takes the flags of python -m tfmulti.fit that say what
 is trained. Without --dataset it measures with made-up data in the form that the model needs.
@@ -31,10 +31,10 @@ from tfmulti.bench import flags
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.matrix import Launch, Matrix, MeasurementError
 from tfmulti.bench.picture import draw, log_picture
-from tfmulti.bench.report import Report, busy_words
+from tfmulti.bench.report import Report, busy_warnings
 from tfmulti.cluster.gpus import visible_gpus
+from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.console import Say, speaker
-from tfmulti.config.flags import exit_code
 from tfmulti.config.run_directory import write_text
 from tfmulti.data.source import Source
 from tfmulti.errors import ConfigError, DeviceError
@@ -52,28 +52,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             check(config, gpus)
             measure(config, gpus, speaker(True))
 
-    return exit_code(command)
+    return exit_code_of(command)
 
 
 def check(config: BenchConfig, gpus: Sequence[str]) -> None:
-    """Checks the places, the run and the data, before anything is started or written.
+    """Checks the points, the run and the data, before anything is started or written.
 
     Raises:
         UserError: something cannot be measured as asked.
     """
     config.check_output()
-    for place in config.places:
-        if gpus and place.devices > len(gpus):
+    for point in config.points:
+        if gpus and point.devices > len(gpus):
             raise DeviceError(
-                f"{place.name} need as many GPUs, but this machine has {len(gpus)}. Use at most "
+                f"{point.name} need as many GPUs, but this machine has {len(gpus)}. Use at most "
                 f"{len(gpus)}, or set CUDA_VISIBLE_DEVICES='' to measure CPUs."
             )
-    # Between these two places only the number of devices differs.
+    # Between these two points only the number of devices differs.
     smallest, largest = (
-        pick(config.places, key=lambda place: place.devices) for pick in (min, max)
+        pick(config.points, key=lambda point: point.devices) for pick in (min, max)
     )
-    for place in dict.fromkeys((smallest, largest)):
-        run = config.checked_run(place)
+    for point in dict.fromkeys((smallest, largest)):
+        run = config.checked_run(point)
         job = validation.check(run, env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         if job.data is not None and not isinstance(job.data.train, Source):
             raise ConfigError(
@@ -87,11 +87,8 @@ def measure(
 ) -> Report:
     """Measures the matrix, prints and writes the results, and returns them.
 
-    Args:
-        config: what is measured.
-        gpus: the names of the GPUs of this machine. If there are none, CPUs are measured.
-        say: prints a labelled line.
-        launch: runs the processes of a place.
+    It measures CPUs if there are no GPUs. `say` prints a labelled line, and `launch` runs the
+    processes of a point.
 
     Raises:
         MeasurementError: a process failed, or the disk is full.
@@ -105,9 +102,9 @@ def measure(
     for line in report.table():
         print(line)
     print()
-    for line in report.words:
+    for line in report.limits:
         say("limit", line)
-    for line in report.model_words():
+    for line in report.model_lines():
         say("model", line)
     write(report, say)
     return report
@@ -116,26 +113,18 @@ def measure(
 def describe(
     config: BenchConfig, gpus: Sequence[str], cores: Sequence[int], load: float, say: Say
 ) -> None:
-    """Prints what will be measured, and warns of what may distort the figures.
-
-    Args:
-        config: what is measured.
-        gpus: the names of the GPUs of this machine.
-        cores: the cores that may be used.
-        load: the load average of this machine.
-        say: prints a labelled line.
-    """
+    """Prints what will be measured, and warns of what may distort the figures."""
     scaling = f"batch {config.batch} " + ("a replica (weak)" if config.weak else "in all (strong)")
-    say("measuring", f"{config.run.model} at {', '.join(p.name for p in config.places)}; {scaling}")
-    most = max(place.devices for place in config.places)
+    say("measuring", f"{config.run.model} at {', '.join(p.name for p in config.points)}; {scaling}")
+    most = max(point.devices for point in config.points)
     if not gpus and most > len(cores):
         say(
             "warning",
             f"{most} replicas share {len(cores)} cores: their efficiency shows the limit of the "
             "machine",
         )
-    for words in busy_words(load, len(cores)):
-        say("warning", words)
+    for line in busy_warnings(load, len(cores)):
+        say("warning", line)
 
 
 def write(report: Report, say: Say) -> None:
@@ -160,10 +149,10 @@ def write(report: Report, say: Say) -> None:
             f"{error.strerror or error}. Make room, and measure again for its files.",
             1,
         ) from None
-    say("written", f"{folder}: {', '.join(files)}" + _profile_words(config, folder))
+    say("written", f"{folder}: {', '.join(files)}" + _profile_hint(config, folder))
 
 
-def _profile_words(config: BenchConfig, folder: Path) -> str:
+def _profile_hint(config: BenchConfig, folder: Path) -> str:
     """Returns the hint at the command that shows the traces; empty without traces."""
     return f"; tensorboard --logdir {folder / 'profile'}" if config.profile else ""
 

@@ -17,7 +17,7 @@ from tfmulti.distribution import collectives, replica_context
 from tfmulti.distribution.strategies import placement_of
 
 SIZES = (4_096, 65_536, 524_288, 2_097_152, 8_388_608)  # bytes
-_IN_A_CALL, _CALLS, _BESIDE = 4, 7, 32
+_IN_A_CALL, _CALLS, _AT_ONCE = 4, 7, 32
 
 
 def all_reduce_times(
@@ -25,11 +25,8 @@ def all_reduce_times(
 ) -> tuple[tuple[int, float], ...]:
     """Returns the bytes and the seconds of one all-reduce, a sum of float32, for each size.
 
-    Every worker must call this function with the same sizes.
-
-    Args:
-        strategy: the strategy whose replicas take part.
-        sizes: the sizes of the summed tensor in bytes.
+    The sizes are those of the summed tensor in bytes. Every worker must call this function with the
+    same sizes.
     """
     return tuple((size, _seconds(strategy, size)) for size in sizes)
 
@@ -44,36 +41,37 @@ def message_seconds(strategy: tf.distribute.Strategy) -> float | None:
     Returns:
         The seconds, or None if TensorFlow's collectives connect the workers.
     """
-    place, serves = placement_of(strategy), []
+    placement, is_served = placement_of(strategy), []
 
-    def beside(count: int) -> float:
+    def seconds_of(count: int) -> float:
         """Returns the seconds of a call with some collectives that are under way together."""
 
         def on_replica() -> tf.Tensor:
-            with collectives.serving(f"bench beside {count}", place):
-                begun = collectives.begin_totals([tf.ones([16]) for _ in range(count)])
-                serves.append(begun is not None)
-                return tf.add_n([part[0] for part in begun()]) if begun else tf.constant(0.0)
+            with collectives.serving(f"bench beside {count}", placement):
+                totals = collectives.begin_totals([tf.ones([16]) for _ in range(count)])
+                is_served.append(totals is not None)
+                return tf.add_n([part[0] for part in totals()]) if totals else tf.constant(0.0)
 
         return _median_of_calls(strategy, on_replica)
 
-    one = beside(1)
-    if not all(serves):
+    alone = seconds_of(1)
+    if not all(is_served):
         return None
-    return max(0.0, (beside(1 + _BESIDE) - one) / _BESIDE / (place.workers - 1))
+    return max(0.0, (seconds_of(1 + _AT_ONCE) - alone) / _AT_ONCE / (placement.workers - 1))
 
 
 def _seconds(strategy: tf.distribute.Strategy, size: int) -> float:
     """Returns the seconds of one all-reduce of a size in bytes."""
-    count, place = max(1, size // 4), placement_of(strategy)
+    count, placement = max(1, size // 4), placement_of(strategy)
     # The sum of a constant would be computed only once, when the function is compiled.
     values = tf.Variable(tf.ones([count]))
 
     def on_replica() -> tf.Tensor:
         value = values.value()
         # Each replica has another value, because TensorFlow computes equal parts of a graph once.
-        part = (1 + replica_context.local_index(place.local_replicas) / 1024) / place.replicas
-        with collectives.serving("bench", place):
+        index = replica_context.local_index(placement.local_replicas)
+        part = (1 + index / 1024) / placement.replicas
+        with collectives.serving("bench", placement):
             for _ in range(_IN_A_CALL):
                 value = replica_context.total(part * value)
         return value[0]

@@ -1,4 +1,4 @@
-"""Defines what is measured: `BenchConfig`, and the places of its matrix."""
+"""Defines what is measured: `BenchConfig`, and the points of its matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfmulti.errors import ConfigError, RunDirError
 
 @dataclass(frozen=True, order=True)
 class MatrixPoint:
-    """A place of the matrix: the replicas of one process, or workers with one replica each.
+    """A point of the matrix: the replicas of one process, or workers with one replica each.
 
     Attributes:
         workers: the number of processes.
@@ -31,14 +31,14 @@ class MatrixPoint:
 
     @property
     def kind(self) -> str:
-        """The kind of the place: `one`, `replicas` or `workers`."""
+        """The kind of the point: `one`, `replicas` or `workers`."""
         if self.devices == 1:
             return "one"
         return "workers" if self.workers > 1 else "replicas"
 
     @property
     def name(self) -> str:
-        """The name of the place: `1 replica`, `4 replicas` or `2 workers`."""
+        """The name of the point: `1 replica`, `4 replicas` or `2 workers`."""
         if self.workers > 1:
             return f"{self.workers} workers"
         return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
@@ -46,18 +46,18 @@ class MatrixPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """A matrix of places, and the run that is measured at each of them.
+    """A matrix of points, and the run that is measured at each of them.
 
     Args:
         run: the model, the data, the batch size and the other options of `fit`. The batch size is
-            that of the global batch at every place; with `weak` it is that of each replica.
+            that of the global batch at every point; with `weak` it is that of each replica.
         replicas: the numbers of replicas in one process to measure.
         workers: the numbers of processes with one replica each to measure.
         weak: whether each replica keeps its batch size, so that the global batch grows.
-        rounds: how often each place is measured, each time in new processes.
+        rounds: how often each point is measured, each time in new processes.
         steps: how many steps are measured after the warm-up. None: as many as `measure.MEASURED_S`
             holds.
-        profile: whether each place writes a trace for TensorBoard.
+        profile: whether each point writes a trace for TensorBoard.
         output_dir: a new or empty folder for the results.
 
     Raises:
@@ -82,7 +82,7 @@ class BenchConfig:
                 f"--per_replica_batch_size {self.run.per_replica_batch_size} is valid only "
                 "with --weak. Give --weak, or --global_batch_size."
             )
-        most = max(place.devices for place in self.places)
+        most = max(point.devices for point in self.points)
         if not self.weak and self.batch < most:
             raise ConfigError(
                 f"--global_batch_size {self.batch} has fewer rows than {most} replicas. Give at "
@@ -96,32 +96,32 @@ class BenchConfig:
         )
 
     @property
-    def places(self) -> tuple[MatrixPoint, ...]:
-        """All places, each once: first those of one process, then workers, both by their size."""
-        found = [MatrixPoint(1, count) for count in sorted(self.replicas)]
-        found += [MatrixPoint(count, 1) for count in sorted(self.workers)]
-        return tuple(dict.fromkeys(found))
+    def points(self) -> tuple[MatrixPoint, ...]:
+        """All points, each once: first those of one process, then workers, both by their size."""
+        replicas = [MatrixPoint(1, count) for count in sorted(self.replicas)]
+        workers = [MatrixPoint(count, 1) for count in sorted(self.workers)]
+        return tuple(dict.fromkeys([*replicas, *workers]))
 
     @property
     def batch(self) -> int:
         """The size of the global batch; with `weak`, that of each replica."""
-        given = self.run.global_batch_size or self.run.per_replica_batch_size
-        found = given or registry.recipe_of(self.run.dataset).global_batch_size
+        option = self.run.global_batch_size or self.run.per_replica_batch_size
+        size = option or registry.recipe_of(self.run.dataset).global_batch_size
         # FitConfig refuses data without a batch size of its own unless one is given.
-        assert found is not None
-        return found
+        assert size is not None
+        return size
 
-    def global_batch_of(self, place: MatrixPoint) -> int:
-        """Returns the rows of the global batch at a place."""
-        return self.batch * place.devices if self.weak else self.batch
+    def global_batch_of(self, point: MatrixPoint) -> int:
+        """Returns the rows of the global batch at a point."""
+        return self.batch * point.devices if self.weak else self.batch
 
-    def share_of(self, place: MatrixPoint) -> int:
-        """Returns the rows of the largest replica slice at a place."""
-        return -(-self.global_batch_of(place) // place.devices)
+    def slice_rows(self, point: MatrixPoint) -> int:
+        """Returns the rows of the largest replica slice at a point."""
+        return -(-self.global_batch_of(point) // point.devices)
 
-    def run_of(self, place: MatrixPoint) -> FitConfig:
-        """Returns the configuration of the run at a place."""
-        batch, dataset = self.global_batch_of(place), self.run.dataset
+    def run_of(self, point: MatrixPoint) -> FitConfig:
+        """Returns the configuration of the run at a point."""
+        batch, dataset = self.global_batch_of(point), self.run.dataset
         # The data has four global batches, so that no batch is smaller than the others.
         if dataset == "synthetic":
             # Without --dataset a built-in model is measured with made-up data of the form it was
@@ -135,9 +135,9 @@ class BenchConfig:
         }
         return dataclasses.replace(
             self.run,
-            strategy=strategies[place.kind],
-            replicas=place.replicas,
-            ignore_cluster=place.kind != "workers",
+            strategy=strategies[point.kind],
+            replicas=point.replicas,
+            ignore_cluster=point.kind != "workers",
             dataset=dataset,
             global_batch_size=batch,
             per_replica_batch_size=None,
@@ -148,10 +148,10 @@ class BenchConfig:
             verbose="0",
         )
 
-    def checked_run(self, place: MatrixPoint) -> FitConfig:
-        """Returns the run at a place in a form that one process can check alone."""
-        run = self.run_of(place)
-        if place.kind == "workers":
+    def checked_run(self, point: MatrixPoint) -> FitConfig:
+        """Returns the run at a point in a form that one process can check alone."""
+        run = self.run_of(point)
+        if point.kind == "workers":
             run = dataclasses.replace(run, strategy="one_device", ignore_cluster=True)
         return run
 
@@ -169,13 +169,13 @@ class BenchConfig:
         check_writable("output_dir", path)
 
 
-def cores_of(place: MatrixPoint, cores: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores of each process at a place; each replica has the same number of cores.
+def cores_of(point: MatrixPoint, cores: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the cores of each process at a point; each replica has the same number of cores.
 
     Args:
-        place: the place.
+        point: the point.
         cores: the cores of this machine that may be used.
-        most: the replicas of the largest place. If they are more than the cores, each worker gets
+        most: the replicas of the largest point. If they are more than the cores, each worker gets
             one core, and several workers get the same one.
 
     >>> cores_of(MatrixPoint(2, 1), (0, 1, 2, 3), most=2)
@@ -184,9 +184,9 @@ def cores_of(place: MatrixPoint, cores: tuple[int, ...], most: int) -> tuple[tup
     ((0, 1, 2, 3),)
     """
     each = max(1, len(cores) // most)
-    if place.workers == 1:
-        return (cores[: each * place.replicas],)
+    if point.workers == 1:
+        return (cores[: each * point.replicas],)
     return tuple(
         tuple(cores[(rank * each + i) % len(cores)] for i in range(each))
-        for rank in range(place.workers)
+        for rank in range(point.workers)
     )

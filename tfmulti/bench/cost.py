@@ -45,6 +45,9 @@ from tfmulti.distribution.bucket_sizes import BUCKET_BYTES, GATHER_BYTES
 class NetworkModel:
     """The cost of messages between workers.
 
+    The methods take the number of workers, the bytes of all all-reduces together, and how many
+    all-reduces these are.
+
     Attributes:
         latency_s: the seconds of latency of a message, or of a round.
         byte_s: the seconds for a byte.
@@ -56,13 +59,7 @@ class NetworkModel:
     message_s: float | None = None
 
     def rounds(self, workers: int, size: float, collectives: int = 1) -> int:
-        """Returns how many times some all-reduces pay the latency.
-
-        Args:
-            workers: the number of workers.
-            size: the bytes of all these all-reduces together.
-            collectives: the number of all-reduces.
-        """
+        """Returns how many times some all-reduces pay the latency."""
         if self.message_s is None or workers == 1:
             return collectives * 2 * (workers - 1)
         if workers == 2 or size <= GATHER_BYTES:
@@ -70,26 +67,14 @@ class NetworkModel:
         return collectives + min(collectives, math.ceil(size / BUCKET_BYTES))
 
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:
-        """Returns the seconds that some all-reduces take for the latency, and for the bytes.
-
-        Args:
-            workers: the number of workers.
-            size: the bytes of all these all-reduces together.
-            collectives: the number of all-reduces.
-        """
+        """Returns the seconds that some all-reduces take for the latency, and for the bytes."""
         others = workers - 1
         round_s = self.latency_s + others * (self.message_s or 0.0)
         rounds = self.rounds(workers, size, collectives)
         return rounds * round_s, 2 * others / workers * size * self.byte_s
 
     def all_reduce_s(self, workers: int, size: float, collectives: int = 1) -> float:
-        """Returns the seconds of some all-reduces.
-
-        Args:
-            workers: the number of workers.
-            size: the bytes of all these all-reduces together.
-            collectives: the number of all-reduces.
-        """
+        """Returns the seconds of some all-reduces."""
         return sum(self.parts_s(workers, size, collectives))
 
 
@@ -152,8 +137,10 @@ def fit_computing(points: Sequence[tuple[int, float]]) -> Computing:
 class CostModel:
     """The cost of a step on any number of workers with cores or a device of their own.
 
+    The methods take the number of workers and the rows of each worker.
+
     Attributes:
-        link: the cost of messages between workers.
+        network: the cost of messages between workers.
         computing: the cost of computing a replica slice.
         exposed: the share of the modelled communication that a step shows, from 0 to 1.
         gradient_bytes: the bytes that all-reduces of a step sum.
@@ -164,7 +151,7 @@ class CostModel:
             worker sends to each other worker.
     """
 
-    link: NetworkModel
+    network: NetworkModel
     computing: Computing
     exposed: float
     gradient_bytes: int
@@ -173,46 +160,46 @@ class CostModel:
     waiting_ms: float = 0.0
     example_bytes: float = 0.0
 
-    def told_ms(self, workers: int, share: float) -> float:
-        """Returns the milliseconds of a step's messages, also of those that computing hides.
+    def messages_ms(self, workers: int, rows: float) -> float:
+        """Returns the milliseconds of a step's messages, also of those that computing hides."""
+        embedding_s = (workers - 1) * rows * self.example_bytes * self.network.byte_s
+        summed_s = self.network.all_reduce_s(workers, self.gradient_bytes, self.collectives)
+        return 1000 * (summed_s + embedding_s)
 
-        Args:
-            workers: the number of workers.
-            share: the rows of each worker.
-        """
-        rows_s = (workers - 1) * share * self.example_bytes * self.link.byte_s
-        summed_s = self.link.all_reduce_s(workers, self.gradient_bytes, self.collectives)
-        return 1000 * (summed_s + rows_s)
-
-    def communication_ms(self, workers: int, share: float) -> float:
-        """Returns the milliseconds of communication that a step shows, with waiting.
-
-        Args:
-            workers: the number of workers.
-            share: the rows of each worker.
-        """
+    def communication_ms(self, workers: int, rows: float) -> float:
+        """Returns the milliseconds of communication that a step shows, with waiting."""
         if workers == 1:
             return 0.0
-        return self.exposed * self.told_ms(workers, share) + self.waiting_ms
+        return self.exposed * self.messages_ms(workers, rows) + self.waiting_ms
 
-    def step_ms(self, workers: int, share: float) -> float:
-        """Returns the milliseconds of a step.
+    def step_ms(self, workers: int, rows: float) -> float:
+        """Returns the milliseconds of a step."""
+        return self.computing.ms(rows) + self.communication_ms(workers, rows) + self.other_ms
 
-        Args:
-            workers: the number of workers.
-            share: the rows of each worker.
-        """
-        return self.computing.ms(share) + self.communication_ms(workers, share) + self.other_ms
+    def as_dict(self) -> dict[str, float | None]:
+        """Returns the costs as they stand in bench.json."""
+        byte_s, message_s = self.network.byte_s, self.network.message_s
+        return {
+            "latency_us": 1e6 * self.network.latency_s,
+            "bandwidth_mb_per_s": 1e-6 / byte_s if byte_s else None,
+            "collectives_a_step": self.collectives,
+            "summed_bytes": self.gradient_bytes,
+            "row_bytes_an_example": self.example_bytes,
+            "compute_fixed_ms": self.computing.fixed_ms,
+            "compute_row_ms": self.computing.row_ms,
+            "message_us": None if message_s is None else 1e6 * message_s,
+            "exposed": self.exposed,
+            "waiting_ms": self.waiting_ms,
+            "other_ms": self.other_ms,
+        }
 
 
 def fit_exposed(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Returns the exposed share of the modelled communication, and the milliseconds of waiting.
 
-    The share is the slope that fits the pairs by least squares. If it is above 1, the share is 1,
+    The pairs are the modelled and the measured milliseconds of points with several workers. The
+    share is the slope that fits the pairs by least squares. If it is above 1, the share is 1,
     and the waiting is the mean of what was measured beyond the model.
-
-    Args:
-        pairs: the modelled and the measured milliseconds of places with several workers.
     """
     square = sum(model * model for model, _ in pairs)
     part = sum(model * ms for model, ms in pairs) / square if square else 0.0
@@ -228,7 +215,7 @@ def _least_squares(
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     av, bv = (sum(r[i] * v for r, v in zip(rows, values, strict=True)) for i in (0, 1))
     only_a, only_b = (av / aa if aa else 0.0, 0.0), (0.0, bv / bb if bb else 0.0)
-    found = [only_a, only_b]
+    candidates = [only_a, only_b]
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
         both = (av * bb - bv * ab) / determinant, (bv * aa - av * ab) / determinant
@@ -241,4 +228,4 @@ def _least_squares(
             (pair[0] * r[0] + pair[1] * r[1] - v) ** 2 for r, v in zip(rows, values, strict=True)
         )
 
-    return min(found, key=error)
+    return min(candidates, key=error)

@@ -11,13 +11,26 @@ from typing import Any
 from absl import flags
 
 from tfmulti.bench.config import BenchConfig
-from tfmulti.config.flags import config_of, help_text, make_flags, parse_into
+from tfmulti.config.flags import config_of, help_text, make_flags, parse_flags
 from tfmulti.errors import ConfigError
 
-_OWN = ("workers", "weak", "strong", "rounds", "steps", "profile", "output_dir")
+# The names, defaults and help lines of the flags of a measurement alone.
+_OWN_FLAGS: tuple[tuple[str, str | bool | None, str], ...] = (
+    ("workers", None, "Numbers of processes of one replica each, on this machine, such as 1,2,4."),
+    ("weak", False, "Keep the batch of each replica: the global one grows with them."),
+    ("strong", False, "Keep the global batch: each replica's share shrinks. The default."),
+    ("rounds", "3", "How often each point is measured, in new processes."),
+    ("steps", None, "Steps that are measured each time. Default: as many as five seconds hold."),
+    ("profile", False, "Leave a trace of some steps at each point, for TensorBoard."),
+    (
+        "output_dir",
+        None,
+        "A new folder for bench.json, bench.png and logs. Default: bench/MODEL-TIME.",
+    ),
+)
 
-# Flags of a run that a measurement does not have, or that it sets itself at each place.
-_NOT_HERE = (
+# Flags of a run that a measurement does not have, or that it sets itself at each point.
+_IGNORED = (
     *("strategy", "ignore_cluster", "epochs", "steps_per_epoch", "run_dir", "resume"),
     *("checkpoint_every_s", "checkpoint_every_steps", "keep_checkpoints", "export_dir", "verbose"),
     *("dry_run", "device_memory_gb", "log_throughput", "tracker", "validation_split", "test_split"),
@@ -27,26 +40,15 @@ _NOT_HERE = (
 def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None:
     """Returns the configuration of a command line, or None if it asked for (printed) help.
 
-    Args:
-        argv: the command line with the name of the program.
-        manual: the text above the flags in the help.
-        now: the time, for the name of the default output folder.
+    `manual` stands above the flags in the help. The time names the default output folder.
 
     Raises:
         ConfigError: a flag is unknown or wrong.
     """
     values = _flags()
-    rest = parse_into(values, argv)
-    if values.help:
-        print(help_text(manual, values, _OWN, _NOT_HERE))
+    if not parse_flags(values, argv, _IGNORED, "a measurement"):
+        print(help_text(manual, values, [name for name, *_ in _OWN_FLAGS], _IGNORED))
         return None
-    if rest:
-        raise ConfigError(
-            f"the argument {rest[0]!r} belongs to no flag. Write --flag=value, and see --help."
-        )
-    for name in _NOT_HERE:
-        if values[name].present:
-            raise ConfigError(f"--{name} has no effect on a measurement. Leave it out.")
     if values.weak and values.strong:
         raise ConfigError(
             "--weak keeps the batch of each replica and --strong the global one. Give one of them."
@@ -126,42 +128,7 @@ def _flags() -> flags.FlagValues:
         "TFLOP/s that a device can do at most, for model FLOPs utilisation. Default: that of known "
         "GPUs."
     )
-    text, switch = flags.DEFINE_string, flags.DEFINE_boolean
-    text(
-        "workers",
-        None,
-        "Numbers of processes of one replica each, on this machine, such as 1,2,4.",
-        flag_values=values,
-    )
-    switch(
-        "weak",
-        False,
-        "Keep the batch of each replica: the global one grows with them.",
-        flag_values=values,
-    )
-    switch(
-        "strong",
-        False,
-        "Keep the global batch: each replica's share shrinks. The default.",
-        flag_values=values,
-    )
-    text("rounds", "3", "How often each place is measured, in new processes.", flag_values=values)
-    text(
-        "steps",
-        None,
-        "Steps that are measured each time. Default: as many as five seconds hold.",
-        flag_values=values,
-    )
-    switch(
-        "profile",
-        False,
-        "Leave a trace of some steps at each place, for TensorBoard.",
-        flag_values=values,
-    )
-    text(
-        "output_dir",
-        None,
-        "A new folder for bench.json, bench.png and logs. Default: bench/MODEL-TIME.",
-        flag_values=values,
-    )
+    for name, default, help_line in _OWN_FLAGS:
+        define = flags.DEFINE_boolean if isinstance(default, bool) else flags.DEFINE_string
+        define(name, default, help_line, flag_values=values)
     return values

@@ -1,4 +1,4 @@
-"""Measures every place of the matrix in each round, in new processes each time."""
+"""Measures every point of the matrix in each round, in new processes each time."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Matrix:
         gpus: the names of this machine's GPUs. If there are none, CPUs are measured.
         env: the environment of the processes.
         say: prints a labelled line.
-        launch: runs the processes of a place until they end, and returns their exit code.
-        found: the results of the processes, for each place and round. `measure` fills it.
+        launch: runs the processes of a point until they end, and returns their exit code.
+        measurements: the results of the processes, for each point and round. `measure` fills it.
     """
 
     config: BenchConfig
@@ -56,49 +56,49 @@ class Matrix:
     env: Mapping[str, str]
     say: Say
     launch: Launch = supervisor.run
-    found: dict[MatrixPoint, list[list[MeasureResult]]] = field(default_factory=dict)
+    measurements: dict[MatrixPoint, list[list[MeasureResult]]] = field(default_factory=dict)
 
     def measure(self) -> None:
-        """Measures all rounds, of which every second one goes from the last place to the first.
+        """Measures all rounds, of which every second one goes from the last point to the first.
 
         Raises:
             MeasurementError: a process failed, or was stopped by a signal.
         """
         for number_of_round in range(self.config.rounds):
-            order = -1 if number_of_round % 2 else 1
-            for place in self.config.places[::order]:
-                answers = self._measured(place, number_of_round)
-                self.found.setdefault(place, []).append(answers)
-                step = answers[0].together
+            direction = -1 if number_of_round % 2 else 1
+            for point in self.config.points[::direction]:
+                results = self._measured(point, number_of_round)
+                self.measurements.setdefault(point, []).append(results)
+                step = results[0].together
                 self.say(
                     f"round {number_of_round + 1}/{self.config.rounds}",
-                    f"{place.name}: {number(1000 * step.seconds / step.steps)} ms a step, "
+                    f"{point.name}: {number(1000 * step.seconds / step.steps)} ms a step, "
                     f"{number(step.examples / step.seconds)} examples/s",
                 )
 
-    def _measured(self, place: MatrixPoint, number_of_round: int) -> list[MeasureResult]:
-        """Runs the processes of a place for one round, and returns their results by rank."""
-        words = place.name.replace(" ", "_")
+    def _measured(self, point: MatrixPoint, number_of_round: int) -> list[MeasureResult]:
+        """Runs the processes of a point for one round, and returns their results by rank."""
+        name = point.name.replace(" ", "_")
         folder = (
-            self.config.output_dir / "logs" / f"round_{number_of_round + 1}" / words
+            self.config.output_dir / "logs" / f"round_{number_of_round + 1}" / name
         ).absolute()
         folder.mkdir(parents=True)
-        profile = self.config.output_dir / "profile" / words
-        order = MeasureRequest(
-            run=self.config.run_of(place),
-            cores=cores_of(place, self.cores, max(p.devices for p in self.config.places)),
+        profile = self.config.output_dir / "profile" / name
+        request = MeasureRequest(
+            run=self.config.run_of(point),
+            cores=cores_of(point, self.cores, max(p.devices for p in self.config.points)),
             steps=self.config.steps,
-            rows_alone=self._rows_alone(place),
+            rows_alone=self._rows_alone(point),
             profile=str(profile.absolute())
             if self.config.profile and not number_of_round
             else None,
-            answers=str(folder),
+            results_dir=str(folder),
         )
-        write_text(folder / "order.json", order.to_json())
+        write_text(folder / "request.json", request.to_json())
         launch = LaunchConfig(
-            program=("tfmulti.bench.worker", str(folder / "order.json")),
+            program=("tfmulti.bench.worker", str(folder / "request.json")),
             module=True,
-            per_node=str(place.workers),
+            per_node=str(point.workers),
             max_restarts=0,
             log_dir=folder,
             terminal=(),
@@ -107,35 +107,35 @@ class Matrix:
         )
         env = {"TF_CPP_MIN_LOG_LEVEL": "2", **self.env}
         if self.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[: place.devices])
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[: point.devices])
         code = self.launch(launch, env)
         if code in _STOPPED:
             raise MeasurementError("stopped before all was measured; no bench.json.", code)
         if code:
             raise MeasurementError(
-                f"the measurement of {place.name} failed; its processes' output is in "
+                f"the measurement of {point.name} failed; its processes' output is in "
                 f"{_shown(folder)}.",
                 code,
             )
         return [
-            MeasureResult.from_json(order.answer_file(rank).read_text())
-            for rank in range(place.workers)
+            MeasureResult.from_json(request.result_file(rank).read_text())
+            for rank in range(point.workers)
         ]
 
-    def _rows_alone(self, place: MatrixPoint) -> int | None:
-        """Returns the rows of a step without peers, or None at a place of one replica.
+    def _rows_alone(self, point: MatrixPoint) -> int | None:
+        """Returns the rows of a step without peers, or None at a point of one replica.
 
         CPU replicas of one process share its cores. Without peers one device uses all these cores,
         so it computes all rows of the global batch.
         """
-        if place.kind == "one":
+        if point.kind == "one":
             return None
-        if place.kind == "replicas" and not self.gpus:
-            return self.config.global_batch_of(place)
-        return self.config.share_of(place)
+        if point.kind == "replicas" and not self.gpus:
+            return self.config.global_batch_of(point)
+        return self.config.slice_rows(point)
 
 
 def _shown(path: Path) -> str:
     """Returns a path as text, relative to the current folder if it is in there."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    current = Path.cwd()
+    return str(path.relative_to(current)) if path.is_relative_to(current) else str(path)

@@ -1,6 +1,6 @@
-"""Measures the steps of a run at one place: with peers, without peers, and the all-reduce alone.
+"""Measures the steps of a run at one point: with peers, without peers, and the all-reduce alone.
 
-The code runs in every process of the place. All processes train with peers and run all-reduces
+The code runs in every process of the point. All processes train with peers and run all-reduces
 together, in the same order. In between each process trains without peers, by itself and at the same
 time as the others.
 """
@@ -49,44 +49,40 @@ _PROFILED = 5
 _TURNS = 5
 
 
-def answer(order: MeasureRequest, cluster: Cluster | None) -> MeasureResult:
+def measure_process(request: MeasureRequest, cluster: Cluster | None) -> MeasureResult:
     """Measures what a request asks for, and returns the result of this process.
 
-    Every process of the place must call this function.
-
-    Args:
-        order: the request.
-        cluster: the cluster of the processes, or None at a place with one process.
+    Every process of the point must call this function.
 
     Raises:
         DataError: the data has batches of a fixed size, but the measurement needs several sizes.
     """
     gpus = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
-    setup = set_up(validation.check(order.run, cluster, env=gpus))
+    setup = set_up(validation.check(request.run, cluster, env=gpus))
     if not isinstance(setup.data.train, Source):
         raise DataError(
-            f"--dataset {order.run.dataset} gives batches of its own, but a measurement takes "
+            f"--dataset {request.run.dataset} gives batches of its own, but a measurement takes "
             "batches of several sizes. Give arrays, files or a Source."
         )
     model = compiled(setup)
     warm, _ = trained(setup, model, _WARM_UP)
-    executions = agreed(setup, model, warm, order.steps)
-    alone = without_peers(setup, order.rows_alone) if order.rows_alone else None
+    executions = agreed(setup, model, warm, request.steps)
+    alone = without_peers(setup, request.rows_alone) if request.rows_alone else None
     together, times, by_itself = in_turns(setup, model, alone, executions)
     several = setup.place.replicas > 1
-    if order.profile is not None:
-        profile(setup, model, Path(order.profile))
+    if request.profile is not None:
+        profile(setup, model, Path(request.profile))
     synchronized = synchronized_layers(setup, model) if several else 0
-    wire = 2 if order.run.gradient_compression != "none" and setup.place.workers > 1 else 4
+    wire = 2 if request.run.gradient_compression != "none" and setup.place.workers > 1 else 4
     sizes = [wire * math.prod(v.shape) for v in model.trainable_variables]
-    packs = packs_of(sizes) if setup.place.workers > 1 else 1
-    collectives = packs + 1 + 2 * synchronized if several else 0
-    told, rows = bytes_told(setup, model) or (sum(sizes), 0.0)
+    messages = gradient_messages(sizes) if setup.place.workers > 1 else 1
+    collectives = messages + 1 + 2 * synchronized if several else 0
+    sent, rows = sent_bytes(setup, model) or (sum(sizes), 0.0)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(model).specs)
     return MeasureResult(
         devices=device_names(setup.strategy),
         parameters=model.count_params(),
-        gradient_bytes=told,
+        gradient_bytes=sent,
         row_bytes=rows,
         collectives=collectives,
         synchronized=synchronized,
@@ -95,7 +91,7 @@ def answer(order: MeasureRequest, cluster: Cluster | None) -> MeasureResult:
         alone=by_itself,
         all_reduces=all_reduce_times(setup.strategy) if several else (),
         flops_per_example=training_flops(model, inputs),
-        peak_tflops=order.run.peak_tflops or peak_of_devices(model, setup.place.gpus),
+        peak_tflops=request.run.peak_tflops or peak_of_devices(model, setup.place.gpus),
         reader_threads=state_of(model).epoch.reader_threads,
         message_s=message_seconds(setup.strategy) if setup.place.workers > 1 else None,
     )
@@ -112,9 +108,7 @@ def compiled(setup: Setup) -> keras.Model:
 def without_peers(setup: Setup, rows: int) -> tuple[Setup, keras.Model]:
     """Returns the same run on the first device of this process, and its model after a warm-up.
 
-    Args:
-        setup: the run with peers.
-        rows: the rows of a step without peers.
+    A step has `rows` rows.
     """
     kind = "GPU" if setup.place.gpus else "CPU"
     config = setup.config
@@ -135,13 +129,8 @@ def in_turns(
 ) -> tuple[Phase, StepTimes, Phase | None]:
     """Measures steps with and without peers in turns.
 
-    Other work on the machine then affects both measurements.
-
-    Args:
-        setup: the run with peers.
-        model: its model.
-        alone: the run without peers and its model, or None.
-        executions: the number of executions to measure.
+    Other work on the machine then affects both measurements. `alone` has the run without peers and
+    its model.
 
     Returns:
         The phase with peers, the times of its steps, and the phase without peers or None.
@@ -195,19 +184,17 @@ def synchronized_layers(setup: Setup, model: keras.Model) -> int:
     )
 
 
-def packs_of(sizes: Sequence[int]) -> int:
+def gradient_messages(sizes: Sequence[int]) -> int:
     """Returns about how many messages the gradients of a step travel in.
 
-    A gradient of at least `BUCKET_BYTES` travels alone. Smaller ones share a message.
-
-    Args:
-        sizes: the bytes of each gradient.
+    A gradient of at least `BUCKET_BYTES` travels alone. Smaller ones share a message. `sizes` has
+    the bytes of each gradient.
     """
     small = [size for size in sizes if size < BUCKET_BYTES]
     return len(sizes) - len(small) + -(-sum(small) // BUCKET_BYTES)
 
 
-def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
+def sent_bytes(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
     """Returns the size of an all-reduce that sends as many bytes as a step, and its row bytes.
 
     The bytes are counted, because of an embedding only the rows of the batch travel. Every process
@@ -217,40 +204,33 @@ def bytes_told(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
         The size in bytes, and the bytes of embedding rows that each other worker gets in a step.
         None with one worker, or if TensorFlow's collectives connect the workers.
     """
-    workers, links = setup.place.workers, channel_of(setup.place)
-    if links is None:
+    workers, channel = setup.place.workers, channel_of(setup.place)
+    if channel is None:
         return None
     sent = []
     # Both calls of `fit` send the same other messages, which the difference leaves out.
     for executions in (1, 3):
-        before = np.array([links.sent_bytes, links.sent_row_bytes])
+        before = np.array([channel.sent_bytes, channel.sent_row_bytes])
         trained(setup, model, executions)
-        sent.append(np.array([links.sent_bytes, links.sent_row_bytes]) - before)
+        sent.append(np.array([channel.sent_bytes, channel.sent_row_bytes]) - before)
     each, rows = (sent[1] - sent[0]) / (2 * int(model.steps_per_execution)) / (workers - 1)
     return round(each * workers / 2), float(rows)
 
 
 def agreed(
-    setup: Setup, model: keras.Model, warm: Phase, asked: int | None, seconds: float = MEASURED_S
+    setup: Setup, model: keras.Model, warm: Phase, steps: int | None, seconds: float = MEASURED_S
 ) -> int:
     """Returns the number of executions to measure, which is the same in all processes.
 
-    Every process must call this function. Without a given number of steps, the chief's time
-    decides.
-
-    Args:
-        setup: the run with peers.
-        model: its model.
-        warm: the measured steps of the warm-up.
-        asked: the number of steps that the user has asked for, or None.
-        seconds: how long the measured steps shall take if no number was asked for.
+    Every process must call this function. If the user has asked for a number of steps, these are
+    measured. Otherwise the chief's time of the warm-up decides how many take about `seconds`.
     """
     each = int(model.steps_per_execution)
-    if asked is not None:
-        return -(-asked // each)
+    if steps is not None:
+        return -(-steps // each)
     execution_s = each * warm.seconds / warm.steps
-    own = int(np.clip(seconds / execution_s, _LEAST, _MOST))
-    return gather(setup.strategy, [own])[0][0]
+    executions = int(np.clip(seconds / execution_s, _LEAST, _MOST))
+    return gather(setup.strategy, [executions])[0][0]
 
 
 def profile(setup: Setup, model: Any, folder: Path) -> None:

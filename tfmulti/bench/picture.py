@@ -29,11 +29,7 @@ _KINDS = {"replicas": ("tab:green", "s"), "workers": ("tab:blue", "o")}
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draws a report into a file.
-
-    Args:
-        report: the results.
-        path: the file. Its ending gives the format.
+    """Draws a report into a file, whose ending gives the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -59,12 +55,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def log_picture(picture: Path, folder: Path) -> None:
-    """Writes a PNG as an image of TensorBoard, with the name `scaling`.
-
-    Args:
-        picture: the PNG file.
-        folder: the folder of the event file.
-    """
+    """Writes a PNG file into a folder of event files, as the image `scaling` of TensorBoard."""
     data = picture.read_bytes()
     # A PNG begins with its width and its height: https://www.w3.org/TR/png/#11IHDR.
     width, height = struct.unpack(">II", data[16:24])
@@ -78,18 +69,18 @@ def log_picture(picture: Path, folder: Path) -> None:
 def _draw_curves(report: Report, speed: Any, efficiency: Any) -> None:
     """Draws throughput and efficiency over the number of devices: measured, predicted and ideal."""
     results = report.results
-    base = min(results, key=lambda result: result.place.devices)
+    base = min(results, key=lambda result: result.point.devices)
     for kind, (colour, marker) in _KINDS.items():
-        shown = [r for r in results if r.place.kind in (kind, "one")]
-        if all(r.place.kind == "one" for r in shown):
+        shown = [r for r in results if r.point.kind in (kind, "one")]
+        if all(r.point.kind == "one" for r in shown):
             continue
-        x = [r.place.devices for r in shown]
+        x = [r.point.devices for r in shown]
         style = {"color": colour, "marker": marker, "label": f"measured, {kind}"}
         speed.errorbar(
             x, [r.examples_per_sec for r in shown], yerr=_spread(shown), capsize=3, **style
         )
         efficiency.plot(x, [100 * r.efficiency for r in shown], **style)
-    if all(r.place.kind == "one" for r in results):
+    if all(r.point.kind == "one" for r in results):
         speed.plot([1], [base.examples_per_sec], "ko", label="measured")
         efficiency.plot([1], [100], "ko", label="measured")
     x = [int(p["workers"]) for p in report.predicted]
@@ -103,8 +94,8 @@ def _draw_curves(report: Report, speed: Any, efficiency: Any) -> None:
         label = "predicted by the cost model, not measured"
         speed.plot(x, [p["examples_per_sec"] for p in report.predicted], label=label, **dotted)
         efficiency.plot(x, [100 * p["efficiency"] for p in report.predicted], label=label, **dotted)
-    x = x or [r.place.devices for r in results]
-    ideal = base.examples_per_sec / base.place.devices
+    x = x or [r.point.devices for r in results]
+    ideal = base.examples_per_sec / base.point.devices
     ends = [min(x), max(x)]
     speed.plot(ends, [ideal * n for n in ends], color="0.6", linestyle="--", label="ideal")
     efficiency.axhline(100, color="0.6", linestyle="--", label="ideal")
@@ -128,15 +119,15 @@ def _spread(shown: list[Result]) -> list[list[float]]:
 
 
 def _draw_parts(results: list[Result], axes: Any) -> None:
-    """Draws a bar for each place, with the parts of the time of a step on top of each other."""
-    names = [result.place.name.replace(" ", "\n") for result in results]
+    """Draws a bar for each point, with the parts of the time of a step on top of each other."""
+    names = [result.point.name.replace(" ", "\n") for result in results]
     below = [0.0] * len(results)
     for part in PARTS:
         values = [getattr(result.parts, part) for result in results]
         axes.bar(names, values, bottom=below, color=_COLOURS[part], label=part, width=0.6)
         below = [a + b for a, b in zip(below, values, strict=True)]
-    for place, total in enumerate(below):
-        axes.annotate(f"{total:.3g} ms", (place, total), ha="center", va="bottom", fontsize=9)
+    for point, total in enumerate(below):
+        axes.annotate(f"{total:.3g} ms", (point, total), ha="center", va="bottom", fontsize=9)
     axes.set(title="where a step's time goes", ylabel="ms a step")
     axes.margins(y=0.12)
     axes.legend(fontsize=8)

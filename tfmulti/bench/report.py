@@ -11,17 +11,17 @@ from typing import Any
 
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.cost import CostModel, NetworkModel
+from tfmulti.bench.limits import Situation, limits
 from tfmulti.bench.matrix import Matrix
 from tfmulti.bench.parts import PARTS
 from tfmulti.bench.results import (
     Result,
     all_reduces_of,
     cost_model,
-    link_of,
+    network_of,
     prediction,
     results_of,
 )
-from tfmulti.bench.words import Situation, limits
 from tfmulti.config.console import number
 
 
@@ -31,11 +31,11 @@ class Report:
 
     Attributes:
         config: what was measured.
-        results: the figures of each place.
+        results: the figures of each point.
         model: the cost model, or None without workers that were measured together.
         predicted: the figures that the cost model predicts. Empty without a cost model.
-        all_reduces: the replicas, bytes and seconds of all-reduces, for each kind of place.
-        words: lines that say what limits the places.
+        all_reduces: the replicas, bytes and seconds of all-reduces, for each kind of point.
+        limits: lines that say what limits the points.
         cores: the number of cores that were used.
         gpus: the number of GPUs. 0: CPUs were measured.
         load: the load average of this machine before the measurement.
@@ -46,36 +46,31 @@ class Report:
     model: CostModel | None
     predicted: list[dict[str, float]]
     all_reduces: dict[str, list[tuple[int, int, float]]]
-    words: list[str]
+    limits: list[str]
     cores: int
     gpus: int
     load: float
 
     @classmethod
     def of(cls, matrix: Matrix, load: float) -> Report:
-        """Returns the report of a matrix.
-
-        Args:
-            matrix: the measurements.
-            load: the load average of this machine before the measurement.
-        """
+        """Returns the report of a matrix; `load` is the load average before the measurement."""
         config, cores = matrix.config, len(matrix.cores)
-        results = results_of(config, matrix.found)
-        model = cost_model(config, results, matrix.found, len(matrix.gpus) or cores)
+        results = results_of(config, matrix.measurements)
+        model = cost_model(config, results, matrix.measurements, len(matrix.gpus) or cores)
         return cls(
             config,
             results,
             model,
             prediction(config, model, results) if model else [],
-            {kind: all_reduces_of(matrix.found, kind) for kind in ("replicas", "workers")},
-            [*_words(matrix, results), *busy_words(load, cores)],
+            {kind: all_reduces_of(matrix.measurements, kind) for kind in ("replicas", "workers")},
+            [*_limits(matrix, results), *busy_warnings(load, cores)],
             cores,
             len(matrix.gpus),
             load,
         )
 
     def table(self) -> list[str]:
-        """Returns the lines of the table, which has one row for each place."""
+        """Returns the lines of the table, which has one row for each point."""
         names = ["place", "batch", "ms/step", "p90", "examples/s", "efficiency", *PARTS]
         rows = [names, *(self._row(result) for result in self.results)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
@@ -89,9 +84,9 @@ class Report:
         return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
     def _row(self, result: Result) -> list[str]:
-        """Returns the cells of a place's row."""
+        """Returns the cells of a point's row."""
         return [
-            result.place.name,
+            result.point.name,
             str(result.global_batch),
             number(result.step_ms),
             number(result.percentiles_ms["p90"]),
@@ -100,16 +95,17 @@ class Report:
             *(number(round(getattr(result.parts, name), 3)) for name in PARTS),
         ]
 
-    def model_words(self) -> list[str]:
+    def model_lines(self) -> list[str]:
         """Returns lines that describe the cost model and its prediction."""
         if self.model is None:
             return ["no prediction: it takes --workers 2 or more to measure an all-reduce"]
         model, last = self.model, self.predicted[-1]
-        speed = f"{1e-6 / model.link.byte_s:,.0f} MB/s" if model.link.byte_s else "no limit seen"
+        byte_s = model.network.byte_s
+        speed = f"{1e-6 / byte_s:,.0f} MB/s" if byte_s else "no limit seen"
         return [
-            f"all-reduce: {_latency_words(model.link)}, {speed}; a step "
+            f"all-reduce: {_latency_text(model.network)}, {speed}; a step "
             f"has {model.collectives} of {model.gradient_bytes / 1e6:.3g} MB in all"
-            f"{_row_words(model.example_bytes)}, and "
+            f"{_row_text(model.example_bytes)}, and "
             f"{model.exposed:.0%} of their time is not hidden by computing; waiting: "
             f"{model.waiting_ms:.3g} ms",
             f"predicted (not measured): {last['workers']:.0f} workers like these, each with cores "
@@ -126,7 +122,7 @@ class Report:
                 "cores_used": self.cores,
                 "gpus": self.gpus,
                 "load_before": self.load,
-                "devices": list(self.results[0].answers[0].devices),
+                "devices": list(self.results[0].processes[0].devices),
                 "system": platform.platform(),
             },
             "versions": {
@@ -135,9 +131,9 @@ class Report:
             "run": dataclasses.asdict(config.run),
             "scaling": "weak" if config.weak else "strong",
             "rounds": config.rounds,
-            "parameters": self.results[0].answers[0].parameters,
-            "gradient_bytes": self.results[-1].answers[0].gradient_bytes,
-            "flops_per_example": self.results[0].answers[0].flops_per_example,
+            "parameters": self.results[0].processes[0].parameters,
+            "gradient_bytes": self.results[-1].processes[0].gradient_bytes,
+            "flops_per_example": self.results[0].processes[0].flops_per_example,
             "places": [result.as_dict() for result in self.results],
             "all_reduces": {
                 kind: [
@@ -146,44 +142,29 @@ class Report:
                 ]
                 for kind, points in self.all_reduces.items()
             },
-            "cost_model": model
-            and {
-                "latency_us": 1e6 * model.link.latency_s,
-                "bandwidth_mb_per_s": 1e-6 / model.link.byte_s if model.link.byte_s else None,
-                "collectives_a_step": model.collectives,
-                "summed_bytes": model.gradient_bytes,
-                "row_bytes_an_example": model.example_bytes,
-                "compute_fixed_ms": model.computing.fixed_ms,
-                "compute_row_ms": model.computing.row_ms,
-                "message_us": None if model.link.message_s is None else 1e6 * model.link.message_s,
-                "exposed": model.exposed,
-                "waiting_ms": model.waiting_ms,
-                "other_ms": model.other_ms,
-            },
+            "cost_model": model and model.as_dict(),
             "predicted_not_measured": self.predicted,
-            "limits": self.words,
+            "limits": self.limits,
         }
 
 
-def _row_words(example_bytes: float) -> str:
-    """Returns the words for the rows of embeddings that workers send, or an empty text."""
+def _row_text(example_bytes: float) -> str:
+    """Returns the text about the rows of embeddings that workers send, or an empty text."""
     return f" and {example_bytes:,.0f} bytes of rows an example" if example_bytes else ""
 
 
-def _latency_words(link: NetworkModel) -> str:
-    """Returns the words for the latency, of a ring or of rounds of messages."""
-    if link.message_s is None:
-        return f"latency {1e6 * link.latency_s:,.0f} µs a message"
-    each = 1e6 * link.message_s
-    return f"latency {1e6 * link.latency_s:,.0f} µs a round, {each:,.0f} µs a message"
+def _latency_text(network: NetworkModel) -> str:
+    """Returns the text about the latency, of a ring or of rounds of messages."""
+    if network.message_s is None:
+        return f"latency {1e6 * network.latency_s:,.0f} µs a message"
+    each = 1e6 * network.message_s
+    return f"latency {1e6 * network.latency_s:,.0f} µs a round, {each:,.0f} µs a message"
 
 
-def busy_words(load: float, cores: int) -> list[str]:
+def busy_warnings(load: float, cores: int) -> list[str]:
     """Returns a warning if other programs use this machine, else nothing.
 
-    Args:
-        load: the load average of this machine before the measurement.
-        cores: the number of cores that are used.
+    `load` is the load average before the measurement.
     """
     if load <= cores / 4:
         return []
@@ -193,39 +174,39 @@ def busy_words(load: float, cores: int) -> list[str]:
     ]
 
 
-def _words(matrix: Matrix, results: Sequence[Result]) -> list[str]:
-    """Returns what limits the largest place of each kind.
+def _limits(matrix: Matrix, results: Sequence[Result]) -> list[str]:
+    """Returns what limits the largest point of each kind.
 
-    One replica is included only if no other place was measured.
+    One replica is included only if no other point was measured.
     """
     config, cores, on_cpus = matrix.config, len(matrix.cores), not matrix.gpus
-    largest = {result.place.kind: result for result in results}
+    largest = {result.point.kind: result for result in results}
     if len(largest) > 1:
         largest.pop("one", None)
-    one = next((result for result in results if result.place.kind == "one"), None)
-    found = []
+    one = next((result for result in results if result.point.kind == "one"), None)
+    lines = []
     for kind, result in largest.items():
-        place, alone, answer = result.place, None, result.answers[0]
-        own_devices = kind == "workers" or not on_cpus
-        if one is not None and kind != "one" and own_devices and place.devices <= cores:
-            part = 1.0 if config.weak else config.share_of(place) / config.batch
+        point, alone, process = result.point, None, result.processes[0]
+        has_own_devices = kind == "workers" or not on_cpus
+        if one is not None and kind != "one" and has_own_devices and point.devices <= cores:
+            part = 1.0 if config.weak else config.slice_rows(point) / config.batch
             alone = one.parts.compute * part
         situation = Situation(
-            name=place.name,
+            name=point.name,
             kind=kind,
-            devices=place.devices,
+            devices=point.devices,
             parts=result.parts,
             run=config.run,
             weak=config.weak,
-            gradient_bytes=answer.gradient_bytes,
-            collectives=answer.collectives,
-            synchronized=answer.synchronized,
-            link=link_of(matrix.found, kind),
+            gradient_bytes=process.gradient_bytes,
+            collectives=process.collectives,
+            synchronized=process.synchronized,
+            network=network_of(matrix.measurements, kind),
             computing_alone=alone,
-            reader_threads=answer.reader_threads,
+            reader_threads=process.reader_threads,
             cores=cores,
-            shares_cores=on_cpus and place.devices > cores,
+            shares_cores=on_cpus and point.devices > cores,
             gpus=not on_cpus,
         )
-        found += limits(situation)
-    return found
+        lines += limits(situation)
+    return lines

@@ -14,7 +14,7 @@ from tfmulti.config.fit_config import FitConfig
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """One measurement, described in the same words to all processes of a place.
+    """One measurement, described in the same way to all processes of a point.
 
     Attributes:
         run: the run to measure.
@@ -23,7 +23,7 @@ class MeasureRequest:
         rows_alone: the rows of a step on one device without peers, which is the same work on the
             same cores or device. None: the process has no peers.
         profile: the folder for a trace, or None.
-        answers: the folder for the files of the results, one for each rank.
+        results_dir: the folder for the files of the results, one for each rank.
     """
 
     run: FitConfig
@@ -31,7 +31,7 @@ class MeasureRequest:
     steps: int | None
     rows_alone: int | None
     profile: str | None
-    answers: str
+    results_dir: str
 
     def to_json(self) -> str:
         """Returns the request as JSON."""
@@ -45,9 +45,9 @@ class MeasureRequest:
         values["cores"] = tuple(map(tuple, values["cores"]))
         return cls(**values)
 
-    def answer_file(self, rank: int) -> Path:
+    def result_file(self, rank: int) -> Path:
         """Returns the file for the result of a process."""
-        return Path(self.answers) / f"{rank}.json"
+        return Path(self.results_dir) / f"{rank}.json"
 
 
 @dataclass(frozen=True)

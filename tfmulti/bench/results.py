@@ -1,7 +1,8 @@
-"""Computes the figures of each place from the measurements, the cost model and the prediction."""
+"""Computes the figures of each point from the measurements, the cost model and the prediction."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,35 +13,35 @@ from tfmulti.bench.cost import CostModel, NetworkModel, fit_computing, fit_expos
 from tfmulti.bench.parts import TimeParts
 from tfmulti.bench.request import MeasureResult
 
-Found = Mapping[MatrixPoint, Sequence[Sequence[MeasureResult]]]
+Measurements = Mapping[MatrixPoint, Sequence[Sequence[MeasureResult]]]
 
 PREDICTED = (1, 2, 4, 8, 16, 32, 64)  # workers
 
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of a place, from the round whose step time is the median of all rounds.
+    """The figures of a point, from the round whose step time is the median of all rounds.
 
     Attributes:
-        place: the place.
+        point: the measured point.
         global_batch: the rows of the global batch.
         parts: the parts of the time of a step, as means over the processes. They add up to
             `step_ms`.
         percentiles_ms: percentiles of the time of a step on the chief.
         rounds_ms: the mean time of a step in each round.
         examples_per_sec: the examples of all replicas in a second.
-        efficiency: the examples per second and replica, divided by those of the smallest place.
-        answers: the results of the processes, by rank.
+        efficiency: the examples per second and replica, divided by those of the smallest point.
+        processes: the results of the processes, by rank.
     """
 
-    place: MatrixPoint
+    point: MatrixPoint
     global_batch: int
     parts: TimeParts
     percentiles_ms: Mapping[str, float]
     rounds_ms: tuple[float, ...]
     examples_per_sec: float
     efficiency: float
-    answers: tuple[MeasureResult, ...]
+    processes: tuple[MeasureResult, ...]
 
     @property
     def step_ms(self) -> float:
@@ -50,18 +51,18 @@ class Result:
     @property
     def device_tflops(self) -> float | None:
         """The TFLOP/s of the model on each device, or None if its operations are not known."""
-        flops = self.answers[0].flops_per_example
+        flops = self.processes[0].flops_per_example
         if flops is None:
             return None
-        return self.examples_per_sec / self.place.devices * flops / 1e12
+        return self.examples_per_sec / self.point.devices * flops / 1e12
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the figures as they stand in bench.json."""
-        first, place = self.answers[0], self.place
-        found: dict[str, Any] = {
-            "place": place.name,
-            "workers": place.workers,
-            "replicas": place.replicas,
+        first, point = self.processes[0], self.point
+        figures: dict[str, Any] = {
+            "place": point.name,
+            "workers": point.workers,
+            "replicas": point.replicas,
             "global_batch_size": self.global_batch,
             "examples_per_sec": self.examples_per_sec,
             "efficiency": self.efficiency,
@@ -73,107 +74,111 @@ class Result:
             "all_reduce_ms": {str(size): 1000 * seconds for size, seconds in first.all_reduces},
         }
         if self.device_tflops is not None:
-            found["device_tflops_per_sec"] = self.device_tflops
+            figures["device_tflops_per_sec"] = self.device_tflops
             if first.peak_tflops is not None:
-                found["mfu"] = self.device_tflops / first.peak_tflops
-        return found
+                figures["mfu"] = self.device_tflops / first.peak_tflops
+        return figures
 
 
-def results_of(config: BenchConfig, found: Found) -> list[Result]:
-    """Returns the figures of each place, in the order of the places."""
+def results_of(config: BenchConfig, measurements: Measurements) -> list[Result]:
+    """Returns the figures of each point, in the order of the points."""
     middle, rounds_ms = {}, {}
-    for place, rounds in found.items():
-        steps = [TimeParts.mean([answer.parts for answer in answers]).step_ms for answers in rounds]
-        middle[place] = rounds[steps.index(statistics.median_low(steps))]
-        rounds_ms[place] = tuple(steps)
-    speeds = {place: examples_per_sec(answers) for place, answers in middle.items()}
-    base = min(found, key=lambda place: place.devices)
+    for point, rounds in measurements.items():
+        steps = [_parts_of(processes).step_ms for processes in rounds]
+        middle[point] = rounds[steps.index(statistics.median_low(steps))]
+        rounds_ms[point] = tuple(steps)
+    speeds = {point: examples_per_sec(processes) for point, processes in middle.items()}
+    base = min(measurements, key=lambda point: point.devices)
     return [
         Result(
-            place,
-            config.global_batch_of(place),
-            TimeParts.mean([answer.parts for answer in middle[place]]),
-            middle[place][0].step_ms,
-            rounds_ms[place],
-            speeds[place],
-            speeds[place] / place.devices / (speeds[base] / base.devices),
-            tuple(middle[place]),
+            point,
+            config.global_batch_of(point),
+            _parts_of(middle[point]),
+            middle[point][0].step_ms,
+            rounds_ms[point],
+            speeds[point],
+            speeds[point] / point.devices / (speeds[base] / base.devices),
+            tuple(middle[point]),
         )
-        for place in config.places
+        for point in config.points
     ]
 
 
-def examples_per_sec(answers: Sequence[MeasureResult]) -> float:
+def _parts_of(processes: Sequence[MeasureResult]) -> TimeParts:
+    """Returns the mean parts of the time of a step over the processes of a point."""
+    return TimeParts.mean([process.parts for process in processes])
+
+
+def examples_per_sec(processes: Sequence[MeasureResult]) -> float:
     """Returns the examples of all replicas per second, by the mean step of the processes."""
-    step = answers[0].together
-    return 1000 * step.examples / step.steps / TimeParts.mean([a.parts for a in answers]).step_ms
+    step = processes[0].together
+    return 1000 * step.examples / step.steps / _parts_of(processes).step_ms
 
 
-def all_reduces_of(found: Found, kind: str) -> list[tuple[int, int, float]]:
-    """Returns the replicas, bytes and seconds of the all-reduces at the places of a kind.
+def all_reduces_of(measurements: Measurements, kind: str) -> list[tuple[int, int, float]]:
+    """Returns the replicas, bytes and seconds of the all-reduces at the points of a kind.
 
-    The seconds are the median over all rounds and processes of a place.
+    The seconds are the median over all rounds and processes of a point.
     """
     times: dict[tuple[int, int], list[float]] = {}
-    for place, rounds in found.items():
-        if place.kind == kind:
-            for answer in (answer for answers in rounds for answer in answers):
-                for size, seconds in answer.all_reduces:
-                    times.setdefault((place.devices, size), []).append(seconds)
+    for point, rounds in measurements.items():
+        if point.kind == kind:
+            for process in itertools.chain(*rounds):
+                for size, seconds in process.all_reduces:
+                    times.setdefault((point.devices, size), []).append(seconds)
     return [(n, size, statistics.median(each)) for (n, size), each in sorted(times.items())]
 
 
-def link_of(found: Found, kind: str) -> NetworkModel | None:
-    """Returns the network model of a kind of places, or None if no all-reduce was measured."""
+def network_of(measurements: Measurements, kind: str) -> NetworkModel | None:
+    """Returns the network model of a kind of points, or None if no all-reduce was measured."""
     messages = [
-        answer.message_s
-        for place, rounds in found.items()
-        if place.kind == kind
-        for answers in rounds
-        for answer in answers
-        if answer.message_s is not None
+        process.message_s
+        for point, rounds in measurements.items()
+        if point.kind == kind
+        for process in itertools.chain(*rounds)
+        if process.message_s is not None
     ]
     message_s = statistics.median(messages) if messages else None
-    return fit_network(all_reduces_of(found, kind), message_s)
+    return fit_network(all_reduces_of(measurements, kind), message_s)
 
 
 def cost_model(
-    config: BenchConfig, results: Sequence[Result], found: Found, most: int
+    config: BenchConfig, results: Sequence[Result], measurements: Measurements, most: int
 ) -> CostModel | None:
     """Returns the cost model of workers that each have cores or a device of their own.
 
     Args:
         config: what was measured.
-        results: the figures of each place.
-        found: the measurements of each place.
-        most: how many workers can have cores or a device of their own. Places with more workers are
-            used only if no place with 2 to `most` workers was measured.
+        results: the figures of each point.
+        measurements: the measurements of each point.
+        most: how many workers can have cores or a device of their own. Points with more workers are
+            used only if no point with 2 to `most` workers was measured.
 
     Returns:
-        The model, or None if no place with several workers was measured.
+        The model, or None if no point with several workers was measured.
     """
-    workers = [result for result in results if result.place.kind != "replicas"]
-    own = [result for result in workers if result.place.devices <= most]
-    if all(result.place.devices == 1 for result in own):
-        own = workers
-    places = {result.place for result in own}
-    link = link_of({place: found[place] for place in found if place in places}, "workers")
-    if link is None:
+    workers = [result for result in results if result.point.kind != "replicas"]
+    used = [result for result in workers if result.point.devices <= most]
+    if all(result.point.devices == 1 for result in used):
+        used = workers
+    measured = {result.point: measurements[result.point] for result in used}
+    network = network_of(measured, "workers")
+    if network is None:
         return None
-    most_of, answer = own[-1].place, own[-1].answers[0]
+    largest, process = used[-1].point, used[-1].processes[0]
     model = CostModel(
-        link,
-        fit_computing([(config.share_of(r.place), r.parts.compute) for r in own]),
+        network,
+        fit_computing([(config.slice_rows(r.point), r.parts.compute) for r in used]),
         exposed=1.0,
-        gradient_bytes=round(answer.gradient_bytes - answer.row_bytes * most_of.devices / 2),
-        collectives=answer.collectives,
-        other_ms=statistics.mean(r.parts.input + r.parts.host for r in own),
-        example_bytes=answer.row_bytes / config.share_of(most_of),
+        gradient_bytes=round(process.gradient_bytes - process.row_bytes * largest.devices / 2),
+        collectives=process.collectives,
+        other_ms=statistics.mean(r.parts.input + r.parts.host for r in used),
+        example_bytes=process.row_bytes / config.slice_rows(largest),
     )
-    several = [r for r in own if r.place.devices > 1]
+    several = [r for r in used if r.point.devices > 1]
     exposed, waiting_ms = fit_exposed(
         [
-            (model.told_ms(r.place.devices, config.share_of(r.place)), r.parts.communication)
+            (model.messages_ms(r.point.devices, config.slice_rows(r.point)), r.parts.communication)
             for r in several
         ]
     )
@@ -186,24 +191,19 @@ def prediction(
     """Returns the predicted figures for up to 64 workers, and for the measured numbers of workers.
 
     Numbers of workers above the rows of the global batch are left out. The efficiency is relative
-    to the smallest measured place.
-
-    Args:
-        config: what was measured.
-        model: the cost model.
-        results: the figures of each place.
+    to the smallest measured point.
     """
-    found = []
-    base = min(results, key=lambda result: result.place.devices)
-    first = base.examples_per_sec / base.place.devices
+    figures = []
+    base = min(results, key=lambda result: result.point.devices)
+    first = base.examples_per_sec / base.point.devices
     for workers in sorted({*PREDICTED, *config.workers}):
-        place = MatrixPoint(workers, 1)
-        batch = config.global_batch_of(place)
+        point = MatrixPoint(workers, 1)
+        batch = config.global_batch_of(point)
         if batch < workers:
             break
         step_ms = model.step_ms(workers, batch / workers)
         speed = 1000 * batch / step_ms
-        found.append(
+        figures.append(
             {
                 "workers": workers,
                 "step_ms": step_ms,
@@ -212,4 +212,4 @@ def prediction(
                 "efficiency": speed / workers / first,
             }
         )
-    return found
+    return figures

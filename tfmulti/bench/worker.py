@@ -1,6 +1,6 @@
 """Runs one measured process, which takes its cores, measures and writes its result.
 
-    python -m tfmulti.bench.worker ORDER.json
+    python -m tfmulti.bench.worker REQUEST.json
 
 The launcher starts it.
 """
@@ -23,20 +23,20 @@ from tfmulti.launch.workers import THREADS
 
 def main(argv: Sequence[str]) -> int:
     """Measures what the file of a request asks for, and returns the exit code."""
-    order = MeasureRequest.from_json(Path(argv[0]).read_text())
+    request = MeasureRequest.from_json(Path(argv[0]).read_text())
     cluster, _ = find_cluster(os.environ)
     rank = 0 if cluster is None else cluster.rank
-    take_cores(order.cores[rank])
+    take_cores(request.cores[rank])
     try:
         with garbage_collection.importing():
             # TensorFlow counts its threads when it is imported, which must be after `take_cores`.
             from tfmulti.bench import measure
 
-        answer = measure.answer(order, None if order.run.ignore_cluster else cluster)
+        result = measure.measure_process(request, None if request.run.ignore_cluster else cluster)
     except TfmultiError as error:
         print_error(error)
         return int(error.exit_code)
-    write_text(order.answer_file(rank), answer.to_json())
+    write_text(request.result_file(rank), result.to_json())
     return EXIT_DONE
 
 

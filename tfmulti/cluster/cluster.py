@@ -140,7 +140,7 @@ class Cluster:
         return not self.is_evaluator and self.rank == 0
 
     def for_rank(self, rank: int) -> Cluster:
-        """Returns the same cluster with the worker of the given rank as its own task.
+        """Returns the same cluster with the worker of rank `rank` as its own task.
 
         Raises:
             ClusterError: the rank is below 0, or not below the number of workers.
@@ -161,7 +161,7 @@ class Cluster:
 
     @classmethod
     def from_tf_config(cls, text: str) -> Cluster:
-        """Returns the cluster that the text of TF_CONFIG describes.
+        """Returns the cluster that `text`, the value of TF_CONFIG, describes.
 
         The text may leave out the `chief` job, call it `master`, describe an `evaluator` task, and
         have further keys.
@@ -276,24 +276,24 @@ def host_of(address: str) -> str:
 
 def _check_addresses(jobs: Mapping[str, tuple[str, ...]]) -> None:
     """Raises ClusterError if an address is not `host:port`, or if two tasks have the same one."""
-    seen: dict[str, str] = {}
+    location_of: dict[str, str] = {}
     for name, addresses in jobs.items():
         for index, address in enumerate(addresses):
-            place = f"TF_CONFIG['cluster'][{name!r}][{index}]"
+            location = f"TF_CONFIG['cluster'][{name!r}][{index}]"
             match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
             if match is None:
                 raise ClusterError(
-                    f"{place} is {_shown(address)}, but an address must be 'host:port', "
+                    f"{location} is {_shown(address)}, but an address must be 'host:port', "
                     "such as '10.0.0.1:2222' or '[fe80::1]:2222'."
                 )
             if not 1 <= (whole_number(match["port"]) or 0) <= 65535:
                 raise ClusterError(
-                    f"{place} is {_shown(address)}: port {match['port'][:_SHOWN]} is outside "
+                    f"{location} is {_shown(address)}: port {match['port'][:_SHOWN]} is outside "
                     "1..65535."
                 )
-            if address in seen:
+            if address in location_of:
                 raise ClusterError(
-                    f"{place} is {address!r}, which {seen[address]} has already: "
+                    f"{location} is {address!r}, which {location_of[address]} has already: "
                     "each worker needs an address of its own."
                 )
-            seen[address] = place
+            location_of[address] = location

@@ -1,19 +1,24 @@
-"""Reads the command line of commands without absl's flags, and turns each mistake into one line.
+"""Runs the commands, and reads the command lines of those without absl's flags.
 
-`Parser` is an argparse parser whose errors are ConfigErrors. `exit_code_of` runs a command.
+`Parser` is an argparse parser whose errors are ConfigErrors. `exit_code_of` runs a command, and
+turns each error of tfmulti into one line.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tfmulti.config import limited_reading
 from tfmulti.config.troubleshooting import print_error
-from tfmulti.errors import EXIT_DONE, ConfigError, TfmultiError, did_you_mean
+from tfmulti.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TfmultiError, did_you_mean
+
+_EXIT_NO_READER = 128 + signal.SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,22 +77,42 @@ def whole_number(text: str) -> int:
     return number
 
 
-def exit_code_of(command: Callable[[], None]) -> int:
+def exit_code_of(command: Callable[[], int | None]) -> int:
     """Runs a command that prints to standard output, and returns its exit code.
 
     An error of tfmulti is printed in one line. If the reader of the output ends first, as in
-    `tfmulti env | head -1`, the rest is not printed.
+    `tfmulti fit --help | head -1`, the command ends without a message. If it has not done its work
+    by then, its exit code is 141, as of a program that SIGPIPE ends.
 
     Args:
-        command: the command.
+        command: returns the exit code, or None if all went well.
     """
+    code = _EXIT_NO_READER
     try:
-        command()
+        try:
+            code = command() or EXIT_DONE
+        except TfmultiError as error:
+            print_error(error)
+            code = int(error.exit_code)
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+        except SystemExit as end:
+            # argparse ends so after it has shown the help.
+            if end.code:
+                raise
+            code = EXIT_DONE
         sys.stdout.flush()
-    except TfmultiError as error:
-        print_error(error)
-        return int(error.exit_code)
     except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout.fileno()):
+            # A connection to another worker has ended.
+            raise
         # Python writes the rest when it exits, and that would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_DONE
+    return code
+
+
+def _has_lost_its_reader(output: int) -> bool:
+    """Returns whether nobody can read any more what is written to a descriptor, see poll(2)."""
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

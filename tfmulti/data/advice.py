@@ -19,11 +19,11 @@ def advice(share: float, threads: int | None, *, cached: bool, cores: int = 0) -
     >>> advice(0.61, 2, cached=False, cores=4)
     'input-bound: 61 % of the step is waiting for data; try --reader_threads 4'
     """
-    words = f"input-bound: {share:.0%} of the step is waiting for data; ".replace("%", " %", 1)
+    message = f"input-bound: {share:.0%} of the step is waiting for data; ".replace("%", " %", 1)
     if threads is None:
-        return words + "the Dataset yields too slowly: give it num_parallel_calls and prefetch"
+        return message + "the Dataset yields too slowly: give it num_parallel_calls and prefetch"
     if threads < cores:
-        return words + f"try --reader_threads {cores}"
+        return message + f"try --reader_threads {cores}"
     if not cached:
-        return words + "try --cache memory, or --cache disk where that is too large"
-    return words + "reading takes all cores: give it more of them, or smaller examples"
+        return message + "try --cache memory, or --cache disk where that is too large"
+    return message + "reading takes all cores: give it more of them, or smaller examples"

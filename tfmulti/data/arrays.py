@@ -31,9 +31,9 @@ class ArraySource(Source):
         self.data = map_nest(functools.partial(_as_array, floats=floats), data)
         lengths = {name: len(array) for name, array in _named(self.data)}
         if len(set(lengths.values())) != 1:
-            words = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
+            shown = ", ".join(f"{name} has {rows}" for name, rows in lengths.items())
             raise DataError(
-                f"the arrays differ in length: {words} rows. Each example needs its row in all."
+                f"the arrays differ in length: {shown} rows. Each example needs its row in all."
             )
         self._rows = next(iter(lengths.values()))
         if not self._rows:
@@ -51,7 +51,7 @@ class ArraySource(Source):
         return self._specs
 
     def read(self, indices: Any, epoch: int = 0) -> Any:
-        """Returns the rows at `indices` in that order; `indices` is a vector of whole numbers."""
+        """Returns the rows at `indices`, a vector of whole numbers; `epoch` changes nothing."""
 
         def take(array: np.ndarray, leaf: Leaf) -> np.ndarray:
             rows: np.ndarray = np.take(array, indices, axis=0)
@@ -67,11 +67,11 @@ class ArraySource(Source):
 
     def digest(self) -> int:
         # The first, the middle and the last row stand for all rows, which are not read.
-        found = super().digest()
+        checksum = super().digest()
         for leaf in leaves_of(self.data):
             rows = leaf[[0, len(leaf) // 2, -1]]
-            found = zlib.crc32(str(rows.tolist()).encode(), found)
-        return found
+            checksum = zlib.crc32(str(rows.tolist()).encode(), checksum)
+        return checksum
 
     def labels(self) -> np.ndarray | None:
         y = self.data[1] if isinstance(self.data, tuple) and len(self.data) > 1 else None

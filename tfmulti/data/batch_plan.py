@@ -1,8 +1,10 @@
-"""Which examples the global batches hold, and which of them each worker reads.
+"""The batch plan: which examples each global batch holds, and which of them each worker reads.
 
-The examples of a step are a function of (seed, epoch, step). They are computed when they are
-needed, in microseconds and constant memory, with NumPy alone. So the position in the data is one
-number, the step, and a run can resume at any step at once.
+Let B be the global batch size, and π the permutation of (seed, epoch), from `permutation`. Row i of
+global batch k of an epoch is the example π(k·B + i). `sharding` divides the rows among the
+replicas. The examples of a step are thus a function of (seed, epoch, step). They are computed when
+they are needed, in microseconds and constant memory, with NumPy alone. So the position in the data
+is one number, the step, and a run can resume at any step at once.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tfmulti.data.permutation import Permutation
 class WorkerPart:
     """The rows [begin, end) of a global batch of `rows` rows that one worker reads.
 
-    `shares` has one entry `(first, last, counts)` for each replica of the worker: the replica
+    `slices` has one entry `(first, last, counts)` for each replica of the worker: the replica
     reads the rows [first, last) of the global batch. A replica without rows of its own reads one
     row, and its `counts` is False.
     """
@@ -31,7 +33,7 @@ class WorkerPart:
     rows: int
     begin: int
     end: int
-    shares: tuple[tuple[int, int, bool], ...]
+    slices: tuple[tuple[int, int, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,17 @@ class BatchPlan:
             local_replicas: the number of replicas of the worker.
             replicas: the number of replicas of all workers.
 
-        >>> BatchPlan(30, 30).part(0, first_replica=6, local_replicas=2, replicas=8).shares
+        >>> BatchPlan(30, 30).part(0, first_replica=6, local_replicas=2, replicas=8).slices
         ((24, 27, True), (27, 30, True))
         """
         epoch, in_epoch = divmod(step, self.steps_per_epoch)
         first, last = sharding.batch_bounds(in_epoch, self.examples, self.global_batch_size)
-        rows, shares = last - first, []
+        rows, slices = last - first, []
         for replica in range(first_replica, first_replica + local_replicas):
-            start, stop = sharding.share_bounds(rows, replicas, replica)
-            shares.append((*sharding.rows_to_read(start, stop, rows), stop > start))
-        begin, end = min(s[0] for s in shares), max(s[1] for s in shares)
-        return WorkerPart(step, epoch, rows, begin, end, tuple(shares))
+            start, stop = sharding.slice_bounds(rows, replicas, replica)
+            slices.append((*sharding.rows_to_read(start, stop, rows), stop > start))
+        begin, end = min(s[0] for s in slices), max(s[1] for s in slices)
+        return WorkerPart(step, epoch, rows, begin, end, tuple(slices))
 
     def examples_of(self, part: WorkerPart) -> np.ndarray:
         """Returns the indices of the examples of a worker's part, int64 [end - begin]."""

@@ -11,9 +11,10 @@ import numpy as np
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.source import Source
 
+PARTS = ("train", "validation", "test")
 CLASSIFICATION, REGRESSION = "classification", "regression"
 # A description names at most this many classes.
-_NAMED = 5
+_MAX_NAMED = 5
 
 # The function runs its argument on the chief, and returns the resulting bytes on every worker.
 FromChief = Callable[[Callable[[], bytes]], bytes]
@@ -60,11 +61,11 @@ class DataSpec:
             shape += f" tokens of {self.vocabulary_size:,}"
         noun = "class" if self.task == CLASSIFICATION else "value"
         plural = "es" if noun == "class" else "s"
-        words = f"{shape}, {self.outputs} {noun}{plural if self.outputs != 1 else ''}"
+        form = f"{shape}, {self.outputs} {noun}{plural if self.outputs != 1 else ''}"
         if self.class_names is None:
-            return words
-        more = ", …" if len(self.class_names) > _NAMED else ""
-        return f"{words}: {', '.join(self.class_names[:_NAMED])}{more}"
+            return form
+        more = ", …" if len(self.class_names) > _MAX_NAMED else ""
+        return f"{form}: {', '.join(self.class_names[:_MAX_NAMED])}{more}"
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,16 @@ class DataSet:
         fit: computes what depends on the training part alone, such as categories and means. It
             runs after the validation part has been split off (`fitted`).
         features: the names of the values of a vector, for users of the saved model.
-        share: completes the data with values that the chief makes. All workers call it once they
-            are connected, with the function `from_chief`. That function returns on every worker
-            what its argument returns on the chief (`distribution.agreement`).
+        broadcast: completes the data with values that the chief makes. All workers call it once
+            they are connected, with the function `from_chief`. That function returns on every
+            worker what its argument returns on the chief (`distribution.agreement`).
         vocabulary: the tokens of token sequences, most frequent first, without the tokens for
             padding (0) and for unknown words (1).
-        finish: returns the whole data set, given the global batch size. It is called once
+        finish: returns the complete data set, given the global batch size. It is called once
             TensorFlow has been imported. Data that needs both has no parts before the call.
         warning: one line that the user should read, or None.
         lost: examples that could not be read when the data was loaded and are left out.
-            `run.data_stages` checks whether so many may be left out. A source that is told the
-            limit checks it while it loads.
+            `run.data_stages` checks whether so many may be left out.
     """
 
     train: Any
@@ -99,11 +99,17 @@ class DataSet:
     test: Any = None
     fit: Callable[[DataSet], DataSet] | None = None
     features: tuple[str, ...] | None = None
-    share: Callable[[DataSet, FromChief], DataSet] | None = None
+    broadcast: Callable[[DataSet, FromChief], DataSet] | None = None
     vocabulary: tuple[str, ...] | None = None
     finish: Callable[[int], DataSet] | None = None
     warning: str | None = None
     lost: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The parts that the data set has, by their names."""
+        named = {name: getattr(self, name) for name in PARTS}
+        return {name: part for name, part in named.items() if part is not None}
 
 
 def fitted(data: DataSet) -> DataSet:

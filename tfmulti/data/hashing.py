@@ -28,20 +28,15 @@ def mixed(values: Any) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def key_of(*words: int) -> int:
-    """Returns 64 bits that depend on all words and on their order.
-
-    It applies the arithmetic of `mixed` to Python's integers, word by word.
+def key_of(*numbers: int) -> int:
+    """Returns 64 bits that depend on all numbers and on their order.
 
     >>> key_of(1, 2) != key_of(2, 1)
     True
     """
     key = 0
-    for word in words:
-        z = (key + (word & _MASK) + int(_STEP)) & _MASK
-        z = ((z ^ (z >> 30)) * int(_FIRST)) & _MASK
-        z = ((z ^ (z >> 27)) * int(_SECOND)) & _MASK
-        key = z ^ (z >> 31)
+    for number in numbers:
+        key = int(mixed([(key + number + int(_STEP)) & _MASK])[0])
     return key
 
 
@@ -53,6 +48,6 @@ def uniform(key: int, examples: np.ndarray, draws: int) -> np.ndarray:
         examples: the indices of the examples, whole numbers from 0.
         draws: how many numbers each example gets.
     """
-    own = mixed(np.asarray(examples, np.uint64) * _STEP + np.uint64(key))
-    counters = own[:, np.newaxis] + np.arange(1, draws + 1, dtype=np.uint64) * _STEP
+    states = mixed(np.asarray(examples, np.uint64) * _STEP + np.uint64(key))
+    counters = states[:, np.newaxis] + np.arange(1, draws + 1, dtype=np.uint64) * _STEP
     return (mixed(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -10,14 +10,9 @@ from tfmulti.errors import ConfigError, did_you_mean
 def parse_options(dataset: str, text: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """Returns the defaults, updated with the options of a text `key=value,…`.
 
-    The type of a default decides which values its option takes. A tuple takes whole numbers joined
-    by `x`, and a text takes any text. None and a number take one whole number. Whole numbers are at
-    least 1.
-
-    Args:
-        dataset: the name of the data set, for messages.
-        text: the options.
-        defaults: the known options and their default values.
+    Messages begin with the name of the data set. The type of a default decides which values its
+    option takes. A tuple takes whole numbers joined by `x`, and a text takes any text. None and a
+    number take one whole number. Whole numbers are at least 1.
 
     Raises:
         ConfigError: a key is unknown, or a value has the wrong form.

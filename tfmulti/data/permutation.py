@@ -18,7 +18,7 @@ import numpy as np
 from tfmulti.data.hashing import key_of, mixed
 
 # Orders of up to this many examples are held in memory: 512 KB each.
-HELD = 1 << 16
+MAX_STORED = 1 << 16
 # With four rounds the chi-square statistic of the orders was 1.02 a degree of freedom.
 _ROUNDS = 6
 
@@ -37,14 +37,14 @@ class Permutation:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Returns the indices of the examples at the given positions of the order, int64."""
-        if self._size <= HELD:
-            return np.take(_held(self._size, self._key), positions)
-        found = self._once(np.asarray(positions, np.uint64))
-        outside = np.flatnonzero(found >= self._size)
+        if self._size <= MAX_STORED:
+            return np.take(_stored_order(self._size, self._key), positions)
+        indices = self._once(np.asarray(positions, np.uint64))
+        outside = np.flatnonzero(indices >= self._size)
         while len(outside):
-            found[outside] = self._once(found[outside])
-            outside = outside[found[outside] >= self._size]
-        return found.astype(np.int64)
+            indices[outside] = self._once(indices[outside])
+            outside = outside[indices[outside] >= self._size]
+        return indices.astype(np.int64)
 
     def _once(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the numbers after one pass through the network, uint64."""
@@ -60,7 +60,7 @@ class Permutation:
 
 # Four orders: those of training and validation, each for this epoch and the next.
 @functools.lru_cache(maxsize=4)
-def _held(size: int, key: int) -> np.ndarray:
+def _stored_order(size: int, key: int) -> np.ndarray:
     """Returns the whole order of a small number of examples."""
     drawn = mixed(np.arange(size, dtype=np.uint64) + np.uint64(key))
     return np.argsort(drawn, kind="stable")

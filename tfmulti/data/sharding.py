@@ -1,12 +1,17 @@
-"""Which rows of a global batch each replica trains on.
+"""Sharding: which rows of a global batch each replica trains on.
 
 Let B be the global batch size. The rows of global batch k of an epoch are the positions k·B to
 k·B + B - 1 of that epoch's order. They depend on (seed, epoch, k), and not on the number of
-workers. Each of the R replicas, counted over all workers, takes one run of neighbouring rows. The
-lengths of these runs differ by one row at most.
+workers. Each of the R replicas, counted over all workers, takes a slice of neighbouring rows. Of n
+rows, with q = n // R and m = n mod R, replica r takes
 
-The functions use only `+ - * //` and the given `minimum`. So the same formula works on Python's
-integers and, inside a pipeline, on TensorFlow's tensors.
+    [r·q + min(r, m), (r + 1)·q + min(r + 1, m))
+
+So the slices differ by one row at most. This is the block distribution of MPI programs, with the
+larger blocks first.
+
+The functions use only `+ - * //` and `minimum`, a function that returns the smaller of two numbers.
+So the same formula works on Python's integers and, with `tf.minimum`, on the tensors of a pipeline.
 """
 
 from __future__ import annotations
@@ -47,15 +52,10 @@ def batch_bounds(
 def rows_to_read(start: Any, stop: Any, rows: Any, minimum: Minimum = min) -> tuple[Any, Any]:
     """Returns the rows [first, last) that a replica reads: its own rows, or one row if it has none.
 
+    The replica has the rows [start, stop) of a global batch of `rows` rows.
     A replica without rows reads the last row of the batch, and this row does not count. Layers
     cannot compute without rows, for example the gradient of a convolution, batch statistics or a
     mean.
-
-    Args:
-        start: the first row of the replica.
-        stop: the row after its last one.
-        rows: the number of rows of the global batch.
-        minimum: a function that returns the smaller of two numbers.
 
     >>> rows_to_read(3, 5, rows=9), rows_to_read(9, 9, rows=9)
     ((3, 5), (8, 9))
@@ -65,19 +65,13 @@ def rows_to_read(start: Any, stop: Any, rows: Any, minimum: Minimum = min) -> tu
     return first, -minimum(-stop, -(first + 1))
 
 
-def share_bounds(rows: Any, replicas: int, replica: Any, minimum: Minimum = min) -> tuple[Any, Any]:
+def slice_bounds(rows: Any, replicas: int, replica: Any, minimum: Minimum = min) -> tuple[Any, Any]:
     """Returns the rows [start, stop) of a global batch that one replica takes.
 
-    The first `rows % replicas` replicas take one row more than the others. If there are fewer rows
-    than replicas, the last replicas take none.
+    `replica` counts over all workers. The first `rows % replicas` replicas take one row more than
+    the others. If there are fewer rows than replicas, the last replicas take none.
 
-    Args:
-        rows: the number of rows of the global batch.
-        replicas: the number of replicas of all workers.
-        replica: the index of the replica among them.
-        minimum: a function that returns the smaller of two numbers.
-
-    >>> [stop - start for start, stop in (share_bounds(30, 8, r) for r in range(8))]
+    >>> [stop - start for start, stop in (slice_bounds(30, 8, r) for r in range(8))]
     [4, 4, 4, 4, 4, 4, 3, 3]
     """
     each = rows // replicas

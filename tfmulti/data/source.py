@@ -42,7 +42,10 @@ class Arrays(NamedTuple):
 
 
 class Source(ABC):
-    """Examples with random access."""
+    """Examples with random access: each worker reads any of them by their indices.
+
+    A subclass implements `__len__`, `specs` and `read`. The other methods have defaults.
+    """
 
     @abstractmethod
     def __len__(self) -> int:
@@ -89,7 +92,7 @@ class Source(ABC):
         map_nest(_copy, self.read(indices, epoch), out)
 
     def where(self, index: int) -> str:
-        """Returns where an example is, for messages, such as a file and a record."""
+        """Returns where the example `index` is, for messages, such as a file and a record."""
         return f"example {index}"
 
     def labels(self) -> np.ndarray | None:
@@ -97,7 +100,7 @@ class Source(ABC):
         return None
 
     def read_labels(self, indices: np.ndarray) -> np.ndarray | None:
-        """Returns the classes of the given examples, read without the rest of them.
+        """Returns the classes of the examples at `indices`, read without the rest of them.
 
         It returns None if the source cannot do that. It raises the exceptions of `read`.
         """
@@ -160,60 +163,63 @@ class OverSource(Source):
 class IndexOrder(Protocol):
     """An order of examples, such as a `Permutation`."""
 
-    def at(self, positions: np.ndarray) -> np.ndarray: ...
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the indices of the examples at the given positions of the order, int64."""
 
 
 class SourceSlice(Source):
     """The examples at the positions [start, stop) of an order of another source.
 
     Args:
-        whole: the other source.
+        source: the other source.
         start: the first position.
         stop: the position after the last one.
-        order: the order of the examples of `whole`. None: the order of its indices.
+        order: the order of the examples of `source`. None: the order of its indices.
     """
 
     def __init__(
-        self, whole: Source, start: int, stop: int, order: IndexOrder | None = None
+        self, source: Source, start: int, stop: int, order: IndexOrder | None = None
     ) -> None:
-        self.whole, self.start, self.stop, self.order = whole, start, stop, order
+        self.source, self.start, self.stop, self.order = source, start, stop, order
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     @property
     def specs(self) -> Any:
-        return self.whole.specs
+        return self.source.specs
 
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
-        return self.whole.read(self._in_whole(indices), epoch)
+        return self.source.read(self._source_indices(indices), epoch)
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
-        self.whole.read_into(self._in_whole(indices), epoch, out)
+        self.source.read_into(self._source_indices(indices), epoch, out)
 
     def where(self, index: int) -> str:
-        return self.whole.where(int(self._in_whole(np.array([index]))[0]))
+        return self.source.where(int(self._source_indices(np.array([index]))[0]))
 
     def labels(self) -> np.ndarray | None:
-        labels = self.whole.labels()
-        return None if labels is None else labels[self._in_whole(np.arange(len(self)))]
+        labels = self.source.labels()
+        return None if labels is None else labels[self._source_indices(np.arange(len(self)))]
 
     def read_labels(self, indices: np.ndarray) -> np.ndarray | None:
-        return self.whole.read_labels(self._in_whole(indices))
+        return self.source.read_labels(self._source_indices(indices))
 
     def arrays(self) -> Arrays | None:
-        whole = self.whole.arrays()
-        if whole is None:
+        source = self.source.arrays()
+        if source is None:
             return None
-        return whole._replace(rows_of=lambda indices: whole.rows_of(self._in_whole(indices)))
+        return source._replace(
+            rows_of=lambda indices: source.rows_of(self._source_indices(indices))
+        )
 
     def digest(self) -> int:
-        return zlib.crc32(str(self.whole.digest()).encode(), super().digest())
+        return zlib.crc32(str(self.source.digest()).encode(), super().digest())
 
     def changed(self, change: Callable[[Source], Source]) -> Source:
-        return SourceSlice(self.whole.changed(change), self.start, self.stop, self.order)
+        return SourceSlice(self.source.changed(change), self.start, self.stop, self.order)
 
-    def _in_whole(self, indices: np.ndarray) -> np.ndarray:
+    def _source_indices(self, indices: np.ndarray) -> np.ndarray:
         """Returns the indices in the whole source of the given indices of the slice."""
         positions = np.asarray(indices, np.int64) + self.start
         return positions if self.order is None else self.order.at(positions)
@@ -227,10 +233,7 @@ def _copy(rows: Any, out: np.ndarray) -> None:
 def map_nest(function: Callable[..., Any], nest: Any, *others: Any) -> Any:
     """Returns a nest with `function` applied to each leaf; lists become tuples.
 
-    Args:
-        function: called with a leaf of `nest` and the same leaf of each of `others`.
-        nest: tuples, lists and dicts of leaves.
-        others: nests of the same form.
+    With more nests of the same form, it gets the same leaf of each of them, too.
     """
     if isinstance(nest, Mapping):
         return {

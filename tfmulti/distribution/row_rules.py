@@ -55,6 +55,7 @@ class Label:
 
     @property
     def has_rows(self) -> bool:
+        """Whether axis 0 of the tensor consists of rows of the batch."""
         return self.kind in (Kind.ROWS, Kind.MIXED)
 
 
@@ -67,6 +68,7 @@ class Computed(NamedTuple):
 
     @property
     def ranks(self) -> list[int | None]:
+        """The ranks of the inputs; None for a rank that tracing does not know."""
         return [tensor.shape.rank for tensor in self.op.inputs]
 
     def same_parts(self) -> Parts | None:
@@ -94,6 +96,7 @@ class Computed(NamedTuple):
         return None if value is None or not rank else int(value.reshape([])) % rank
 
     def are_alike(self, labels: Sequence[Label]) -> bool:
+        """Returns whether all labels are of the kind ALIKE."""
         return all(label.kind is Kind.ALIKE for label in labels)
 
 

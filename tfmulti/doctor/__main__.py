@@ -32,9 +32,10 @@ from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import check_trains, find_cluster
 from tfmulti.cluster.gpus import gpus_of_task
 from tfmulti.cluster.selection import select
+from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.flags import config_of, exit_code, help_text, make_flags, parse_into
+from tfmulti.config.flags import config_of, help_text, make_flags, parse_flags
 from tfmulti.config.limited_reading import read_small
 from tfmulti.doctor import job, machine
 from tfmulti.doctor.finding import FAILED, OK, Finding, Report
@@ -49,7 +50,7 @@ from tfmulti.errors import (
     DeviceError,
     TfmultiError,
 )
-from tfmulti.launch.heartbeat import ERROR_FILE, write_error
+from tfmulti.launch.heartbeat import note_error
 
 _OWN = ("json", "training", "wait_s")
 _USED = (
@@ -77,17 +78,18 @@ class Asked:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    codes = [EXIT_DONE]
 
-    def command() -> None:
+    def command() -> int:
         asked = parse(sys.argv if argv is None else argv)
-        if asked is not None:
-            with contextlib.ExitStack() as until_printed:
-                codes.append(examine(asked, os.environ, until_printed))
-            if codes[-1] == EXIT_FAILED:
-                _note_failure(os.environ)
+        if asked is None:
+            return EXIT_DONE
+        with contextlib.ExitStack() as until_printed:
+            code = examine(asked, os.environ, until_printed)
+        if code == EXIT_FAILED:
+            note_error(ChecksFailed("its report says what to do"))
+        return code
 
-    return exit_code(command) or codes[-1]
+    return exit_code_of(command)
 
 
 def parse(argv: Sequence[str]) -> Asked | None:
@@ -107,17 +109,9 @@ def parse(argv: Sequence[str]) -> Asked | None:
         "wait_s", "30", "Seconds in which all workers must have come.", flag_values=values
     )
     unused = tuple(f.name for f in dataclasses.fields(FitConfig) if f.name not in _USED)
-    rest = parse_into(values, argv, unused)
-    if values.help:
+    if not parse_flags(values, argv, unused, "the doctor"):
         print(help_text(__doc__ or "", values, _OWN, unused))
         return None
-    if rest:
-        raise ConfigError(
-            f"the argument {rest[0]!r} belongs to no flag. Write --flag=value, and see --help."
-        )
-    for name in unused:
-        if values[name].present:
-            raise ConfigError(f"--{name} has no effect on the doctor. Leave it out.")
     try:
         wait_s = float(values.wait_s)
     except ValueError:
@@ -229,13 +223,6 @@ def check_job(
         return None
     found, links = kept[0] if kept else ([], [])
     return found, links, verdict is True
-
-
-def _note_failure(env: Mapping[str, str]) -> None:
-    """Tells the launcher, if there is one, that a restart cannot help."""
-    if path := env.get(ERROR_FILE):
-        error = ChecksFailed("its report says what to do")
-        write_error(Path(path), error, int(env.get("RANK", "0")))
 
 
 class Token:

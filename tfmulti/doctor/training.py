@@ -21,9 +21,9 @@ import tensorflow as tf
 
 from tfmulti.bench.all_reduces import all_reduce_times
 from tfmulti.bench.cost import NetworkModel, fit_network
+from tfmulti.bench.limits import Situation, limits
 from tfmulti.bench.measure import agreed, compiled, in_turns, trained, without_peers
 from tfmulti.bench.parts import Phase, TimeParts
-from tfmulti.bench.words import Situation, limits
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.cluster.selection import BatchSizes
@@ -350,7 +350,7 @@ def _throughput(
         run=setup.config,
         weak=True,
         gradient_bytes=sum(4 * math.prod(v.shape) for v in model.trainable_variables),
-        link=network,
+        network=network,
         cores=psutil.cpu_count() or 1,
         gpus=bool(place.gpus),
     )

@@ -165,10 +165,9 @@ def _works_by_rows(layer: Any) -> bool:
     Keras' layers that need other rows count, too: `batch_dependent_layers` and the patch of
     BatchNormalization give them the rows of all replicas.
     """
-    parts = [layer, *layer._flatten_layers(include_self=False)]
     return all(
         type(part).__module__.startswith("keras.src.layers.")
         and not isinstance(part, keras.layers.Lambda)
         and is_of_keras(getattr(part, "activation", keras.activations.linear))
-        for part in parts
+        for part in layers_of(layer)
     )

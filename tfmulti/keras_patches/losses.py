@@ -10,6 +10,7 @@ loss that is computed from several rows together is made the value of the global
 |---|---|---|---|
 | losses | `losses.loss.scale_loss_for_distribution`, `unscale_…`, `reduce_weighted_values`, `Loss.__call__` | keras#20585 | a loss tells over which rows it takes the mean |
 | `add_loss` of a vector | `Trainer._aggregate_additional_loss` | keras#20585 | the same |
+| what Keras puts on a tensor | `_keras_logits`, `_keras_mask` | none | a copy of a tensor can get them in public |
 """  # noqa: E501
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ the result.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
-| metrics of one number per batch | `MeanMetricWrapper._fn`, and `Mean.update_state` | none | a metric can be told what it is computed from |
+| metrics of one number per batch | `MeanMetricWrapper._fn`, `_fn_kwargs`, `_keras_mask` of a tensor, and `Mean.update_state` | none | a metric can be told what it is computed from |
 """  # noqa: E501
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | `float(variable)` | public: `keras.Variable.__float__`, `__int__`, `__array__` | none | they read a mirrored variable |
 | variables | `Variable._value`, `Variable._initialize` | none | a Keras variable can be given another `tf.Variable` |
+| `attributes_of` | `Operation._inbound_nodes`, `_outbound_nodes`, and `_self_…` of TensorFlow's tracking | none | never: a search for variables looks at all attributes |
 | strategies | `Trainer._distribute_strategy`, `TFOptimizer._distribution_strategy`, `_var_key` | none | models and optimizers can change their strategy |
 """  # noqa: E501
 
@@ -91,6 +92,18 @@ def set_strategy(thing: Any, strategy: tf.distribute.Strategy | None) -> None:
         with tf.Graph().as_default():
             strategy = tf.distribute.get_strategy()
     vars(thing)["_distribution_strategy"] = strategy
+
+
+def attributes_of(thing: Any) -> list[tuple[str, Any]]:
+    """Returns the attributes of an object that may hold variables, by name.
+
+    The nodes of a symbolic call are left out: they lead to every layer of the graph. TensorFlow
+    keeps lists of an object's parts for its checkpoints. They come last, so that a search finds a
+    variable first under the user's own name.
+    """
+    nodes = ("_inbound_nodes", "_outbound_nodes")
+    found = [(name, value) for name, value in vars(thing).items() if name not in nodes]
+    return sorted(found, key=lambda item: item[0].startswith("_self_"))
 
 
 Keys = dict[Any, Any]

@@ -33,8 +33,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tfmulti.config.troubleshooting import print_error
-from tfmulti.errors import EXIT_INTERRUPTED, TfmultiError
+from tfmulti.config.command_line import exit_code_of
 from tfmulti.launch import flags, supervisor
 
 
@@ -44,15 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments of the command line. None: those of this process.
     """
-    try:
-        given = sys.argv[1:] if argv is None else argv
-        return supervisor.run(flags.parse(given, __doc__ or ""), command=given)
-    except TfmultiError as error:
-        print_error(error)
-        return int(error.exit_code)
-    except KeyboardInterrupt:
-        # Ctrl-C came before the supervisor handles signals, so no worker runs yet.
-        return EXIT_INTERRUPTED
+    given = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: supervisor.run(flags.parse(given, __doc__ or ""), command=given))
 
 
 if __name__ == "__main__":

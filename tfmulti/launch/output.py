@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from tfmulti.config.troubleshooting import documented
+from tfmulti.config.troubleshooting import documented, place_of
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import WorkerFailure
 
@@ -47,6 +47,14 @@ class Output:
         self._folder: Path | None = None
         self._width = 1
         self._heard_s = float("-inf")
+        # The places in the docs that were named already.
+        self._places_shown = {""}
+
+    def say(self, message: str) -> None:
+        """Shows the user a line of the launcher itself, and names each place in the docs once."""
+        place = place_of(message)
+        (quote if place in self._places_shown else say)(message)
+        self._places_shown.add(place)
 
     def begin(self, folder: Path, workers: int) -> None:
         """Begins an attempt: closes the files of the last one.
@@ -134,13 +142,13 @@ class Output:
         return self._files[rank, stream]
 
 
-def say(words: str) -> None:
+def say(message: str) -> None:
     """Shows the user a line of the launcher itself, on standard error."""
-    quote(documented(words))
+    quote(documented(message))
 
 
-def quote(words: str) -> None:
+def quote(message: str) -> None:
     """Shows the user words of a worker as they are, which may resemble a line of the launcher."""
     # A terminal that is gone does not end the run.
     with contextlib.suppress(OSError):
-        print(f"[launch] {words}", file=sys.stderr, flush=True)
+        print(f"[launch] {message}", file=sys.stderr, flush=True)

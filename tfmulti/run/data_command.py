@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from absl import flags
 
+from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.flags import config_of, exit_code, help_text, make_flags, parse_into
+from tfmulti.config.flags import config_of, help_text, make_flags, parse_into
 from tfmulti.errors import ConfigError
 from tfmulti.launch import garbage_collection
 from tfmulti.run import validation
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from tfmulti.run import inspection
         inspection.show(job, asked.workers, asked.picture, measure=asked.measure)
 
-    return exit_code(command)
+    return exit_code_of(command)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import numpy as np
 from tfmulti.config.console import Say, number
 from tfmulti.data.advice import HIGH_SHARE, advice
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.loader import bytes_of, cores
+from tfmulti.data.buffers import bytes_of
+from tfmulti.data.loader import cores
 from tfmulti.data.source import Source, leaves_of, map_nest
 from tfmulti.run.callbacks.throughput import Throughput
 from tfmulti.run.callbacks.waiting import Waiting

@@ -15,14 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from tfmulti.config.fit_config import FitConfig
+from tfmulti.data.bad_records import check_lost
 from tfmulti.data.data_set import DataSet, fitted
-from tfmulti.data.loader import workers_here
-from tfmulti.data.lost import check_lost
+from tfmulti.data.loader import local_workers
 from tfmulti.data.source import Source
 from tfmulti.data.transforms import augmentation, class_weights
 from tfmulti.data.transforms.cache import InMemory, cached, free_memory
 from tfmulti.data.transforms.labels import read_labels
-from tfmulti.data.transforms.splits import PARTS, with_splits, with_validation
+from tfmulti.data.transforms.splits import with_splits, with_validation
 from tfmulti.errors import ConfigError, DataError
 
 
@@ -80,7 +80,7 @@ def _with_cache(data: DataSet, kind: str) -> DataSet:
 
     In memory all parts together take at most this worker's share of the free memory.
     """
-    free_bytes = free_memory() // workers_here()
+    free_bytes = free_memory() // local_workers()
 
     def made(source: Source) -> Source:
         """Returns a cached source, and subtracts the memory that it may take."""
@@ -90,10 +90,10 @@ def _with_cache(data: DataSet, kind: str) -> DataSet:
             free_bytes -= found.most_bytes
         return found
 
-    parts: dict[str, Any] = {}
-    for name in PARTS:
-        part = getattr(data, name)
-        parts[name] = part.changed(made) if isinstance(part, Source) else part
+    parts: dict[str, Any] = {
+        name: part.changed(made) if isinstance(part, Source) else part
+        for name, part in data.parts.items()
+    }
     return replace(data, **parts)
 
 
@@ -121,5 +121,5 @@ def _weighted(data: DataSet, config: FitConfig) -> Source:
     if weights is None:
         classes = data.spec.outputs if data.spec else 0
         labels = read_labels(data.train, skip_bad=config.skip_bad_records > 0)
-        weights = class_weights.balanced(labels and labels.found, classes)
+        weights = class_weights.balanced(labels and labels.values, classes)
     return class_weights.Weighted(data.train, weights)

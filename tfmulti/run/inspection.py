@@ -83,7 +83,7 @@ def class_words(labels: Labels | None, spec: DataSpec, rows: int) -> str:
     """
     if labels is None:
         return "; how many each has takes reading all of it"
-    counts = np.bincount(labels.found, minlength=spec.outputs)
+    counts = np.bincount(labels.values, minlength=spec.outputs)
     names = spec.class_names or range(len(counts))
     shown = [
         f"{name}: {count:,}" for name, count in zip(names, counts[:_CLASSES_SHOWN], strict=False)
@@ -94,7 +94,7 @@ def class_words(labels: Labels | None, spec: DataSpec, rows: int) -> str:
     if none:
         uneven = f"; {none} of them {'have' if none > 1 else 'has'} none"
     of = f" of {labels.examples:,} of {rows:,} examples:" if labels.examples < rows else ";"
-    lost = labels.examples - len(labels.found)
+    lost = labels.examples - len(labels.values)
     bad = f"; {lost:,} cannot be read" if lost else ""
     return f"{of} {', '.join(shown)}{more}{uneven}{bad}"
 
@@ -176,7 +176,7 @@ def _show_plan(setup: Setup, workers: int, say: Say) -> None:
     )
     for step in dict.fromkeys((0, steps - 1)):
         part = plan.part(step, 0, replicas, replicas)
-        own = [(last - first) * counts for first, last, counts in part.shares]
+        own = [(last - first) * counts for first, last, counts in part.slices]
         shown = " + ".join(map(str, own[:_REPLICAS_SHOWN])) + (
             " + …" if own[_REPLICAS_SHOWN:] else ""
         )

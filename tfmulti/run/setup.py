@@ -27,7 +27,13 @@ from tfmulti.data.loader import Loader
 from tfmulti.data.sharding import steps_per_epoch
 from tfmulti.data.sources import user as user_data
 from tfmulti.distribution.agreement import from_chief
-from tfmulti.distribution.strategies import Placement, build_strategy, own_gpus, placement_of
+from tfmulti.distribution.strategies import (
+    Placement,
+    build_strategy,
+    made,
+    own_gpus,
+    placement_of,
+)
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.run import validation
 from tfmulti.run.data_stages import prepared
@@ -87,8 +93,9 @@ def set_up(job: validation.Job) -> Setup:
     selection = devices.selection
     chief = job.cluster is None or job.cluster.is_chief
     say = speaker(chief)
-    several = selection.strategy == "multi_worker_mirrored"
-    if chief and several and job.cluster is not None and job.cluster.size > 1:
+    # The workers wait for each other once, when the first strategy of the process is made.
+    waits = selection.strategy == "multi_worker_mirrored" and made() is None
+    if waits and job.cluster is not None and job.cluster.size > 1:
         say("waiting", f"for the {job.cluster.size} workers {', '.join(job.cluster.addresses)}")
     if not gpus and visible_gpus(os.environ):
         say(
@@ -97,7 +104,7 @@ def set_up(job: validation.Job) -> Setup:
             "Install with: pip install '.[gpu]'",
         )
     with quiet_stderr():
-        strategy = build_strategy(selection, job.cluster)
+        strategy = build_strategy(selection, job.cluster, config.run_dir)
     place = placement_of(strategy)
     keras.utils.set_random_seed(config.seed)
     if config.op_determinism:
@@ -123,9 +130,10 @@ def shared(data: DataSet, strategy: tf.distribute.Strategy) -> DataSet:
 
     Every worker must call this function.
     """
-    if data.share is None:
+    if data.broadcast is None:
         return data
-    return replace(data.share(data, functools.partial(from_chief, strategy)), share=None)
+    data = data.broadcast(data, functools.partial(from_chief, strategy))
+    return replace(data, broadcast=None)
 
 
 def load_user_data(config: FitConfig, batch: BatchSizes) -> DataSet:

@@ -48,20 +48,20 @@ def test_labels_are_read_alone(tmp_path: Path) -> None:
     train = source(tmp_path, "0123456" * 50)
     labels = read_labels(train)
     assert labels is not None
-    assert (labels.found.dtype, labels.found.shape, labels.examples) == (np.int64, (350,), 350)
-    assert np.array_equal(labels.found, np.arange(350) % 7)
+    assert (labels.values.dtype, labels.values.shape, labels.examples) == (np.int64, (350,), 350)
+    assert np.array_equal(labels.values, np.arange(350) % 7)
 
 
 def test_transforms_of_a_source_keep_the_labels(tmp_path: Path) -> None:
     train = source(tmp_path, "01234")
     part = SourceSlice(train, 1, 4, Backwards())
-    for made in (part, InMemory(part), Augmented(part, ("flip",), 0), Weighted(part, {0: 1.0})):
-        labels = read_labels(made)
+    for changed in (part, InMemory(part), Augmented(part, ("flip",), 0), Weighted(part, {0: 1.0})):
+        labels = read_labels(changed)
         assert labels is not None
-        assert labels.found.tolist() == [3, 2, 1]
+        assert labels.values.tolist() == [3, 2, 1]
     arrays = read_labels(ArraySource((np.zeros(3), np.array([2, 0, 1], np.uint8))))
     assert arrays is not None
-    assert arrays.found.tolist() == [2, 0, 1]
+    assert arrays.values.tolist() == [2, 0, 1]
 
 
 def test_reading_labels_has_a_time_limit_and_the_order_of_the_plan(tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ def test_reading_labels_has_a_time_limit_and_the_order_of_the_plan(tmp_path: Pat
         clock=lambda: float(next(times)),
     )
     assert labels is not None
-    assert labels.examples == len(labels.found) == 3 * 32 * cores()
-    assert labels.found[:8].tolist() == [6, 5, 4, 3, 2, 1, 0, 6]
+    assert labels.examples == len(labels.values) == 3 * 32 * cores()
+    assert labels.values[:8].tolist() == [6, 5, 4, 3, 2, 1, 0, 6]
 
 
-def test_one_round_is_read_even_without_time(tmp_path: Path) -> None:
+def test_one_block_is_read_even_without_time(tmp_path: Path) -> None:
     labels = read_labels(source(tmp_path, "0123456" * 500), limit_s=0)
     assert labels is not None
     assert labels.examples == 32 * cores()
@@ -90,12 +90,12 @@ def test_unreadable_labels_are_reported_or_left_out(tmp_path: Path) -> None:
         read_labels(train)
     labels = read_labels(train, skip_bad=True)
     assert labels is not None
-    assert (labels.found.tolist(), labels.examples) == ([0, 1, 2], 4)
+    assert (labels.values.tolist(), labels.examples) == ([0, 1, 2], 4)
     with pytest.raises(DataError, match=r"a, record 3: 'y' is 2, out of range 0\.\.1"):
         read_labels(SourceSlice(source(tmp_path, "0102", classes=2), 1, 4))
 
 
-def test_labels_are_not_read_if_whole_examples_would_be_read(tmp_path: Path) -> None:
+def test_labels_are_not_read_together_with_inputs(tmp_path: Path) -> None:
     assert read_labels(source(tmp_path, "0", classes=None)) is None
 
     class Own(Source):

@@ -30,7 +30,7 @@ def main(out: str, place: str, *names: str) -> None:
     here.placement = placement_of(here.strategy)
     outcomes = {}
     for number, name in enumerate(names):
-        started = time.perf_counter()
+        started, before = time.perf_counter(), time.process_time()
         here.shared = Path(out).parent / f"shared_{number}"
         here.shared.mkdir(exist_ok=True)
         module, function, *case = name.split(":", 2)
@@ -41,7 +41,8 @@ def main(out: str, place: str, *names: str) -> None:
         except Exception as error:
             described = [type(error).__name__, str(error)]
             outcomes[name] = {"error": described, "traceback": traceback.format_exc()}
-        print(f"{time.perf_counter() - started:6.2f} s  {name}", flush=True)
+        seconds, busy = time.perf_counter() - started, time.process_time() - before
+        print(f"{seconds:6.2f} s, {busy:6.2f} s of a core  {name}", flush=True)
     Path(out.replace("RANK", str(here.placement.rank))).write_text(json.dumps(outcomes))
 
 

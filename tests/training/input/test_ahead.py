@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ONE_THREAD, run
+from tests.support.forked import run
+from tests.support.processes import ONE_THREAD
 
 pytestmark = pytest.mark.mirrored
 

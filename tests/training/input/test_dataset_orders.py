@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.dataset_orders import DATASETS
+from tests.support.forked import Forks
 from tests.support.processes import ONE_THREAD, processes
 
 pytestmark = pytest.mark.mirrored
@@ -20,7 +21,7 @@ KINDS = ("one_device", "with_checkpoint", "two_replicas")
 def orders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Returns, for each kind and each Dataset, the codes of the batches of each call."""
     folder = tmp_path_factory.mktemp("orders")
-    with processes(folder / "logs") as group:
+    with processes(folder / "logs", Forks) as group:
         for kinds in (("plain", "one_device", "with_checkpoint"), ("two_replicas",)):
             out = str(folder / f"{kinds[0]}.json")
             group.start(["-m", "tests.support.dataset_orders", out, *kinds], ONE_THREAD)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ONE_THREAD, run, run_workers
+from tests.support.forked import run, run_workers
+from tests.support.processes import ONE_THREAD
 from tests.support.resumed_data import BATCH, EPOCHS, ROWS, STEPS
 
 pytestmark = pytest.mark.multiworker

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.behaviours import behaviour, costs
-from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS
+from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
 from tfmulti.distribution.collectives import SEND
 from tfmulti.training.step.steps_per_execution import TRIALS
 
@@ -62,7 +62,7 @@ def test_replicas_of_one_process_need_no_collective(results: list[Any]) -> None:
             np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
-@behaviour(costs.traces_of_a_custom_step, at=EVERYWHERE)
+@behaviour(costs.traces_of_a_custom_step, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_a_custom_step_is_traced_once_to_build_and_once_per_replica(
     results: list[Any], place: str
 ) -> None:
@@ -100,7 +100,7 @@ def test_sgd_updates_by_a_kernel(results: list[Any], kernels: int) -> None:
     assert all(worker == kernels for worker in results)
 
 
-@behaviour(costs.tensorflow_calls_of_a_step, at=EVERYWHERE)
+@behaviour(costs.tensorflow_calls_of_a_step, at=few(*SEVERAL, of=EVERYWHERE))
 def test_a_step_is_one_call_and_traced_once(results: list[Any], place: str) -> None:
     """A batch with fewer rows needs no other trace.
 
@@ -113,18 +113,18 @@ def test_a_step_is_one_call_and_traced_once(results: list[Any], place: str) -> N
         assert traces == 1
 
 
-@behaviour(costs.functions_converted_by_autograph, at=EVERYWHERE)
+@behaviour(costs.functions_converted_by_autograph, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_autograph_converts_only_a_users_step(results: list[Any]) -> None:
     """Converting the functions of tfmulti would take a second at the start of each run."""
     assert results == [[[], ["tf__train_step"]]] * len(results)
 
 
-@behaviour(costs.threads_left_by_fit, at=EVERYWHERE)
+@behaviour(costs.threads_left_by_fit, at=few(*SEVERAL, of=EVERYWHERE))
 def test_fit_leaves_no_thread(results: list[Any]) -> None:
     assert all(worker == [] for worker in results)
 
 
-@behaviour(costs.automatic_steps_per_execution, at=EVERYWHERE)
+@behaviour(costs.automatic_steps_per_execution, at=few(ONE_DEVICE, TWO_WORKERS, of=EVERYWHERE))
 def test_all_workers_take_the_chiefs_steps_per_execution(results: list[Any], place: str) -> None:
     """After the trials the chief's number is sent with one step, or used at once.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.behaviours import behaviour, xla
-from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS
+from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS, few
 
 pytestmark = pytest.mark.multiworker
 
@@ -20,7 +20,7 @@ HINDRANCES = {
 }
 
 
-@behaviour(xla.passes_compiled_by_xla, at=EVERYWHERE)
+@behaviour(xla.passes_compiled_by_xla, at=few(ONE_DEVICE, TWO_WORKERS, of=EVERYWHERE))
 @pytest.mark.parametrize("network", HINDRANCES)
 def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network: str) -> None:
     for worker in results:
@@ -49,14 +49,14 @@ def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network
             assert (by_xla["collectives inside"], by_xla["updates"]) == (0, 0)
 
 
-@behaviour(xla.jit_compile_options, at=EVERYWHERE)
+@behaviour(xla.jit_compile_options, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_the_jit_compile_of_prepare_wins_over_that_of_compile(
     results: list[Any], place: str
 ) -> None:
     assert all(worker == [2 if place == TWO_REPLICAS else 1, 0, 0] for worker in results)
 
 
-@behaviour(xla.warnings_of_steps_without_xla, at=EVERYWHERE)
+@behaviour(xla.warnings_of_steps_without_xla, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_a_warning_says_why_xla_does_not_compile(results: list[Any]) -> None:
     reasons = ["a train_step of your own", "--microbatches", "a layer does not support it"]
     for worker in results:

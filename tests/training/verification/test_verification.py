@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.behaviours import behaviour, verification
-from tests.support.places import EVERYWHERE, SEVERAL, TWO_REPLICAS
+from tests.support.places import EVERYWHERE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
 
 pytestmark = pytest.mark.multiworker
 
@@ -26,7 +26,7 @@ def flat(value: Any) -> list[float]:
     verification.compiled_outside_the_scope,
     verification.custom_variables_outside_the_scope,
     verification.trained_inside_the_scope,
-    at=SEVERAL,
+    at=few(TWO_REPLICAS, of=SEVERAL),
 )
 def test_a_model_made_anywhere_trains_as_on_one_device(results: list[Any], one_device: Any) -> None:
     expected = np.asarray(flat(one_device))
@@ -34,7 +34,7 @@ def test_a_model_made_anywhere_trains_as_on_one_device(results: list[Any], one_d
         assert np.asarray(flat(worker)) == pytest.approx(expected, abs=2e-6, rel=1e-5)
 
 
-@behaviour(verification.built_in_the_scope_of_another_strategy, at=SEVERAL)
+@behaviour(verification.built_in_the_scope_of_another_strategy, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_model_of_another_strategy_is_refused(errors: list[list[str]]) -> None:
     for error, message in errors:
         assert error == "ModelError"
@@ -56,7 +56,7 @@ MISTAKES = {
 }
 
 
-@behaviour(verification.fit_with_a_mistake, at=SEVERAL)
+@behaviour(verification.fit_with_a_mistake, at=few(TWO_WORKERS, of=SEVERAL))
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_described_on_all_workers(errors: list[list[str]], case: str) -> None:
     for error, message in errors:
@@ -85,7 +85,7 @@ WITHOUT_PATCH = {
     [
         (case, place)
         for case in WITHOUT_PATCH
-        for place in SEVERAL
+        for place in few(TWO_REPLICAS, of=SEVERAL)
         # In a process with one replica, no other replica leaves losses in its layers.
         if case != "losses left by other replicas" or place == TWO_REPLICAS
     ],
@@ -116,28 +116,30 @@ def test_values_that_are_not_understood_are_told_once(results: list[Any], case: 
     assert all(words in told[0] for words in WARNINGS[case])
 
 
-@behaviour(verification.verified_biases_before_batch_normalization, at=SEVERAL)
+@behaviour(
+    verification.verified_biases_before_batch_normalization, at=few(TWO_REPLICAS, of=SEVERAL)
+)
 def test_rounding_of_sums_that_cancel_out_is_no_difference(results: list[Any]) -> None:
     assert all(worker == ["same", True] for worker in results)
 
 
-@behaviour(verification.verified_again_from_other_weights, at=SEVERAL)
+@behaviour(verification.verified_again_from_other_weights, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_difference_that_disappears_with_other_weights_is_rounding(results: list[Any]) -> None:
     assert all(worker == ["same", 2, True] for worker in results)
 
 
-@behaviour(verification.state_after_a_failed_verification, at=SEVERAL)
+@behaviour(verification.state_after_a_failed_verification, at=few(TWO_WORKERS, of=SEVERAL))
 def test_a_failed_verification_leaves_the_model_untrained(results: list[Any]) -> None:
     assert all(worker == ["VerificationError", True, 0] for worker in results)
 
 
-@behaviour(verification.verified_with_a_learning_rate_of_zero, at=SEVERAL)
+@behaviour(verification.verified_with_a_learning_rate_of_zero, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_learning_rate_of_zero_does_not_hide_a_wrong_gradient(errors: list[list[str]]) -> None:
     for error, message in errors:
         assert (error, "the gradient of" in message) == ("VerificationError", True)
 
 
-@behaviour(verification.reasons_to_skip_verification, at=SEVERAL)
+@behaviour(verification.reasons_to_skip_verification, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_models_that_are_not_verified(results: list[Any]) -> None:
     for unsynchronized, microbatches, plain in results:
         assert "sync_batch_norm=False" in unsynchronized
@@ -145,7 +147,7 @@ def test_models_that_are_not_verified(results: list[Any]) -> None:
         assert plain is None
 
 
-@behaviour(verification.batches_after_verification, at=EVERYWHERE)
+@behaviour(verification.batches_after_verification, at=few(TWO_WORKERS, of=EVERYWHERE))
 def test_verification_takes_no_batch_from_fit(results: list[Any]) -> None:
     for worker in results:
         assert len(worker) == 4

@@ -22,8 +22,14 @@ VARIABLES = ("SM_HOSTS", "SM_CURRENT_HOST")
 
 
 def is_here(env: Env) -> bool:
-    """Returns whether this process runs in a SageMaker job of several machines."""
-    return "SM_CURRENT_HOST" in env and "," in env.get("SM_HOSTS", "")
+    """Returns whether this process runs in a SageMaker job of several machines.
+
+    A list of another form counts as well. `read` then says what is wrong with it, because a machine
+    must not train alone by mistake.
+    """
+    if "SM_CURRENT_HOST" not in env or not env.get("SM_HOSTS", "").strip():
+        return False
+    return _hosts(env) != [env["SM_CURRENT_HOST"]]
 
 
 def read(env: Env) -> Cluster:
@@ -32,11 +38,8 @@ def read(env: Env) -> Cluster:
     Raises:
         ClusterError: SM_HOSTS is no list of names, or lacks this host.
     """
-    try:
-        hosts = json_values.parse(env["SM_HOSTS"])
-    except json.JSONDecodeError:
-        hosts = None
-    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+    hosts = _hosts(env)
+    if hosts is None:
         raise ClusterError(
             f"sagemaker: SM_HOSTS is {env['SM_HOSTS'][:80]!r}, but it must be a JSON list of host "
             "names. SageMaker sets it; do not change it."
@@ -52,6 +55,16 @@ def read(env: Env) -> Cluster:
     return Cluster(
         tuple(address_of(host, PORT) for host in hosts), Task("worker", hosts.index(own))
     )
+
+
+def _hosts(env: Env) -> list[str] | None:
+    """Returns the hosts of SM_HOSTS, or None if it is no JSON list of names."""
+    try:
+        hosts = json_values.parse(env["SM_HOSTS"])
+    except json.JSONDecodeError:
+        return None
+    is_list = isinstance(hosts, list) and all(isinstance(host, str) for host in hosts)
+    return hosts if is_list else None
 
 
 def _by_number(host: str) -> list[tuple[int, str]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfmulti.data.formats.arrow import arrow, reason_of
+from tfmulti.data.formats.arrow import arrow
 from tfmulti.data.formats.csv_tables import read_csv
 from tfmulti.data.formats.parquet_tables import read_parquet
 from tfmulti.data.io import files
@@ -67,8 +67,8 @@ class Columns(NamedTuple):
 
     def where(self, row: int) -> str:
         """Returns the place of a row, such as `row 3 of a.csv`; `row` counts from 0."""
-        file = int(np.searchsorted(self.ends, row, side="right"))
-        return self.tables[file].where(row - int(self.ends[file - 1] if file else 0))
+        file, row_in_file = files.locate(self.ends, row)
+        return self.tables[file].where(row_in_file)
 
     def missing(self, name: str) -> np.ndarray:
         """Returns which rows have no value in a column, bool [rows]."""
@@ -80,12 +80,12 @@ class Columns(NamedTuple):
 
 
 def read_tables(
-    place: str, form: str, pattern: str, names: Sequence[str] | None = None
+    prefix: str, form: str, pattern: str, names: Sequence[str] | None = None
 ) -> list[Table]:
     """Returns the tables of all files that a pattern matches; all have the same columns.
 
     Args:
-        place: the start of messages, such as `--dataset csv:PATTERN`.
+        prefix: the start of messages, such as `--dataset csv:PATTERN`.
         form: CSV or PARQUET.
         pattern: a file, a folder or a glob.
         names: the columns that every file must have. None: those of the first file.
@@ -94,15 +94,15 @@ def read_tables(
         DataError: there are no files or no rows, a file cannot be read, or its columns differ.
     """
     tables = []
-    for path in files.matching(place, pattern, EXTENSIONS[form]):
-        table = _read(place, form, path)
-        found = table.rows.column_names
-        names = found if names is None else names
-        _check_names(place, path, found, names)
+    for path in files.matching(prefix, pattern, EXTENSIONS[form]):
+        table = _read(prefix, form, path)
+        columns = table.rows.column_names
+        names = columns if names is None else names
+        _check_names(prefix, path, columns, names)
         tables.append(table)
     if not sum(table.rows.num_rows for table in tables):
         bad = "".join(f" that can be read: {lost}" for lost in lost_of(tables)[:1]).rstrip(".")
-        raise DataError(f"{place}: {pattern} has no rows{bad}. Give files with at least one.")
+        raise DataError(f"{prefix}: {pattern} has no rows{bad}. Give files with at least one.")
     return tables
 
 
@@ -117,14 +117,14 @@ def lost_of(*parts: list[Table]) -> tuple[str, ...]:
 
 
 def to_columns(
-    place: str, tables: list[Table], names: Sequence[str], kinds: dict[str, str] | None = None
+    prefix: str, tables: list[Table], names: Sequence[str], kinds: dict[str, str] | None = None
 ) -> Columns:
     """Returns the named columns of all tables.
 
     A column is text if one of its values is neither a number nor true or false like the others.
 
     Args:
-        place: the start of messages.
+        prefix: the start of messages.
         tables: the tables of one part.
         names: the columns to return.
         kinds: the kinds of the columns in the training part, when another part is read. None: the
@@ -135,16 +135,16 @@ def to_columns(
             of the kind of its column.
     """
     if kinds is None:
-        kinds = {name: _common_kind(place, tables, name) for name in names}
+        kinds = {name: _common_kind(prefix, tables, name) for name in names}
     values = {
-        name: np.concatenate([_values(place, table, name, kinds[name]) for table in tables])
+        name: np.concatenate([_values(prefix, table, name, kinds[name]) for table in tables])
         for name in names
     }
     ends = np.cumsum([table.rows.num_rows for table in tables])
     return Columns(values, kinds, tables, ends)
 
 
-def _read(place: str, form: str, path: str) -> Table:
+def _read(prefix: str, form: str, path: str) -> Table:
     """Returns the table of a file; raises DataError if the file cannot be read."""
     pyarrow = arrow()
     try:
@@ -157,49 +157,49 @@ def _read(place: str, form: str, path: str) -> Table:
     except UnicodeDecodeError:
         reason = "it is not UTF-8 text"
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        reason = reason_of(error)
-    raise DataError(f"{place}: {path} cannot be read: {reason}. Repair or remove it.")
+        reason = files.reason_of(error)
+    raise DataError(f"{prefix}: {path} cannot be read: {reason}. Repair or remove it.")
 
 
-def _check_names(place: str, path: str, found: Sequence[str], names: Sequence[str]) -> None:
-    """Raises DataError if the columns of a file are not exactly those wanted, each once."""
-    twice = [name for name in found if list(found).count(name) > 1]
-    if twice:
-        raise DataError(f"{place}: {path} has the column {twice[0]!r} twice. Rename one of them.")
-    for name in names:
-        if name not in found:
-            raise DataError(
-                f"{place}: {path} lacks the column {name!r}; it has {', '.join(found)}. Give all "
-                "files the same columns."
-            )
-    for name in found:
-        if name not in names:
-            raise DataError(
-                f"{place}: {path} has a column {name!r}, which the first file of the training part "
-                "does not have. Give all files the same columns."
-            )
+def _check_names(prefix: str, path: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises DataError if the columns of a file do not have these names, each once."""
+    if duplicates := [name for name in columns if list(columns).count(name) > 1]:
+        problem = f"has the column {duplicates[0]!r} twice. Rename one of them."
+    elif missing := [name for name in names if name not in columns]:
+        problem = (
+            f"lacks the column {missing[0]!r}; it has {', '.join(columns)}. Give all files the "
+            "same columns."
+        )
+    elif unknown := [name for name in columns if name not in names]:
+        problem = (
+            f"has a column {unknown[0]!r}, which the first file of the training part does not "
+            "have. Give all files the same columns."
+        )
+    else:
+        return
+    raise DataError(f"{prefix}: {path} {problem}")
 
 
-def _common_kind(place: str, tables: list[Table], name: str) -> str:
+def _common_kind(prefix: str, tables: list[Table], name: str) -> str:
     """Returns the kind that fits a column in all tables; raises DataError if there is none."""
-    kinds = {_kind(place, table, name) for table in tables} - {None}
+    kinds = {_kind(prefix, table, name) for table in tables} - {None}
     if not kinds:
-        raise DataError(f"{place}: the column {name!r} has no values. Leave it out: drop={name}.")
+        raise DataError(f"{prefix}: the column {name!r} has no values. Leave it out: drop={name}.")
     if kinds == {WHOLE, NUMBER}:
         return NUMBER
     return str(kinds.pop()) if len(kinds) == 1 else TEXT
 
 
-def _kind(place: str, table: Table, name: str) -> str | None:
+def _kind(prefix: str, table: Table, name: str) -> str | None:
     """Returns the kind of a column of one file, or None if the column has no values."""
     array = table.rows.column(name)
-    kind = _kind_of_type(place, table, name)
+    kind = _kind_of_type(prefix, table, name)
     if array.null_count == len(array):
         return None
     return kind if table.is_typed else _kind_of_text(array)
 
 
-def _kind_of_type(place: str, table: Table, name: str) -> str:
+def _kind_of_type(prefix: str, table: Table, name: str) -> str:
     """Returns the kind of a column's type; raises DataError for types that are not read."""
     types, array = arrow("pyarrow").types, table.rows.column(name)
     if _is_text(array) or types.is_null(array.type):
@@ -211,7 +211,7 @@ def _kind_of_type(place: str, table: Table, name: str) -> str:
     if types.is_floating(array.type) or types.is_decimal(array.type):
         return NUMBER
     raise DataError(
-        f"{place}: the column {name!r} of {table.path} is of type {array.type}, but numbers, "
+        f"{prefix}: the column {name!r} of {table.path} is of type {array.type}, but numbers, "
         f"booleans and text are read. Leave it out: drop={name}."
     )
 
@@ -258,20 +258,20 @@ def _cast(array: Any, kind: str) -> Any:
     return compute.cast(array, pyarrow.int64() if kind == WHOLE else pyarrow.float64())
 
 
-def _values(place: str, table: Table, name: str, kind: str) -> np.ndarray:
+def _values(prefix: str, table: Table, name: str, kind: str) -> np.ndarray:
     """Returns the values of a column, float64 or objects; raises DataError for a wrong one."""
     array = table.rows.column(name)
-    _kind_of_type(place, table, name)
+    _kind_of_type(prefix, table, name)
     # 1.5 is a valid number in a column that has only whole numbers in the training part.
     kind = NUMBER if kind == WHOLE else kind
     try:
         values: np.ndarray = _cast(array, kind).to_numpy()
     except ValueError:
         row = _first_bad(array, kind)
-        words = "true or false" if kind == FLAG else "a number"
+        expected = "true or false" if kind == FLAG else "a number"
         raise DataError(
-            f"{place}: the column {name!r} is {array[row].as_py()!r} in "
-            f"{table.where(row)}, but it is {words} in the training part. Correct it."
+            f"{prefix}: the column {name!r} is {array[row].as_py()!r} in "
+            f"{table.where(row)}, but it is {expected} in the training part. Correct it."
         ) from None
     if kind == TEXT:
         return values.astype(object)

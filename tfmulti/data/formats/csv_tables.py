@@ -34,22 +34,18 @@ _QUOTED = re.compile(
 )
 
 
-def read_csv(data: bytes, packed: bool) -> tuple[Any, dict[int, str]]:
+def read_csv(data: bytes, is_gzip: bool) -> tuple[Any, dict[int, str]]:
     """Returns the rows of a file as a `pyarrow.Table` of text, and why rows are left out.
 
     A row is left out if it has more or fewer columns than the header, or bytes that are not UTF-8
     text. Its number, from 1, is then the key of the reason. Spaces around a value are removed, and
     a value of spaces alone is missing.
 
-    Args:
-        data: the bytes of the file.
-        packed: whether it is a GZIP file.
-
     Raises:
         ValueError, OSError: the file cannot be read.
     """
     pyarrow, compute = arrow(), arrow("pyarrow.compute")
-    if packed:
+    if is_gzip:
         data = _unpacked(data)
     bad: dict[int, str] = {}
     try:
@@ -78,16 +74,16 @@ def _unpacked(data: bytes) -> bytes:
         ValueError: the file is damaged or cut off, or its content takes more memory than one file
             may.
     """
-    found, left = [], most_unpacked()
+    contents, remaining = [], most_unpacked()
     while data:
         # 31 stands for GZIP data with a window of 2**15 bytes.
         packed = zlib.decompressobj(wbits=31)
         try:
-            found.append(packed.decompress(data, left))
-            left -= len(found[-1])
+            contents.append(packed.decompress(data, remaining))
+            remaining -= len(contents[-1])
         except zlib.error as error:
             raise ValueError(f"its GZIP data is damaged ({error})") from None
-        if left <= 0:
+        if remaining <= 0:
             raise ValueError(
                 f"it unpacks to more than {most_unpacked():,} bytes, the limit (by default the "
                 "memory); split it, write it as TFRecord or .npy files, which are read piece by "
@@ -97,7 +93,7 @@ def _unpacked(data: bytes) -> bytes:
             raise ValueError("the GZIP file is cut off")
         # A file may have several GZIP members, and zeros may fill up its last block.
         data = packed.unused_data.lstrip(b"\0")
-    return b"".join(found)
+    return b"".join(contents)
 
 
 def _marked(data: bytes) -> tuple[bytes, str | None]:
@@ -166,12 +162,12 @@ def check_quotes(data: bytes) -> None:
     """
     if b'"' not in data:
         return
-    for found in _QUOTED.finditer(data):
-        lines = len(_LINE.findall(found["value"]))
-        if found["end"] and (not lines or not found["behind"].strip()):
+    for value in _QUOTED.finditer(data):
+        lines = len(_LINE.findall(value["value"]))
+        if value["end"] and (not lines or not value["behind"].strip()):
             continue
-        line = _line_at(data, found.start("value"))
-        if not found["end"]:
+        line = _line_at(data, value.start("value"))
+        if not value["end"]:
             raise ValueError(f"the quote that begins a value in line {line} is not closed")
         raise ValueError(
             f"the quote that begins a value in line {line} is closed only in line {line + lines}, "
@@ -179,9 +175,9 @@ def check_quotes(data: bytes) -> None:
         )
 
 
-def _line_at(data: bytes, place: int) -> int:
+def _line_at(data: bytes, offset: int) -> int:
     """Returns the line number, from 1, of a byte."""
-    return len(_LINE.findall(data, 0, place)) + 1
+    return len(_LINE.findall(data, 0, offset)) + 1
 
 
 def _parsed(data: bytes, bad: dict[int, str] | None) -> Any:

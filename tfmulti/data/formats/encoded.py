@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tfmulti.data.buffers import empty
 from tfmulti.data.formats.records import ByteStrings
 from tfmulti.data.io.files import MOST_BYTES
-from tfmulti.data.loader import empty
 from tfmulti.data.source import Leaf, Source, map_nest
 from tfmulti.errors import DataError
 
@@ -72,15 +72,15 @@ class Decoder:
         Raises:
             ValueError: a record cannot be read; the message says why.
         """
-        places: dict[str, list[np.ndarray]] = {}
-        map_nest(lambda name, rows: places.setdefault(name, []).append(rows), self.names, out)
-        self.parse_into(records, {name: arrays[0] for name, arrays in places.items()})
-        for first, *others in places.values():
+        arrays_of: dict[str, list[np.ndarray]] = {}
+        map_nest(lambda name, rows: arrays_of.setdefault(name, []).append(rows), self.names, out)
+        self.parse_into(records, {name: arrays[0] for name, arrays in arrays_of.items()})
+        for first, *others in arrays_of.values():
             # A feature that is both input and target is parsed once and copied.
             for other in others:
                 other[...] = first
         if self.classes is not None:
-            check_labels(places[self.names[1]][0], self.classes, self.names[1])
+            check_labels(arrays_of[self.names[1]][0], self.classes, self.names[1])
 
     def labels_of(self, records: Sequence[bytes]) -> np.ndarray | None:
         """Returns the labels of encoded examples, int [records]; None if the target is no label.

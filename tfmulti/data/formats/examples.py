@@ -53,27 +53,19 @@ def parse_numbers_into(
 ) -> None:
     """Does the work of `parse_into` for features that are numbers, one record at a time.
 
-    It does not set up TensorFlow's devices.
-
-    Args:
-        records: the encoded examples.
-        features: the features that a record may hold, by name.
-        out: for each wanted name an array with one row for each record.
-
-    Raises:
-        DataError: a record lacks a feature or has it in another form; the message says which.
+    It does not set up TensorFlow's devices. The arguments and errors are those of `parse_into`.
     """
     tf = tensorflow()
     for row, record in enumerate(records):
-        found = _features_in(tf, record)
+        parsed = _features_in(tf, record)
         for name, rows in out.items():
-            reason = _reason(found, name, features[name])
+            reason = _reason(parsed, name, features[name])
             if reason:
                 raise DataError(reason)
             if features[name].type == "raw":
-                _decode_into(found[name].bytes_list.value[0], "raw", rows[row : row + 1])
+                _decode_into(parsed[name].bytes_list.value[0], "raw", rows[row : row + 1])
             else:
-                values = found[name].int64_list.value or found[name].float_list.value
+                values = parsed[name].int64_list.value or parsed[name].float_list.value
                 rows[row] = np.reshape(values, rows.shape[1:])
 
 
@@ -102,11 +94,11 @@ def _first_reason(tf: Any, records: Sequence[bytes], features: Mapping[str, Feat
     """Returns why TensorFlow cannot parse the first wrong record of these."""
     for record in records:
         try:
-            found = _features_in(tf, record)
+            parsed = _features_in(tf, record)
         except ValueError as error:
             return str(error)
         for name, feature in features.items():
-            reason = _reason(found, name, feature)
+            reason = _reason(parsed, name, feature)
             if reason:
                 return reason
     return "the record does not have the form that the features say"
@@ -120,20 +112,19 @@ def _features_in(tf: Any, record: bytes) -> Any:
         raise DataError("the record is no tf.train.Example") from None
 
 
-def _reason(found: Any, name: str, feature: Feature) -> str | None:
+def _reason(parsed: Any, name: str, feature: Feature) -> str | None:
     """Returns why a feature of a record cannot be read, or None if it can."""
-    if name not in found:
-        return f"there is no feature {name!r}, but {', '.join(sorted(found)) or 'none'}"
+    if name not in parsed:
+        return f"there is no feature {name!r}, but {', '.join(sorted(parsed)) or 'none'}"
     kinds = {"int64": "int64_list", "float32": "float_list"}
-    wanted, has = kinds.get(feature.type, "bytes_list"), found[name].WhichOneof("kind")
-    if has != wanted:
-        words = {"int64_list": "int64", "float_list": "float32", "bytes_list": "bytes"}
-        return (
-            f"feature {name!r} holds {words.get(has, 'nothing')}, but {feature.type} was expected"
-        )
+    expected, actual = kinds.get(feature.type, "bytes_list"), parsed[name].WhichOneof("kind")
+    if actual != expected:
+        dtypes = {"int64_list": "int64", "float_list": "float32", "bytes_list": "bytes"}
+        dtype = dtypes.get(actual, "nothing")
+        return f"feature {name!r} holds {dtype}, but {feature.type} was expected"
     one = feature.type in ("image", "raw")
     count = 1 if one else int(np.prod(feature.shape, dtype=int))
-    values = len(getattr(found[name], wanted).value)
+    values = len(getattr(parsed[name], expected).value)
     if values != count:
         shape = "" if one else f" for shape {list(feature.shape)}"
         return f"feature {name!r} has {values} values, but {count} were expected{shape}"

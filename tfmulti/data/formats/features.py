@@ -85,8 +85,8 @@ class Features:
         return (*parts, self.weight) if self.weight is not None else tuple(parts)
 
 
-def read_features(place: str, text: bytes) -> Features:
-    """Returns the features that a JSON text describes; `place` names the file in messages.
+def read_features(path: str, text: bytes) -> Features:
+    """Returns the features that a JSON text describes; `path` names the file in messages.
 
     Raises:
         DataError: the text is not JSON, or does not follow the format of this module.
@@ -94,91 +94,91 @@ def read_features(place: str, text: bytes) -> Features:
     try:
         content = json_values.parse(text)
     except ValueError as error:
-        raise DataError(f"{place} is no JSON: {error}. Fix that line.") from None
+        raise DataError(f"{path} is no JSON: {error}. Fix that line.") from None
     if not isinstance(content, dict):
-        raise DataError(f'{place} holds no object. Write {{"features": {{…}}, "x": …, "y": …}}.')
+        raise DataError(f'{path} holds no object. Write {{"features": {{…}}, "x": …, "y": …}}.')
     if "pythonClassName" in content:
         raise DataError(
-            f"{place} belongs to tensorflow-datasets. Use --dataset tfds:NAME,data_dir=PATH."
+            f"{path} belongs to tensorflow-datasets. Use --dataset tfds:NAME,data_dir=PATH."
         )
     for key in content:
         if key not in _KEYS:
-            raise DataError(f"{place}: no entry {key!r}; {did_you_mean(key, _KEYS)}")
+            raise DataError(f"{path}: no entry {key!r}; {did_you_mean(key, _KEYS)}")
     described = content.get("features")
     if not isinstance(described, dict) or not described:
-        raise DataError(f'{place} needs "features": {{NAME: {{"type": …, "shape": […]}}, …}}.')
-    features = {name: _feature(f"{place}: feature {name!r}", f) for name, f in described.items()}
+        raise DataError(f'{path} needs "features": {{NAME: {{"type": …, "shape": […]}}, …}}.')
+    features = {name: _feature(f"{path}: feature {name!r}", f) for name, f in described.items()}
     return Features(
         features,
-        _names(place, features, "x", content.get("x")),
-        _names(place, features, "y", content.get("y")),
-        _weight(place, features, content.get("weight")),
-        _classes(place, content.get("classes")),
+        _names(path, features, "x", content.get("x")),
+        _names(path, features, "y", content.get("y")),
+        _weight(path, features, content.get("weight")),
+        _classes(path, content.get("classes")),
     )
 
 
-def _feature(place: str, described: Any) -> Feature:
+def _feature(prefix: str, described: Any) -> Feature:
     """Returns the described feature; raises DataError if the description is wrong."""
     keys = ("type", "shape", "dtype")
     if not isinstance(described, dict):
-        raise DataError(f'{place} is {described!r}. Write {{"type": "int64", "shape": []}}.')
+        raise DataError(f'{prefix} is {described!r}. Write {{"type": "int64", "shape": []}}.')
     for key in described:
         if key not in keys:
-            raise DataError(f"{place}: no entry {key!r}; {did_you_mean(key, keys)}")
+            raise DataError(f"{prefix}: no entry {key!r}; {did_you_mean(key, keys)}")
     kind = described.get("type")
     if kind not in TYPES:
-        raise DataError(f"{place}: no type {kind!r}; {did_you_mean(str(kind), TYPES)}")
+        raise DataError(f"{prefix}: no type {kind!r}; {did_you_mean(str(kind), TYPES)}")
     shape = described.get("shape", [])
     if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
         raise DataError(
-            f"{place}: shape is {json.dumps(shape)}, but it must be a list of whole numbers from "
+            f"{prefix}: shape is {json.dumps(shape)}, but it must be a list of whole numbers from "
             "1, such as [28, 28, 1]. Records of varying shape need your own --dataset."
         )
     if kind == "image" and (len(shape) != 3 or shape[2] not in (1, 3)):
         raise DataError(
-            f"{place}: an image of shape {json.dumps(shape)} cannot be read. "
+            f"{prefix}: an image of shape {json.dumps(shape)} cannot be read. "
             "Write [height, width, 3], or 1 for grey."
         )
-    return Feature(kind, tuple(shape), _dtype(place, kind, described.get("dtype")))
+    return Feature(kind, tuple(shape), _dtype(prefix, kind, described.get("dtype")))
 
 
-def _dtype(place: str, kind: str, dtype: Any) -> str:
+def _dtype(prefix: str, kind: str, dtype: Any) -> str:
     """Returns the dtype of a feature in an example; raises DataError if `dtype` is wrong."""
     if kind == "raw":
         if dtype not in DTYPES:
             raise DataError(
-                f"{place}: no dtype {dtype!r} for raw bytes; {did_you_mean(str(dtype), DTYPES)}"
+                f"{prefix}: no dtype {dtype!r} for raw bytes; {did_you_mean(str(dtype), DTYPES)}"
             )
         return str(dtype)
     if dtype is not None:
-        raise DataError(f"{place}: dtype belongs to the type 'raw' alone. Leave it out.")
+        raise DataError(f"{prefix}: dtype belongs to the type 'raw' alone. Leave it out.")
     return {"image": "uint8", "string": "str", "bytes": "str"}.get(kind, kind)
 
 
 def _names(
-    place: str, features: Mapping[str, Feature], key: str, named: Any
+    path: str, features: Mapping[str, Feature], key: str, named: Any
 ) -> str | tuple[str, ...]:
     """Returns the name or names of `x` or `y`; raises DataError if one is not a feature."""
     names = named if isinstance(named, list) else [named]
     if not names or not all(isinstance(name, str) for name in names):
         raise DataError(
-            f"{place} needs {json.dumps(key)}: the name of a feature, or a list of names. "
+            f"{path} needs {json.dumps(key)}: the name of a feature, or a list of names. "
             f"Known: {', '.join(features)}."
         )
     for name in names:
         if name not in features:
-            raise DataError(f"{place}: {key} is {name!r}, no feature; {_near(name, features)}")
+            raise DataError(f"{path}: {key} is {name!r}, no feature; {_near(name, features)}")
     return named if isinstance(named, str) else tuple(names)
 
 
-def _weight(place: str, features: Mapping[str, Feature], name: Any) -> str | None:
+def _weight(path: str, features: Mapping[str, Feature], name: Any) -> str | None:
     """Returns the name of the weight; raises DataError unless it is one float32."""
     if name is None:
         return None
     if not isinstance(name, str) or name not in features:
-        raise DataError(f"{place}: weight is {name!r}, no feature; {_near(name, features)}")
+        raise DataError(f"{path}: weight is {name!r}, no feature; {_near(name, features)}")
     if features[name].leaf != Leaf((), "float32"):
-        raise DataError(f'{place}: the weight {name!r} must be {{"type": "float32", "shape": []}}.')
+        raise DataError(f'{path}: the weight {name!r} must be {{"type": "float32", "shape": []}}.')
     return str(name)
 
 
@@ -187,10 +187,10 @@ def _near(name: Any, features: Mapping[str, Feature]) -> str:
     return did_you_mean(str(name), features)
 
 
-def _classes(place: str, classes: Any) -> int | None:
+def _classes(path: str, classes: Any) -> int | None:
     """Returns the number of classes; raises DataError unless it is None or at least 1."""
     if classes is not None and (type(classes) is not int or classes < 1):
-        raise DataError(f"{place}: classes is {classes!r}, but it must be a number from 1.")
+        raise DataError(f"{path}: classes is {classes!r}, but it must be a number from 1.")
     return classes
 
 
@@ -202,10 +202,7 @@ def is_label(leaf: Leaf) -> bool:
 def spec_of(x: Any, y: Any, classes: int | None) -> DataSpec | None:
     """Returns what a model must know about such examples; None if only a user's own model does.
 
-    Args:
-        x: the form of the input, a `Leaf` or a nest of them.
-        y: the form of the target, likewise.
-        classes: the number of classes, or None.
+    `x` and `y` are the forms of the input and the target: a `Leaf`, or a nest of them.
     """
     if not isinstance(x, Leaf) or not isinstance(y, Leaf) or "str" in (x.dtype, y.dtype):
         return None

@@ -23,13 +23,7 @@ _FINDERS: weakref.WeakKeyDictionary[Any, Callable[[], str | None]] = weakref.Wea
 
 
 def remember(dataset: Any, paths: Sequence[str], decoder: Decoder) -> None:
-    """Keeps the files and the decoder of a stream for `fault_of`, as long as the stream exists.
-
-    Args:
-        dataset: the stream, a `tf.data.Dataset`.
-        paths: its files.
-        decoder: how its records become examples.
-    """
+    """Keeps the files and the decoder of a stream for `fault_of`, as long as the stream exists."""
     _FINDERS[dataset] = lambda: find_fault(paths, decoder)
 
 

@@ -1,11 +1,11 @@
-"""The positions of the records of a TFRecord file, found once and kept beside the file.
+"""The positions of the records of a TFRecord file, found once and stored beside the file.
 
 A record is a header, the data and a footer. The header is the length of the data (8 bytes) and a
 checksum of the length. The footer is a checksum of the data
 (tensorflow/core/lib/io/record_writer.h). The index is made from the headers alone, one after the
 other. A record larger than 4 KiB costs one read of 4 KiB.
 
-The index is kept as a NumPy array, int64 [3 + n, 2]:
+The index is stored as a NumPy array, int64 [3 + n, 2]:
 
     row 0      the size and the modification time of the file
     row 1      n, the number of records, and a checksum of the rows below row 2
@@ -31,7 +31,7 @@ import numpy as np
 
 from tfmulti.data.formats.npy_format import array_of
 from tfmulti.data.io.files import Stamp, cache_folder, is_remote, read_bytes, stamp_of
-from tfmulti.data.io.open_files import File, open_file, write_whole
+from tfmulti.data.io.open_files import File, open_file, write_atomically
 from tfmulti.errors import DataError
 
 # The bytes before and after the data of a record.
@@ -44,37 +44,33 @@ _MASK, _WORD = 0xA282EAD8, 0xFFFFFFFF
 def index_of(path: str, env: Mapping[str, str] = os.environ) -> np.ndarray:
     """Returns the offset and the length of the data of each record of a file, int64 [n, 2].
 
-    Args:
-        path: the file.
-        env: the environment, which may name the cache folder.
-
     Raises:
         DataError: the file is missing, is not a TFRecord file, or is cut off or damaged.
     """
     try:
         stamp = stamp_of(path)
-        places = index_places(path, env)
-        for place in places:
-            kept = _kept(place, stamp)
-            if kept is not None:
-                return kept
+        candidates = index_paths(path, env)
+        for index_path in candidates:
+            index = _read_index(index_path, stamp)
+            if index is not None:
+                return index
         rows = _walk(path, open_file(path), stamp.size)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
     # The folder of the file may not be writable, so the cache folder is the second choice.
-    for place in places:
-        if _keep(place, stamp, rows):
+    for index_path in candidates:
+        if _write_index(index_path, stamp, rows):
             break
     return rows
 
 
-def index_places(path: str, env: Mapping[str, str] = os.environ) -> tuple[str, str]:
+def index_paths(path: str, env: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Returns the two possible paths of a file's index: beside it, and in the cache folder."""
     folder, name = os.path.split(path)
-    whole = path if is_remote(path) else os.path.abspath(path)
-    known = hashlib.sha256(whole.encode()).hexdigest()[:16]
+    absolute_path = path if is_remote(path) else os.path.abspath(path)
+    path_digest = hashlib.sha256(absolute_path.encode()).hexdigest()[:16]
     ending = f"{name}.tfmulti-index.npy"
-    return os.path.join(folder, f".{ending}"), str(cache_folder(env) / f"{known}-{ending}")
+    return os.path.join(folder, f".{ending}"), str(cache_folder(env) / f"{path_digest}-{ending}")
 
 
 def checksum(data: bytes) -> int:
@@ -104,7 +100,7 @@ def _walk(path: str, file: File, size: int) -> np.ndarray:
     Raises:
         DataError: the file is damaged or cut off.
     """
-    found, records, at = array("q"), 0, 0
+    positions, records, at = array("q"), 0, 0
     block, start = b"", 0
     while at < size:
         if not start <= at <= start + len(block) - HEADER:
@@ -112,33 +108,33 @@ def _walk(path: str, file: File, size: int) -> np.ndarray:
         header = block[at - start : at - start + HEADER]
         if not is_header(header):
             is_cut_off = records > 0 and len(header) < HEADER
-            raise DataError(_damage_words(path, records, is_cut_off))
+            raise DataError(_damage_message(path, records, is_cut_off))
         length = int(struct.unpack("<Q", header[:8])[0])
         if HEADER + length + FOOTER > size - at:
-            raise DataError(_damage_words(path, records, True))
-        found.extend((at + HEADER, length))
+            raise DataError(_damage_message(path, records, True))
+        positions.extend((at + HEADER, length))
         records, at = records + 1, at + HEADER + length + FOOTER
-    return np.frombuffer(found, np.int64).reshape(-1, 2) if found else np.empty((0, 2), np.int64)
+    return np.array(positions, np.int64).reshape(-1, 2)
 
 
-def _damage_words(path: str, record: int, is_cut_off: bool) -> str:
+def _damage_message(path: str, record: int, is_cut_off: bool) -> str:
     """Returns the message about a damaged record."""
     if is_cut_off:
-        words = f"{path} is cut off in record {record}, after {record} whole ones."
+        message = f"{path} is cut off in record {record}, after {record} whole ones."
     elif record == 0:
         return f"{path} is no TFRecord file, or its first record is damaged. Give TFRecord files."
     else:
-        words = (
+        message = (
             f"{path}, record {record}: the checksum of its length is wrong, so what follows cannot "
             "be found (the file is damaged)."
         )
-    return f"{words} Copy or write the file anew."
+    return f"{message} Copy or write the file anew."
 
 
-def _kept(place: str, stamp: Stamp) -> np.ndarray | None:
-    """Returns the index that is kept at a place, or None if it does not match the file."""
+def _read_index(index_path: str, stamp: Stamp) -> np.ndarray | None:
+    """Returns the index in a file, or None if it does not match the records' file."""
     try:
-        table = array_of(read_bytes(place))
+        table = array_of(read_bytes(index_path))
     except (OSError, ValueError):
         return None
     if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 2 or len(table) < 3:
@@ -148,18 +144,18 @@ def _kept(place: str, stamp: Stamp) -> np.ndarray | None:
 
 
 def _heads(stamp: Stamp, rows: np.ndarray) -> np.ndarray:
-    """Returns the first three rows of a kept index."""
+    """Returns the first three rows of a stored index."""
     return np.array([stamp, (len(rows), checksum(rows.tobytes())), (_VERSION, 0)], np.int64)
 
 
-def _keep(place: str, stamp: Stamp, rows: np.ndarray) -> bool:
-    """Writes an index to a place, and returns whether that was possible."""
+def _write_index(index_path: str, stamp: Stamp, rows: np.ndarray) -> bool:
+    """Writes an index to a file, and returns whether that was possible."""
     content = io.BytesIO()
     np.save(content, np.concatenate([_heads(stamp, rows), rows]), allow_pickle=False)
     try:
-        if not is_remote(place):
-            Path(place).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, content.getvalue())
+        if not is_remote(index_path):
+            Path(index_path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(index_path, content.getvalue())
     except OSError:
         return False
     return True

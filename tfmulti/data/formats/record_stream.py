@@ -67,8 +67,8 @@ def _decoded(tf: Any, records: tf.Tensor, features: Features, classes: int | Non
     used: set[str] = set()
     map_nest(used.add, features.names)
     chosen = {name: features.features[name] for name in used}
-    found = tf.io.parse_example(records, {name: in_record(tf, f) for name, f in chosen.items()})
-    values = {name: _value(tf, found[name], feature) for name, feature in chosen.items()}
+    parsed = tf.io.parse_example(records, {name: in_record(tf, f) for name, f in chosen.items()})
+    values = {name: _value(tf, parsed[name], feature) for name, feature in chosen.items()}
     if classes is not None:
         label = values[str(features.y)]
         outside = f"{features.y!r} is out of range 0..{classes - 1}"
@@ -142,6 +142,6 @@ def _declared_pixels(tf: Any, data: tf.Tensor) -> tf.Tensor:
         (tf.strings.substr(data, start, len(mark)) == mark, sides)
         for (start, mark), sides in sides_of.items()
     ]
-    found = tf.case(cases, lambda: tf.zeros([2], tf.int64))
+    sides = tf.case(cases, lambda: tf.zeros([2], tf.int64))
     # An image whose side is no positive number counts as one without pixels.
-    return tf.reduce_prod(tf.maximum(found, 0))
+    return tf.reduce_prod(tf.maximum(sides, 0))

@@ -9,12 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from tfmulti.data.formats.record_index import FOOTER, check_data, index_of
-from tfmulti.data.io.files import stamp_of
-from tfmulti.data.io.open_files import OpenFiles
+from tfmulti.data.io import files
+from tfmulti.data.io.open_files import opener
 from tfmulti.errors import DataError
 
 # The indices of this many files are made at a time, because remote files answer slowly.
-_AT_ONCE = 8
+_INDEX_THREADS = 8
 
 
 class ByteStrings(Protocol):
@@ -23,7 +23,12 @@ class ByteStrings(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """Returns the examples with these numbers, in that order."""
+        """Returns the examples with these numbers, in that order.
+
+        Raises:
+            DataError: an example is damaged.
+            OSError: a file cannot be read.
+        """
 
     def where(self, number: int) -> str:
         """Returns the file and the record of an example, for messages."""
@@ -32,7 +37,7 @@ class ByteStrings(Protocol):
         """Returns a text that differs if the examples differ."""
 
 
-class Records:
+class Records(ByteStrings):
     """The records of TFRecord files, numbered from 0 over all files. Any thread may read.
 
     A file may hold any number of records, also none.
@@ -47,46 +52,33 @@ class Records:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
-        with ThreadPoolExecutor(_AT_ONCE, "tfmulti-index") as pool:
-            self._indices = list(pool.map(index_of, self.paths))
+        with ThreadPoolExecutor(_INDEX_THREADS, "tfmulti-index") as thread_pool:
+            self._indices = list(thread_pool.map(index_of, self.paths))
         self._ends = np.cumsum([len(rows) for rows in self._indices])
-        self._open = OpenFiles()
+        self._open = opener()
         if not len(self):
-            what = self.paths[0] if len(self.paths) == 1 else f"all {len(self.paths)} files of it"
-            raise DataError(f"there are no records in {what}. Give files that hold some.")
+            names = self.paths[0] if len(self.paths) == 1 else f"all {len(self.paths)} files of it"
+            raise DataError(f"there are no records in {names}. Give files that hold some.")
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """Returns the data of the records with these numbers, in that order.
-
-        Raises:
-            DataError: a checksum is wrong, or the file is cut off.
-            OSError: a file cannot be read.
-        """
-        return [self._read_one(*self._place(int(number))) for number in numbers]
+        return [self._read_one(*files.locate(self._ends, number)) for number in numbers.tolist()]
 
     def where(self, number: int) -> str:
-        """Returns the file of a record, and its number in that file, from 0."""
-        file, row = self._place(number)
+        file, row = files.locate(self._ends, number)
         return f"{self.paths[file]}, record {row}"
 
     def identity(self) -> str:
-        """Returns the names, sizes and times of the files."""
-        return "\n".join(f"{path} {stamp_of(path)}" for path in self.paths)
-
-    def _place(self, number: int) -> tuple[int, int]:
-        """Returns the index of the file of a record, and its number in that file."""
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return file, number - int(self._ends[file]) + len(self._indices[file])
+        return files.identity_of(self.paths)
 
     def _read_one(self, file: int, row: int) -> bytes:
         """Returns the data of one record; raises DataError if it is damaged."""
         offset, length = self._indices[file][row].tolist()
-        found = self._open.get(self.paths[file]).read_at(offset, length + FOOTER)
-        data = found[:length]
-        if len(found) != length + FOOTER:
+        content = self._open(self.paths[file]).read_at(offset, length + FOOTER)
+        data, footer = content[:length], content[length:]
+        if len(footer) != FOOTER:
             raise DataError("the file has become shorter since it was opened")
-        check_data(data, found[length:])
+        check_data(data, footer)
         return data

@@ -12,9 +12,11 @@ import glob
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.limited_reading import open_regular, read_small
@@ -22,6 +24,8 @@ from tfmulti.errors import DataError
 
 # A file that is one example has at most this many bytes.
 MOST_BYTES = 1 << 30
+# The largest file that describes a data set: some hundred bytes for each feature and each file.
+MOST_DESCRIPTION_BYTES = 4 << 20
 # The files with the memory limit of a container, in both versions of control groups.
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _most_unpacked: int | None = None
@@ -51,12 +55,12 @@ def expanded(path: str) -> str:
 
 def memory_bytes() -> int:
     """Returns the memory in bytes of this machine, or of its container if that has less."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CGROUP_LIMITS:
         # Without a limit there is no file, or the text `max`.
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(read_small(path, 8192)))
-    return min(found)
+            limits.append(int(read_small(path, 8192)))
+    return min(limits)
 
 
 def limit_unpacked(gigabytes: float | None) -> None:
@@ -100,10 +104,27 @@ def stamp_of(path: str) -> Stamp:
     """
     if is_remote(path):
         with as_os_error():
-            found = gfile().stat(path)
-        return Stamp(int(found.length), int(found.mtime_nsec))
+            status = gfile().stat(path)
+        return Stamp(int(status.length), int(status.mtime_nsec))
     status = os.stat(path)
     return Stamp(status.st_size, status.st_mtime_ns)
+
+
+def identity_of(paths: Sequence[str]) -> str:
+    """Returns a text of the names, sizes and times of files, which changes if a file does."""
+    return "\n".join(f"{path} {stamp_of(path)}" for path in paths)
+
+
+def locate(ends: np.ndarray, number: int) -> tuple[int, int]:
+    """Returns the file of an item that is numbered over all files, and its number in that file.
+
+    `ends` has for each file the number of the item after its last one.
+
+    >>> locate(np.array([3, 3, 5]), 4)
+    (2, 1)
+    """
+    file = int(np.searchsorted(ends, number, side="right"))
+    return file, number - (int(ends[file - 1]) if file else 0)
 
 
 def is_folder(path: str) -> bool:
@@ -111,49 +132,49 @@ def is_folder(path: str) -> bool:
     return bool(gfile().isdir(path)) if is_remote(path) else os.path.isdir(path)
 
 
-def in_folder(place: str, path: str) -> tuple[list[str], list[str]]:
+def in_folder(prefix: str, path: str) -> tuple[list[str], list[str]]:
     """Returns the names of the folders and of the files in a folder, sorted, without hidden ones.
 
     Raises:
-        DataError: the folder does not exist or cannot be read; the message begins with `place`.
+        DataError: the folder does not exist or cannot be read; the message begins with `prefix`.
     """
     try:
         if not is_folder(path):
-            words = "is a file" if _exists(path) else "does not exist"
-            raise DataError(f"{place}: {path} {words}. Give the path of a folder.")
+            problem = "is a file" if _exists(path) else "does not exist"
+            raise DataError(f"{prefix}: {path} {problem}. Give the path of a folder.")
         if is_remote(path):
             entries = [name.rstrip("/") for name in gfile().listdir(path)]
             is_dir = {name: is_folder(join(path, name)) for name in entries}
         else:
-            with os.scandir(path) as found:
-                is_dir = {entry.name: entry.is_dir() for entry in found}
+            with os.scandir(path) as scanned:
+                is_dir = {entry.name: entry.is_dir() for entry in scanned}
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{place}: {path}: {_words_of(error)}. Give a readable folder.") from None
-    seen = sorted(name for name in is_dir if name and not name.startswith("."))
-    return [n for n in seen if is_dir[n]], [n for n in seen if not is_dir[n]]
+        raise DataError(f"{prefix}: {path}: {reason_of(error)}. Give a readable folder.") from None
+    visible = sorted(name for name in is_dir if name and not name.startswith("."))
+    return [n for n in visible if is_dir[n]], [n for n in visible if not is_dir[n]]
 
 
-def below(place: str, path: str) -> Iterator[str]:
+def below(prefix: str, path: str) -> Iterator[str]:
     """Yields the paths of all files in a folder and in the folders below it, without hidden ones.
 
     Raises:
-        DataError: a folder cannot be read; the message begins with `place`.
+        DataError: a folder cannot be read; the message begins with `prefix`.
     """
-    folders, names = in_folder(place, path)
+    folders, names = in_folder(prefix, path)
     yield from (join(path, name) for name in names)
     for name in folders:
-        yield from below(place, join(path, name))
+        yield from below(prefix, join(path, name))
 
 
-def matching(place: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> list[str]:
+def matching(prefix: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> list[str]:
     """Returns the sorted paths of the files that a pattern matches: a file, a glob or a folder.
 
     A folder stands for the files directly in it that have one of the extensions and are not hidden.
 
     Args:
-        place: the start of messages, such as `--dataset csv:PATTERN`.
+        prefix: the start of messages, such as `--dataset csv:PATTERN`.
         pattern: the path of a file or a folder, or a glob.
         extensions: the endings of the files of a folder, in lower case, such as `.csv`.
 
@@ -163,29 +184,29 @@ def matching(place: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> l
     pattern = expanded(pattern)
     try:
         if is_folder(pattern):
-            found = _with_extensions(place, pattern, extensions)
+            paths = _with_extensions(prefix, pattern, extensions)
         else:
-            found = [pattern] if _exists(pattern) else _glob(pattern)
-        for name in found:
+            paths = [pattern] if _exists(pattern) else _glob(pattern)
+        for name in paths:
             if not is_remote(name) and os.path.exists(name) and not os.path.isfile(name):
-                raise DataError(f"{place}: {name} is no regular file. Remove it from there.")
+                raise DataError(f"{prefix}: {name} is no regular file. Remove it from there.")
     except DataError:
         raise
     except Exception as error:
         # TensorFlow's file systems raise many types of exceptions.
-        raise DataError(f"{place}: {pattern}: {_words_of(error)}. Give another path.") from None
-    if not found:
-        raise DataError(f"{place}: no file {pattern}. Give a file, a folder of files or a glob.")
-    return found
+        raise DataError(f"{prefix}: {pattern}: {reason_of(error)}. Give another path.") from None
+    if not paths:
+        raise DataError(f"{prefix}: no file {pattern}. Give a file, a folder of files or a glob.")
+    return paths
 
 
-def _with_extensions(place: str, folder: str, extensions: tuple[str, ...]) -> list[str]:
+def _with_extensions(prefix: str, folder: str, extensions: tuple[str, ...]) -> list[str]:
     """Returns the files of a folder with an extension; raises DataError if none."""
-    names = [n for n in in_folder(place, folder)[1] if n.lower().endswith(extensions)]
+    names = [n for n in in_folder(prefix, folder)[1] if n.lower().endswith(extensions)]
     if not names:
         ending = " that ends in " + " or ".join(extensions) if any(extensions) else ""
         raise DataError(
-            f"{place}: the folder {folder} holds no file{ending}. "
+            f"{prefix}: the folder {folder} holds no file{ending}. "
             "Give a file, a folder of such files or a glob."
         )
     return [join(folder, name) for name in names]
@@ -195,8 +216,8 @@ def _glob(pattern: str) -> list[str]:
     """Returns the sorted files that a glob matches."""
     if not is_remote(pattern):
         return sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
-    found = sorted(gfile().glob(pattern))
-    return [p for p in found if not os.path.basename(p).startswith(".") and not is_folder(p)]
+    paths = sorted(gfile().glob(pattern))
+    return [p for p in paths if not os.path.basename(p).startswith(".") and not is_folder(p)]
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
@@ -234,7 +255,7 @@ def tensorflow() -> Any:
     return sys.modules["tensorflow"]
 
 
-def _words_of(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Returns the reason of an error in one line, without a full stop."""
-    words = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
-    return " ".join(str(words).split()).rstrip(".") or type(error).__name__
+    reason = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
+    return " ".join(str(reason).split()).rstrip(".") or type(error).__name__

@@ -30,22 +30,22 @@ def load(options: str, seed: int) -> DataSet:
         ConfigError: an option is wrong.
     """
     path, _, rest = options.partition(",")
-    place = f"--dataset images:{path}"
+    prefix = f"--dataset images:{path}"
     chosen = parse_options(f"images:{path}", rest, {"size": (224, 224), "channels": 3})
     size, channels = chosen["size"], chosen["channels"]
     if len(size) != 2:
-        raise ConfigError(f"{place}: size must be HEIGHTxWIDTH, such as size=224x224.")
+        raise ConfigError(f"{prefix}: size must be HEIGHTxWIDTH, such as size=224x224.")
     if channels not in (1, 3):
         raise ConfigError(
-            f"{place}: channels is {channels}, but it must be 1 (grey) or 3 (colours)."
+            f"{prefix}: channels is {channels}, but it must be 1 (grey) or 3 (colours)."
         )
     # This raises DataError if OpenCV is not installed, before any folder is read.
     pixels.opencv()
-    folders = find_parts(place, path)
-    train = find_classes(place, folders.pop("train"), EXTENSIONS)
+    folders = find_parts(prefix, path)
+    train = find_classes(prefix, folders.pop("train"), EXTENSIONS)
     shape = (size[0], size[1], channels)
     others: dict[str, Any] = {
-        part: ImageFolder(find_classes(place, folder, EXTENSIONS, train.names), shape)
+        part: ImageFolder(find_classes(prefix, folder, EXTENSIONS, train.names), shape)
         for part, folder in folders.items()
     }
     spec = DataSpec(
@@ -96,7 +96,6 @@ class ImageFolder(Source):
         return self._classes.labels
 
     def identity(self) -> str:
-        sizes = (f"{p} {files.stamp_of(p)}" for p in self._classes.paths)
-        # A cache keeps the labels with the images.
+        # A cache stores the labels with the images.
         labels = zlib.crc32(self._classes.labels.tobytes())
-        return "\n".join([f"{self._shape} {labels}", *sizes])
+        return f"{self._shape} {labels}\n{files.identity_of(self._classes.paths)}"

@@ -52,12 +52,9 @@ def cifar100(options: str, seed: int) -> DataSet:
 
 
 def _load(name: str, cached_as: str, url: str) -> DataSet:
-    """Returns a data set of Keras.
+    """Returns the data set of a name in `keras.datasets`.
 
-    Args:
-        name: the name of the data set in `keras.datasets`.
-        cached_as: its file or folder in the cache.
-        url: where Keras downloads it from.
+    `cached_as` is its file or folder in the cache, and `url` is where Keras downloads it from.
 
     Raises:
         DataError: it is not in the cache and cannot be downloaded.

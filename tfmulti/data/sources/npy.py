@@ -30,12 +30,12 @@ def load(options: str, seed: int) -> DataSet:
             do not make a data set (`named_arrays.data_of`).
     """
     path, _, rest = options.partition(",")
-    place = f"npy:{path}"
-    chosen = parse_options(place, rest, {"classes": None})
+    dataset = f"npy:{path}"
+    chosen = parse_options(dataset, rest, {"classes": None})
     if not path:
         raise DataError("--dataset npy: needs a folder. Write --dataset npy:FOLDER.")
     folder = files.expanded(path)
-    _, names = files.in_folder(f"--dataset {place}", folder)
+    _, names = files.in_folder(f"--dataset {dataset}", folder)
     endings = [ending for endings in NAMES.values() for ending in endings]
     known = {f"{name}{ending}" for name in ("x", "y", "weight") for ending in endings}
     arrays = {}
@@ -43,14 +43,14 @@ def load(options: str, seed: int) -> DataSet:
         name = file.removesuffix(_ENDING)
         if name not in known:
             raise DataError(
-                f"--dataset {place}: {file} has no part in it; "
+                f"--dataset {dataset}: {file} has no part in it; "
                 f"{did_you_mean(name, known)} Rename it or move it away."
             )
-        arrays[name] = _array(place, folder, file)
-    return data_of(arrays, place, chosen["classes"])
+        arrays[name] = _array(dataset, folder, file)
+    return data_of(arrays, dataset, chosen["classes"])
 
 
-def _array(place: str, folder: str, name: str) -> np.ndarray:
+def _array(dataset: str, folder: str, name: str) -> np.ndarray:
     """Returns the array of a file; raises DataError if it is damaged."""
     path = files.join(folder, name)
     try:
@@ -58,10 +58,10 @@ def _array(place: str, folder: str, name: str) -> np.ndarray:
             return _mapped(path)
         return array_of(files.read_bytes(path))
     except (OSError, ValueError) as error:
-        pickled = any(words in str(error) for words in ("allow_pickle", "Python objects"))
-        words = "holds Python objects" if pickled else "is damaged or cut off"
+        pickled = any(problem in str(error) for problem in ("allow_pickle", "Python objects"))
+        problem = "holds Python objects" if pickled else "is damaged or cut off"
         raise DataError(
-            f"--dataset {place}: {name} {words} ({' '.join(str(error).split())}). "
+            f"--dataset {dataset}: {name} {problem} ({' '.join(str(error).split())}). "
             "Write it anew with np.save(path, array)."
         ) from None
 

@@ -28,50 +28,50 @@ def load(options: str, seed: int) -> DataSet:
             data set (`named_arrays.data_of`).
     """
     path, _, rest = options.partition(",")
-    place = f"npz:{path}"
-    chosen = parse_options(place, rest, {"classes": None})
-    return data_of(_read(path), place, chosen["classes"])
+    dataset = f"npz:{path}"
+    chosen = parse_options(dataset, rest, {"classes": None})
+    return data_of(_read(path), dataset, chosen["classes"])
 
 
 def _read(path: str) -> dict[str, np.ndarray]:
     """Returns the arrays of a file by their names; raises DataError if it cannot be read."""
-    place = f"--dataset npz:{path}"
+    prefix = f"--dataset npz:{path}"
     if not path:
         raise DataError("--dataset npz: needs a file. Write --dataset npz:PATH.")
     try:
         with _opened(path) as file:
             if not file.seek(0, io.SEEK_END):
-                raise DataError(f"{place}: the file is empty. Write it anew.")
+                raise DataError(f"{prefix}: the file is empty. Write it anew.")
             if not zipfile.is_zipfile(file):
                 raise DataError(
-                    f"{place} is no .npz file, or a truncated one. Save with "
+                    f"{prefix} is no .npz file, or a truncated one. Save with "
                     "np.savez(path, x=…, y=…)."
                 )
             file.seek(0)
-            _check_declared(place, file)
+            _check_declared(prefix, file)
             file.seek(0)
             with np.load(file, allow_pickle=False) as archive:
                 return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
-        raise DataError(f"{place}: no such file. Give the path of an .npz file.") from None
+        raise DataError(f"{prefix}: no such file. Give the path of an .npz file.") from None
     except OSError as error:
-        raise DataError(f"{place}: {error.strerror or error}. Give a readable file.") from None
+        raise DataError(f"{prefix}: {error.strerror or error}. Give a readable file.") from None
     except ValueError as error:
         if isinstance(error, DataError):
             raise
         if "allow_pickle" in str(error):
             raise DataError(
-                f"{place} holds pickled Python objects, which can run code when they are read, so "
+                f"{prefix} holds pickled Python objects, which can run code when they are read, so "
                 "they are not. Save numeric arrays."
             ) from None
-        raise DataError(f"{place} is damaged or truncated ({error}). Write it anew.") from None
+        raise DataError(f"{prefix} is damaged or truncated ({error}). Write it anew.") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         # zipfile raises RuntimeError if an array is marked as encrypted, or as packed in an unknown
         # way.
-        raise DataError(f"{place} is damaged or truncated ({error}). Write it anew.") from None
+        raise DataError(f"{prefix} is damaged or truncated ({error}). Write it anew.") from None
 
 
-def _check_declared(place: str, file: IO[bytes]) -> None:
+def _check_declared(prefix: str, file: IO[bytes]) -> None:
     """Checks the sizes that the arrays declare, before memory is taken for them.
 
     Raises:
@@ -89,12 +89,12 @@ def _check_declared(place: str, file: IO[bytes]) -> None:
                 declared = read_head(array).declared_bytes
             if declared > entry.file_size:
                 raise DataError(
-                    f"{place}: the array {entry.filename[:100]!r} declares {declared:,} bytes, but "
-                    f"has {entry.file_size:,}. Write it anew with np.savez(path, x=…, y=…)."
+                    f"{prefix}: the array {entry.filename[:100]!r} declares {declared:,} bytes, "
+                    f"but has {entry.file_size:,}. Write it anew with np.savez(path, x=…, y=…)."
                 )
     if total > most:
         raise DataError(
-            f"{place} holds {total:,} bytes, but {most:,} is the limit (by default the memory). "
+            f"{prefix} holds {total:,} bytes, but {most:,} is the limit (by default the memory). "
             "Save each array by np.save, and use --dataset npy:FOLDER, which reads what it needs. "
             "Or allow more by --max_file_gigabytes."
         )

@@ -27,10 +27,6 @@ def load(options: str, seed: int) -> DataSet:
     Each class has a token of its own, which stands at about a tenth of the positions. The
     validation part has an eighth as many examples, in addition to `examples`.
 
-    Args:
-        options: the text after `synthetic:`.
-        seed: the seed of all random numbers.
-
     Raises:
         ConfigError: an option is unknown, or the vocabulary is not larger than the classes.
     """
@@ -53,8 +49,8 @@ def load(options: str, seed: int) -> DataSet:
         spec = DataSpec(shape, "float32", CLASSIFICATION, classes)
     else:
         x = rng.integers(1, vocabulary, size=(rows, length), dtype=np.int32)
-        own = rng.random((rows, length)) < 0.1
-        x[own] = np.broadcast_to(labels[:, None] + 1, x.shape)[own]
+        is_class_token = rng.random((rows, length)) < 0.1
+        x[is_class_token] = np.broadcast_to(labels[:, None] + 1, x.shape)[is_class_token]
         spec = DataSpec((length,), "int32", CLASSIFICATION, classes, vocabulary_size=vocabulary)
     return DataSet(
         train=labelled(x[:examples], labels[:examples]),

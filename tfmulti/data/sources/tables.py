@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
+from tfmulti.data.bad_records import naming
 from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSet, DataSpec
 from tfmulti.data.formats.columns import (
     CSV,
@@ -46,7 +47,6 @@ from tfmulti.data.formats.columns import (
     read_tables,
     to_columns,
 )
-from tfmulti.data.lost import naming
 from tfmulti.data.options import parse_options
 from tfmulti.data.transforms.encoding import Encoder
 from tfmulti.data.transforms.targets import Target, check_present, finite
@@ -58,10 +58,6 @@ _OPTIONS = ("target", "weight", "task", "drop", "missing", "validation", "test")
 def load_csv(options: str, seed: int) -> DataSet:
     """Returns the data of `PATTERN,target=COLUMN[,…]`; the module describes the options.
 
-    Args:
-        options: the text after `csv:`.
-        seed: not used.
-
     Raises:
         ConfigError: an option is wrong.
         DataError: a file is missing, damaged or unlike the others, or a value cannot be used.
@@ -72,10 +68,6 @@ def load_csv(options: str, seed: int) -> DataSet:
 def load_parquet(options: str, seed: int) -> DataSet:
     """Returns the data of `PATTERN,target=COLUMN[,…]` as `load_csv` does.
 
-    Args:
-        options: the text after `parquet:`.
-        seed: not used.
-
     Raises:
         ConfigError, DataError: as `load_csv` does.
     """
@@ -85,48 +77,47 @@ def load_parquet(options: str, seed: int) -> DataSet:
 def _load(form: str, options: str) -> DataSet:
     """Returns the data of CSV or Parquet files."""
     pattern, _, rest = options.partition(",")
-    place = f"--dataset {form}:{pattern}"
+    prefix = f"--dataset {form}:{pattern}"
     if not pattern:
-        raise DataError(f"{place} needs a file. Write --dataset {form}:PATH,target=COLUMN.")
+        raise DataError(f"{prefix} needs a file. Write --dataset {form}:PATH,target=COLUMN.")
     chosen = parse_options(f"{form}:{pattern}", rest, dict.fromkeys(_OPTIONS, ""))
-    _check_choices(place, chosen)
-    tables = {"train": read_tables(place, form, pattern)}
+    _check_choices(prefix, chosen)
+    tables = {"train": read_tables(prefix, form, pattern)}
     names = tables["train"][0].rows.column_names
-    features = _features(place, names, chosen)
+    features = _features(prefix, names, chosen)
     seen = {table.path: "training" for table in tables["train"]}
     for part in ("validation", "test"):
         if chosen[part]:
-            tables[part] = read_tables(place, form, chosen[part], names)
-            _check_apart(place, part, [table.path for table in tables[part]], seen)
+            tables[part] = read_tables(prefix, form, chosen[part], names)
+            _check_apart(prefix, part, [table.path for table in tables[part]], seen)
     lost = lost_of(*tables.values())
     with naming(lost):
-        wanted = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
-        columns = {"train": to_columns(place, tables["train"], wanted)}
+        names = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
+        columns = {"train": to_columns(prefix, tables["train"], names)}
         for part in tables:
             if part != "train":
-                columns[part] = to_columns(place, tables[part], wanted, columns["train"].kinds)
-        target = Target.of(place, columns["train"], chosen["target"], chosen["task"])
+                columns[part] = to_columns(prefix, tables[part], names, columns["train"].kinds)
+        target = Target.of(prefix, columns["train"], chosen["target"], chosen["task"])
         fills = chosen["missing"] == "mean"
         sources: dict[str, Any] = {
             part: ArraySource(
                 (
-                    {name: _feature(place, found, name, fills) for name in features},
-                    target.of_rows(place, found),
-                    *([_weights(place, found, chosen["weight"])] if chosen["weight"] else []),
+                    {name: _feature(prefix, rows, name, fills) for name in features},
+                    target.of_rows(prefix, rows),
+                    *([_weights(prefix, rows, chosen["weight"])] if chosen["weight"] else []),
                 )
             )
-            for part, found in columns.items()
+            for part, rows in columns.items()
         }
     kinds = {name: columns["train"].kinds[name] for name in features}
-    fit = functools.partial(_fitted, place, kinds, target)
+    fit = functools.partial(_fitted, prefix, kinds, target)
     return DataSet(fit=fit, lost=lost, **sources)
 
 
-def _fitted(place: str, kinds: dict[str, str], target: Target, data: DataSet) -> DataSet:
+def _fitted(prefix: str, kinds: dict[str, str], target: Target, data: DataSet) -> DataSet:
     """Returns the data as vectors, which an encoder makes that is fitted to the training part."""
-    parts = {"train": data.train, "validation": data.validation, "test": data.test}
-    rows = {name: p.read(np.arange(len(p))) for name, p in parts.items() if p is not None}
-    encoder = Encoder.of(place, rows["train"][0], kinds)
+    rows = {name: part.read(np.arange(len(part))) for name, part in data.parts.items()}
+    encoder = Encoder.of(prefix, rows["train"][0], kinds)
     vectors: dict[str, Any] = {
         name: ArraySource((encoder(x), *y)) for name, (x, *y) in rows.items()
     }
@@ -142,33 +133,33 @@ def _fitted(place: str, kinds: dict[str, str], target: Target, data: DataSet) ->
     return replace(data, spec=spec, features=encoder.names, **vectors)
 
 
-def _feature(place: str, columns: Columns, name: str, fills: bool) -> np.ndarray:
+def _feature(prefix: str, columns: Columns, name: str, fills: bool) -> np.ndarray:
     """Returns the values of a column; raises DataError for a missing one unless `fills` is set."""
     if not fills:
-        check_present(place, columns, name, f"Correct it, or give missing=mean or drop={name}.")
-    return columns.values[name] if columns.kinds[name] == TEXT else finite(place, columns, name)
+        check_present(prefix, columns, name, f"Correct it, or give missing=mean or drop={name}.")
+    return columns.values[name] if columns.kinds[name] == TEXT else finite(prefix, columns, name)
 
 
-def _weights(place: str, columns: Columns, name: str) -> np.ndarray:
+def _weights(prefix: str, columns: Columns, name: str) -> np.ndarray:
     """Returns the sample weights, float32 [rows]; raises DataError if one is wrong."""
     if columns.kinds[name] == TEXT:
-        raise DataError(f"{place}: the weights {name!r} are text. Give a column of numbers.")
-    check_present(place, columns, name, "Correct it.")
-    weights = finite(place, columns, name)
+        raise DataError(f"{prefix}: the weights {name!r} are text. Give a column of numbers.")
+    check_present(prefix, columns, name, "Correct it.")
+    weights = finite(prefix, columns, name)
     if weights.min() < 0:
         row = int(np.argmin(weights))
         raise DataError(
-            f"{place}: the weight {name!r} is {weights[row]:g} in {columns.where(row)}, but it "
+            f"{prefix}: the weight {name!r} is {weights[row]:g} in {columns.where(row)}, but it "
             "must not be below 0. Correct it."
         )
     return weights
 
 
-def _features(place: str, names: list[str], chosen: dict[str, str]) -> list[str]:
+def _features(prefix: str, names: list[str], chosen: dict[str, str]) -> list[str]:
     """Returns the columns that are inputs, in their order; raises if an option is wrong."""
     if not chosen["target"]:
         raise ConfigError(
-            f"{place} needs the column to predict: target=COLUMN. Known: {', '.join(names)}."
+            f"{prefix} needs the column to predict: target=COLUMN. Known: {', '.join(names)}."
         )
     used = {"target": [chosen["target"]], "drop": list(filter(None, chosen["drop"].split("+")))}
     used["weight"] = list(filter(None, [chosen["weight"]]))
@@ -177,35 +168,35 @@ def _features(place: str, names: list[str], chosen: dict[str, str]) -> list[str]
         for column in columns:
             if column not in names:
                 raise ConfigError(
-                    f"{place}: {option}={column}: no such column; {did_you_mean(column, names)}"
+                    f"{prefix}: {option}={column}: no such column; {did_you_mean(column, names)}"
                 )
             if column in taken:
                 raise ConfigError(
-                    f"{place}: the column {column!r} is given for {taken[column]} and {option}. "
+                    f"{prefix}: the column {column!r} is given for {taken[column]} and {option}. "
                     "Give it once."
                 )
             taken[column] = option
     features = [name for name in names if name not in taken]
     if not features:
-        raise DataError(f"{place}: no column is left to predict from. Drop fewer columns.")
+        raise DataError(f"{prefix}: no column is left to predict from. Drop fewer columns.")
     return features
 
 
-def _check_choices(place: str, chosen: dict[str, str]) -> None:
+def _check_choices(prefix: str, chosen: dict[str, str]) -> None:
     """Raises ConfigError if the task, or the rule for missing values, is unknown."""
     for option, known in (("task", (CLASSIFICATION, REGRESSION)), ("missing", ("mean",))):
         if chosen[option] and chosen[option] not in known:
             raise ConfigError(
-                f"{place}: {option} is {chosen[option]!r}; {did_you_mean(chosen[option], known)}"
+                f"{prefix}: {option} is {chosen[option]!r}; {did_you_mean(chosen[option], known)}"
             )
 
 
-def _check_apart(place: str, part: str, paths: list[str], seen: dict[str, str]) -> None:
+def _check_apart(prefix: str, part: str, paths: list[str], seen: dict[str, str]) -> None:
     """Adds the files of a part to `seen`; raises DataError if one is in another part."""
     for path in paths:
         if path in seen:
             raise DataError(
-                f"{place}: {path} is in the {seen[path]} part and in the {part} part. Give "
+                f"{prefix}: {path} is in the {seen[path]} part and in the {part} part. Give "
                 "patterns that have no file in common."
             )
         seen[path] = part

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
+from tfmulti.data.bad_records import naming, read_around_faults
 from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, FromChief
 from tfmulti.data.formats.columns import (
     CSV,
@@ -44,9 +45,8 @@ from tfmulti.data.formats.columns import (
 )
 from tfmulti.data.io import files
 from tfmulti.data.io.folders import find_classes, find_parts
-from tfmulti.data.lost import naming
 from tfmulti.data.options import parse_options
-from tfmulti.data.source import Leaf, Source
+from tfmulti.data.source import Leaf, OverSource, Source
 from tfmulti.data.transforms.targets import Target, check_present
 from tfmulti.errors import ConfigError, DataError, did_you_mean
 
@@ -61,37 +61,33 @@ _DEFAULTS: dict[str, Any] = {
 # One token is padding, and one is any word that the vocabulary lacks.
 _SPECIAL_TOKENS = 2
 # So many texts are in memory at a time while the vocabulary is computed.
-_AT_A_TIME = 256
+_BLOCK = 256
 
 
 def load(options: str, seed: int) -> DataSet:
     """Returns the data of `FOLDER[,…]` or `PATTERN,text=COLUMN,target=COLUMN[,…]`.
 
-    The parts hold texts until `DataSet.share` turns these into tokens.
-
-    Args:
-        options: the text after `text:`.
-        seed: not used.
+    The parts hold texts until `DataSet.broadcast` turns these into tokens.
 
     Raises:
         ConfigError: an option is wrong.
         DataError: a file or a class is missing, or a table cannot be read.
     """
     path, _, rest = options.partition(",")
-    place = f"--dataset text:{path}"
+    prefix = f"--dataset text:{path}"
     if not path:
-        raise DataError(f"{place} needs a folder. Write --dataset text:FOLDER.")
+        raise DataError(f"{prefix} needs a folder. Write --dataset text:FOLDER.")
     chosen = parse_options(f"text:{path}", rest, _DEFAULTS)
     if chosen["vocabulary"] <= _SPECIAL_TOKENS:
         raise ConfigError(
-            f"{place}: vocabulary is {chosen['vocabulary']}, but it must be above "
+            f"{prefix}: vocabulary is {chosen['vocabulary']}, but it must be above "
             f"{_SPECIAL_TOKENS}: 0 is padding and 1 any other word."
         )
     is_table = chosen["text"] or chosen["target"] or path.endswith((*EXTENSIONS[CSV], ".parquet"))
     if is_table:
-        parts, names = _of_tables(place, path, chosen)
+        parts, names = _of_tables(prefix, path, chosen)
     else:
-        parts, names = _of_folders(place, path, chosen)
+        parts, names = _of_folders(prefix, path, chosen)
     spec = DataSpec(
         (chosen["tokens"],),
         "int32",
@@ -100,7 +96,7 @@ def load(options: str, seed: int) -> DataSet:
         vocabulary_size=chosen["vocabulary"],
         class_names=names,
     )
-    return DataSet(spec=spec, share=functools.partial(_shared, place), **parts)
+    return DataSet(spec=spec, broadcast=functools.partial(_tokenized, prefix), **parts)
 
 
 class TextFiles(Source):
@@ -140,11 +136,10 @@ class TextFiles(Source):
         return self._labels
 
     def identity(self) -> str:
-        stamps = (f"{path} {files.stamp_of(path)}" for path in self.paths)
-        return "\n".join([f"{zlib.crc32(self._labels.tobytes())}", *stamps])
+        return f"{zlib.crc32(self._labels.tobytes())}\n{files.identity_of(self.paths)}"
 
 
-class VectorizedSource(Source):
+class VectorizedSource(OverSource):
     """The texts of another source as tokens, int32 [n, tokens], with their labels.
 
     Args:
@@ -157,33 +152,23 @@ class VectorizedSource(Source):
     def __init__(
         self, source: Source, vectorize: Callable[[np.ndarray], np.ndarray], tokens: int
     ) -> None:
-        self.source, self.vectorize, self.tokens = source, vectorize, tokens
-
-    def __len__(self) -> int:
-        return len(self.source)
+        super().__init__(source)
+        self._vectorize, self._tokens = vectorize, tokens
 
     @property
     def specs(self) -> Any:
-        return Leaf((self.tokens,), "int32"), self.source.specs[1]
+        return Leaf((self._tokens,), "int32"), self.below.specs[1]
 
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
-        texts, labels = self.source.read(indices, epoch)
-        return self.vectorize(texts), labels
-
-    def where(self, index: int) -> str:
-        return self.source.where(index)
-
-    def labels(self) -> np.ndarray | None:
-        return self.source.labels()
+        texts, labels = self.below.read(indices, epoch)
+        return self._vectorize(texts), labels
 
 
 def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray], np.ndarray]:
     """Returns a function that turns texts, str [n], into tokens, int32 [n, tokens].
 
-    Args:
-        vocabulary: the words, most frequent first, without the tokens for padding and unknown
-            words.
-        tokens: the number of tokens of a text.
+    `vocabulary` has the words, most frequent first, without the tokens for padding and unknown
+    words.
     """
     tf = importlib.import_module("tensorflow")
     layer = _layer(output_sequence_length=tokens, vocabulary=list(vocabulary))
@@ -196,21 +181,17 @@ def vectorizer(vocabulary: tuple[str, ...], tokens: int) -> Callable[[np.ndarray
 
     def vectorize(texts: np.ndarray) -> np.ndarray:
         with tf.device("CPU:0"):
-            found: np.ndarray = run(tf.constant(texts, tf.string)).numpy()
-        return found
+            rows: np.ndarray = run(tf.constant(texts, tf.string)).numpy()
+        return rows
 
     return vectorize
 
 
-def make_vocabulary(place: str, source: Source, size: int) -> tuple[str, ...]:
+def make_vocabulary(prefix: str, source: Source, size: int) -> tuple[str, ...]:
     """Returns the words of a source's texts, most frequent first.
 
-    A text that cannot be read does not count.
-
-    Args:
-        place: the start of messages, such as `--dataset text:FOLDER`.
-        source: the training texts.
-        size: the most tokens of the vocabulary, with those for padding and unknown words.
+    The vocabulary has at most `size` tokens, with those for padding and unknown words. A text that
+    cannot be read does not count.
 
     Raises:
         DataError: no text that can be read has a word.
@@ -224,24 +205,23 @@ def make_vocabulary(place: str, source: Source, size: int) -> tuple[str, ...]:
     words = tuple(str(word) for word in layer.get_vocabulary(include_special_tokens=False))
     if not words:
         raise DataError(
-            f"{place}: the training texts hold no words, or cannot be read: the first is "
+            f"{prefix}: the training texts hold no words, or cannot be read: the first is "
             f"{source.where(0)}. Give files of text in UTF-8."
         )
     return words
 
 
-def _shared(place: str, data: DataSet, from_chief: FromChief) -> DataSet:
+def _tokenized(prefix: str, data: DataSet, from_chief: FromChief) -> DataSet:
     """Returns the data as tokens, whose vocabulary the chief makes; every worker calls it."""
     assert data.spec is not None
     assert data.spec.vocabulary_size is not None
     tokens, most = data.spec.input_shape[0], data.spec.vocabulary_size
-    words = from_chief(lambda: "\n".join(make_vocabulary(place, data.train, most)).encode())
+    words = from_chief(lambda: "\n".join(make_vocabulary(prefix, data.train, most)).encode())
     vocabulary = tuple(words.decode().split("\n"))
     vectorize = vectorizer(vocabulary, tokens)
     parts: dict[str, Any] = {
         name: part.changed(lambda source: VectorizedSource(source, vectorize, tokens))
-        for name in ("train", "validation", "test")
-        if (part := getattr(data, name)) is not None
+        for name, part in data.parts.items()
     }
     spec = replace(data.spec, vocabulary_size=len(vocabulary) + _SPECIAL_TOKENS)
     return replace(data, spec=spec, vocabulary=vocabulary, **parts)
@@ -252,16 +232,11 @@ def _texts_of(source: Source) -> Iterator[np.ndarray]:
 
     The others are left to the loader, which names them, or leaves them out if that is allowed.
     """
-    for start in range(0, len(source), _AT_A_TIME):
-        indices = np.arange(start, min(start + _AT_A_TIME, len(source)))
-        try:
-            yield source.read(indices)[0]
-        except (OSError, ValueError):
-            for index in indices:
-                try:
-                    yield source.read(np.array([index]))[0]
-                except (OSError, ValueError):
-                    continue
+    for start in range(0, len(source), _BLOCK):
+        indices = np.arange(start, min(start + _BLOCK, len(source)))
+        yield from read_around_faults(
+            lambda rows: source.read(rows)[0], indices, lambda index, error: None
+        )
 
 
 def _layer(**options: Any) -> Any:
@@ -278,53 +253,52 @@ def _decoded(data: bytes) -> str:
 
 
 def _of_folders(
-    place: str, path: str, chosen: dict[str, Any]
+    prefix: str, path: str, chosen: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the parts of a folder, and the names of the classes."""
     for option in ("validation", "test"):
         if chosen[option]:
             raise ConfigError(
-                f"{place}: {option}={chosen[option]} is for tables. Put the class folders of that "
+                f"{prefix}: {option}={chosen[option]} is for tables. Put the class folders of that "
                 f"part into {files.join(path, option)}, and those for training into "
                 f"{files.join(path, 'train')}."
             )
-    found = find_parts(place, files.expanded(path))
-    train = find_classes(place, found["train"], (".txt",))
-    parts: dict[str, Any] = {"train": TextFiles(train.paths, train.labels)}
-    for part, folder in found.items():
-        if part != "train":
-            classes = find_classes(place, folder, (".txt",), train.names)
-            parts[part] = TextFiles(classes.paths, classes.labels)
-    return parts, train.names
+    folders = find_parts(prefix, files.expanded(path))
+    train = find_classes(prefix, folders.pop("train"), (".txt",))
+    classes = {"train": train} | {
+        part: find_classes(prefix, folder, (".txt",), train.names)
+        for part, folder in folders.items()
+    }
+    return {part: TextFiles(c.paths, c.labels) for part, c in classes.items()}, train.names
 
 
 def _of_tables(
-    place: str, path: str, chosen: dict[str, Any]
+    prefix: str, path: str, chosen: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the parts of tables, with `lost` for rows left out, and the names of the classes."""
     form = PARQUET if path.endswith(EXTENSIONS[PARQUET]) else CSV
-    tables = {"train": read_tables(place, form, path)}
+    tables = {"train": read_tables(prefix, form, path)}
     names = tables["train"][0].rows.column_names
     for option in ("text", "target"):
         if not chosen[option]:
-            raise ConfigError(f"{place} needs {option}=COLUMN. Known: {', '.join(names)}.")
+            raise ConfigError(f"{prefix} needs {option}=COLUMN. Known: {', '.join(names)}.")
         if chosen[option] not in names:
             raise ConfigError(
-                f"{place}: {option}={chosen[option]}: no such column; "
+                f"{prefix}: {option}={chosen[option]}: no such column; "
                 f"{did_you_mean(chosen[option], names)}"
             )
     for part in ("validation", "test"):
         if chosen[part]:
-            tables[part] = read_tables(place, form, chosen[part], names)
+            tables[part] = read_tables(prefix, form, chosen[part], names)
     lost = lost_of(*tables.values())
     with naming(lost):
         text, target = chosen["text"], chosen["target"]
-        labels = to_columns(place, tables["train"], [target])
-        classes = Target.of(place, labels, target, CLASSIFICATION)
+        labels = to_columns(prefix, tables["train"], [target])
+        classes = Target.of(prefix, labels, target, CLASSIFICATION)
         parts: dict[str, Any] = {"lost": lost}
-        for part, found in tables.items():
-            texts = to_columns(place, found, [text], {text: TEXT})
-            check_present(place, texts, text, "Remove such rows.")
-            own = to_columns(place, found, [target], labels.kinds)
-            parts[part] = ArraySource((texts.values[text], classes.of_rows(place, own)))
+        for part, part_tables in tables.items():
+            texts = to_columns(prefix, part_tables, [text], {text: TEXT})
+            check_present(prefix, texts, text, "Remove such rows.")
+            part_labels = to_columns(prefix, part_tables, [target], labels.kinds)
+            parts[part] = ArraySource((texts.values[text], classes.of_rows(prefix, part_labels)))
     return parts, tuple(classes.classes)

@@ -17,20 +17,18 @@ from typing import Any
 import numpy as np
 
 from tfmulti.config import json_values
-from tfmulti.data.data_set import CLASSIFICATION, DataSet
+from tfmulti.data.data_set import CLASSIFICATION, PARTS, DataSet
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
 from tfmulti.data.formats.features import is_label, spec_of
 from tfmulti.data.formats.pixels import check_pixels, decode_into
 from tfmulti.data.formats.records import ByteStrings, Records
 from tfmulti.data.io import files
+from tfmulti.data.io.files import locate
 from tfmulti.data.options import parse_options
 from tfmulti.data.source import Leaf
 from tfmulti.errors import DataError, UserError, did_you_mean
 
-_PARTS = ("train", "validation", "test")
 _DESCRIPTIONS = ("dataset_info.json", "features.json")
-# A description takes some hundred bytes for each feature, and some for each file.
-_MOST_BYTES = 4 << 20
 # The entries of features.json whose texts are the names of classes. Older versions wrote "type".
 _CLASS_NAMES = ("pythonClassName", "python_class_name", "type")
 # The entries whose texts are JSON themselves, which could name classes, too.
@@ -51,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class DataSourceRecords:
+class DataSourceRecords(ByteStrings):
     """Encoded examples of a split that tensorflow-datasets reads from array_record files.
 
     Args:
@@ -76,8 +74,8 @@ class DataSourceRecords:
             raise DataError(" ".join(str(error).split())) from None
 
     def where(self, number: int) -> str:
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return f"{self._paths[file]}, record {number - (int(self._ends[file - 1]) if file else 0)}"
+        file, record = locate(self._ends, number)
+        return f"{self._paths[file]}, record {record}"
 
     def identity(self) -> str:
         folder = os.path.dirname(self._paths[0])
@@ -118,17 +116,17 @@ class Parse:
         decoders = {name: skip for name, skip in self._decoders.items() if name in out}
         for row, record in enumerate(records):
             try:
-                found = features.deserialize_example_np(record, decoders=decoders)
+                parsed = features.deserialize_example_np(record, decoders=decoders)
             except Exception as error:
                 # protobuf and NumPy raise many types of exceptions.
                 raise DataError(f"the record does not have its form ({error})") from None
             for name, rows in out.items():
                 if name in self._resized:
-                    decode_into(found[name], rows[row])
+                    decode_into(parsed[name], rows[row])
                 elif name in decoders:
-                    rows[row] = self._decoded(name, found[name])
+                    rows[row] = self._decoded(name, parsed[name])
                 else:
-                    rows[row] = found[name]
+                    rows[row] = parsed[name]
 
     def _decoded(self, name: str, data: bytes) -> np.ndarray:
         """Returns an image that `pixels` cannot decode, as tensorflow-datasets decodes it."""
@@ -151,10 +149,6 @@ def load(options: str, seed: int) -> DataSet:
     of varying size are resized to `size`. `classes` is the number of classes of a whole-number
     target, if the data set does not tell it.
 
-    Args:
-        options: the text after `tfds:`.
-        seed: not used.
-
     Raises:
         DataError: tensorflow-datasets is not installed, the data set is not prepared or is damaged,
             or it has no such split or feature.
@@ -162,40 +156,40 @@ def load(options: str, seed: int) -> DataSet:
     """
     name, _, rest = options.partition(",")
     chosen = parse_options(f"tfds:{name}", rest, _DEFAULTS)
-    place = f"--dataset tfds:{name}"
+    prefix = f"--dataset tfds:{name}"
     if not name:
         raise DataError("--dataset tfds: needs a name. Write --dataset tfds:NAME.")
-    tfds = _tfds(place)
-    folder = _folder(tfds, place, name, chosen)
+    tfds = _tfds(prefix)
+    folder = _folder(tfds, prefix, name, chosen)
     try:
         _check_description(tfds, folder)
-        return _of_builder(tfds, tfds.builder_from_directory(folder), place, chosen)
+        return _of_builder(tfds, tfds.builder_from_directory(folder), prefix, chosen)
     except UserError:
         raise
     except Exception as error:
         # tensorflow-datasets raises many types of exceptions, many of them late.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{place}: {folder} is damaged: {reason}. Prepare it anew.") from error
+        raise DataError(f"{prefix}: {folder} is damaged: {reason}. Prepare it anew.") from error
 
 
-def _of_builder(tfds: Any, builder: Any, place: str, chosen: Mapping[str, Any]) -> DataSet:
+def _of_builder(tfds: Any, builder: Any, prefix: str, chosen: Mapping[str, Any]) -> DataSet:
     """Returns the data of a prepared data set."""
     features = builder.info.features
-    x, y = _keys(place, builder.info, chosen)
-    leaves = {key: _leaf(tfds, place, key, features[key], chosen["size"]) for key in (x, y)}
-    classes = _classes(tfds, place, y, features[y], leaves[y], chosen["classes"])
+    x, y = _keys(prefix, builder.info, chosen)
+    leaves = {key: _leaf(tfds, prefix, key, features[key], chosen["size"]) for key in (x, y)}
+    classes = _classes(tfds, prefix, y, features[y], leaves[y], chosen["classes"])
     decoder = Decoder((x, y), leaves, Parse(tfds, features, leaves), classes)
     spec = spec_of(leaves[x], leaves[y], classes)
     if spec is not None and spec.task == CLASSIFICATION:
         spec = replace(spec, class_names=_class_names(features[y]))
     sources: dict[str, Any] = {
         part: EncodedSource(_records(tfds, builder, split), decoder)
-        for part, split in _splits(place, builder, chosen).items()
+        for part, split in _splits(prefix, builder, chosen).items()
     }
     return DataSet(spec=spec, **sources)
 
 
-def _tfds(place: str) -> Any:
+def _tfds(prefix: str) -> Any:
     """Returns the module `tensorflow_datasets`; raises DataError if it is not installed."""
     # tensorflow-datasets would import TensorFlow later, with TensorFlow's start-up messages.
     files.tensorflow()
@@ -203,12 +197,12 @@ def _tfds(place: str) -> Any:
         return importlib.import_module("tensorflow_datasets")
     except ImportError:
         raise DataError(
-            f"{place} needs tensorflow-datasets, which is not installed. "
+            f"{prefix} needs tensorflow-datasets, which is not installed. "
             "Install it: pip install 'tfmulti[tfds]'."
         ) from None
 
 
-def _folder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any:
+def _folder(tfds: Any, prefix: str, name: str, chosen: Mapping[str, Any]) -> Any:
     """Returns the folder of a prepared data set; raises DataError if there is none."""
     data_dir = chosen["data_dir"] or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     path = tfds.core.Path(data_dir).expanduser()
@@ -217,15 +211,15 @@ def _folder(tfds: Any, place: str, name: str, chosen: Mapping[str, Any]) -> Any:
         configs = [f.name for f in _folders(path / name) if any(map(_is_prepared, _folders(f)))]
         if configs:
             raise DataError(
-                f"{place}: it is prepared with several configs. Write config=NAME; "
+                f"{prefix}: it is prepared with several configs. Write config=NAME; "
                 + did_you_mean(chosen["config"], configs)
             )
-        raise DataError(_not_prepared(place, name, path, chosen))
+        raise DataError(_not_prepared(prefix, name, path, chosen))
     versions = {f.name: f for f in _folders(folder) if _is_prepared(f)}
-    version = chosen["version"] or max(versions, key=_in_order)
+    version = chosen["version"] or max(versions, key=_version_numbers)
     if version not in versions:
         raise DataError(
-            f"{place}: version {version} is not prepared; {did_you_mean(version, versions)}"
+            f"{prefix}: version {version} is not prepared; {did_you_mean(version, versions)}"
         )
     return versions[version]
 
@@ -240,8 +234,8 @@ def _check_description(tfds: Any, folder: Any) -> None:
     """
     # The names of classes stand in text files.
     texts = [file.name for file in folder.iterdir() if file.name.endswith(".txt")]
-    found = {
-        name: files.read_bytes(os.fspath(folder / name), _MOST_BYTES)
+    contents = {
+        name: files.read_bytes(os.fspath(folder / name), files.MOST_DESCRIPTION_BYTES)
         for name in (*_DESCRIPTIONS, *texts)
     }
     kinds = [kind for kind in vars(tfds.features).values() if isinstance(kind, type)]
@@ -249,7 +243,7 @@ def _check_description(tfds: Any, folder: Any) -> None:
     known = {f"{kind.__module__}.{kind.__name__}" for kind in kinds} | {
         "tensorflow_datasets.core.features.feature.Tensor"
     }
-    _check_classes(json_values.parse(found["features.json"].decode()), known)
+    _check_classes(json_values.parse(contents["features.json"].decode()), known)
 
 
 def _check_classes(described: Any, known: set[str]) -> None:
@@ -277,22 +271,22 @@ def _folders(folder: Any) -> list[Any]:
     return [f for f in folder.iterdir() if f.is_dir()] if folder.exists() else []
 
 
-def _in_order(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     """Returns the numbers of a version such as `3.0.1`, by which versions are compared."""
     return tuple(int(part) if part.isdecimal() else -1 for part in version.split("."))
 
 
-def _not_prepared(place: str, name: str, path: Any, chosen: Mapping[str, Any]) -> str:
+def _not_prepared(prefix: str, name: str, path: Any, chosen: Mapping[str, Any]) -> str:
     """Returns the message that no such data set is prepared, with the command for it."""
-    whole = posixpath.join(name, chosen["config"]) if chosen["config"] else name
+    name_and_config = posixpath.join(name, chosen["config"]) if chosen["config"] else name
     return (
-        f'{place}: no {whole} is prepared in {path}. Prepare it once: python -c "import '
-        f"tensorflow_datasets as tfds; tfds.builder('{whole}', data_dir='{path}')"
+        f'{prefix}: no {name_and_config} is prepared in {path}. Prepare it once: python -c "import '
+        f"tensorflow_datasets as tfds; tfds.builder('{name_and_config}', data_dir='{path}')"
         '.download_and_prepare()", or give data_dir=PATH.'
     )
 
 
-def _keys(place: str, info: Any, chosen: Mapping[str, Any]) -> tuple[str, str]:
+def _keys(prefix: str, info: Any, chosen: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the names of the features that are input and target; raises DataError if unknown."""
     supervised = info.supervised_keys or ()
     plain = len(supervised) == 2 and all(isinstance(key, str) for key in supervised)
@@ -302,11 +296,11 @@ def _keys(place: str, info: Any, chosen: Mapping[str, Any]) -> tuple[str, str]:
         keys[key] = keys[key] or default
         if not keys[key]:
             raise DataError(
-                f"{place} does not say which feature is {key}. Write {key}=NAME; "
+                f"{prefix} does not say which feature is {key}. Write {key}=NAME; "
                 f"known: {', '.join(names)}."
             )
         if keys[key] not in names:
-            raise DataError(f"{place}: no feature {keys[key]!r}; {did_you_mean(keys[key], names)}")
+            raise DataError(f"{prefix}: no feature {keys[key]!r}; {did_you_mean(keys[key], names)}")
     return keys["x"], keys["y"]
 
 
@@ -330,32 +324,32 @@ def _is_limited(tfds: Any, feature: Any) -> bool:
     return not is_packed and not isinstance(inner, decoded)
 
 
-def _leaf(tfds: Any, place: str, name: str, feature: Any, size: tuple[int, ...]) -> Leaf:
+def _leaf(tfds: Any, prefix: str, name: str, feature: Any, size: tuple[int, ...]) -> Leaf:
     """Returns the form of a feature in an example; raises DataError if it has no fixed form."""
     shape = getattr(feature, "shape", None)
     if not isinstance(shape, tuple):
         raise DataError(
-            f"{place}: feature {name!r} has several parts. Name one with x= or y=, or read it by "
+            f"{prefix}: feature {name!r} has several parts. Name one with x= or y=, or read it by "
             "a function of your own: --dataset package.module:function."
         )
     if not _is_limited(tfds, feature):
         raise DataError(
-            f"{place}: feature {name!r} is a sound, a video, a sequence of images or a packed "
+            f"{prefix}: feature {name!r} is a sound, a video, a sequence of images or a packed "
             "tensor, whose size is not known before it is decoded. Read it by a function of your "
             "own: --dataset package.module:function."
         )
     if _is_image(tfds, feature):
         if size and len(size) != 2:
-            raise DataError(f"{place}: size needs a height and a width. Write size=224x224.")
+            raise DataError(f"{prefix}: size needs a height and a width. Write size=224x224.")
         if not size and None in shape:
             raise DataError(
-                f"{place}: the images {name!r} vary in size. Say what they are resized to: "
+                f"{prefix}: the images {name!r} vary in size. Say what they are resized to: "
                 "size=HEIGHTxWIDTH, such as size=224x224."
             )
         return Leaf((*size, shape[-1]) if size else shape, "uint8")
     if None in shape:
         raise DataError(
-            f"{place}: feature {name!r} varies in shape {shape}, and only images are resized. "
+            f"{prefix}: feature {name!r} varies in shape {shape}, and only images are resized. "
             "Read it by a function of your own: --dataset package.module:function."
         )
     dtype = np.dtype(feature.np_dtype)
@@ -363,14 +357,16 @@ def _leaf(tfds: Any, place: str, name: str, feature: Any, size: tuple[int, ...])
 
 
 def _classes(
-    tfds: Any, place: str, name: str, feature: Any, leaf: Leaf, given: int | None
+    tfds: Any, prefix: str, name: str, feature: Any, leaf: Leaf, chosen_classes: int | None
 ) -> int | None:
     """Returns the number of classes; None if it is not known or the target is no label."""
     if isinstance(feature, tfds.features.ClassLabel):
         return int(feature.num_classes)
-    if given is not None and not is_label(leaf):
-        raise DataError(f"{place}: classes={given}, but {name!r} is no label. Leave classes out.")
-    return given
+    if chosen_classes is not None and not is_label(leaf):
+        raise DataError(
+            f"{prefix}: classes={chosen_classes}, but {name!r} is no label. Leave classes out."
+        )
+    return chosen_classes
 
 
 def _class_names(feature: Any) -> tuple[str, ...] | None:
@@ -381,24 +377,24 @@ def _class_names(feature: Any) -> tuple[str, ...] | None:
     return None if names == tuple(map(str, range(len(names)))) else names
 
 
-def _splits(place: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, str]:
+def _splits(prefix: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, str]:
     """Returns the name of the split of each part; raises DataError if it is missing or used twice.
 
     A part without an option gets the split with its own name, unless another part was given that
     split.
     """
     splits = builder.info.splits
-    given = [chosen[part] for part in _PARTS if chosen[part]]
-    found: dict[str, str] = {}
-    for part in _PARTS:
-        name = chosen[part] or (part if part in splits and part not in given else "")
+    named = [chosen[part] for part in PARTS if chosen[part]]
+    split_of: dict[str, str] = {}
+    for part in PARTS:
+        name = chosen[part] or (part if part in splits and part not in named else "")
         if name and name not in splits:
-            raise DataError(f"{place}: no split {name!r}; {did_you_mean(name, splits)}")
-        if name in found.values():
-            raise DataError(f"{place}: {part}={name} is another part already. Give each its own.")
+            raise DataError(f"{prefix}: no split {name!r}; {did_you_mean(name, splits)}")
+        if name in split_of.values():
+            raise DataError(f"{prefix}: {part}={name} is another part already. Give each its own.")
         if name:
-            found[part] = name
-    return found
+            split_of[part] = name
+    return split_of
 
 
 def _records(tfds: Any, builder: Any, split: str) -> ByteStrings:

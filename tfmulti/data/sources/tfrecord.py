@@ -15,7 +15,7 @@ from tfmulti.data.formats.gzip_faults import remember
 from tfmulti.data.formats.record_index import HEADER, is_header
 from tfmulti.data.formats.record_stream import stream
 from tfmulti.data.formats.records import Records
-from tfmulti.data.io.files import expanded, matching, read_bytes
+from tfmulti.data.io.files import MOST_DESCRIPTION_BYTES, expanded, matching, read_bytes
 from tfmulti.data.io.open_files import open_file
 from tfmulti.data.options import parse_options
 from tfmulti.errors import DataError
@@ -49,29 +49,25 @@ def load(options: str, seed: int) -> DataSet:
 
     GZIP files become a stream, which is shuffled within `buffer` records.
 
-    Args:
-        options: the text after `tfrecord:`.
-        seed: the seed of the order of a stream.
-
     Raises:
         DataError: there is no file or no spec, or one of them is wrong.
         ConfigError: an option is unknown, or a value has the wrong form.
     """
     pattern, _, rest = options.partition(",")
     chosen = parse_options(f"tfrecord:{pattern}", rest, _DEFAULTS)
-    place = f"--dataset tfrecord:{pattern}"
+    prefix = f"--dataset tfrecord:{pattern}"
     if not pattern:
         raise DataError("--dataset tfrecord: needs a file. Write --dataset tfrecord:PATTERN.")
-    parts = _parts(place, pattern, chosen)
-    features = _features(place, pattern, chosen["spec"])
-    classes = _classes(place, features, chosen["classes"])
+    parts = _parts(prefix, pattern, chosen)
+    features = _features(prefix, pattern, chosen["spec"])
+    classes = _classes(prefix, features, chosen["classes"])
     leaves = {name: feature.leaf for name, feature in features.features.items()}
     parse = functools.partial(_parse_into, features)
     parse_label = functools.partial(_parse_label, features)
     decoder = Decoder(features.names, leaves, parse, classes, parse_label)
     x, y, *_ = decoder.specs
     spec = spec_of(x, y, classes)
-    if _are_compressed(place, parts):
+    if _are_compressed(prefix, parts):
         make = functools.partial(stream, features=features, classes=classes)
         return _streamed(parts, make, decoder, spec, seed, chosen["buffer"])
     sources: dict[str, Any] = {
@@ -90,95 +86,93 @@ def _parse_label(features: Features, records: Sequence[bytes], out: Any) -> None
     parse_numbers_into(records, features.features, out)
 
 
-def _parts(place: str, pattern: str, chosen: dict[str, Any]) -> dict[str, list[str]]:
+def _parts(prefix: str, pattern: str, chosen: dict[str, Any]) -> dict[str, list[str]]:
     """Returns the files of each part; raises DataError if training has none or parts overlap."""
-    parts = {"train": _found(place, pattern)}
+    parts = {"train": _record_files(prefix, pattern)}
     for part in ("validation", "test"):
         if chosen[part]:
-            own = chosen[part]
-            if "/" not in own:
-                own = os.path.join(_folder_of(pattern, parts["train"]), own)
-            parts[part] = _found(f"{place},{part}={chosen[part]}", own)
+            part_pattern = chosen[part]
+            if "/" not in part_pattern:
+                part_pattern = os.path.join(_folder_of(pattern, parts["train"]), part_pattern)
+            parts[part] = _record_files(f"{prefix},{part}={chosen[part]}", part_pattern)
     others = {path for part in parts if part != "train" for path in parts[part]}
     train = [path for path in parts["train"] if path not in others]
     if not train:
         raise DataError(
-            f"{place}: validation and test take all {len(others)} files. Leave one for training."
+            f"{prefix}: validation and test take all {len(others)} files. Leave one for training."
         )
     if "test" in parts and set(parts["test"]) & set(parts.get("validation", [])):
         raise DataError(
-            f"{place}: validation={chosen['validation']} and test={chosen['test']} name the same "
+            f"{prefix}: validation={chosen['validation']} and test={chosen['test']} name the same "
             "files. Give each its own."
         )
     return parts | {"train": train}
 
 
-def _found(place: str, pattern: str) -> list[str]:
+def _record_files(prefix: str, pattern: str) -> list[str]:
     """Returns the TFRecord files that a pattern matches; raises DataError if there are none."""
-    found = [path for path in matching(place, pattern) if not path.endswith(_NO_RECORDS)]
-    if not found:
+    paths = [path for path in matching(prefix, pattern) if not path.endswith(_NO_RECORDS)]
+    if not paths:
         raise DataError(
-            f"{place}: no TFRecord file is there. Give a file, a folder of TFRecord files, or a "
+            f"{prefix}: no TFRecord file is there. Give a file, a folder of TFRecord files, or a "
             "glob such as 'data/train-*'."
         )
-    return found
+    return paths
 
 
 def _folder_of(pattern: str, files: list[str]) -> str:
     """Returns the folder of a pattern's files; the pattern itself if it is a folder."""
-    whole = expanded(pattern)
-    if files[0].startswith(whole.rstrip("/") + "/"):
-        return whole
+    path = expanded(pattern)
+    if files[0].startswith(path.rstrip("/") + "/"):
+        return path
     return os.path.dirname(files[0])
 
 
-def _features(place: str, pattern: str, given: str) -> Features:
+def _features(prefix: str, pattern: str, spec: str) -> Features:
     """Returns the features that the spec describes; raises DataError if there is no spec."""
-    name = given or "features.json"
-    folder = _folder_of(pattern, _found(place, pattern))
-    places = [os.path.expanduser(given)] if given else []
+    name = spec or "features.json"
+    folder = _folder_of(pattern, _record_files(prefix, pattern))
+    candidates = [os.path.expanduser(spec)] if spec else []
     if "/" not in name:
-        places.append(os.path.join(folder, name))
-    for path in places:
+        candidates.append(os.path.join(folder, name))
+    for path in candidates:
         try:
-            return read_features(path, read_bytes(path))
+            return read_features(path, read_bytes(path, MOST_DESCRIPTION_BYTES))
         except FileNotFoundError:
             continue
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}. Give a readable file.") from None
     raise DataError(
-        f"{place}: no {' or '.join(places)} says what the records hold. "
+        f"{prefix}: no {' or '.join(candidates)} says what the records hold. "
         f"Write such a file: {_FORM}, or give its path: spec=FILE."
     )
 
 
-def _classes(place: str, features: Features, given: int | None) -> int | None:
+def _classes(prefix: str, features: Features, option: int | None) -> int | None:
     """Returns the number of classes; None if it is not needed or the target is no label.
 
-    Raises DataError if the number is given for another target, or is needed but missing.
+    Raises DataError if there is a number for another target, or if it is needed but missing.
     """
-    classes = given if given is not None else features.classes
-    x, y = ([features.features[n].leaf for n in _list(names)] for names in (features.x, features.y))
-    labels = isinstance(features.y, str) and is_label(y[0])
-    if classes is not None and not labels:
+    classes = features.classes if option is None else option
+    x, y = (
+        features.features[name].leaf if isinstance(name, str) else None
+        for name in (features.x, features.y)
+    )
+    has_labels = y is not None and is_label(y)
+    if classes is not None and not has_labels:
         raise DataError(
-            f"{place}: there are {classes} classes, but y is {features.y!r}, no single label. "
+            f"{prefix}: there are {classes} classes, but y is {features.y!r}, no single label. "
             "Leave classes out, or make y one int64."
         )
-    if classes is None and labels and isinstance(features.x, str) and spec_of(x[0], y[0], 2):
+    if classes is None and has_labels and spec_of(x, y, classes=2):
         raise DataError(
-            f"{place}: the number of classes of the labels {features.y!r} is not known. Add "
+            f"{prefix}: the number of classes of the labels {features.y!r} is not known. Add "
             '"classes": N to the spec, or write classes=N.'
         )
     return classes
 
 
-def _list(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Returns one name or several names as a tuple."""
-    return (names,) if isinstance(names, str) else names
-
-
-def _are_compressed(place: str, parts: dict[str, list[str]]) -> bool:
+def _are_compressed(prefix: str, parts: dict[str, list[str]]) -> bool:
     """Returns whether the files are GZIP files.
 
     Raises:
@@ -195,7 +189,7 @@ def _are_compressed(place: str, parts: dict[str, list[str]]) -> bool:
             kinds.setdefault(head.startswith(GZIP) and not is_header(head), path)
     if len(kinds) > 1:
         raise DataError(
-            f"{place}: {kinds[True]} is a GZIP file and {kinds[False]} is not. Give files of one "
+            f"{prefix}: {kinds[True]} is a GZIP file and {kinds[False]} is not. Give files of one "
             "kind; gunzip them to read at random."
         )
     return True in kinds
@@ -218,10 +212,10 @@ def _streamed(
     )
 
     def finish(global_batch_size: int) -> DataSet:
-        # Validation and test keep the order of their files.
-        orders = {"train": {"seed": seed, "buffer": buffer}}
+        # Validation and test have the order of their files.
+        shuffles = {"train": {"seed": seed, "buffer": buffer}}
         datasets = {
-            name: make(paths, global_batch_size=global_batch_size, **orders.get(name, {}))
+            name: make(paths, global_batch_size=global_batch_size, **shuffles.get(name, {}))
             for name, paths in parts.items()
         }
         for name, paths in parts.items():

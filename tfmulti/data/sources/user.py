@@ -11,22 +11,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSet, DataSpec
+from tfmulti.data.data_set import CLASSIFICATION, PARTS, REGRESSION, DataSet, DataSpec
 from tfmulti.data.source import Source
 from tfmulti.errors import DataError
 
 
-def load(place: str, function: Callable[..., Any], global_batch_size: int) -> DataSet:
+def load(dataset: str, function: Callable[..., Any], global_batch_size: int) -> DataSet:
     """Returns the data of `package.module:function`.
 
     The function returns `train`, `(train, validation)` or `(train, validation, test)`, or a dict
     with these names. A part is `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`
-    of global batches, a PyDataset or a `Source`.
-
-    Args:
-        place: the name of the function, for messages.
-        function: the function. If it has a parameter `global_batch_size`, it is called with that.
-        global_batch_size: the rows of a global batch.
+    of global batches, a PyDataset or a `Source`. If the function has a parameter
+    `global_batch_size`, it is called with that.
 
     Raises:
         DataError: the function needs other arguments, returns something else, or returns no
@@ -34,15 +30,15 @@ def load(place: str, function: Callable[..., Any], global_batch_size: int) -> Da
     """
     parameters = inspect.signature(function).parameters
     takes_batch = "global_batch_size" in parameters
-    _check_needs_no_more(place, parameters)
-    made = function(global_batch_size=global_batch_size) if takes_batch else function()
-    parts = _parts(place, made)
+    _check_needs_no_more(dataset, parameters)
+    returned = function(global_batch_size=global_batch_size) if takes_batch else function()
+    parts = _parts(dataset, returned)
     if parts["train"] is None:
         raise DataError(
-            f"--dataset {place} returned None for the training data. Return (x, y), or (train, "
+            f"--dataset {dataset} returned None for the training data. Return (x, y), or (train, "
             "validation, test) of which each is (x, y) or a Dataset."
         )
-    sources = {name: _source(place, p) for name, p in parts.items() if p is not None}
+    sources = {name: _source(dataset, p) for name, p in parts.items() if p is not None}
     return DataSet(spec=_spec(sources["train"]), **sources)
 
 
@@ -60,7 +56,7 @@ def rows_of_batches(train: Any) -> int | None:
     return None
 
 
-def check_labels(place: str, data: DataSet) -> None:
+def check_labels(dataset: str, data: DataSet) -> None:
     """Checks that all labels are classes of the training part, for which a built-in model is made.
 
     Raises:
@@ -68,7 +64,7 @@ def check_labels(place: str, data: DataSet) -> None:
     """
     if data.spec is None or data.spec.task != CLASSIFICATION:
         return
-    for name, part in (("train", data.train), ("validation", data.validation), ("test", data.test)):
+    for name, part in data.parts.items():
         if not isinstance(part, ArraySource) or not isinstance(part.data, tuple):
             continue
         labels = part.data[1]
@@ -77,13 +73,13 @@ def check_labels(place: str, data: DataSet) -> None:
         outside = np.flatnonzero((labels < 0) | (labels >= data.spec.outputs))
         if len(outside):
             raise DataError(
-                f"--dataset {place}: y of the {name} part is {labels[outside[0]]} in row "
+                f"--dataset {dataset}: y of the {name} part is {labels[outside[0]]} in row "
                 f"{outside[0]}, but whole numbers are classes, here 0..{data.spec.outputs - 1} as "
                 "in the training part. Number the classes from 0, or give float32 for a regression."
             )
 
 
-def _check_needs_no_more(place: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+def _check_needs_no_more(dataset: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     """Raises DataError if a function needs arguments other than the batch size."""
     needed = [
         name
@@ -92,25 +88,24 @@ def _check_needs_no_more(place: str, parameters: Mapping[str, inspect.Parameter]
     ]
     if set(needed) - {"global_batch_size"}:
         raise DataError(
-            f"--dataset {place} needs the arguments {', '.join(needed)}. It may take one: "
+            f"--dataset {dataset} needs the arguments {', '.join(needed)}. It may take one: "
             "global_batch_size."
         )
 
 
-def _parts(place: str, made: Any) -> dict[str, Any]:
+def _parts(dataset: str, returned: Any) -> dict[str, Any]:
     """Returns the parts that a function has returned, by name; raises DataError for others."""
-    names = ("train", "validation", "test")
-    if isinstance(made, dict) and set(made) <= set(names) and "train" in made:
-        return made
-    if not isinstance(made, (tuple, list)):
-        return {"train": made}
-    if 1 <= len(made) <= 3 and not any(_is_array(item) for item in made):
-        return dict(zip(names, made, strict=False))
-    if 2 <= len(made) <= 3:
-        return {"train": tuple(made)}
+    if isinstance(returned, dict) and set(returned) <= set(PARTS) and "train" in returned:
+        return returned
+    if not isinstance(returned, (tuple, list)):
+        return {"train": returned}
+    if 1 <= len(returned) <= 3 and not any(_is_array(item) for item in returned):
+        return dict(zip(PARTS, returned, strict=False))
+    if 2 <= len(returned) <= 3:
+        return {"train": tuple(returned)}
     raise DataError(
-        f"--dataset {place} returned {len(made)} items. Return (x, y), or (train, validation, "
-        "test) of which each is (x, y) or a Dataset."
+        f"--dataset {dataset} returned {len(returned)} items. Return (x, y), or (train, "
+        "validation, test) of which each is (x, y) or a Dataset."
     )
 
 
@@ -119,14 +114,14 @@ def _is_array(item: Any) -> bool:
     return hasattr(item, "shape") and hasattr(item, "dtype")
 
 
-def _source(place: str, part: Any) -> Any:
+def _source(dataset: str, part: Any) -> Any:
     """Returns a part in a form that `fit` takes; raises DataError if there is none."""
     if isinstance(part, (tuple, list)):
         return ArraySource(tuple(part), floats=keras.config.floatx())
     if isinstance(part, (tf.data.Dataset, keras.utils.PyDataset, Source)):
         return part
     raise DataError(
-        f"--dataset {place} returned a {type(part).__name__}. Return arrays (x, y), a "
+        f"--dataset {dataset} returned a {type(part).__name__}. Return arrays (x, y), a "
         "tf.data.Dataset of global batches or a keras.utils.PyDataset."
     )
 

@@ -95,11 +95,11 @@ def parse_changes(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such change.
     """
-    asked = [name for name in text.replace("+", ",").split(",") if name]
-    for name in asked:
+    names = [name for name in text.replace("+", ",").split(",") if name]
+    for name in names:
         if name not in CHANGES:
             raise ConfigError(f"no change {name!r} for --augment; {did_you_mean(name, CHANGES)}")
-    return tuple(name for name in CHANGES if name in asked)
+    return tuple(name for name in CHANGES if name in names)
 
 
 class Augmented(OverSource):
@@ -134,8 +134,8 @@ class Augmented(OverSource):
         for name in self._changes:
             # Each change has a key of its own, so the others keep their numbers if one is added.
             draws = uniform(key_of(self._seed, epoch, list(CHANGES).index(name)), indices, _DRAWS)
-            for image, own in zip(images, draws, strict=True):
-                CHANGES[name](image, own)
+            for image, image_draws in zip(images, draws, strict=True):
+                CHANGES[name](image, image_draws)
 
 
 def takes(specs: Any) -> bool:

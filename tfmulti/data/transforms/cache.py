@@ -1,7 +1,7 @@
-"""Keeps examples after they were read once: in memory, or in files that outlive the run.
+"""Caches examples after they were read once: in memory, or in files that outlive the run.
 
-Each worker keeps what it reads. The order of the examples is new in each epoch, so after a few
-epochs a worker has kept nearly all examples. In memory the size of the data bounds the cache, and
+Each worker caches what it reads. The order of the examples is new in each epoch, so after a few
+epochs a worker has cached nearly all examples. In memory the size of the data bounds the cache, and
 an example that was not read takes no memory. On disk all workers of a machine share the files, and
 so do later runs on the same data.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
+import psutil
 
 from tfmulti.data.io.files import cache_folder
 from tfmulti.data.source import Leaf, OverSource, Source, leaves_of, map_nest
@@ -23,12 +24,12 @@ from tfmulti.errors import DataError
 
 MEMORY, DISK = "memory", "disk"
 
-# This bit is set in each checksum. So a checksum of 0 means that the example is not kept.
-_IS_THERE = 1 << 32
+# This bit is set in each checksum. So a checksum of 0 means that the example is not cached.
+_IS_STORED = 1 << 32
 
 
-class _Kept(OverSource):
-    """A source whose examples are kept in arrays after they were read."""
+class _Cached(OverSource):
+    """A source whose examples are cached in arrays after they were read."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
@@ -41,35 +42,31 @@ class _Kept(OverSource):
         return out
 
     def read_into(self, indices: np.ndarray, epoch: int, out: Any) -> None:
-        missing = self._take(indices, out)
+        missing = self._load(indices, out)
         if not len(missing):
             return
         if len(missing) == len(indices):
             self.below.read_into(indices, epoch, out)
-            self._keep(indices, out)
+            self._store(indices, out)
             return
         rows = self.below.read(indices[missing], epoch)
+        _put(rows, out, missing)
+        self._store(indices[missing], rows)
 
-        def put(found: Any, into: np.ndarray) -> None:
-            into[missing] = found
-
-        map_nest(put, rows, out)
-        self._keep(indices[missing], rows)
-
-    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
-        """Writes the kept examples into `out`, and returns the rows of `out` that are missing."""
+    def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
+        """Writes the cached examples into `out`, and returns the rows of `out` that are missing."""
         raise NotImplementedError
 
-    def _keep(self, indices: np.ndarray, rows: Any) -> None:
-        """Keeps examples whose values are given."""
+    def _store(self, indices: np.ndarray, rows: Any) -> None:
+        """Caches the values of examples."""
         raise NotImplementedError
 
 
-class InMemory(_Kept):
-    """A source whose examples are kept in memory.
+class InMemory(_Cached):
+    """A source whose examples are cached in memory.
 
     Args:
-        source: the examples to keep.
+        source: the examples.
         free_bytes: the memory that may be taken. None: the memory that is free.
 
     Attributes:
@@ -84,45 +81,40 @@ class InMemory(_Kept):
         self.most_bytes = sum(_bytes_of(leaf) for leaf in leaves_of(source.specs)) * len(source)
         free = free_memory() if free_bytes is None else free_bytes
         if self.most_bytes > free:
-            needed, there = self.most_bytes / 1e9, free / 1e9
+            needed_gb, free_gb = self.most_bytes / 1e9, free / 1e9
             raise DataError(
-                f"--cache memory: {len(source):,} examples take {needed:,.1f} GB, and {there:,.1f} "
-                "GB of memory are free. Use --cache disk, or smaller examples."
+                f"--cache memory: {len(source):,} examples take {needed_gb:,.1f} GB, and "
+                f"{free_gb:,.1f} GB of memory are free. Use --cache disk, or smaller examples."
             )
         count = len(source)
         self._arrays = map_nest(lambda s: np.empty((count, *s.shape), _dtype(s)), source.specs)
         self._has = np.zeros(count, bool)
 
-    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
+    def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
         has = self._has[indices]
         if has.all():
             # In its default mode NumPy would buffer the output.
-            map_nest(lambda kept, into: np.take(kept, indices, 0, into, "clip"), self._arrays, out)
-        elif has.any():
-
-            def take(kept: np.ndarray, into: np.ndarray) -> None:
-                into[has] = kept[indices[has]]
-
-            map_nest(take, self._arrays, out)
+            map_nest(
+                lambda array, rows: np.take(array, indices, 0, rows, "clip"), self._arrays, out
+            )
+        else:
+            _copy(self._arrays, indices, out, np.flatnonzero(has))
         return np.flatnonzero(~has)
 
-    def _keep(self, indices: np.ndarray, rows: Any) -> None:
-        def put(kept: np.ndarray, values: Any) -> None:
-            kept[indices] = values
-
-        map_nest(put, self._arrays, rows)
+    def _store(self, indices: np.ndarray, rows: Any) -> None:
+        _put(rows, self._arrays, indices)
         # Another thread may read the rows as soon as they are marked, so this comes last.
         self._has[indices] = True
 
 
-class OnDisk(_Kept):
-    """A source whose examples are kept in memory-mapped files, with a checksum for each example.
+class OnDisk(_Cached):
+    """A source whose examples are cached in memory-mapped files, with a checksum for each example.
 
     Several processes may use the same files. A process that is killed while it writes an example
     leaves a checksum that does not match, and the example is read again.
 
     Args:
-        source: the examples to keep, which have an `identity`.
+        source: the examples, which have an `identity`.
         folder: the folder in which each data set gets a folder of its own.
 
     Raises:
@@ -165,27 +157,19 @@ class OnDisk(_Kept):
                 os.posix_fallocate(file.fileno(), 0, size)
         return np.memmap(path, dtype, "r+", shape=shape)
 
-    def _take(self, indices: np.ndarray, out: Any) -> np.ndarray:
+    def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
         sums = self._sums[indices]
-        there = np.flatnonzero(sums)
-
-        def take(kept: np.ndarray, into: np.ndarray) -> None:
-            into[there] = kept[indices[there]]
-
-        if len(there):
-            map_nest(take, self._arrays, out)
+        stored = np.flatnonzero(sums)
+        _copy(self._arrays, indices, out, stored)
         leaves = leaves_of(out)
-        whole = np.zeros(len(indices), bool)
-        for row in there.tolist():
-            whole[row] = _checksum(leaves, row) == int(sums[row])
-        return np.flatnonzero(~whole)
+        is_valid = np.zeros(len(indices), bool)
+        for row in stored.tolist():
+            is_valid[row] = _checksum(leaves, row) == int(sums[row])
+        return np.flatnonzero(~is_valid)
 
-    def _keep(self, indices: np.ndarray, rows: Any) -> None:
-        def put(kept: np.ndarray, values: Any) -> None:
-            kept[indices] = values
-
+    def _store(self, indices: np.ndarray, rows: Any) -> None:
         rows = map_nest(np.asarray, rows)
-        map_nest(put, self._arrays, rows)
+        _put(rows, self._arrays, indices)
         leaves = leaves_of(rows)
         self._sums[indices] = [_checksum(leaves, row) for row in range(len(indices))]
 
@@ -193,13 +177,7 @@ class OnDisk(_Kept):
 def cached(
     source: Source, kind: str, folder: Path | None = None, free_bytes: int | None = None
 ) -> Source:
-    """Returns a source that keeps its examples; a source that has nothing to cache stays as it is.
-
-    Args:
-        source: the examples.
-        kind: MEMORY or DISK.
-        folder: the folder for the files on disk. None: a folder in the cache folder.
-        free_bytes: the memory that may be taken. None: the memory that is free.
+    """Returns a source that caches its examples; a source that has nothing to cache stays as it is.
 
     Raises:
         DataError: the memory is too small, the files cannot be made, or they would have to hold
@@ -214,10 +192,26 @@ def cached(
 
 def free_memory() -> int:
     """Returns the bytes of memory that are free, or that the system can make free."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return int(psutil.virtual_memory().available)
+
+
+def _copy(arrays: Any, indices: np.ndarray, out: Any, rows: np.ndarray) -> None:
+    """Copies the examples of some rows of `out` from the arrays of a cache."""
+
+    def copy(array: np.ndarray, into: np.ndarray) -> None:
+        into[rows] = array[indices[rows]]
+
+    if len(rows):
+        map_nest(copy, arrays, out)
+
+
+def _put(values: Any, arrays: Any, rows: np.ndarray) -> None:
+    """Writes values into some rows of arrays."""
+
+    def put(value: Any, array: np.ndarray) -> None:
+        array[rows] = value
+
+    map_nest(put, values, arrays)
 
 
 def _checksum(leaves: list[np.ndarray], row: int) -> int:
@@ -225,11 +219,11 @@ def _checksum(leaves: list[np.ndarray], row: int) -> int:
     value = 0
     for leaf in leaves:
         value = google_crc32c.extend(value, np.ascontiguousarray(leaf[row]).tobytes())
-    return int(value) | _IS_THERE
+    return int(value) | _IS_STORED
 
 
 def _dtype(leaf: Leaf) -> Any:
-    """Returns the dtype of the array that keeps a leaf."""
+    """Returns the dtype of the array that caches a leaf."""
     return object if leaf.dtype == "str" else leaf.dtype
 
 

@@ -37,12 +37,9 @@ def parse_class_weight(text: str) -> dict[int, float] | None:
 def balanced(labels: np.ndarray | None, classes: int) -> dict[int, float]:
     """Returns the weights by which all classes count the same: examples / (classes × count).
 
-    `count` is the number of examples of a class. Only classes that have examples count. These are
-    the weights of scikit-learn's `class_weight="balanced"`.
-
-    Args:
-        labels: the class of each example, or None if they are not known.
-        classes: the number of classes.
+    `labels` has the class of each example, or is None if they are not known. `count` is the number
+    of examples of a class. Only classes that have examples count. These are the weights of
+    scikit-learn's `class_weight="balanced"`.
 
     Raises:
         DataError: the labels are not known, or there are none.
@@ -53,10 +50,10 @@ def balanced(labels: np.ndarray | None, classes: int) -> dict[int, float]:
             "all of it. Write the weights: CLASS:WEIGHT,CLASS:WEIGHT."
         )
     counts = np.bincount(labels.reshape(-1), minlength=classes)
-    found = np.flatnonzero(counts)
-    if not len(found):
+    present = np.flatnonzero(counts)
+    if not len(present):
         raise DataError("--class_weight balanced: no label can be read. Repair the data.")
-    return {int(k): float(counts.sum() / (len(found) * counts[k])) for k in found}
+    return {int(k): float(counts.sum() / (len(present) * counts[k])) for k in present}
 
 
 class Weighted(OverSource):
@@ -113,6 +110,6 @@ class Weighted(OverSource):
 
     def _of(self, labels: np.ndarray) -> np.ndarray:
         """Returns the weights of examples with these labels, float32 [rows]."""
-        own = labels.reshape(len(labels))
-        known = np.minimum(own, len(self._weights) - 1)
-        return np.where(own < len(self._weights), self._weights[known], np.float32(1))
+        classes = labels.reshape(len(labels))
+        known = np.minimum(classes, len(self._weights) - 1)
+        return np.where(classes < len(self._weights), self._weights[known], np.float32(1))

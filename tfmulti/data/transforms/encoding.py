@@ -34,11 +34,11 @@ class Encoder:
     std: tuple[float, ...]
 
     @classmethod
-    def of(cls, place: str, columns: dict[str, np.ndarray], kinds: dict[str, str]) -> Encoder:
+    def of(cls, prefix: str, columns: dict[str, np.ndarray], kinds: dict[str, str]) -> Encoder:
         """Returns the encoder that fits the training rows.
 
         Args:
-            place: the start of messages, such as `--dataset csv:PATTERN`.
+            prefix: the start of messages, such as `--dataset csv:PATTERN`.
             columns: the values of the training rows, by column.
             kinds: the kind of each column, as in `columns.Columns`.
 
@@ -50,12 +50,12 @@ class Encoder:
         categories, fill = {}, {}
         for column, values in columns.items():
             if kinds[column] == TEXT:
-                found = _categories(place, column, values)
-                categories[column] = found
-                names += [f"{column}={category}" for category in found]
-                moments += [(0.0, 1.0)] * len(found)
+                texts = _categories(prefix, column, values)
+                categories[column] = texts
+                names += [f"{column}={category}" for category in texts]
+                moments += [(0.0, 1.0)] * len(texts)
             else:
-                moments.append(_moments(place, column, values))
+                moments.append(_moments(prefix, column, values))
                 fill[column] = moments[-1][0]
                 names.append(column)
         mean, std = zip(*moments, strict=True)
@@ -64,38 +64,38 @@ class Encoder:
     def __call__(self, columns: dict[str, np.ndarray]) -> np.ndarray:
         """Returns the rows of these columns as vectors, float32 [rows, values]."""
         rows = len(next(iter(columns.values())))
-        vectors, at = np.zeros((rows, len(self.names)), np.float32), 0
+        vectors, position = np.zeros((rows, len(self.names)), np.float32), 0
         for column, values in columns.items():
             if column in self.fill:
-                vectors[:, at] = np.where(np.isnan(values), self.fill[column], values)
-                at += 1
+                vectors[:, position] = np.where(np.isnan(values), self.fill[column], values)
+                position += 1
                 continue
-            places = {text: at + i for i, text in enumerate(self.categories[column])}
-            codes = np.array([places.get(text, -1) for text in values])
+            positions = {text: position + i for i, text in enumerate(self.categories[column])}
+            codes = np.array([positions.get(text, -1) for text in values])
             known = np.flatnonzero(codes >= 0)
             vectors[known, codes[known]] = 1.0
-            at += len(places)
+            position += len(positions)
         return vectors
 
 
-def _categories(place: str, column: str, values: np.ndarray) -> tuple[str, ...]:
+def _categories(prefix: str, column: str, values: np.ndarray) -> tuple[str, ...]:
     """Returns the sorted texts of a column; raises DataError if they are none or too many."""
-    found = sorted({value for value in values if value is not None})
-    if 0 < len(found) <= MOST_CATEGORIES:
-        return tuple(found)
-    count = f"{len(found):,} different texts, such as {found[0]!r}" if found else "no values"
+    texts = sorted({value for value in values if value is not None})
+    if 0 < len(texts) <= MOST_CATEGORIES:
+        return tuple(texts)
+    count = f"{len(texts):,} different texts, such as {texts[0]!r}" if texts else "no values"
     raise DataError(
-        f"{place}: the column {column!r} has {count} in the training rows, but 1 to "
+        f"{prefix}: the column {column!r} has {count} in the training rows, but 1 to "
         f"{MOST_CATEGORIES} categories are read. Leave it out: drop={column}."
     )
 
 
-def _moments(place: str, column: str, values: np.ndarray) -> tuple[float, float]:
+def _moments(prefix: str, column: str, values: np.ndarray) -> tuple[float, float]:
     """Returns the mean and the deviation of a column; raises DataError if it has no values."""
     present = values[~np.isnan(values)].astype(np.float64)
     if not len(present):
         raise DataError(
-            f"{place}: the column {column!r} has no values in the training rows. Leave it out: "
+            f"{prefix}: the column {column!r} has no values in the training rows. Leave it out: "
             f"drop={column}."
         )
     is_constant = present.min() == present.max()

@@ -12,23 +12,24 @@ from typing import NamedTuple
 import numpy as np
 
 from tfmulti.config.reading import NEXT_STEP
-from tfmulti.data.loader import RECORD_FAULTS, cores, is_of_storage, reason_of
+from tfmulti.data.bad_records import is_of_storage, read_around_faults, reason_of
+from tfmulti.data.loader import cores
 from tfmulti.data.source import Source
 from tfmulti.errors import DataError
 
 # A thread reads this many examples before the time is checked.
-_AT_ONCE = 32
+_BLOCK = 32
 
 
 class Labels(NamedTuple):
     """The classes of the first examples of an order.
 
     Attributes:
-        found: the classes, int64, without those of examples that could not be read.
+        values: the classes, int64, without those of examples that could not be read.
         examples: how many examples were read, with those that could not be read.
     """
 
-    found: np.ndarray
+    values: np.ndarray
     examples: int
 
 
@@ -59,39 +60,32 @@ def read_labels(
         return Labels(known.astype(np.int64).reshape(-1), len(source))
     if source.read_labels(np.arange(0)) is None:
         return None
-    ends_s, threads, examples = clock() + limit_s, cores(), 0
-    found: list[np.ndarray] = []
-    read = functools.partial(_read, source, skip_bad)
-    with ThreadPoolExecutor(threads, "tfmulti-labels") as pool:
-        while examples < len(source) and (not found or clock() < ends_s):
-            stop = min(examples + threads * _AT_ONCE, len(source))
-            own = order(examples, stop)
-            blocks = [own[start : start + _AT_ONCE] for start in range(0, len(own), _AT_ONCE)]
-            found.extend(pool.map(read, blocks))
-            examples = stop
-    return Labels(np.concatenate(found), examples)
+    deadline_s, threads, start = clock() + limit_s, cores(), 0
+    labels: list[np.ndarray] = []
+    read = functools.partial(_labels_of, source, skip_bad)
+    with ThreadPoolExecutor(threads, "tfmulti-labels") as thread_pool:
+        while start < len(source) and (not labels or clock() < deadline_s):
+            stop = min(start + threads * _BLOCK, len(source))
+            examples = order(start, stop)
+            blocks = [examples[i : i + _BLOCK] for i in range(0, len(examples), _BLOCK)]
+            labels.extend(thread_pool.map(read, blocks))
+            start = stop
+    return Labels(np.concatenate(labels), start)
 
 
-def _read(source: Source, skip_bad: bool, examples: np.ndarray) -> np.ndarray:
-    """Returns the classes of some examples, which are read one by one if one of them is bad."""
-    try:
-        return _labels(source, examples)
-    except RECORD_FAULTS:
-        return np.concatenate([_read_one(source, skip_bad, int(i)) for i in examples])
+def _labels_of(source: Source, skip_bad: bool, examples: np.ndarray) -> np.ndarray:
+    """Returns the classes of the examples that can be read; raises DataError for the others."""
 
-
-def _read_one(source: Source, skip_bad: bool, example: int) -> np.ndarray:
-    """Returns the class of an example; if it is left out, an empty array."""
-    try:
-        return _labels(source, np.array([example]))
-    except RECORD_FAULTS as error:
+    def on_fault(example: int, error: Exception) -> None:
         if not skip_bad or is_of_storage(error):
-            words = f"{source.where(example)}: {reason_of(error)}"
-            raise DataError(f"{words} {NEXT_STEP}") from error
-        return np.empty(0, np.int64)
+            reason = f"{source.where(example)}: {reason_of(error)}"
+            raise DataError(f"{reason} {NEXT_STEP}") from error
+
+    read = functools.partial(_read, source)
+    return np.concatenate([np.empty(0, np.int64), *read_around_faults(read, examples, on_fault)])
 
 
-def _labels(source: Source, examples: np.ndarray) -> np.ndarray:
+def _read(source: Source, examples: np.ndarray) -> np.ndarray:
     """Returns the classes of some examples, int64."""
     labels = source.read_labels(examples)
     assert labels is not None

@@ -7,17 +7,16 @@ not overlap share no example.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tfmulti.data.data_set import DataSet
+from tfmulti.data.data_set import PARTS, DataSet
 from tfmulti.data.hashing import key_of
 from tfmulti.data.permutation import Permutation
 from tfmulti.data.source import Source, SourceSlice
 from tfmulti.errors import ConfigError, DataError, did_you_mean
-
-PARTS = ("train", "validation", "test")
 
 _FORM = re.compile(r"(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
@@ -66,39 +65,29 @@ def parse_split(flag: str, text: str) -> Slice:
 def with_splits(data: DataSet, splits: dict[str, str | None], seed: int) -> DataSet:
     """Returns the data, with the parts replaced by the slices that were asked for.
 
-    Args:
-        data: the data.
-        splits: for `train`, `validation` and `test` the text of a slice. None keeps the part as it
-            is.
-        seed: the seed of the order in which slices are taken.
+    `splits` has the text of a slice for each part; None leaves the part as it is. The seed decides
+    the order in which slices are taken.
 
     Raises:
         DataError: the data has no such part, a part cannot be sliced, or a slice is empty.
         ConfigError: two slices overlap.
     """
-    asked = {
+    new = {
         part: parse_split(_flag(part), text) for part, text in splits.items() if text is not None
     }
-    if not asked:
+    if not new:
         return data
-    slices = {part: asked.get(part) or Slice(part, part, None, None) for part in PARTS}
-    for part in PARTS:
-        if part not in asked and getattr(data, part) is None:
-            del slices[part]
-    _check_apart(data, slices)
-    sliced: dict[str, Any] = {p: _sliced(data, p, asked[p], seed) for p in asked}
+    unchanged = {part: Slice(part, part, None, None) for part in data.parts if part not in new}
+    _check_apart(data, {part: (new | unchanged)[part] for part in PARTS if part in new | unchanged})
+    sliced: dict[str, Any] = {part: _sliced(data, part, new[part], seed) for part in new}
     return replace(data, **sliced)
 
 
 def with_validation(data: DataSet, fraction: float, seed: int) -> DataSet:
     """Returns the data with a validation part, which is taken at random from the training part.
 
-    The data stays as it is if it has a validation part, or if its training part is not a `Source`.
-
-    Args:
-        data: the data.
-        fraction: the part of the training examples to take; 0 takes none.
-        seed: the seed of the choice.
+    It has `fraction` of the training examples. The data stays as it is if the fraction is 0, if it
+    has a validation part, or if its training part is not a `Source`.
 
     Raises:
         DataError: one of the two parts would be empty.
@@ -122,7 +111,7 @@ def with_validation(data: DataSet, fraction: float, seed: int) -> DataSet:
 
 def _flag(part: str) -> str:
     """Returns the name of the flag for a part."""
-    return {"train": "training_split", "validation": "validation_split", "test": "test_split"}[part]
+    return "training_split" if part == "train" else f"{part}_split"
 
 
 def _position(bound: str, rows: int) -> int:
@@ -132,41 +121,40 @@ def _position(bound: str, rows: int) -> int:
     return min(max(at + rows if bound.startswith("-") else at, 0), rows)
 
 
-def _sliced(data: DataSet, part: str, asked: Slice, seed: int) -> Source:
+def _sliced(data: DataSet, part: str, slice_: Slice, seed: int) -> Source:
     """Returns a slice of a part; raises DataError if there is no such part, or nothing in it."""
-    whole = getattr(data, asked.part)
-    if whole is None:
-        there = ", ".join(name for name in PARTS if getattr(data, name) is not None)
+    source = getattr(data, slice_.part)
+    if source is None:
         raise DataError(
-            f"--{_flag(part)} {asked.text}: the data has no {asked.part} part. It has: {there}."
+            f"--{_flag(part)} {slice_.text}: the data has no {slice_.part} part. It has: "
+            f"{', '.join(data.parts)}."
         )
-    if not isinstance(whole, Source):
+    if not isinstance(source, Source):
         raise DataError(
-            f"--{_flag(part)} {asked.text}: the {asked.part} part comes in batches, of which none "
-            "can be taken out. Split the data where it is made."
+            f"--{_flag(part)} {slice_.text}: the {slice_.part} part comes in batches, of which "
+            "none can be taken out. Split the data where it is made."
         )
-    rows = len(whole)
-    start, stop = asked.bounds(rows)
+    rows = len(source)
+    start, stop = slice_.bounds(rows)
     if stop <= start:
         raise DataError(
-            f"--{_flag(part)} {asked.text} is empty: {rows} examples from {start} to {stop}."
+            f"--{_flag(part)} {slice_.text} is empty: {rows} examples from {start} to {stop}."
         )
-    if asked.start is None and asked.stop is None:
-        return whole
-    return SourceSlice(whole, start, stop, Permutation(rows, key_of(seed, rows)))
+    if slice_.start is None and slice_.stop is None:
+        return source
+    return SourceSlice(source, start, stop, Permutation(rows, key_of(seed, rows)))
 
 
 def _check_apart(data: DataSet, slices: dict[str, Slice]) -> None:
     """Raises ConfigError if two parts share examples."""
-    for i, (part, one) in enumerate(slices.items()):
-        for other_part, other in list(slices.items())[i + 1 :]:
-            whole = getattr(data, one.part)
-            if one.part != other.part or not isinstance(whole, Source):
-                continue
-            (a, b), (c, d) = one.bounds(len(whole)), other.bounds(len(whole))
-            if max(a, c) < min(b, d):
-                raise ConfigError(
-                    f"--{_flag(part)} {one.text} and --{_flag(other_part)} {other.text} overlap: "
-                    f"both have {min(b, d) - max(a, c)} of the {len(whole)} {one.part} examples. "
-                    "Write them apart, such as train[:90%] and train[90%:]."
-                )
+    for (part, one), (other_part, other) in itertools.combinations(slices.items(), 2):
+        source = getattr(data, one.part)
+        if one.part != other.part or not isinstance(source, Source):
+            continue
+        (a, b), (c, d) = one.bounds(len(source)), other.bounds(len(source))
+        if max(a, c) < min(b, d):
+            raise ConfigError(
+                f"--{_flag(part)} {one.text} and --{_flag(other_part)} {other.text} overlap: "
+                f"both have {min(b, d) - max(a, c)} of the {len(source)} {one.part} examples. "
+                "Write them apart, such as train[:90%] and train[90%:]."
+            )

@@ -30,11 +30,11 @@ class Target:
     classes: Mapping[str, Any]
 
     @classmethod
-    def of(cls, place: str, columns: Columns, name: str, task: str) -> Target:
+    def of(cls, prefix: str, columns: Columns, name: str, task: str) -> Target:
         """Returns the target that the training rows and the requested task define.
 
         Args:
-            place: the start of messages, such as `--dataset csv:PATTERN`.
+            prefix: the start of messages, such as `--dataset csv:PATTERN`.
             columns: the training rows.
             name: the column to predict.
             task: CLASSIFICATION or REGRESSION. If it is empty, the values decide.
@@ -43,7 +43,7 @@ class Target:
             DataError: a value is missing, there are too few or too many classes, or a regression is
                 asked for and the column is text.
         """
-        check_present(place, columns, name, "Remove such rows.")
+        check_present(prefix, columns, name, "Remove such rows.")
         kind, rows = columns.kinds[name], len(columns.values[name])
         values = sorted(set(columns.values[name].tolist()))
         few = len(values) <= min(MOST_CLASSES, max(2, rows // 2))
@@ -51,39 +51,39 @@ class Target:
         if not (task == CLASSIFICATION if task else classifies):
             if kind == TEXT:
                 raise DataError(
-                    f"{place}: task=regression needs numbers, but the target {name!r} is "
+                    f"{prefix}: task=regression needs numbers, but the target {name!r} is "
                     f"{values[0]!r} in one row. Use another target, or task=classification."
                 )
             return cls(name, {})
         if not 2 <= len(values) <= max(2, rows // 2):
             hint = "" if kind == TEXT else ", or task=regression"
             raise DataError(
-                f"{place}: the target {name!r} has {len(values)} classes in {rows} rows, but it "
+                f"{prefix}: the target {name!r} has {len(values)} classes in {rows} rows, but it "
                 f"needs two or more, and two rows for each. Use another target{hint}."
             )
         return cls(name, {_class_name(kind, value): value for value in values})
 
-    def of_rows(self, place: str, columns: Columns) -> np.ndarray:
+    def of_rows(self, prefix: str, columns: Columns) -> np.ndarray:
         """Returns the labels of rows, int32 [rows], or their values, float32 [rows, 1].
 
         Raises:
             DataError: a value is missing, is not finite, or is not a class of the training part.
         """
-        check_present(place, columns, self.column, "Remove such rows.")
+        check_present(prefix, columns, self.column, "Remove such rows.")
         if not self.classes:
-            return finite(place, columns, self.column)[:, np.newaxis]
-        labels = {value: label for label, value in enumerate(self.classes.values())}
+            return finite(prefix, columns, self.column)[:, np.newaxis]
+        label_of = {value: label for label, value in enumerate(self.classes.values())}
         values = columns.values[self.column].tolist()
-        found = np.array([labels.get(value, -1) for value in values], np.int32)
-        if found.min() < 0:
-            row = int(np.argmin(found))
+        labels = np.array([label_of.get(value, -1) for value in values], np.int32)
+        if labels.min() < 0:
+            row = int(np.argmin(labels))
             name = _class_name(columns.kinds[self.column], values[row])
             raise DataError(
-                f"{place}: the target {self.column!r} is {name!r} in {columns.where(row)}, which "
+                f"{prefix}: the target {self.column!r} is {name!r} in {columns.where(row)}, which "
                 f"no training file has; {did_you_mean(name, self.classes)} Repair or remove the "
                 "row."
             )
-        return found
+        return labels
 
 
 def _class_name(kind: str, value: Any) -> str:
@@ -93,14 +93,8 @@ def _class_name(kind: str, value: Any) -> str:
     return value if kind == TEXT else f"{value:.15g}"
 
 
-def check_present(place: str, columns: Columns, name: str, next_step: str) -> None:
-    """Checks that each row has a value in a column.
-
-    Args:
-        place: the start of the message.
-        columns: the rows.
-        name: the column.
-        next_step: the end of the message, which says what to do.
+def check_present(prefix: str, columns: Columns, name: str, next_step: str) -> None:
+    """Checks that each row has a value in a column; the error ends with `next_step`.
 
     Raises:
         DataError: a row has no value; the message says which.
@@ -108,18 +102,13 @@ def check_present(place: str, columns: Columns, name: str, next_step: str) -> No
     missing = columns.missing(name)
     if missing.any():
         raise DataError(
-            f"{place}: the column {name!r} has no value in "
+            f"{prefix}: the column {name!r} has no value in "
             f"{columns.where(int(np.argmax(missing)))}. {next_step}"
         )
 
 
-def finite(place: str, columns: Columns, name: str) -> np.ndarray:
+def finite(prefix: str, columns: Columns, name: str) -> np.ndarray:
     """Returns the numbers of a column as float32; a missing number stays NaN.
-
-    Args:
-        place: the start of the message.
-        columns: the rows.
-        name: the column.
 
     Raises:
         DataError: a number is infinite, or too large for float32.
@@ -131,7 +120,7 @@ def finite(place: str, columns: Columns, name: str) -> np.ndarray:
     if bad.any():
         row = int(np.argmax(bad))
         raise DataError(
-            f"{place}: the column {name!r} is {values[row]:g} in {columns.where(row)}, which is "
+            f"{prefix}: the column {name!r} is {values[row]:g} in {columns.where(row)}, which is "
             "no finite float32 number. Repair or remove the row."
         )
     return numbers

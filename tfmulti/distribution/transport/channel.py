@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfmulti.data.loader import aligned
+from tfmulti.data.buffers import aligned
 
 THREAD = "tfmulti-links"
 # A waiting caller calls `check` this often.

@@ -70,7 +70,7 @@ class Tracker(keras.callbacks.Callback):
         return {"run_id": self._run_id}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on with the run of a checkpoint."""
+        """Continues the run whose `state` a checkpoint has saved."""
         run_id = state["run_id"]
         if isinstance(run_id, str) and _ID.fullmatch(run_id):
             self._run_id = run_id

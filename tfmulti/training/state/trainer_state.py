@@ -17,6 +17,9 @@ from typing import Any
 from tfmulti.config.reading import ReadOptions
 from tfmulti.config.training_options import TrainingOptions
 
+# A model keeps its state in this attribute, which Keras does not track.
+ATTRIBUTE = "_tfmulti"
+
 
 @dataclass
 class RunCounts:
@@ -95,7 +98,7 @@ class TrainerState:
         interrupted: the signal that `interrupt` has noted in this process, or None.
         specs: the shapes and dtypes of a global batch of the last `fit`.
         seeds_drawn: how many seeds of the data order `fit` has drawn, where `seed` is None.
-        has_told_order: whether `fit` has printed that a PyDataset has an order of tfmulti's own.
+        has_printed_order: whether `fit` has printed that a PyDataset has an order of tfmulti's own.
         saved_variables: the states, from the checkpoint of a resumed run, of seeds whose layers are
             not built yet.
     """
@@ -111,25 +114,25 @@ class TrainerState:
     interrupted: str | None = None
     specs: Any = None
     seeds_drawn: int = 0
-    has_told_order: bool = False
+    has_printed_order: bool = False
     saved_variables: dict[str, Any] = field(default_factory=dict)
 
 
 def state_of(model: object) -> TrainerState:
     """Returns the state of a prepared model."""
-    state = vars(model)["_tfmulti"]
+    state = vars(model)[ATTRIBUTE]
     assert isinstance(state, TrainerState)
     return state
 
 
 def is_prepared(model: object) -> bool:
     """Returns whether a model is a prepared model."""
-    return "_tfmulti" in vars(model)
+    return ATTRIBUTE in vars(model)
 
 
 def remember(model: object, state: TrainerState) -> None:
-    """Stores the state of a model as an attribute that Keras does not track."""
-    vars(model)["_tfmulti"] = state
+    """Stores the state of a model in the model."""
+    vars(model)[ATTRIBUTE] = state
 
 
 def interrupt(model: object, reason: str) -> None:
