@@ -370,7 +370,7 @@ def test_a_stream_names_the_record_that_cannot_be_read(
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("offset", "message"),
     [
         (0, "record 1: the checksum of its length is wrong"),
         (20, "record 1: the checksum is wrong"),
