@@ -48,17 +48,17 @@ from tfmulti.launch.policy import (
     Restart,
     StepTiming,
     Stop,
+    describe_error,
     next_action,
-    words_of_error,
 )
 from tfmulti.launch.signals import JOINING, default_signals
 from tfmulti.launch.supervisor import (
     Stopped,
-    command_to_go_on,
+    describe_checkpoints,
     folder_for_attempt,
     report,
+    resume_command,
     stopping_by_signals,
-    words_of_saved,
 )
 from tfmulti.launch.watch import Watch
 from tfmulti.launch.workers import (
@@ -477,7 +477,7 @@ OF_NODE = "\n\n\n\t [[{{node f}}]] [Op:__inference_one_561]"
     ],
 )
 def test_an_error_is_told_in_a_line(kind: str, message: str, words: str) -> None:
-    assert words_of_error(kind, message) == words
+    assert describe_error(kind, message) == words
 
 
 TWO_HOSTS = '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
@@ -507,9 +507,9 @@ def test_a_failure_that_says_so_is_final() -> None:
 def test_the_command_that_goes_on_names_the_folder_of_the_run() -> None:
     saved = {"runs/x/checkpoints": 7}
     given = ["-m", "tfmulti.fit", "--run_dir=runs/a"]
-    assert command_to_go_on(given, saved) == "tfmulti launch -m tfmulti.fit --run_dir=runs/a"
-    assert command_to_go_on(["a.py", "--lr", "1 0"], saved) == "tfmulti launch a.py --lr '1 0'"
-    assert words_of_saved({"runs/x/checkpoints": -1}) == "no checkpoint was saved"
+    assert resume_command(given, saved) == "tfmulti launch -m tfmulti.fit --run_dir=runs/a"
+    assert resume_command(["a.py", "--lr", "1 0"], saved) == "tfmulti launch a.py --lr '1 0'"
+    assert describe_checkpoints({"runs/x/checkpoints": -1}) == "no checkpoint was saved"
 
 
 def test_lines_of_a_worker_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -697,7 +697,7 @@ def test_the_launcher_starts_without_tensorflow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("signal_number", "code"), [(9, 137), (15, 143)])
 def test_what_an_exit_says(signal_number: int, code: int) -> None:
-    words, found = policy.words_of_exit(-signal_number)
+    words, found = policy.describe_exit(-signal_number)
     assert found == code
     assert signal.Signals(signal_number).name in words
 
