@@ -109,7 +109,8 @@ def test_more_than_the_gpus_is_refused() -> None:
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"--{name}\n" in shown for name in ("workers", "weak", "rounds", "model"))
+    assert all(f"--{name}\n" in shown for name in ("workers", "weak", "rounds", "replicas"))
+    assert "--model (text; since 0.1.0)\n" in shown
     assert not any(f"--{name}\n" in shown for name in ("epochs", "run_dir", "log_throughput"))
     assert "default: synthetic" in shown
     # In a measurement the number of steps of an execution is not chosen automatically.

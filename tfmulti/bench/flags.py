@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from tfmulti.bench.config import BenchConfig
-from tfmulti.config.flags import config_of, help_text, make_flags, parse_into
+from tfmulti.config.flags import config_of, help_text, make_flags, parse_flags
 from tfmulti.errors import ConfigError
 
 # The names, defaults and help lines of the flags of a measurement alone.
@@ -46,17 +46,9 @@ def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None
         ConfigError: a flag is unknown or wrong.
     """
     values = _flags()
-    rest = parse_into(values, argv)
-    if values.help:
+    if not parse_flags(values, argv, _IGNORED, "a measurement"):
         print(help_text(manual, values, [name for name, *_ in _OWN_FLAGS], _IGNORED))
         return None
-    if rest:
-        raise ConfigError(
-            f"the argument {rest[0]!r} belongs to no flag. Write --flag=value, and see --help."
-        )
-    for name in _IGNORED:
-        if values[name].present:
-            raise ConfigError(f"--{name} has no effect on a measurement. Leave it out.")
     if values.weak and values.strong:
         raise ConfigError(
             "--weak keeps the batch of each replica and --strong the global one. Give one of them."

@@ -178,10 +178,7 @@ def over_ssh(
 def _has_run(config: LaunchConfig, lines: Sequence[str], returncode: int) -> bool:
     """Returns whether a failed command has run on the other machine, and failed there.
 
-    Args:
-        config: has the command for SSH.
-        lines: what SSH or srun has written to standard error.
-        returncode: its exit code.
+    The lines are what SSH or srun has written to standard error, and the return code is theirs.
     """
     if config.ssh == SRUN:
         # srun's exit codes do not tell its own errors from those of the command, but it says so.

@@ -187,11 +187,9 @@ class RemoteMachine:
         return answer.get("gives")
 
     def _answer(self, limit_s: float, lost_s: float) -> dict[str, Any]:
-        """Returns the next answer that the receiver thread has taken.
+        """Returns the next answer that the receiver thread has taken, within `limit_s`.
 
-        Args:
-            limit_s: the time limit for the answer.
-            lost_s: the time without any message after which the agent counts as gone.
+        The agent counts as gone after `lost_s` without any message.
         """
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:

@@ -194,8 +194,11 @@ class Job:
             progressed=budget.furthest > self._budget.furthest,
             now_s=time.monotonic(),
         )
-        # An attempt without the failing worker is another one, and does not use up the budget.
-        self._budget = budget if self._standing.absent == before.absent else budget.unused()
+        # An attempt without the failing worker does not use up the budget. In a job with a fixed
+        # number of workers every attempt has that worker.
+        is_left_out = self._standing.absent != before.absent
+        is_left_out = is_left_out and self._host_manager.choice(self._standing) != placement
+        self._budget = budget.unused() if is_left_out else budget
 
     def _show_placement(self, placement: Placement) -> None:
         """Shows the placement if it differs from that of the last attempt."""

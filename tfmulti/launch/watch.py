@@ -334,12 +334,7 @@ class Watch:
     ) -> Failure:
         """Returns a failure, with the worker's last step.
 
-        Args:
-            rank: the rank of the worker.
-            status: its status, or None where its machine does not answer.
-            what: what happened to it, after "worker N".
-            code: its exit code.
-            found_s: when it was noticed, in seconds of the launcher's clock.
+        The status is None if the worker's machine does not answer.
         """
         step = status.heartbeat.step if status and status.heartbeat else None
         return Failure(rank, what, code, found_s, step)
