@@ -292,6 +292,17 @@ def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
     assert not watch._still_at_start([dataclasses.replace(statuses[0], still_since_s=still_s + 2)])
 
 
+@pytest.mark.parametrize(("max_restarts", "calls"), [(0, 0), (3, 1)])
+def test_standby_processes_are_for_jobs_that_may_restart(max_restarts: int, calls: int) -> None:
+    config = LaunchConfig(program=(__file__,), max_restarts=max_restarts)
+    worker_group = Mock(locations={0: ()})
+    watch = Watch(config, worker_group, Mock(), lambda: None, print)
+    status = WorkerStatus(0, 1, heartbeat=dataclasses.replace(STARTED, step=1))
+    for _ in range(2):
+        watch._prepare([status])
+    assert worker_group.prepare.call_count == calls
+
+
 def test_a_part_of_a_line_is_progress() -> None:
     """Progress bars return to the start of their line."""
     lines, began_s = [], time.monotonic()
