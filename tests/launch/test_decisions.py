@@ -48,17 +48,17 @@ from tfmulti.launch.policy import (
     Restart,
     StepTiming,
     Stop,
+    describe_error,
     next_action,
-    words_of_error,
 )
 from tfmulti.launch.signals import JOINING, default_signals
 from tfmulti.launch.supervisor import (
     Stopped,
-    command_to_go_on,
+    describe_checkpoints,
     folder_for_attempt,
     report,
+    resume_command,
     stopping_by_signals,
-    words_of_saved,
 )
 from tfmulti.launch.watch import Watch
 from tfmulti.launch.workers import (
@@ -292,6 +292,17 @@ def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
     assert not watch._still_at_start([dataclasses.replace(statuses[0], still_since_s=still_s + 2)])
 
 
+@pytest.mark.parametrize(("max_restarts", "calls"), [(0, 0), (3, 1)])
+def test_standby_processes_are_for_jobs_that_may_restart(max_restarts: int, calls: int) -> None:
+    config = LaunchConfig(program=(__file__,), max_restarts=max_restarts)
+    worker_group = Mock(locations={0: ()})
+    watch = Watch(config, worker_group, Mock(), lambda: None, print)
+    status = WorkerStatus(0, 1, heartbeat=dataclasses.replace(STARTED, step=1))
+    for _ in range(2):
+        watch._prepare([status])
+    assert worker_group.prepare.call_count == calls
+
+
 def test_a_part_of_a_line_is_progress() -> None:
     """Progress bars return to the start of their line."""
     lines, began_s = [], time.monotonic()
@@ -477,7 +488,7 @@ OF_NODE = "\n\n\n\t [[{{node f}}]] [Op:__inference_one_561]"
     ],
 )
 def test_an_error_is_told_in_a_line(kind: str, message: str, words: str) -> None:
-    assert words_of_error(kind, message) == words
+    assert describe_error(kind, message) == words
 
 
 TWO_HOSTS = '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
@@ -507,9 +518,9 @@ def test_a_failure_that_says_so_is_final() -> None:
 def test_the_command_that_goes_on_names_the_folder_of_the_run() -> None:
     saved = {"runs/x/checkpoints": 7}
     given = ["-m", "tfmulti.fit", "--run_dir=runs/a"]
-    assert command_to_go_on(given, saved) == "tfmulti launch -m tfmulti.fit --run_dir=runs/a"
-    assert command_to_go_on(["a.py", "--lr", "1 0"], saved) == "tfmulti launch a.py --lr '1 0'"
-    assert words_of_saved({"runs/x/checkpoints": -1}) == "no checkpoint was saved"
+    assert resume_command(given, saved) == "tfmulti launch -m tfmulti.fit --run_dir=runs/a"
+    assert resume_command(["a.py", "--lr", "1 0"], saved) == "tfmulti launch a.py --lr '1 0'"
+    assert describe_checkpoints({"runs/x/checkpoints": -1}) == "no checkpoint was saved"
 
 
 def test_lines_of_a_worker_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -697,7 +708,7 @@ def test_the_launcher_starts_without_tensorflow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("signal_number", "code"), [(9, 137), (15, 143)])
 def test_what_an_exit_says(signal_number: int, code: int) -> None:
-    words, found = policy.words_of_exit(-signal_number)
+    words, found = policy.describe_exit(-signal_number)
     assert found == code
     assert signal.Signals(signal_number).name in words
 

@@ -71,13 +71,13 @@ def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None
 
 def _run(values: flags.FlagValues) -> Any:
     """Returns the run that the flags describe, without its number of replicas."""
-    given: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if not values["dataset"].present and not values.config:
-        given["dataset"] = "synthetic"
+        defaults["dataset"] = "synthetic"
     if values["peak_tflops"].present:
         # In a run, --peak_tflops is an error without --log_throughput.
-        given["log_throughput"] = True
-    run = config_of(values, **given)
+        defaults["log_throughput"] = True
+    run = config_of(values, **defaults)
     return dataclasses.replace(run, replicas=None).resolved()
 
 

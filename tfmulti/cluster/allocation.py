@@ -1,4 +1,4 @@
-"""Reads the hosts that a scheduler has given to a job, for those who start processes on them.
+"""Reads the hosts that a scheduler has given to a job.
 
 Slurm   SLURM_JOB_NODELIST, in `salloc` and in batch scripts
 PBS     PBS_NODEFILE, a file with a line for each slot of a host

@@ -1,4 +1,4 @@
-"""Lets in the callers of a port that belong to the job, and nobody else.
+"""Accepts the connections of callers that belong to the job, and closes all others.
 
 The launcher's master port, the port agreement of a scheduler's job and the doctor use it. Both
 sides prove that they know the key of the job, in three lines of JSON:
@@ -8,9 +8,10 @@ sides prove that they know the key of the job, in three lines of JSON:
     caller:    {"proof": proof(key, "calls", name, both nonces)}
 
 From then on each side signs its messages, with keys that are derived from the same values. The
-three lines and the caller's first signed message are the greeting. A greeting has one time limit, a
-limit for its lines, and one of a few places. If all places are taken, the oldest greeting ends. So
-callers that say nothing keep nobody out, because a greeting of the job takes milliseconds.
+three lines and the caller's first signed message are the greeting. A greeting has a time limit and
+a limit for the length of its lines. At most `GREETED_AT_ONCE` greetings run at the same time: one
+more ends the oldest. So silent callers do not block the port, because a greeting of the job takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Door:
             that it knows the key. It runs in a thread of its own, and may take its time. If it
             raises an exception, the connection is closed.
         knows: returns whether a caller may have this name.
-        refuse: is told the name of each caller that has proved nothing.
+        refuse: is called with the name of each caller that has sent a wrong proof.
         most_bytes: the greatest length of a message after the greeting.
 
     Raises:
@@ -127,7 +128,7 @@ class Door:
             name = self._proven(connection)
             first = connection.expect()
             if not self._free_slot(connection):
-                raise Stranger("the greeting has lost its place")
+                raise Stranger("the greeting was ended")
             connection.limit(None)
             connection.most_bytes = self._most_bytes
             self._enter(name, first, connection)
@@ -138,7 +139,7 @@ class Door:
             self._free_slot(connection)
 
     def _take_slot(self, connection: TcpMessageConnection) -> None:
-        """Gives a connection a place, if need be that of the oldest greeting."""
+        """Adds a greeting, and ends the oldest one if there are too many."""
         oldest = None
         with self._lock:
             if len(self._greeted) >= GREETED_AT_ONCE:
@@ -149,7 +150,7 @@ class Door:
             oldest.close()
 
     def _free_slot(self, connection: TcpMessageConnection) -> bool:
-        """Frees the place of a connection, and returns whether it still had one."""
+        """Removes a greeting, and returns whether it had not been ended."""
         with self._lock:
             return self._greeted.pop(connection, False) and not self._closed
 

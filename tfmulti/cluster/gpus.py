@@ -1,4 +1,4 @@
-"""Tells which GPUs a program would see, without asking CUDA or TensorFlow."""
+"""Finds the GPUs that a program would see, without CUDA or TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets the processes of a scheduler's job tell each other their addresses before TensorFlow starts.
+"""Lets the processes of a scheduler's job exchange their addresses before TensorFlow starts.
 
 A scheduler tells ranks and hosts, but no ports. So each process reserves a port of its own, and the
 chief (rank 0) collects the addresses and gives each process all of them. A process calls the chief,
@@ -86,8 +86,8 @@ def agree(
         timeout_s: the seconds after which it gives up.
 
     Raises:
-        ClusterError: a process has not come in time, the chief cannot be reached, or the processes
-            have different numbers of GPUs.
+        ClusterError: a process has not connected in time, the chief cannot be reached, or the
+            processes have different numbers of GPUs.
         ConfigError: TFMULTI_SECRET cannot be a secret.
     """
     secret = secret_of(env)
@@ -124,7 +124,7 @@ def _reserved_port(layout: Layout) -> Iterator[int]:
 
 
 class _Chief:
-    """Collects the addresses of all processes, and gives them to each."""
+    """Collects the addresses of all processes, and sends all of them to each process."""
 
     def __init__(self, layout: Layout, key: bytes, own: ProcessInfo) -> None:
         self._layout, self._key = layout, key
@@ -133,7 +133,7 @@ class _Chief:
         self._changed = threading.Condition()
 
     def collect(self, timeout_s: float) -> tuple[str, ...]:
-        """Returns the address of each rank, after all others have got them."""
+        """Returns the address of each rank, after sending all of them to the other processes."""
         size = self._layout.size
         with _listening(self._layout) as server:
             try:
@@ -221,7 +221,7 @@ def _unequal(layout: Layout, gpus: list[int]) -> str:
 def _addresses_from_chief(
     layout: Layout, key: bytes, own: ProcessInfo, deadline_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Returns the address of each rank, which the chief has told.
+    """Returns the address of each rank, as the chief sends them.
 
     Raises:
         ClusterError: the chief cannot be reached in time, or says why the processes cannot train.
@@ -256,7 +256,7 @@ def _addresses_from_chief(
 
 
 def _answer(layout: Layout, own: ProcessInfo, message: Mapping[str, Any]) -> tuple[str, ...] | str:
-    """Returns the addresses of all ranks as the chief tells them, or its error.
+    """Returns the addresses of all ranks in a message of the chief, or the error in it.
 
     Raises:
         ValueError: the message has another form.

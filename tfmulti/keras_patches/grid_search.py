@@ -1,10 +1,12 @@
 """Lets a grid search of KerasTuner that is started again go on.
 
-KerasTuner 1.4 does not save the position in the grid (`GridSearchOracle._ordered_ids`), and ends a
-search that is started again without a message.
-`tests/run/test_tuning.py::test_keras_tuner_alone_still_ends_a_grid_search_that_is_started_again`
-tells when this module can go.
-"""
+KerasTuner 1.4 does not save the position in the grid, and ends a search that is started again
+without a message.
+
+| what | private name | upstream | can go when |
+|---|---|---|---|
+| `restore_position` | `GridSearchOracle._ordered_ids`, `_populate_next`, `_compare` | none | `tests/run/test_tuning.py::test_keras_tuner_alone_still_ends_a_grid_search_that_is_started_again` fails |
+"""  # noqa: E501
 
 from __future__ import annotations
 

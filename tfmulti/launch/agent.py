@@ -42,7 +42,7 @@ from tfmulti.launch.workers import StartRequest, WorkerStatus
 # The time between two checks of the workers.
 POLL_S = 0.1
 
-# The greatest time between two messages to the launcher.
+# The longest time between two messages to the launcher.
 REPORT_S = 1.0
 
 # The prefixes of the variables that go to the other machines. A worker's program may depend on

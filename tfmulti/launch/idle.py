@@ -1,12 +1,12 @@
-"""Measures since when a process group is idle, which tells a waiting worker from a working one.
+"""Measures since when a process group is idle: whether a worker waits or works.
 
 A process group works if it uses more than 2 % of one core. It also counts as working while one of
 its processes waits for a disk, unless no byte has moved for two minutes. The figures come from
 /proc.
 
 A process group that polls for something that never comes works by this measure. So the class also
-tells since when a group is still: it may use cores, but moves no byte from or to a disk, and takes
-no more memory.
+measures since when a group is still: it may use cores, but reads and writes no byte of a disk, and
+takes no more memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _disk_bytes(entry: Path) -> int:
 
 
 class Idle:
-    """Tells since when process groups are idle, from at most one sample a second.
+    """Knows since when process groups are idle, from at most one sample a second.
 
     Args:
         measure: returns what each process group has used, by the number of the group.

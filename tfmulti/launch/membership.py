@@ -152,10 +152,10 @@ def _left_out(standing: Standing, host: str, now_s: float, wait_s: float) -> dic
     return {**standing.absent, host: Absence(already + 1, now_s + wait_s, before.times + 1)}
 
 
-def words_of(placement: Placement) -> str:
+def describe_placement(placement: Placement) -> str:
     """Returns a placement in words.
 
-    >>> words_of((("a", 1), ("b", 2)))
+    >>> describe_placement((("a", 1), ("b", 2)))
     '3 workers: 1 on a, 2 on b'
     """
     workers = sum(count for _, count in placement)

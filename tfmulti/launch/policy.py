@@ -177,14 +177,14 @@ def has_lost_a_worker(error: BaseException | None) -> bool:
     return type(error).__name__ in (*LOST_A_WORKER, _CHANNEL_ERROR)
 
 
-def words_of_error(kind: str, message: str) -> str:
+def describe_error(kind: str, message: str) -> str:
     r"""Returns an error in one line, with the user's own error if it was raised inside a graph.
 
     Args:
         kind: the name of the error's type.
         message: its message.
 
-    >>> words_of_error("UnknownError", "Graph execution error:\n\nKeyError: 'a'\n\t [[{{node f}}]]")
+    >>> describe_error("UnknownError", "Graph execution error:\n\nKeyError: 'a'\n\t [[{{node f}}]]")
     "UnknownError: KeyError: 'a'"
     """
     before, node, _ = message.partition(_NODE)
@@ -200,12 +200,12 @@ def words_of_error(kind: str, message: str) -> str:
     return f"{kind}: {text[:300]}"
 
 
-def words_of_exit(returncode: int) -> tuple[str, int]:
+def describe_exit(returncode: int) -> tuple[str, int]:
     """Returns a return code in words, and the exit code that a shell would give for it.
 
-    >>> words_of_exit(-9)
+    >>> describe_exit(-9)
     ('was killed by SIGKILL (by hand, or by the system when memory ran out)', 137)
-    >>> words_of_exit(3)
+    >>> describe_exit(3)
     ('exited with 3', 3)
     """
     if returncode >= 0:

@@ -1,4 +1,4 @@
-"""Tells a container engine whether the worker of its container is alive, by the heartbeat file.
+"""Reports to a container engine whether a worker is alive, by its heartbeat file.
 
     python -m tfmulti.launch.probe started    exit code 0 once training has begun
     python -m tfmulti.launch.probe alive      exit code 1 if a step takes far too long
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ)
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments not in (["started"], ["alive"]) or PROGRESS_FILE not in env:
-        print(f"tfmulti: say started or alive, and set {PROGRESS_FILE}.", file=sys.stderr)
+        print(f"tfmulti: give started or alive, and set {PROGRESS_FILE}.", file=sys.stderr)
         return EXIT_USER
     heartbeat = read_progress(Path(env[PROGRESS_FILE]))
     good = (

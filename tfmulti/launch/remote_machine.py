@@ -37,7 +37,7 @@ from tfmulti.launch.workers import Sink, StartRequest, WorkerStatus
 
 PING_S = 1.0
 
-# After this time without a message the other side is taken for gone.
+# After this time without a message the other side counts as gone.
 LOST_S = 8.0
 
 # The time limit for the answer to one request, while other messages still arrive.
@@ -119,7 +119,8 @@ class RemoteMachine:
 
     def statuses(self) -> list[WorkerStatus]:
         """Returns the status of each worker, as the agent's last message has it."""
-        # A new status is returned even if the connection has ended since: it may tell the cause.
+        # A new status is returned even if the connection has ended since, because it may show the
+        # cause.
         if self._unseen:
             self._unseen = False
             return self._statuses

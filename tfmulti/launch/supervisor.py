@@ -150,14 +150,14 @@ class Job:
             lines = [] if attempt.cause.final else self._output.last_lines(rank)
             report(attempt, folder, host, lines, self._say)
             if attempt.cause.step is not None:
-                self._say(words_of_saved(self._saved))
+                self._say(describe_checkpoints(self._saved))
         action = policy.next_action(attempt, self._budget)
         if isinstance(action, Stop):
             if attempt.failures:
                 why = f": {action.why}" if action.why else ""
                 self._say(f"ending with exit code {action.exit_code}{why}")
                 if self._command and any(step >= 0 for step in self._saved.values()):
-                    self._say(f"to go on: {command_to_go_on(self._command, self._saved)}")
+                    self._say(f"to go on: {resume_command(self._command, self._saved)}")
             return action.exit_code
         self._remember(attempt, placement, action.budget)
         left = self._budget.max_restarts - self._budget.used
@@ -203,7 +203,7 @@ class Job:
     def _show_placement(self, placement: Placement) -> None:
         """Shows the placement if it differs from that of the last attempt."""
         if self._before is not None and placement != self._before:
-            self._say(f"going on with {membership.words_of(placement)}")
+            self._say(f"going on with {membership.describe_placement(placement)}")
         self._before = placement
 
     def _run_workers(self, placement: Placement, folder: Path, signals: Signals) -> Attempt | None:
@@ -341,27 +341,27 @@ def report(
     say(f"all output: {folder}")
 
 
-def words_of_saved(saved: Mapping[str, int]) -> str:
+def describe_checkpoints(saved: Mapping[str, int]) -> str:
     """Returns what a job has saved, in words.
 
     Args:
         saved: for each folder of checkpoints, the step of the newest one.
 
-    >>> words_of_saved({"runs/a/checkpoints": 40})
+    >>> describe_checkpoints({"runs/a/checkpoints": 40})
     'saved: step 40, in runs/a/checkpoints'
     """
     steps = [f"step {step}, in {folder}" for folder, step in sorted(saved.items()) if step >= 0]
     return f"saved: {'; '.join(steps)}" if steps else "no checkpoint was saved"
 
 
-def command_to_go_on(command: Sequence[str], saved: Mapping[str, int]) -> str:
+def resume_command(command: Sequence[str], saved: Mapping[str, int]) -> str:
     """Returns the command that starts a job again where it has stopped.
 
     Args:
         command: the arguments of the launcher.
         saved: for each folder of checkpoints, the step of the newest one.
 
-    >>> command_to_go_on(["-m", "tfmulti.fit"], {"runs/a b/checkpoints": 40})
+    >>> resume_command(["-m", "tfmulti.fit"], {"runs/a b/checkpoints": 40})
     "tfmulti launch -m tfmulti.fit --run_dir 'runs/a b'"
     """
     arguments = ["tfmulti", "launch", *command]

@@ -24,7 +24,7 @@ from dataclasses import replace
 from tfmulti.launch import policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import FIRST, TRAINING
-from tfmulti.launch.membership import Placement, words_of
+from tfmulti.launch.membership import Placement, describe_placement
 from tfmulti.launch.output import Output
 from tfmulti.launch.policy import Failure, StepTiming, stalled
 from tfmulti.launch.worker_group import WorkerGroup
@@ -64,7 +64,7 @@ class Watch:
     ) -> None:
         self._config, self._worker_group, self._output = config, worker_group, output
         self._wants_others, self._show = wants_others, show
-        self._is_prepared = False
+        self._is_prepared = config.max_restarts == 0
         self._frozen_since: dict[int, float] = {}
         self._all_listen = len(worker_group.locations) == 1
         self._first_listened_s: float | None = None
@@ -130,7 +130,8 @@ class Watch:
     def _prepare(self, statuses: list[WorkerStatus]) -> None:
         """Starts standby processes once all workers have ended a step.
 
-        Before that they would slow down the start of the workers.
+        Before that they would slow down the start of the workers. A job without
+        restarts needs none.
         """
         if not self._is_prepared and all(
             status.heartbeat and status.heartbeat.step > 0 for status in statuses
@@ -147,7 +148,9 @@ class Watch:
         saved = max((status.heartbeat.saved for status in statuses if status.heartbeat), default=-1)
         if self._saved_before is None:
             self._saved_before = saved
-            self._show(f"the job restarts with {words_of(others)} after the next checkpoint")
+            self._show(
+                f"the job restarts with {describe_placement(others)} after the next checkpoint"
+            )
         elif saved > self._saved_before:
             raise Regroup
 
@@ -309,7 +312,7 @@ class Watch:
         """Returns the failure of a worker that has ended badly; None for any other worker."""
         if not status.returncode:
             return None
-        what, code = policy.words_of_exit(status.returncode)
+        what, code = policy.describe_exit(status.returncode)
         notice = (
             bool(status.heartbeat and status.heartbeat.asked)
             or status.returncode == -signal.SIGTERM
@@ -325,7 +328,7 @@ class Watch:
         self._output.keep_error(status.rank, status.error)
         follows = status.error.type in policy.LOST_A_WORKER
         message = "another worker was lost" if follows else status.error.message
-        what = f"{what} ({policy.words_of_error(status.error.type, message)})"
+        what = f"{what} ({policy.describe_error(status.error.type, message)})"
         failure = self._failure(status.rank, status, what, code, min(found_s, status.error.time_s))
         return replace(failure, follows=follows, final=status.error.type in policy.FINAL)
 

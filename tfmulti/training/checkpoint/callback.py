@@ -20,6 +20,7 @@ from typing import Any
 
 import keras
 
+from tfmulti.config.console import speaker
 from tfmulti.config.training_options import RESUME
 from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat, saved_before
@@ -174,6 +175,8 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{socket.gethostname()} does not see. Put the folder where all machines see it, "
                 "such as on NFS."
             )
+        if record is not None:
+            speaker(True)("resumed", f"after step {record.step}, from {folder}")
         return record
 
     @property
