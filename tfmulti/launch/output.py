@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from tfmulti.config.troubleshooting import documented, place_of
+from tfmulti.config.troubleshooting import docs_path_of, documented
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import WorkerFailure
 
@@ -52,7 +52,7 @@ class Output:
 
     def say(self, words: str) -> None:
         """Shows the user a line of the launcher itself, and names each place in the docs once."""
-        place = place_of(words)
+        place = docs_path_of(words)
         (quote if place in self._places else say)(words)
         self._places.add(place)
 
