@@ -178,7 +178,8 @@ def child(file: str, place: str, target: str) -> None:
     keras.utils.set_random_seed(SEED)
     perturb = functools.partial(nudged, draw=int(draw or 0))
     creators = tf.variable_creator_scope(perturb) if kind == "perturbed" else None
-    target = os.path.abspath(target)
+    rank = 0 if plain else placement_of(strategy).rank
+    target = os.path.abspath(target.replace("RANK", str(rank)))
     # All workers share the files, as on a shared disk.
     files = Path(target).parent / "files"
     if Path(file).stem in ALONE:
@@ -200,8 +201,7 @@ def child(file: str, place: str, target: str) -> None:
             left = {"error": stopped} if is_lost else {**left, "stopped": stopped}
         if not left:
             left = {"error": np.array(["NoFit", "the program calls fit nowhere"])}
-    rank = 0 if plain else placement_of(strategy).rank
-    np.savez(target.replace("RANK", str(rank)), **left)
+    np.savez(target, **left)
 
 
 def _execute(file: Path, folder: Path) -> None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import keras
+import keras_tuner
 import pytest
 
 from tests.support import forked
@@ -88,6 +90,23 @@ def test_other_oracles_find_the_same_on_replicas_and_workers(tmp_path: Path, kin
     assert done.returncode == 0, done.stderr
     assert found(tmp_path, 0) == found(tmp_path, 1)
     assert_alike(found(tmp_path, 0), one)
+
+
+def test_keras_tuner_alone_still_ends_a_grid_search_that_is_started_again(tmp_path: Path) -> None:
+    """If this fails, try to remove `tfmulti.keras_patches.grid_search`."""
+
+    class Search(keras_tuner.GridSearch):
+        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> float:
+            return float(trial.hyperparameters.Int("width", 1, 4))
+
+    def build(parameters: Any) -> keras.Model:
+        return keras.Sequential([keras.layers.Dense(parameters.Int("width", 1, 4))])
+
+    for trials in (1, 3):
+        objective = keras_tuner.Objective("loss", "min")
+        tuner = Search(build, objective=objective, max_trials=trials, directory=tmp_path)
+        tuner.search(verbose=0)
+        assert len(tuner.oracle.trials) == 1
 
 
 def test_a_grid_search_that_is_started_again_goes_on(tmp_path: Path) -> None:

@@ -85,16 +85,16 @@ class Idle:
     """Tells since when process groups are idle, from at most one sample a second.
 
     Args:
-        look: returns what each process group has used, by the number of the group.
+        measure: returns what each process group has used, by the number of the group.
         clock: returns seconds.
     """
 
     def __init__(
         self,
-        look: Callable[[], dict[int, Use]] = used_by_groups,
+        measure: Callable[[], dict[int, Use]] = used_by_groups,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._look, self._clock = look, clock
+        self._measure, self._clock = measure, clock
         self._sampled_s = float("-inf")
         self._used: dict[int, Use] = {}
         # When bytes last went to or from a disk.
@@ -136,7 +136,7 @@ class Idle:
     def _sample(self, now: float) -> None:
         """Compares what all groups have used with the sample before."""
         try:
-            used = self._look()
+            used = self._measure()
         except OSError:
             # This process can open no more files. Meanwhile every group counts as working.
             used = {}

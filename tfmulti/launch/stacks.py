@@ -42,14 +42,14 @@ def file_of_stacks() -> Iterator[int | None]:
     """
     given = os.environ.get(STACKS_FILE)
     if given is not None:
-        found = None
+        descriptor = None
         with contextlib.suppress(OSError):
-            found = os.open(given, os.O_RDONLY)
+            descriptor = os.open(given, os.O_RDONLY)
         try:
-            yield found
+            yield descriptor
         finally:
-            if found is not None:
-                os.close(found)
+            if descriptor is not None:
+                os.close(descriptor)
         return
     if not _is_free():
         yield None

@@ -150,7 +150,7 @@ def _speed(report: FitReport) -> dict[str, str]:
         "training": f"{number(report.seconds)} s, with tracing and validation",
         "throughput": f"{number(report.examples_per_second)} examples/s, "
         f"{number(report.examples_per_second / max(1, report.replicas))} on each replica, in the "
-        "steps alone, once traced",
+        "steps alone, without tracing",
     }
     for name, value in (report.throughput or {}).items():
         found[name] = number(value)

@@ -18,7 +18,6 @@ only `search` and the loading of models need all workers.
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -35,6 +34,7 @@ from keras_tuner.engine import trial as trials
 from tfmulti.distribution.agreement import from_chief
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, DataError
+from tfmulti.keras_patches.grid_search import restore_position
 
 
 def make_tuner(
@@ -81,20 +81,9 @@ def make_tuner(
 
 
 def _restored(tuner: keras_tuner.Tuner) -> keras_tuner.Tuner:
-    """Returns a tuner whose grid search goes on with the trials that its folder has.
-
-    KerasTuner does not save the position in the grid, and would end the search without a message.
-    """
-    oracle = tuner.oracle
-    if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
-
-        def compared(one: str, other: str) -> int:
-            values = (oracle.trials[each].hyperparameters.values for each in (one, other))
-            return int(oracle._compare(*values))
-
-        oracle._populate_next = sorted(oracle.trials, key=functools.cmp_to_key(compared))
-        for trial_id in oracle._populate_next:
-            oracle._ordered_ids.insert(trial_id)
+    """Returns a tuner whose grid search goes on with the trials that its folder has."""
+    if isinstance(tuner.oracle, keras_tuner.oracles.GridSearchOracle):
+        restore_position(tuner.oracle)
     return tuner
 
 

@@ -177,7 +177,7 @@ class RowPrefetcher(Prefetcher):
         first_step: int = 0,
         reading: ReadOptions = DEFAULT,
     ) -> None:
-        are_even = plan.is_even and not reading.skip_bad_records
+        are_even = plan.is_even and not reading.skips_bad
         form = specs_of(source.specs, _known_rows(placement, plan.global_batch_size, are_even))
         types = [spec.dtype for spec in leaves_of(form)] * placement.local_replicas
         with tf.device("CPU:0"):

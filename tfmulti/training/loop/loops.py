@@ -20,7 +20,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.config.reading import ReadOptions
 from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.strategies import placement_of
@@ -207,10 +206,10 @@ def _lost(model: keras.Model, feed: Feed, result: StepResult, before: int) -> in
 
     Raises:
         DataError: these are too many, together with those that were lost when the data was loaded.
-            Without `skip_bad_records` one is too many.
+            If no example may be left out, one is too many.
     """
     reading = state_of(model).reading
-    if not reading.skip_bad_records:
+    if not reading.skips_bad:
         several = placement_of(model.distribute_strategy).workers > 1
         # With one worker the step fails instead, because it gets no batch.
         if several and int(result.lost):
@@ -219,20 +218,9 @@ def _lost(model: keras.Model, feed: Feed, result: StepResult, before: int) -> in
     more = int(result.lost)
     state_of(model).run.lost += more
     lost = before + more
-    if more and lost + reading.lost_at_loading > reading.skip_bad_records:
-        raise DataError(_too_many_lost(lost, reading))
+    if more:
+        reading.check_lost(lost)
     return lost
-
-
-def _too_many_lost(lost: int, reading: ReadOptions) -> str:
-    """Returns the message for too many examples that cannot be read."""
-    loaded = reading.lost_at_loading
-    besides = f" and {loaded} when it was loaded," if loaded else ","
-    return (
-        f"{lost} examples of this pass over the data could not be read{besides} more than "
-        f"--skip_bad_records {reading.skip_bad_records} allows; each was named when it was read. "
-        "Repair the data, or raise --skip_bad_records."
-    )
 
 
 def _source(feed: Feed, steps: int | None) -> Any:
@@ -258,7 +246,7 @@ def _epoch(
     stops = False
     is_long_enough = training.has_all_batches(progress)
     per_execution = training.steps_per_execution if is_long_enough else StepsPerExecution(1)
-    per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
+    per_pass = training.steps_per_pass if state.reading.skips_bad else None
     before = training.first_step(progress) - progress.step
     for first, last in _executions(training.steps, per_execution, progress.step, per_pass, before):
         if per_pass and (before + first) % per_pass == 0:

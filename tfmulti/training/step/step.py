@@ -89,11 +89,11 @@ def taking_agreed_rows(
 ) -> Callable[[Any], WorkerBatch] | None:
     """Returns a function that takes a batch with corrected row numbers, or None if not needed.
 
-    With `skip_bad_records` each worker leaves out the examples that it cannot read. So no worker
-    knows how many rows the others have. The workers exchange these numbers in one small collective
+    With `skips_bad` each worker leaves out the examples that it cannot read. So no worker knows how
+    many rows the others have. The workers exchange these numbers in one small collective
     for each step.
     """
-    if not state_of(model).reading.skip_bad_records or placement.workers == 1:
+    if not state_of(model).reading.skips_bad or placement.workers == 1:
         return None
     strategy = model.distribute_strategy
     local = range(placement.first_replica, placement.first_replica + placement.local_replicas)

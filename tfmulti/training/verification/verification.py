@@ -78,7 +78,7 @@ def reason_to_skip(model: keras.Model) -> str | None:
         and not state.options.sync_batch_norm,
         "with microbatches BatchNormalization sees one pass at a time": normalizes
         and state.options.microbatches > 1,
-        "skip_bad_records leaves out other rows on each worker": state.reading.skip_bad_records > 0,
+        "skip_bad_records leaves out other rows on each worker": state.reading.skips_bad,
     }
     return next((words for words, holds in reasons.items() if holds), None)
 
