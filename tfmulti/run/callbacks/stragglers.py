@@ -129,13 +129,8 @@ class Stragglers(WritesScalars):
     def _compare(self, own: Sequence[float]) -> bool:
         """Compares the workers, and prints a line if another worker stands out than before.
 
-        Every worker calls it after the same step.
-
-        Args:
-            own: this worker's figures, as `_figures` returns them.
-
-        Returns:
-            Whether there were enough steps to tell something.
+        Every worker calls it after the same step, with its `_figures`. The result says whether
+        there were enough steps to tell something.
         """
         placement = placement_of(self.model.distribute_strategy)
         if placement.workers == 1:
