@@ -111,7 +111,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(f"--{name}\n" in shown for name in ("workers", "weak", "rounds", "replicas"))
     assert "--model (text; since 0.1.0)\n" in shown
-    assert not any(f"--{name}\n" in shown for name in ("epochs", "run_dir", "log_throughput"))
+    assert not any(f"  --{name}" in shown for name in ("epochs", "run_dir", "log_throughput"))
     assert "default: synthetic" in shown
     # In a measurement the number of steps of an execution is not chosen automatically.
     assert "0.1 s" not in shown

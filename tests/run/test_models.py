@@ -28,7 +28,7 @@ PAIRS = [(name, kind) for name, entry in registry.MODELS.items() for kind in ent
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_builds_to_the_data_and_loads_again(tmp_path: Path, name: str, kind: str) -> None:
     spec = SPECS[kind]
-    model = registry.load_place("model", registry.model_entry(name).place)(spec)
+    model = registry.load_reference("model", registry.model_entry(name).reference)(spec)
     high = spec.vocabulary_size or 255
     x = np.random.default_rng(0).integers(0, high, (3, *spec.input_shape)).astype(spec.input_dtype)
     found = model.predict(x, verbose=0)
@@ -44,8 +44,10 @@ def test_builds_to_the_data_and_loads_again(tmp_path: Path, name: str, kind: str
 def test_parameter_counts_are_those_of_the_papers() -> None:
     cifar = DataSpec((32, 32, 3), "uint8", "classification", 10)
     imagenet = DataSpec((224, 224, 3), "uint8", "classification", 1000)
-    resnet20 = registry.load_place("model", registry.model_entry("resnet20").place)(cifar)
-    resnet50 = registry.load_place("model", registry.model_entry("resnet50").place)(imagenet)
+    resnet20 = registry.load_reference("model", registry.model_entry("resnet20").reference)(cifar)
+    resnet50 = registry.load_reference("model", registry.model_entry("resnet50").reference)(
+        imagenet
+    )
 
     def trainable(model: Any) -> int:
         return int(sum(np.prod(w.shape) for w in model.trainable_weights))

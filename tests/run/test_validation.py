@@ -100,9 +100,9 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_users_functions(place: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        registry.load_place("dataset", place)
+        registry.load_reference("dataset", place)
 
 
 @pytest.mark.usefixtures("user_module")
 def test_a_users_function_is_found() -> None:
-    assert registry.load_place("dataset", "userside:load")() == 1
+    assert registry.load_reference("dataset", "userside:load")() == 1

@@ -409,7 +409,7 @@ def test_the_mark_of_the_doctor_follows_no_link(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / SEEN_FILE).symlink_to(tmp_path / "other")
-    with doctor.Token(Cluster(("a:1", "b:1"), Task("worker", 0)), str(run_dir)):
+    with doctor.FolderMark(Cluster(("a:1", "b:1"), Task("worker", 0)), str(run_dir)):
         assert (tmp_path / "other").read_text() == "mine"
         assert len(str(doctor._seen(str(run_dir)))) == 32
     assert list(run_dir.iterdir()) == []

@@ -69,13 +69,13 @@ def measure_process(request: MeasureRequest, cluster: Cluster | None) -> Measure
     executions = agreed(setup, model, warm, request.steps)
     alone = without_peers(setup, request.rows_alone) if request.rows_alone else None
     together, times, by_itself = in_turns(setup, model, alone, executions)
-    several = setup.place.replicas > 1
+    several = setup.placement.replicas > 1
     if request.profile is not None:
         profile(setup, model, Path(request.profile))
     synchronized = synchronized_layers(setup, model) if several else 0
-    wire = 2 if request.run.gradient_compression != "none" and setup.place.workers > 1 else 4
+    wire = 2 if request.run.gradient_compression != "none" and setup.placement.workers > 1 else 4
     sizes = [wire * math.prod(v.shape) for v in model.trainable_variables]
-    messages = gradient_messages(sizes) if setup.place.workers > 1 else 1
+    messages = gradient_messages(sizes) if setup.placement.workers > 1 else 1
     collectives = messages + 1 + 2 * synchronized if several else 0
     sent, rows = sent_bytes(setup, model) or (sum(sizes), 0.0)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(model).specs)
@@ -91,9 +91,9 @@ def measure_process(request: MeasureRequest, cluster: Cluster | None) -> Measure
         alone=by_itself,
         all_reduces=all_reduce_times(setup.strategy) if several else (),
         flops_per_example=training_flops(model, inputs),
-        peak_tflops=request.run.peak_tflops or peak_of_devices(model, setup.place.gpus),
+        peak_tflops=request.run.peak_tflops or peak_of_devices(model, setup.placement.gpus),
         reader_threads=state_of(model).epoch.reader_threads,
-        message_s=message_seconds(setup.strategy) if setup.place.workers > 1 else None,
+        message_s=message_seconds(setup.strategy) if setup.placement.workers > 1 else None,
     )
 
 
@@ -110,13 +110,13 @@ def without_peers(setup: Setup, rows: int) -> tuple[Setup, keras.Model]:
 
     A step has `rows` rows.
     """
-    kind = "GPU" if setup.place.gpus else "CPU"
+    kind = "GPU" if setup.placement.gpus else "CPU"
     config = setup.config
     alone = dataclasses.replace(
         setup,
         config=config,
         strategy=tf.distribute.OneDeviceStrategy(f"{kind}:0"),
-        place=Placement(0, 1, 1, setup.place.gpus[:1]),
+        placement=Placement(0, 1, 1, setup.placement.gpus[:1]),
         batch=BatchSizes(rows, rows, True),
     )
     model = compiled(alone)
@@ -204,7 +204,7 @@ def sent_bytes(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
         The size in bytes, and the bytes of embedding rows that each other worker gets in a step.
         None with one worker, or if TensorFlow's collectives connect the workers.
     """
-    workers, channel = setup.place.workers, channel_of(setup.place)
+    workers, channel = setup.placement.workers, channel_of(setup.placement)
     if channel is None:
         return None
     sent = []
@@ -235,8 +235,8 @@ def agreed(
 
 def profile(setup: Setup, model: Any, folder: Path) -> None:
     """Writes a trace of some steps for TensorBoard on the chief. Every process must call it."""
-    if setup.place.is_chief:
+    if setup.placement.is_chief:
         tf.profiler.experimental.start(str(folder))
     trained(setup, model, _PROFILED)
-    if setup.place.is_chief:
+    if setup.placement.is_chief:
         tf.profiler.experimental.stop()

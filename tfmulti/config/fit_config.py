@@ -272,7 +272,7 @@ class FitConfig(TrainingOptions):
         if self.model is not None:
             registry.model_entry(self.model)
         if self.optimizer is not None:
-            registry.optimizer_place(self.optimizer)
+            registry.optimizer_reference(self.optimizer)
         if self.peak_tflops is not None and not self.log_throughput:
             raise ConfigError(
                 f"--peak_tflops {self.peak_tflops:g} has an effect only with --log_throughput. "
@@ -396,30 +396,30 @@ def read_saved_config(path: Path) -> dict[str, Any]:
     return _values_of(str(path), lambda: read_small(path, _MOST_BYTES))
 
 
-def _values_of(place: str, read: Callable[[], bytes]) -> dict[str, Any]:
-    """Returns the values of a JSON file, or raises ConfigError that begins with its place."""
+def _values_of(origin: str, read: Callable[[], bytes]) -> dict[str, Any]:
+    """Returns the values of a JSON file, or raises ConfigError that begins with its origin."""
     try:
         text = read().decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{place}: {reason}. Give a readable JSON file.") from None
+        raise ConfigError(f"{origin}: {reason}. Give a readable JSON file.") from None
     try:
         values = json_values.parse(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{place} is no JSON: {error.msg} in line {error.lineno}. Fix the file."
+            f"{origin} is no JSON: {error.msg} in line {error.lineno}. Fix the file."
         ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{place} must hold a JSON object, but holds a {type(values).__name__}.")
-    return with_present_names(values, place)
+        raise ConfigError(f"{origin} must hold a JSON object, but holds a {type(values).__name__}.")
+    return with_present_names(values, origin)
 
 
-def with_present_names(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+def with_present_names(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Returns the values of `FitConfig`'s fields by their present names.
 
     Args:
         values: the values by name. Old names of fields are accepted.
-        place: where the values come from, for messages.
+        origin: where the values come from, for messages.
 
     Raises:
         ConfigError: a field is unknown, or was removed.
@@ -430,7 +430,7 @@ def with_present_names(values: Mapping[str, Any], place: str) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if name not in REMOVED}
     for name in values:
         if name in REMOVED:
-            raise ConfigError(f"{place}: {name} was removed: {REMOVED[name]}. Leave it out.")
+            raise ConfigError(f"{origin}: {name} was removed: {REMOVED[name]}. Leave it out.")
         if name not in known:
-            raise ConfigError(f"{place}: no field {name!r}; {did_you_mean(name, known)}")
+            raise ConfigError(f"{origin}: no field {name!r}; {did_you_mean(name, known)}")
     return values

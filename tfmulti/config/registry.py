@@ -1,7 +1,7 @@
-"""Lists the models, data sets and optimizers that flags accept: their places and their defaults.
+"""Lists the models, data sets and optimizers that flags accept: their code and their defaults.
 
-To add one, write a file with its code and add a line here. The places are text
-(`package.module:function`), so a mistyped name is answered without importing TensorFlow.
+To add one, write a file with its code and add a line here. A reference is a text of the form
+`package.module:function`, so a mistyped name is answered without importing TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tfmulti.errors import ConfigError, UserError, did_you_mean
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """The place of a model's code, and the data that the model takes.
+    """The reference of a model's function, and the data that the model takes.
 
     Attributes:
-        place: the function that builds the model.
+        reference: the function that builds the model.
         takes: the kinds of data (`DataSpec.kind`) that the model takes. Empty: any kind.
         example_data: the options for `synthetic` data in the form that the model was made for.
         learning_rate: the default learning rate. None: the default of the data set, which trains
             most models.
     """
 
-    place: str
+    reference: str
     takes: tuple[str, ...] = ()
     example_data: str = ""
     learning_rate: float | None = None
@@ -65,10 +65,10 @@ OPTIMIZERS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """The place of a data set's loader, and the defaults of a run that uses the data set.
+    """The reference of a data set's loader, and the defaults of a run that uses the data set.
 
     Attributes:
-        place: the function that loads the data.
+        reference: the function that loads the data.
         model: the default model.
         global_batch_size: the default global batch size. None: the user must give one.
         epochs: the default number of epochs.
@@ -78,7 +78,7 @@ class Recipe:
         takes_options: whether options may follow the name, as in `npz:PATH`.
     """
 
-    place: str
+    reference: str
     model: str
     global_batch_size: int | None = None
     epochs: int = 10
@@ -120,7 +120,7 @@ def recipe_of(dataset: str) -> Recipe:
     name, _, options = dataset.partition(":")
     recipe = DATASETS.get(name)
     if recipe is None:
-        if _is_place(dataset):
+        if _is_reference(dataset):
             return _USER_DATASET
         raise ConfigError(
             f"no data set {name!r} for --dataset; {did_you_mean(name, DATASETS)} "
@@ -133,8 +133,8 @@ def recipe_of(dataset: str) -> Recipe:
     return recipe
 
 
-def dataset_place(dataset: str) -> tuple[str, str | None]:
-    """Returns the place of the loader of a `--dataset` value, and the options after its name.
+def dataset_reference(dataset: str) -> tuple[str, str | None]:
+    """Returns the reference of the loader of a `--dataset` value, and the options after its name.
 
     For a user's own `package.module:function` the options are None.
 
@@ -144,7 +144,7 @@ def dataset_place(dataset: str) -> tuple[str, str | None]:
     recipe = recipe_of(dataset)
     if recipe is _USER_DATASET:
         return dataset, None
-    return recipe.place, dataset.partition(":")[2]
+    return recipe.reference, dataset.partition(":")[2]
 
 
 def model_entry(model: str) -> ModelEntry:
@@ -153,9 +153,9 @@ def model_entry(model: str) -> ModelEntry:
     Raises:
         ConfigError: the model is unknown.
     """
-    places = {name: entry.place for name, entry in MODELS.items()}
-    place = _place("model", model, places, own=True)
-    return MODELS.get(model, ModelEntry(place))
+    references = {name: entry.reference for name, entry in MODELS.items()}
+    reference = _reference_of("model", model, references, own=True)
+    return MODELS.get(model, ModelEntry(reference))
 
 
 def default_model(wanted: str, kind: str | None) -> str:
@@ -170,52 +170,52 @@ def default_model(wanted: str, kind: str | None) -> str:
     return {"image": "cnn", "tokens": "transformer"}.get(kind, "mlp")
 
 
-def optimizer_place(optimizer: str) -> str:
-    """Returns the place of the function that makes the optimizer of an `--optimizer` value.
+def optimizer_reference(optimizer: str) -> str:
+    """Returns the reference of the function that makes the optimizer of an `--optimizer` value.
 
     Raises:
         ConfigError: the optimizer is unknown.
     """
-    return _place("optimizer", optimizer, OPTIMIZERS, own=False)
+    return _reference_of("optimizer", optimizer, OPTIMIZERS, own=False)
 
 
-def _place(kind: str, name: str, table: Mapping[str, str], *, own: bool) -> str:
-    """Returns the place of a name in a table or, with `own`, the user's own place."""
+def _reference_of(kind: str, name: str, table: Mapping[str, str], *, own: bool) -> str:
+    """Returns the reference of a name in a table or, with `own`, the user's own reference."""
     if name in table:
         return table[name]
-    if own and _is_place(name):
+    if own and _is_reference(name):
         return name
     tail = " Your own: package.module:function." if own else ""
     raise ConfigError(f"no {kind} {name!r} for --{kind}; {did_you_mean(name, table)}{tail}")
 
 
-def _is_place(name: str) -> bool:
+def _is_reference(name: str) -> bool:
     """Returns whether a text has the form `package.module:function`."""
     module, colon, function = name.partition(":")
     parts = module.split(".")
     return bool(colon) and function.isidentifier() and all(p.isidentifier() for p in parts)
 
 
-def check_place(flag: str, place: str) -> None:
+def check_reference(flag: str, reference: str) -> None:
     """Checks that the module of `package.module:function` can be found, without importing it.
 
     Python imports the packages above the module to look for it.
 
     Args:
         flag: the name of the flag, for the message.
-        place: the text `package.module:function`.
+        reference: the text `package.module:function`.
 
     Raises:
         ConfigError: the module cannot be found.
     """
-    module = place.partition(":")[0]
+    module = reference.partition(":")[0]
     try:
         found = importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         found = False
     if not found:
         raise ConfigError(
-            f"--{flag} {place}: no module {module!r}. It must be importable from this folder "
+            f"--{flag} {reference}: no module {module!r}. It must be importable from this folder "
             "or from PYTHONPATH."
         )
 
@@ -226,19 +226,19 @@ def check_dataset(dataset: str) -> None:
     Raises:
         ConfigError: the module or the function does not exist.
     """
-    place, options = dataset_place(dataset)
+    reference, options = dataset_reference(dataset)
     if options is None:
-        check_place("dataset", place)
-        _check_function("dataset", place)
+        check_reference("dataset", reference)
+        _check_function("dataset", reference)
 
 
-def _check_function(flag: str, place: str) -> None:
+def _check_function(flag: str, reference: str) -> None:
     """Raises ConfigError if the source text of a module has no function of that name.
 
     If the source cannot be read, or if the module may make names while it is imported, there is
     no error.
     """
-    module, _, name = place.partition(":")
+    module, _, name = reference.partition(":")
     spec = importlib.util.find_spec(module)
     try:
         tree = ast.parse(Path(str(spec and spec.origin)).read_bytes())
@@ -254,43 +254,45 @@ def _check_function(flag: str, place: str) -> None:
     words |= {alias.asname or alias.name for node in imports for alias in node.names}
     dynamic = {"*", "globals", "setattr", "__getattr__"} & (words | set(functions))
     if name not in functions and name not in words and not dynamic:
-        raise ConfigError(_no_function(flag, place, functions))
+        raise ConfigError(_no_function(flag, reference, functions))
 
 
-def _no_function(flag: str, place: str, functions: list[str]) -> str:
+def _no_function(flag: str, reference: str, functions: list[str]) -> str:
     """Returns the message for a function that its module does not have."""
-    module, _, name = place.partition(":")
+    module, _, name = reference.partition(":")
     public = [function for function in functions if not function.startswith("_")]
-    return f"--{flag} {place}: no function {name!r} in {module!r}; " + did_you_mean(name, public)
+    return f"--{flag} {reference}: no function {name!r} in {module!r}; " + did_you_mean(
+        name, public
+    )
 
 
-def load_place(flag: str, place: str) -> Callable[..., Any]:
+def load_reference(flag: str, reference: str) -> Callable[..., Any]:
     """Imports a module, and returns its function at `package.module:function`.
 
     Args:
         flag: the name of the flag, for messages.
-        place: the text `package.module:function`.
+        reference: the text `package.module:function`.
 
     Raises:
         ConfigError: the module cannot be found or imported, or it has no function of that name.
     """
-    check_place(flag, place)
-    module_name, _, name = place.partition(":")
+    check_reference(flag, reference)
+    module_name, _, name = reference.partition(":")
     try:
         module = importlib.import_module(module_name)
     except UserError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"--{flag} {place}: importing {module_name!r} failed with "
+            f"--{flag} {reference}: importing {module_name!r} failed with "
             f"{type(error).__name__}: {error}. Fix that module."
         ) from error
     function = getattr(module, name, None)
     if function is None:
         callables = [n for n, value in vars(module).items() if callable(value)]
-        raise ConfigError(_no_function(flag, place, callables))
+        raise ConfigError(_no_function(flag, reference, callables))
     if not callable(function):
         raise ConfigError(
-            f"--{flag} {place}: {name!r} is a {type(function).__name__}, not a function."
+            f"--{flag} {reference}: {name!r} is a {type(function).__name__}, not a function."
         )
     return function  # type: ignore[no-any-return]

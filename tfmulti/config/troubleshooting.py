@@ -1,7 +1,8 @@
 """Says where the page docs/troubleshooting.md explains a message.
 
-The commands print the place at the end of the line, such as `(docs: troubleshooting#secret)`. A
-frequent message has a heading of its own there. Any other error has the heading of its class.
+The commands print the path of the explanation at the end of the line, such as
+`(docs: troubleshooting#secret)`. A frequent message has a heading of its own there. Any other error
+has the heading of its class.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ _PATTERNS = {
 _PAGE = "troubleshooting#"
 
 
-def place_of(words: str, otherwise: str = "") -> str:
-    """Returns where the docs explain a message, or an empty text.
+def docs_path_of(words: str, otherwise: str = "") -> str:
+    """Returns the page and the anchor that explain a message, or an empty text.
 
     Args:
         words: the message.
         otherwise: the anchor of a message that has none of its own.
 
-    >>> place_of("h2 does not know this job's secret")
+    >>> docs_path_of("h2 does not know this job's secret")
     'troubleshooting#secret'
     """
     found = (anchor for anchor, pattern in _PATTERNS.items() if pattern.search(words))
@@ -80,14 +81,14 @@ def place_of(words: str, otherwise: str = "") -> str:
 
 
 def documented(words: str, otherwise: str = "") -> str:
-    """Returns a message with the place of its explanation, unless it names one already.
+    """Returns a message with the path of its explanation, unless it names one already.
 
     Args:
         words: the message.
         otherwise: the anchor of a message that has none of its own.
     """
-    place = place_of(words, otherwise)
-    return f"{words} (docs: {place})" if place and _PAGE not in words else words
+    path = docs_path_of(words, otherwise)
+    return f"{words} (docs: {path})" if path and _PAGE not in words else words
 
 
 def print_error(error: TfmultiError) -> None:

@@ -152,19 +152,19 @@ def examine(asked: Asked, env: Mapping[str, str], until_printed: contextlib.Exit
         raise ConfigError(str(error)) from None
     findings = machine.check_machine(env, cluster, config.run_dir)
     links: list[dict[str, float]] = []
-    go_on = not job.worst(findings)
+    passed = not job.has_failed(findings)
     if cluster is not None and cluster.size > 1:
-        told = check_job(asked, cluster, env, findings, until_printed)
-        if told is None:
-            return _cut_off(cluster, findings)
-        own, (findings, links, go_on) = findings, told
-        if not cluster.is_chief and job.worst(own):
-            # Its machine's own log has it, too.
-            return _cut_off(cluster, own)
-    if go_on and asked.training:
-        findings += _trained(asked, cluster, env, links)
+        compared = check_job(asked, cluster, env, findings, until_printed)
+        if compared is None:
+            return _report_alone(cluster, findings)
+        own, (findings, links, passed) = findings, compared
+        if not cluster.is_chief and job.has_failed(own):
+            # The log of its own machine must name the fault, too.
+            return _report_alone(cluster, own)
+    if passed and asked.training:
+        findings += _check_by_training(asked, cluster, env, links)
     if cluster is not None and not cluster.is_chief:
-        return EXIT_DONE if go_on and not job.worst(findings) else EXIT_FAILED
+        return EXIT_DONE if passed and not job.has_failed(findings) else EXIT_FAILED
     workers = 1 if cluster is None else cluster.size
     report = Report(findings, workers, links, time.monotonic() - began)
     print(report.to_json() if asked.json else "\n".join(report.lines()), flush=True)
@@ -192,7 +192,7 @@ def check_job(
         empty on workers other than the chief. None: the chief could not be reached.
     """
     run_dir = asked.config.run_dir if asked.config.shared_run_dir else None
-    with Token(cluster, run_dir):
+    with FolderMark(cluster, run_dir):
         try:
             network = Network(cluster, env, asked.wait_s)
         except OSError as error:
@@ -200,44 +200,44 @@ def check_job(
             return None
         with contextlib.ExitStack() as measuring:
             measuring.enter_context(network)
-            measured = network.measure()
+            result = network.measure()
             findings += network.check_free_ports()
-            measured.findings = [dataclasses.asdict(each) for each in findings]
+            result.findings = [dataclasses.asdict(each) for each in findings]
             gpus = len(gpus_of_task(env, cluster.local_rank, cluster.local_size))
-            measured.facts = {"versions": machine.versions(), "GPUs": gpus}
-            measured.facts["seen"] = _seen(run_dir)
-            kept: list[tuple[list[Finding], list[dict[str, float]]]] = []
+            result.facts = {"versions": machine.versions(), "GPUs": gpus}
+            result.facts["seen"] = _seen(run_dir)
+            decided: list[tuple[list[Finding], list[dict[str, float]]]] = []
 
             def decide(results: Mapping[int, Result]) -> bool:
-                found = job.compare(cluster, results, network.twice)
+                found = job.compare(cluster, results, network.duplicate_ranks)
                 found += check_trust(cluster, env, own_addresses())
-                kept.append((found, job.links_of(results)))
-                return not job.worst(found)
+                decided.append((found, job.links_of(results)))
+                return not job.has_failed(found)
 
-            verdict = network.exchange(measured, decide if cluster.is_chief else None)
+            verdict = network.exchange(result, decide if cluster.is_chief else None)
             if verdict is not True:
                 until_printed.push(measuring.pop_all())
                 if not cluster.is_chief:
                     network.wait_for_chief()
     if verdict is None:
         return None
-    found, links = kept[0] if kept else ([], [])
+    found, links = decided[0] if decided else ([], [])
     return found, links, verdict is True
 
 
-class Token:
+class FolderMark:
     """The chief's mark in the run directory, as a context. It is removed at the end."""
 
     def __init__(self, cluster: Cluster, run_dir: str | None) -> None:
         self._path = None
-        self._made = False
+        self._created = False
         if cluster.is_chief and run_dir is not None:
             self._path = Path(run_dir) / machine.SEEN_FILE
 
     def __enter__(self) -> None:
         if self._path is not None:
             try:
-                self._made = not self._path.parent.exists()
+                self._created = not self._path.parent.exists()
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 # The file of a doctor that was killed may be left, or a link of another user.
                 self._path.unlink(missing_ok=True)
@@ -250,7 +250,7 @@ class Token:
     def __exit__(self, *error: object) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-            if self._made and not any(self._path.parent.iterdir()):
+            if self._created and not any(self._path.parent.iterdir()):
                 self._path.parent.rmdir()
 
 
@@ -277,10 +277,10 @@ def _no_port(cluster: Cluster, error: OSError) -> Finding:
     )
 
 
-def _cut_off(cluster: Cluster, findings: Sequence[Finding]) -> int:
+def _report_alone(cluster: Cluster, findings: Sequence[Finding]) -> int:
     """Prints what is wrong on a worker other than the chief, and returns the exit code."""
     report = [each for each in findings if each.status != OK]
-    if not job.worst(report):
+    if not job.has_failed(report):
         report.append(
             Finding(
                 "chief",
@@ -296,7 +296,7 @@ def _cut_off(cluster: Cluster, findings: Sequence[Finding]) -> int:
     return EXIT_FAILED
 
 
-def _trained(
+def _check_by_training(
     asked: Asked, cluster: Cluster | None, env: Mapping[str, str], links: list[dict[str, float]]
 ) -> list[Finding]:
     """Returns the findings of training, of which an error is one, too."""

@@ -72,16 +72,16 @@ def _driver(major: int, minor: int, driver: int | None) -> list[Finding]:
         return []
     of_driver = driver // 1000, driver % 1000 // 10
     shown = f"{of_driver[0]}.{of_driver[1]}"
-    words = f"the driver is for CUDA {shown}, and TensorFlow was built for {major}.{minor}"
+    measured = f"the driver is for CUDA {shown}, and TensorFlow was built for {major}.{minor}"
     if of_driver >= (major, minor):
-        return [Finding("CUDA", OK, words)]
+        return [Finding("CUDA", OK, measured)]
     is_old = of_driver[0] < major
     return [
         Finding(
             "CUDA",
             # Libraries in the image (cuda-compat) may still run it, and the training tells.
             WARNING,
-            words,
+            measured,
             f"the driver supports CUDA {major}.{0 if is_old else minor} or newer",
             "Install a newer driver on the machine (nvidia-smi shows its version); a container "
             "uses that of the machine.",
@@ -119,5 +119,5 @@ def _wheels(major: int, needs: Iterable[str], installed: Mapping[str, str]) -> l
                 "Run: pip install --upgrade 'tfmulti[gpu]', and uninstall the others.",
             )
         ]
-    words = ", ".join(right) or "none; TensorFlow looks for the libraries of the system"
-    return [Finding("CUDA wheels", OK, words)]
+    measured = ", ".join(right) or "none; TensorFlow looks for the libraries of the system"
+    return [Finding("CUDA wheels", OK, measured)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfmulti.config import json_values
-from tfmulti.config.troubleshooting import DOCTOR, place_of
+from tfmulti.config.troubleshooting import DOCTOR, docs_path_of
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 # From the best to the worst.
@@ -44,8 +44,8 @@ class Finding:
         status = self.status if self.status == OK else self.status.upper()
         yield f"{status:<8} {self.check:<13} {where}{self.measured}"
         if self.status != OK:
-            place = place_of(self.measured, DOCTOR)
-            for label, text in (("rule", self.rule), ("do", self.advice), ("docs", place)):
+            path = docs_path_of(self.measured, DOCTOR)
+            for label, text in (("rule", self.rule), ("do", self.advice), ("docs", path)):
                 if text:
                     yield textwrap.fill(
                         text,

@@ -89,10 +89,10 @@ def _of_gpu(index: int, gpu: Any) -> list[Finding]:
     """Returns the findings about one GPU."""
     name, label = _text(pynvml.nvmlDeviceGetName(gpu)), f"GPU {index}"
     memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-    parts = _asked(lambda: pynvml.nvmlDeviceGetMigMode(gpu)[0], 0)
-    words = f"{name}, {memory.total / 2**30:.1f} GiB" + (", MIG is on" if parts else "")
-    findings = [Finding(label, OK, words)]
-    errors = _asked(
+    parts = _answer_or(lambda: pynvml.nvmlDeviceGetMigMode(gpu)[0], 0)
+    description = f"{name}, {memory.total / 2**30:.1f} GiB" + (", MIG is on" if parts else "")
+    findings = [Finding(label, OK, description)]
+    errors = _answer_or(
         lambda: pynvml.nvmlDeviceGetTotalEccErrors(
             gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         ),
@@ -111,7 +111,7 @@ def _of_gpu(index: int, gpu: Any) -> list[Finding]:
         )
     others = [
         process
-        for process in _asked(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(gpu), [])
+        for process in _answer_or(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(gpu), [])
         if process.pid != os.getpid()
     ]
     if others:
@@ -150,18 +150,18 @@ def _process(process: Any) -> str:
 
 def _slowed(gpu: Any) -> list[str]:
     """Returns for which reasons a GPU has lowered its clock now."""
-    found = _asked(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu), 0)
-    return [words for name, words in _SLOWED.items() if found & getattr(pynvml, name)]
+    found = _answer_or(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu), 0)
+    return [description for name, description in _SLOWED.items() if found & getattr(pynvml, name)]
 
 
 def _topology(found: list[Any]) -> list[Finding]:
     """Returns a finding that says over what each pair of GPUs is connected."""
-    levels = {getattr(pynvml, name): words for name, words in _LEVELS.items()}
+    levels = {getattr(pynvml, name): description for name, description in _LEVELS.items()}
     pairs = []
     for first in range(len(found)):
         for second in range(first + 1, len(found)):
             pair = found[first], found[second]
-            level = _asked(
+            level = _answer_or(
                 functools.partial(pynvml.nvmlDeviceGetTopologyCommonAncestor, *pair), None
             )
             if level is not None:
@@ -195,7 +195,7 @@ class Utilization:
         with handles() as found:
             while found and not self._stop.wait(_SAMPLE_S):
                 for index, gpu in enumerate(found):
-                    rates = _asked(
+                    rates = _answer_or(
                         functools.partial(pynvml.nvmlDeviceGetUtilizationRates, gpu), None
                     )
                     if rates is not None:
@@ -203,7 +203,7 @@ class Utilization:
         self.mean = {index: sum(each) / len(each) for index, each in samples.items()}
 
 
-def _asked(ask: Callable[[], Any], otherwise: Any) -> Any:
+def _answer_or(ask: Callable[[], Any], otherwise: Any) -> Any:
     """Returns what NVML answers, or another value where the GPU does not support the question."""
     try:
         return ask()

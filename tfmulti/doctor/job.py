@@ -37,14 +37,14 @@ _MEANING = {
 
 
 def compare(
-    cluster: Cluster, results: Mapping[int, Result], twice: Iterable[int] = ()
+    cluster: Cluster, results: Mapping[int, Result], duplicate_ranks: Iterable[int] = ()
 ) -> list[Finding]:
     """Returns the findings about the job, of the results of its workers by rank.
 
     Args:
         cluster: the cluster.
         results: what each worker that was heard of has found, the chief included.
-        twice: the ranks for which several processes have sent results.
+        duplicate_ranks: the ranks for which several processes have sent results.
     """
     own = [
         Finding(
@@ -55,7 +55,7 @@ def compare(
             "Correct TF_CONFIG's task.index on one of the machines.",
             rank,
         )
-        for rank in sorted(twice)
+        for rank in sorted(duplicate_ranks)
     ]
     for rank, result in sorted(results.items()):
         try:
@@ -250,6 +250,6 @@ def _slowness(rank: int, slow: Mapping[tuple[int, int], float]) -> tuple[int, fl
     return sum(rank in pair for pair in slow), -min(own, default=float("inf"))
 
 
-def worst(findings: Sequence[Finding]) -> bool:
+def has_failed(findings: Sequence[Finding]) -> bool:
     """Returns whether a finding has failed."""
     return any(each.status == FAILED for each in findings)

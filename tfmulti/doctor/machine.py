@@ -76,9 +76,9 @@ def _versions(env: Mapping[str, str]) -> list[Finding]:
     """Returns whether the installed versions are those that tfmulti needs."""
     found = versions()
     on = driver()
-    words = ", ".join(f"{name} {version}" for name, version in found.items())
+    shown = ", ".join(f"{name} {version}" for name, version in found.items())
     if on is not None:
-        words += f", driver {on[0]} for CUDA {on[1] // 1000}.{on[1] % 1000 // 10}"
+        shown += f", driver {on[0]} for CUDA {on[1] // 1000}.{on[1] % 1000 // 10}"
     wrong = []
     needs: list[str] = []
     # Without an installation, as in a checkout on PYTHONPATH, nothing tells the needs.
@@ -108,7 +108,7 @@ def _versions(env: Mapping[str, str]) -> list[Finding]:
                 "Run: pip install --upgrade tfmulti, and unset KERAS_BACKEND.",
             )
         ]
-    return [Finding("versions", OK, words)]
+    return [Finding("versions", OK, shown)]
 
 
 def _resources(gpus: int) -> list[Finding]:

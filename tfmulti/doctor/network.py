@@ -77,10 +77,10 @@ class Network:
         self._result: Result | None = None
         self._results: dict[int, Result] = {}
         # The ranks for which several processes have sent results, on the chief.
-        self.twice: set[int] = set()
+        self.duplicate_ranks: set[int] = set()
         self._verdict: Any = None
-        self._lines: dict[int, _Line] = {}
-        self._places = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
+        self._connections: dict[int, _Connection] = {}
+        self._slots = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
         address = cluster.addresses[cluster.rank]
         server = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
         # As tfmulti's own collectives listen.
@@ -100,8 +100,8 @@ class Network:
         # The port is free at once, so that TensorFlow can listen there.
         self._door.close()
         self._free.close()
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
 
     def key_of(self, rank: int) -> bytes:
         """Returns the key by which the worker of a rank proves that it is this worker of the job.
@@ -122,9 +122,9 @@ class Network:
         # Each worker begins with its next neighbour, so that at any time one sends to each.
         own = self._cluster.rank
         for rank in sorted(others, key=lambda rank: (rank - own) % self._cluster.size):
-            if rank in self._lines:
+            if rank in self._connections:
                 with self._noting(result, rank):
-                    result.mb_s[str(rank)] = self._lines[rank].bandwidth()
+                    result.mb_s[str(rank)] = self._connections[rank].bandwidth()
         return result
 
     def exchange(self, result: Result, decide: Callable[[Mapping[int, Result]], Any] | None) -> Any:
@@ -141,14 +141,14 @@ class Network:
             self._result = result
             self._changed.notify_all()
         if decide is None:
-            if 0 in self._lines:
-                self._in_background(self._tell_chief, result)
+            if 0 in self._connections:
+                self._in_background(self._send_to_chief, result)
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._verdict is not None, 2 * self._wait_s + _MORE_S
                 )
             return self._verdict
-        for rank in self._lines:
+        for rank in self._connections:
             self._in_background(self._fetch, rank)
         size = self._cluster.size
         with self._changed:
@@ -159,8 +159,10 @@ class Network:
         with self._changed:
             self._verdict = verdict
             self._changed.notify_all()
-        told = [self._in_background(self._tell_verdict, rank, verdict) for rank in self._lines]
-        for thread in told:
+        senders = [
+            self._in_background(self._send_verdict, rank, verdict) for rank in self._connections
+        ]
+        for thread in senders:
             thread.join(_CALL_S)
         # A worker that only asks gets its answer from a thread of this process.
         time.sleep(_AGAIN_S)
@@ -174,17 +176,19 @@ class Network:
         found: dict[int, Finding] = {}
         own = self._cluster.rank
 
-        def call(rank: int, line: _Line) -> None:
-            port, host = line.ask("port").get("port"), host_of(self._cluster.addresses[rank])
+        def call(rank: int, connection: _Connection) -> None:
+            port, host = connection.ask("port").get("port"), host_of(self._cluster.addresses[rank])
             try:
                 if type(port) is not int or not 0 < port < 65536:
                     raise ValueError("another program or job answers there")
                 socket.create_connection((host, port), _FREE_S).close()
             except (OSError, ValueError) as error:
-                found[rank] = free_port_finding(rank, f"{host}:{port}", _words(error))
+                found[rank] = free_port_finding(rank, f"{host}:{port}", _reason(error))
 
-        others = [(rank, line) for rank, line in self._lines.items() if rank != own]
-        threads = [self._in_background(call, rank, line) for rank, line in others]
+        others = [
+            (rank, connection) for rank, connection in self._connections.items() if rank != own
+        ]
+        threads = [self._in_background(call, rank, connection) for rank, connection in others]
         for thread in threads:
             thread.join(_FREE_S + _CALL_S)
         return [found[rank] for rank in sorted(found)]
@@ -196,8 +200,8 @@ class Network:
         """
         until = time.monotonic() + _REPORT_S
         with contextlib.suppress(OSError, ValueError):
-            while 0 in self._lines and time.monotonic() < until:
-                self._lines[0].ask("ping")
+            while 0 in self._connections and time.monotonic() < until:
+                self._connections[0].ask("ping")
                 time.sleep(_AGAIN_S)
 
     def _in_background(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
@@ -211,20 +215,22 @@ class Network:
         thread.start()
         return thread
 
-    def _tell_chief(self, result: Result) -> None:
+    def _send_to_chief(self, result: Result) -> None:
         """Sends this worker's result to the chief, and takes the verdict."""
-        line = self._lines[0]
-        line.ask("take", result=dataclasses.asdict(result))
-        self._take_verdict(line.ask("verdict", wait_s=2 * self._wait_s + _MORE_S).get("verdict"))
+        connection = self._connections[0]
+        connection.ask("take", result=dataclasses.asdict(result))
+        self._take_verdict(
+            connection.ask("verdict", wait_s=2 * self._wait_s + _MORE_S).get("verdict")
+        )
 
     def _fetch(self, rank: int) -> None:
         """Takes the result of a worker that the chief reaches."""
-        answer = self._lines[rank].ask("result", wait_s=self._wait_s)
+        answer = self._connections[rank].ask("result", wait_s=self._wait_s)
         self._take_result(rank, answer.get("result"))
 
-    def _tell_verdict(self, rank: int, verdict: Any) -> None:
+    def _send_verdict(self, rank: int, verdict: Any) -> None:
         """Sends the verdict to a worker that the chief reaches."""
-        self._lines[rank].ask("decide", verdict=verdict)
+        self._connections[rank].ask("decide", verdict=verdict)
 
     def _take_result(self, rank: int, values: Any) -> None:
         """Keeps the result of a worker, or that it cannot be read."""
@@ -235,7 +241,7 @@ class Network:
             found = Result(findings=[dataclasses.asdict(why)])
         with self._changed:
             if self._results.setdefault(rank, found) != found:
-                self.twice.add(rank)
+                self.duplicate_ranks.add(rank)
             self._changed.notify_all()
 
     def _take_verdict(self, verdict: Any) -> None:
@@ -250,7 +256,7 @@ class Network:
         try:
             yield
         except (OSError, ValueError) as error:
-            result.errors[str(rank)] = _words(error)
+            result.errors[str(rank)] = _reason(error)
 
     def _call(self, rank: int, result: Result) -> None:
         """Calls a worker until it answers, and measures the round-trip time."""
@@ -258,36 +264,37 @@ class Network:
         host, port = host_of(address), int(address.rpartition(":")[2])
         while True:
             with self._noting(result, rank):
-                connection = socket.create_connection((host, port), _CALL_S)
-                self._lines[rank] = line = _Line(TcpMessageConnection(connection))
-                line.prove(self.key_of(rank), str(self._cluster.rank))
-                result.rtt_ms[str(rank)], result.clock_s[str(rank)] = line.ping()
+                connected = socket.create_connection((host, port), _CALL_S)
+                connection = _Connection(TcpMessageConnection(connected))
+                self._connections[rank] = connection
+                connection.prove(self.key_of(rank), str(self._cluster.rank))
+                result.rtt_ms[str(rank)], result.clock_s[str(rank)] = connection.ping()
                 result.errors.pop(str(rank), None)
                 return
-            if rank in self._lines:
-                self._lines.pop(rank).close()
+            if rank in self._connections:
+                self._connections.pop(rank).close()
             if time.monotonic() > self._deadline_s:
                 return
             time.sleep(_AGAIN_S)
 
-    def _serve(self, name: str, first: dict[str, Any], link: TcpMessageConnection) -> None:
+    def _serve(self, name: str, first: dict[str, Any], messages: TcpMessageConnection) -> None:
         """Answers one caller until it ends."""
         rank, asked = int(name), first
-        if not self._places.acquire(blocking=False):
-            link.close()
+        if not self._slots.acquire(blocking=False):
+            messages.close()
             return
         try:
             while True:
-                answer = self._answer(rank, link, asked)
-                link.limit(2 * self._wait_s + _MORE_S)
-                link.send(answer)
-                asked = link.expect()
+                answer = self._answer(rank, messages, asked)
+                messages.limit(2 * self._wait_s + _MORE_S)
+                messages.send(answer)
+                asked = messages.expect()
         finally:
-            link.close()
-            self._places.release()
+            messages.close()
+            self._slots.release()
 
     def _answer(
-        self, rank: int, link: TcpMessageConnection, asked: Mapping[str, Any]
+        self, rank: int, messages: TcpMessageConnection, asked: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Returns the answer to what a worker asks."""
         what, is_chief = asked.get("ask"), self._cluster.is_chief
@@ -299,8 +306,8 @@ class Network:
             size = asked.get("bytes")
             if type(size) is not int or not 0 <= size <= _MANY_BYTES:
                 raise ValueError("not a number of bytes")
-            link.limit(_LOAD_S)
-            link.skip(size)
+            messages.limit(_LOAD_S)
+            messages.skip(size)
             return {}
         if what == "result" and rank == 0:
             with self._changed:
@@ -322,28 +329,28 @@ class Network:
         raise ValueError("an unknown question")
 
 
-class _Line:
+class _Connection:
     """The connection to a worker that was called."""
 
-    def __init__(self, link: TcpMessageConnection) -> None:
-        self._link = link
+    def __init__(self, messages: TcpMessageConnection) -> None:
+        self._messages = messages
         # Each answer belongs to the question before it.
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Ends the connection, also for a thread that waits on it."""
-        self._link.close()
+        self._messages.close()
 
     def prove(self, key: bytes, name: str) -> None:
         """Proves that this worker belongs to the job, and checks that the other one does."""
-        prove(self._link, key, name, _MOST_BYTES)
+        prove(self._messages, key, name, _MOST_BYTES)
 
     def ask(self, what: str, *, wait_s: float = _CALL_S, **values: Any) -> dict[str, Any]:
         """Returns the answer to a question."""
         with self._lock:
-            self._link.limit(wait_s + _CALL_S)
-            self._link.send({"ask": what, **values})
-            return self._link.expect()
+            self._messages.limit(wait_s + _CALL_S)
+            self._messages.send({"ask": what, **values})
+            return self._messages.expect()
 
     def ping(self) -> tuple[float, float]:
         """Returns the shortest round-trip time in ms, and how far ahead the other clock is in s."""
@@ -370,19 +377,19 @@ class _Line:
         block = bytes(1 << 16)
         with self._lock:
             # A slow link may take long.
-            self._link.limit(_LOAD_S)
+            self._messages.limit(_LOAD_S)
             began = time.perf_counter()
-            self._link.send({"ask": "load", "bytes": size})
+            self._messages.send({"ask": "load", "bytes": size})
             for _ in range(size // len(block)):
-                self._link.send_bytes(block)
-            self._link.expect()
+                self._messages.send_bytes(block)
+            self._messages.expect()
             return time.perf_counter() - began
 
 
 TIMED_OUT, REFUSED, NO_ROUTE, NO_NAME = "timed out", "refused", "no route", "no name"
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Returns the kind of an error of a connection, or its message."""
     if isinstance(error, socket.gaierror):
         return NO_NAME

@@ -84,8 +84,8 @@ def check_training(
         steps_per_execution=None,
     )
     setup = set_up(validation.check(digits, cluster, env))
-    times = all_reduce_times(setup.strategy, _SUM_SIZES) if setup.place.replicas > 1 else ()
-    network = fit_network([(setup.place.replicas, *each) for each in times])
+    times = all_reduce_times(setup.strategy, _SUM_SIZES) if setup.placement.replicas > 1 else ()
+    network = fit_network([(setup.placement.replicas, *each) for each in times])
     findings = [
         Finding("strategy", OK, f"{setup.selection.strategy}: {setup.selection.why}"),
         *_doors(setup),
@@ -99,7 +99,7 @@ def check_training(
 
 def _measured(config: FitConfig, setup: Setup) -> FitConfig:
     """Returns the run whose speed is measured: the given model, with synthetic data of its form."""
-    batch = config.global_batch_size or _BATCH * setup.place.replicas
+    batch = config.global_batch_size or _BATCH * setup.placement.replicas
     dataset = config.dataset
     if dataset == "synthetic" and str(config.model) in MODELS:
         dataset = f"synthetic:{MODELS[str(config.model)].example_data},examples={4 * batch}"
@@ -114,14 +114,14 @@ def _measured(config: FitConfig, setup: Setup) -> FitConfig:
 
 def _of_all(setup: Setup, findings: list[Finding]) -> list[Finding]:
     """Returns the findings of all workers, without those that say the same about several."""
-    place = setup.place
+    placement = setup.placement
     data = json.dumps([asdict(each) for each in findings]).encode()
     found: list[Finding] = []
     for rank, sent in enumerate(gather_bytes(setup.strategy, data)):
-        if rank == place.rank:
+        if rank == placement.rank:
             found += findings
         else:
-            # What is measured over all workers is told by the chief.
+            # The chief reports what is measured over all workers.
             others = findings_of(json_values.parse(sent or b"[]"), rank)
             found += [each for each in others if each.status != OK and each.check != "throughput"]
     return found
@@ -129,17 +129,17 @@ def _of_all(setup: Setup, findings: list[Finding]) -> list[Finding]:
 
 def _doors(setup: Setup) -> list[Finding]:
     """Returns at which addresses the workers listen, on the chief."""
-    if setup.place.workers == 1:
+    if setup.placement.workers == 1:
         return []
     sent = gather_bytes(setup.strategy, json.dumps(own_doors()).encode())
-    if setup.place.rank:
+    if setup.placement.rank:
         return []
     doors = [
         # The address of another machine is shown, so it must be one.
         [(str(ip_address(ip)), int(port)) for ip, port in json_values.parse(each or b"[]")]
         for each in sent
     ]
-    ports = [int(address.rpartition(":")[2]) for address in setup.place.addresses]
+    ports = [int(address.rpartition(":")[2]) for address in setup.placement.addresses]
     return [doors_finding(doors, ports)]
 
 
@@ -181,8 +181,8 @@ def _sums(
     setup: Setup, links: list[dict[str, float]], times: Sequence[tuple[int, float]]
 ) -> list[Finding]:
     """Returns whether an all-reduce over all devices is right, and as fast as the links allow."""
-    place, strategy = setup.place, setup.strategy
-    if place.replicas == 1:
+    placement, strategy = setup.placement, setup.strategy
+    if placement.replicas == 1:
         return [Finding("all-reduce", OK, "not needed with one device")]
 
     def total() -> Any:
@@ -194,8 +194,8 @@ def _sums(
         return strategy.experimental_local_results(strategy.run(on_replica))
 
     sums = [values.numpy() for values in tf.function(total, autograph=False)()]
-    wrong = wrong_sum(sums, place.replicas)
-    return [wrong or all_reduce_finding(times[-1], place.replicas, place.workers, links)]
+    wrong = wrong_sum(sums, placement.replicas)
+    return [wrong or all_reduce_finding(times[-1], placement.replicas, placement.workers, links)]
 
 
 def wrong_sum(sums: Sequence[np.ndarray], replicas: int) -> Finding | None:
@@ -234,17 +234,17 @@ def all_reduce_finding(
         links: the measured links between the workers.
     """
     size, seconds = measured
-    words = f"{size / 1e6:.3g} MB over {replicas} devices in {1000 * seconds:.3g} ms"
+    speed = f"{size / 1e6:.3g} MB over {replicas} devices in {1000 * seconds:.3g} ms"
     slowest = min((each["mb_s"] for each in links), default=math.inf)
     if workers == 1 or not links:
-        return Finding("all-reduce", OK, words)
+        return Finding("all-reduce", OK, speed)
     # Each worker sends its part to all others at least once.
     expected_ms = size / 1e3 / slowest * 2 * (workers - 1) / workers
     limit_ms = _OVERHEAD * expected_ms + _OVERHEAD_MS
     return Finding(
         "all-reduce",
         OK if 1000 * seconds <= limit_ms else WARNING,
-        f"{words}; the slowest link needs {expected_ms:.3g} ms for its bytes",
+        f"{speed}; the slowest link needs {expected_ms:.3g} ms for its bytes",
         f"at most {limit_ms:.3g} ms",
         "Look for other programs on the machines and on the network.",
     )
@@ -255,13 +255,16 @@ def _learns(setup: Setup) -> list[Finding]:
     losses = _losses(setup)
     alone = replace(
         setup,
-        strategy=tf.distribute.OneDeviceStrategy("GPU:0" if setup.place.gpus else "CPU:0"),
-        place=Placement(0, 1, 1, setup.place.gpus[:1]),
+        strategy=tf.distribute.OneDeviceStrategy("GPU:0" if setup.placement.gpus else "CPU:0"),
+        placement=Placement(0, 1, 1, setup.placement.gpus[:1]),
         batch=BatchSizes(DIGITS_BATCH, DIGITS_BATCH, True),
     )
-    if setup.place.replicas == 1:
+    if setup.placement.replicas == 1:
         return [digits_finding(losses)]
-    return [digits_finding(losses), numbers_finding(losses, _losses(alone), setup.place.replicas)]
+    return [
+        digits_finding(losses),
+        numbers_finding(losses, _losses(alone), setup.placement.replicas),
+    ]
 
 
 def digits_finding(losses: Sequence[float]) -> Finding:
@@ -314,16 +317,16 @@ def _losses(setup: Setup) -> list[float]:
 
 def _speed(setup: Setup, network: NetworkModel | None) -> list[Finding]:
     """Returns how fast one device and all devices train, and what is uneven between them."""
-    place, rows = setup.place, setup.batch.per_replica_batch_size
+    placement, rows = setup.placement, setup.batch.per_replica_batch_size
     model = compiled(setup)
     warm, _ = trained(setup, model, 3)
-    if place.replicas == 1:
+    if placement.replicas == 1:
         executions = agreed(setup, model, warm, None, _MEASURED_S)
         with Utilization() as used:
             phase, _ = trained(setup, model, executions)
         speed = phase.examples / phase.seconds
-        words = f"{setup.config.model}: {speed:,.0f} examples/s on one device"
-        return [Finding("throughput", OK, words), *_busy(setup, used.mean)]
+        measured = f"{setup.config.model}: {speed:,.0f} examples/s on one device"
+        return [Finding("throughput", OK, measured), *_busy(setup, used.mean)]
     one = without_peers(setup, rows)
     executions = agreed(setup, model, warm, None, _MEASURED_S)
     with Utilization() as used:
@@ -341,18 +344,18 @@ def _throughput(
     alone: Phase,
 ) -> Finding:
     """Returns the examples a second of one and of all devices, with advice if more are slower."""
-    place = setup.place
+    placement = setup.placement
     at = Situation(
-        name=f"{place.replicas} devices",
-        kind="workers" if place.workers > 1 else "replicas",
-        devices=place.replicas,
+        name=f"{placement.replicas} devices",
+        kind="workers" if placement.workers > 1 else "replicas",
+        devices=placement.replicas,
         parts=TimeParts.of(together, alone),
         run=setup.config,
         weak=True,
         gradient_bytes=sum(4 * math.prod(v.shape) for v in model.trainable_variables),
         network=network,
         cores=psutil.cpu_count() or 1,
-        gpus=bool(place.gpus),
+        gpus=bool(placement.gpus),
     )
     return throughput_finding(
         at, alone.examples / alone.seconds, together.examples / together.seconds
@@ -367,23 +370,23 @@ def throughput_finding(at: Situation, one: float, every: float) -> Finding:
         one: the examples that one device trains in a second.
         every: those of all devices together.
     """
-    words = (
+    measured = (
         f"{at.run.model}: {one:,.0f} examples/s on one device, {every:,.0f} on "
         f"{at.devices} ({every / one / at.devices:.0%} of {at.devices} ×)"
     ).replace("%", " %")
     if every >= one:
-        return Finding("throughput", OK, words)
+        return Finding("throughput", OK, measured)
     return Finding(
-        "throughput", WARNING, words, "more devices are faster", "; ".join(limits(at)) + "."
+        "throughput", WARNING, measured, "more devices are faster", "; ".join(limits(at)) + "."
     )
 
 
 def _busy(setup: Setup, used: Mapping[int, float]) -> list[Finding]:
     """Returns the GPUs of this worker that did nothing, or that are slower than the others."""
-    if used or not setup.place.gpus:
+    if used or not setup.placement.gpus:
         return idle_findings(used, set(map(str, visible_gpus({}))))
     # NVIDIA's library does not tell it, as for MIG devices.
-    return device_findings(device_times_ms(setup.place.gpus))
+    return device_findings(device_times_ms(setup.placement.gpus))
 
 
 def idle_findings(used: Mapping[int, float], visible: Collection[str]) -> list[Finding]:
@@ -447,20 +450,20 @@ def device_findings(times_ms: Sequence[float]) -> list[Finding]:
         for index, took in enumerate(times_ms)
         if took > max(_STRAGGLER * usual, usual + _STRAGGLER_MS)
     ]
-    words = ", ".join(f"{took:.3g}" for took in times_ms)
-    return found or [Finding("devices", OK, f"the same work takes the devices {words} ms")]
+    measured = ", ".join(f"{took:.3g}" for took in times_ms)
+    return found or [Finding("devices", OK, f"the same work takes the devices {measured} ms")]
 
 
 def _stragglers(setup: Setup, alone: Phase) -> list[Finding]:
     """Returns the workers that compute much slower than the others, on the chief."""
-    if setup.place.workers == 1:
+    if setup.placement.workers == 1:
         return []
     own = np.float64(alone.working_ms).tobytes()
     times = [
         float(np.frombuffer(each or b"", np.float64)[0])
         for each in gather_bytes(setup.strategy, own)
     ]
-    if setup.place.rank:
+    if setup.placement.rank:
         return []
     # With two workers the median would be between them.
     usual = statistics.median_low(times)
@@ -468,7 +471,7 @@ def _stragglers(setup: Setup, alone: Phase) -> list[Finding]:
         Finding(
             "straggler",
             WARNING,
-            f"{setup.place.addresses[rank]} computes a step in {time:.3g} ms, the "
+            f"{setup.placement.addresses[rank]} computes a step in {time:.3g} ms, the "
             f"median worker in {usual:.3g} ms",
             f"less than {_STRAGGLER:g} × the median: every step waits for the slowest worker",
             "Look for other programs, heat and fewer cores there, or leave the machine out.",
@@ -477,20 +480,20 @@ def _stragglers(setup: Setup, alone: Phase) -> list[Finding]:
         for rank, time in enumerate(times)
         if time > max(_STRAGGLER * usual, usual + _STRAGGLER_MS)
     ]
-    words = ", ".join(f"{time:.3g}" for time in times)
-    return found or [Finding("computing", OK, f"a step takes the workers {words} ms")]
+    measured = ", ".join(f"{time:.3g}" for time in times)
+    return found or [Finding("computing", OK, f"a step takes the workers {measured} ms")]
 
 
 def _memory(setup: Setup) -> list[Finding]:
     """Returns whether all devices use about as much memory."""
-    place = setup.place
-    if place.gpus:
+    placement = setup.placement
+    if placement.gpus:
         used = [
             tf.config.experimental.get_memory_info(f"GPU:{i}")["peak"]
-            for i in range(place.local_replicas)
+            for i in range(placement.local_replicas)
         ]
         what = "devices"
-    elif place.workers > 1:
+    elif placement.workers > 1:
         used, what = [psutil.Process().memory_info().rss], "processes"
     else:
         return [Finding("device memory", OK, "logical CPU devices share that of the process")]

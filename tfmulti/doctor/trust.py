@@ -65,15 +65,17 @@ def doors_finding(doors: Sequence[Sequence[Door]], ports: Sequence[int]) -> Find
         doors: the addresses and ports at which each worker listens, by rank.
         ports: the port of each worker, at which TensorFlow's gRPC server listens, by rank.
     """
-    words, others = [], []
+    per_worker, others = [], []
     for rank, (own, port) in enumerate(zip(doors, ports, strict=True)):
-        told = [
+        shown = [
             (f"[{ip}]:{at}" if ":" in ip else f"{ip}:{at}") + (" (gRPC)" if at == port else "")
             for ip, at in own
         ]
-        words.append(f"worker {rank} listens at {', '.join(told) or 'none'}")
+        per_worker.append(f"worker {rank} listens at {', '.join(shown) or 'none'}")
         others += [(rank, at) for ip, at in own if ip in _ALL and at != port]
-    measured = "; ".join(words[:_SHOWN_DOORS]) + ("; …" if len(words) > _SHOWN_DOORS else "")
+    measured = "; ".join(per_worker[:_SHOWN_DOORS]) + (
+        "; …" if len(per_worker) > _SHOWN_DOORS else ""
+    )
     if not others:
         return Finding("doors", OK, measured)
     named = ", ".join(f"{port} of worker {rank}" for rank, port in others[:_SHOWN_DOORS])

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from tfmulti.config.troubleshooting import documented, place_of
+from tfmulti.config.troubleshooting import docs_path_of, documented
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import WorkerFailure
 
@@ -47,14 +47,14 @@ class Output:
         self._folder: Path | None = None
         self._width = 1
         self._heard_s = float("-inf")
-        # The places in the docs that were named already.
-        self._places_shown = {""}
+        # The paths in the docs that were named already.
+        self._paths_shown = {""}
 
     def say(self, message: str) -> None:
         """Shows the user a line of the launcher itself, and names each place in the docs once."""
-        place = place_of(message)
-        (quote if place in self._places_shown else say)(message)
-        self._places_shown.add(place)
+        path = docs_path_of(message)
+        (quote if path in self._paths_shown else say)(message)
+        self._paths_shown.add(path)
 
     def begin(self, folder: Path, workers: int) -> None:
         """Begins an attempt: closes the files of the last one.

@@ -74,7 +74,7 @@ def show_speed(setup: Setup, say: Say) -> None:
 def _data_alone(setup: Setup) -> tuple[float, int, int]:
     """Returns the seconds of a batch, the number of reader threads, and the bytes of a batch."""
     with contextlib.closing(
-        prefetcher_of(setup.data.train, plan_of(setup), setup.place, 0, reading_of(setup))
+        prefetcher_of(setup.data.train, plan_of(setup), setup.placement, 0, reading_of(setup))
     ) as stream:
         size = sum(bytes_of_tensors(data) for data in stream.take().data)
         # These batches were read ahead before the measurement.

@@ -166,9 +166,9 @@ def draw_images(path: Path, images: np.ndarray, labels: np.ndarray | None) -> No
 def _show_plan(setup: Setup, workers: int, say: Say) -> None:
     """Prints the rows of each replica in the first and last step, and the examples of workers."""
     plan = plan_of(setup)
-    replicas = workers * setup.place.local_replicas
+    replicas = workers * setup.placement.local_replicas
     steps = plan.steps_per_epoch
-    on = f"{workers} workers × {setup.place.local_replicas}" if workers > 1 else f"{replicas}"
+    on = f"{workers} workers × {setup.placement.local_replicas}" if workers > 1 else f"{replicas}"
     say(
         "plan",
         f"{steps:,} steps an epoch of {plan.global_batch_size} rows on {on} "
@@ -188,7 +188,7 @@ def _show_plan(setup: Setup, workers: int, say: Say) -> None:
         )
     if workers > 1:
         for rank in range(min(workers, _REPLICAS_SHOWN)):
-            local = setup.place.local_replicas
+            local = setup.placement.local_replicas
             part = plan.part(0, rank * local, local, replicas)
             examples = plan.examples_of(part)
             begin = ", ".join(map(str, examples[:6])) + (", …" if len(examples) > 6 else "")

@@ -25,7 +25,7 @@ def make_optimizer(
         global_batch_size: the rows of the global batch, for the scaling of the learning rate.
         total_steps: the optimizer steps of the whole run, for the decay of the learning rate.
     """
-    make = registry.load_place("optimizer", registry.optimizer_place(str(config.optimizer)))
+    make = registry.load_reference("optimizer", registry.optimizer_reference(str(config.optimizer)))
     rate = make_learning_rate(config, global_batch_size, total_steps)
     optimizer = make(config, rate)
     assert isinstance(optimizer, keras.optimizers.Optimizer)

@@ -51,7 +51,7 @@ class Setup:
         config: the configuration, with every default filled in.
         selection: the chosen strategy and the reason.
         strategy: the strategy.
-        place: the place of this worker and its replicas.
+        placement: the rank of this worker and its replicas.
         data: the data.
         batch: the batch sizes.
         steps_per_epoch: the steps of an epoch. None: only reading the data tells.
@@ -60,7 +60,7 @@ class Setup:
     config: FitConfig
     selection: Selection
     strategy: tf.distribute.Strategy
-    place: Placement
+    placement: Placement
     data: DataSet
     batch: BatchSizes
     steps_per_epoch: int | None
@@ -105,7 +105,7 @@ def set_up(job: validation.Job) -> Setup:
         )
     with quiet_stderr():
         strategy = build_strategy(selection, job.cluster, config.run_dir)
-    place = placement_of(strategy)
+    placement = placement_of(strategy)
     keras.utils.set_random_seed(config.seed)
     if config.op_determinism:
         tf.config.experimental.enable_op_determinism()
@@ -120,9 +120,11 @@ def set_up(job: validation.Job) -> Setup:
     data = shared(data, strategy)
     rows = user_data.rows_of_batches(data.train)
     if rows is not None:
-        batch = batch_sizes(rows, None, place.replicas)
-    validation.check_batch(config, data, batch, place.replicas)
-    return Setup(config, selection, strategy, place, data, batch, count_steps(config, data, batch))
+        batch = batch_sizes(rows, None, placement.replicas)
+    validation.check_batch(config, data, batch, placement.replicas)
+    return Setup(
+        config, selection, strategy, placement, data, batch, count_steps(config, data, batch)
+    )
 
 
 def shared(data: DataSet, strategy: tf.distribute.Strategy) -> DataSet:
@@ -142,7 +144,7 @@ def load_user_data(config: FitConfig, batch: BatchSizes) -> DataSet:
     Raises:
         UserError: the function cannot be loaded, or its data does not fit the configuration.
     """
-    function = registry.load_place("dataset", config.dataset)
+    function = registry.load_reference("dataset", config.dataset)
     data = user_data.load(config.dataset, function, batch.global_batch_size)
     validation.check_model_takes(config, data)
     # A built-in model has a loss that needs labels of a certain form.
@@ -183,7 +185,7 @@ def make_model(setup: Setup) -> keras.Model:
     """
     config, data = setup.config, setup.data
     assert config.model is not None
-    build = registry.load_place("model", registry.model_entry(config.model).place)
+    build = registry.load_reference("model", registry.model_entry(config.model).reference)
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(config.precision)
     try:

@@ -33,13 +33,13 @@ def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
         model: the model.
         compiled_here: whether the run has compiled the model. Otherwise the user's function has.
     """
-    say, config, batch, place = say_for(setup), setup.config, setup.batch, setup.place
+    say, config, batch, placement = say_for(setup), setup.config, setup.batch, setup.placement
     say("strategy", f"{setup.selection.strategy} ({setup.selection.why})")
-    workers = f"{place.workers} workers × " if place.workers > 1 else ""
+    workers = f"{placement.workers} workers × " if placement.workers > 1 else ""
     say(
         "devices",
         f"{workers}{', '.join(device_names(setup.strategy))}: "
-        f"{place.replicas} replica{'s' if place.replicas > 1 else ''}",
+        f"{placement.replicas} replica{'s' if placement.replicas > 1 else ''}",
     )
     data = setup.data
     parts = {"training": data.train, "validation": data.validation, "test": data.test}
@@ -55,13 +55,13 @@ def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
     say(
         "batch",
         f"{batch.global_batch_size} global ={uneven} {batch.per_replica_batch_size} per "
-        f"replica × {place.replicas}; {setup.epochs} epoch{'s' if setup.epochs > 1 else ''} of "
+        f"replica × {placement.replicas}; {setup.epochs} epoch{'s' if setup.epochs > 1 else ''} of "
         f"{steps}",
     )
-    inexact = inexact_flags(config, place)
+    inexact = inexact_flags(config, placement)
     if inexact:
         say("inexact", f"{', '.join(inexact)}: not the numbers of one device")
-    idle = between_workers(config) if place.workers == 1 else []
+    idle = between_workers(config) if placement.workers == 1 else []
     if idle:
         verb = "has" if len(idle) == 1 else "have"
         say("exact", f"{', '.join(idle)} {verb} no effect with one worker")
@@ -75,10 +75,10 @@ def between_workers(config: FitConfig) -> list[str]:
     return found
 
 
-def inexact_flags(config: FitConfig, place: Placement) -> tuple[str, ...]:
+def inexact_flags(config: FitConfig, placement: Placement) -> tuple[str, ...]:
     """Returns the flags by which the numbers of this run differ from those of one device."""
-    found = between_workers(config) if place.workers > 1 else []
-    if place.replicas > 1 and not config.sync_batch_norm:
+    found = between_workers(config) if placement.workers > 1 else []
+    if placement.replicas > 1 and not config.sync_batch_norm:
         found.append("--nosync_batch_norm")
     return tuple(found)
 
@@ -145,10 +145,10 @@ def make_report(
         strategy=setup.selection.strategy,
         why=setup.selection.why,
         devices=device_names(setup.strategy),
-        workers=setup.place.workers,
-        addresses=setup.place.addresses,
+        workers=setup.placement.workers,
+        addresses=setup.placement.addresses,
         places=places_of(setup),
-        replicas=setup.place.replicas,
+        replicas=setup.placement.replicas,
         global_batch_size=setup.batch.global_batch_size,
         per_replica_batch_size=setup.batch.per_replica_batch_size,
         epochs=len(history.get("loss", next(iter(history.values()), []))),
@@ -164,7 +164,7 @@ def make_report(
         waiting_share=trained.waiting.share,
         examples_lost=state.run.lost + len(setup.data.lost),
         weights_sha256=artifacts.weights_sha256(model),
-        inexact=inexact_flags(setup.config, setup.place),
+        inexact=inexact_flags(setup.config, setup.placement),
         epochs_asked=setup.epochs,
         stopped_by=state.run.stopped_by,
         throughput=throughput.figures() if setup.config.log_throughput else None,
@@ -249,4 +249,4 @@ def throughput_words(found: dict[str, float], devices: tuple[str, ...]) -> str:
 
 def say_for(setup: Setup) -> Say:
     """Returns a function that prints a labelled line, on the chief only."""
-    return speaker(setup.place.is_chief)
+    return speaker(setup.placement.is_chief)

@@ -165,7 +165,7 @@ def make_run_dir(setup: Setup, at_end: contextlib.ExitStack) -> RunDir | None:
         ResumeError: another process that is still running owns the folder.
         RunDirError: the folder cannot be made.
     """
-    if not setup.place.is_chief:
+    if not setup.placement.is_chief:
         return None
     config = setup.config
     if config.run_dir is None:
@@ -266,7 +266,7 @@ def train_model(
         validation_data=setup.data.validation,
         validation_batch_size=_batch_for(setup, setup.data.validation),
         callbacks=callbacks,
-        verbose=_verbosity(verbose) if setup.place.is_chief else 0,
+        verbose=_verbosity(verbose) if setup.placement.is_chief else 0,
     )
     return {name: values for name, values in history.history.items() if name not in LOGS}
 

@@ -202,12 +202,7 @@ def _from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> 
 def _send(strategy: tf.distribute.Strategy, folder: Path, files: Iterable[Path]) -> None:
     """Copies files of the chief's folder to the same places in the other workers' folders.
 
-    This is a collective: every worker must call it.
-
-    Args:
-        strategy: the strategy of all workers.
-        folder: the folder of this worker.
-        files: the files below the folder; only the chief's count.
+    This is a collective: every worker must call it. Only the chief's `files` count.
     """
 
     def packed() -> bytes:

@@ -124,7 +124,7 @@ def check(
         raise ResumeError("--resume must, but no --run_dir was given to say which run.")
     elif not config.dry_run:
         check_writable("run_dir", Path("runs"))
-    _check_places(config)
+    _check_references(config)
     for name in names_in(config.tracker):
         # Any worker may be the chief after a restart.
         check_installed(name)
@@ -182,12 +182,12 @@ def load_data(config: FitConfig) -> DataSet | None:
     Raises:
         UserError: the data cannot be loaded, or not transformed as asked.
     """
-    place, options = registry.dataset_place(config.dataset)
+    reference, options = registry.dataset_reference(config.dataset)
     if options is None:
         return None
     limit_pixels(config.max_image_megapixels)
     limit_unpacked(config.max_file_gigabytes)
-    data = registry.load_place("dataset", place)(options, config.seed)
+    data = registry.load_reference("dataset", reference)(options, config.seed)
     assert isinstance(data, DataSet)
     if data.finish is not None and config.skip_bad_records:
         raise ConfigError(
@@ -254,13 +254,13 @@ def check_batch(config: FitConfig, data: DataSet, sizes: BatchSizes, replicas: i
         )
 
 
-def _check_places(config: FitConfig) -> None:
+def _check_references(config: FitConfig) -> None:
     """Raises ConfigError if the module of a user's own model or data set cannot be found."""
     if config.model is not None and config.model not in registry.MODELS:
-        registry.check_place("model", config.model)
-    place, options = registry.dataset_place(config.dataset)
+        registry.check_reference("model", config.model)
+    reference, options = registry.dataset_reference(config.dataset)
     if options is None:
-        registry.check_place("dataset", place)
+        registry.check_reference("dataset", reference)
 
 
 def _check_export_dir(path: Path) -> None:

@@ -179,10 +179,10 @@ class _Watch:
         self._at_end.close()
         if self._placement.workers > 1 and has_lost_a_worker(error):
             seen = describe(self._placement, self._record())
-            telling = _thread(self._tell_failed, seen, str(error))
-            telling.start()
+            reporting = _thread(self._report_failed_step, seen, str(error))
+            reporting.start()
             # The process must end also if the file server is gone.
-            telling.join(_FAILED_S)
+            reporting.join(_FAILED_S)
 
     def _stack_bytes(self) -> int:
         """Returns the size of the file to which SIGUSR1 adds the stacks."""
@@ -190,7 +190,7 @@ class _Watch:
 
     def _run(self) -> None:
         """Looks at the heartbeat until the training ends."""
-        told_since_s: float | None = None
+        reported_since_s: float | None = None
         known, looks = self._files_of_others(), 0
         while not self._end.wait(_LOOK_S):
             looks += 1
@@ -198,16 +198,16 @@ class _Watch:
             asked, self._size = size > self._size, size
             late_s = self._late_s()
             since_s = self._record().since_s
-            is_told = since_s == told_since_s
+            is_reported = since_s == reported_since_s
             if looks % _LOOKS_AT_OTHERS == 0:
                 before, known = known, self._files_of_others()
                 stands = time.monotonic() - since_s > self._about.least_s / 2
-                if known != before and stands and not is_told and late_s is None:
+                if known != before and stands and not is_reported and late_s is None:
                     late_s = time.monotonic() - since_s
-            if asked or (late_s is not None and not is_told):
-                told_since_s = told_since_s if late_s is None else since_s
+            if asked or (late_s is not None and not is_reported):
+                reported_since_s = reported_since_s if late_s is None else since_s
                 try:
-                    self._tell(asked, late_s)
+                    self._report(asked, late_s)
                 except NotOwnerError as error:
                     print(f"tfmulti: {error}", file=sys.stderr, flush=True)
                     return
@@ -239,7 +239,7 @@ class _Watch:
         passed_s = time.monotonic() - found.since_s
         return passed_s if passed_s > limit_s else None
 
-    def _tell(self, asked: bool, late_s: float | None) -> None:
+    def _report(self, asked: bool, late_s: float | None) -> None:
         """Writes this worker's file, and prints the line on the chief.
 
         If the others wait for the chief, the first one of them prints it.
@@ -250,10 +250,10 @@ class _Watch:
         if late_s is not None and all(other in awaited for other in range(rank)):
             others = [self._of_other(other) for other in awaited[:3]]
             why = f"no step has ended for {late_s:.0f} s; it {_doing(seen)}"
-            _say(rank, "; ".join([why, *others]), path)
+            _print_line(rank, "; ".join([why, *others]), path)
         elif asked:
             # The next moment it may wait for another worker, which is how it should be.
-            _say(rank, f"SIGUSR1; at this moment it {_doing(seen)}", path)
+            _print_line(rank, f"SIGUSR1; at this moment it {_doing(seen)}", path)
 
     def _awaited(self, seen: dict[str, Any]) -> list[int]:
         """Returns the ranks of the workers for which this worker waits, as far as it is known.
@@ -279,14 +279,10 @@ class _Watch:
         oldest = time.time() - self._about.least_s * _BUSY_TIMES - _OTHERS_S
         return found if found is not None and found["time"] > oldest else None
 
-    def _tell_failed(self, seen: dict[str, Any], error: str) -> None:
+    def _report_failed_step(self, seen: dict[str, Any], error: str) -> None:
         """Writes this worker's file after a step has failed because another worker is lost.
 
         The line is printed by the first worker that is not missing itself.
-
-        Args:
-            seen: what this worker did.
-            error: the message of the error.
         """
         rank, missing = self._placement.rank, _missing(seen)
         seen["error"] = error[:_MOST_CHARACTERS]
@@ -297,11 +293,11 @@ class _Watch:
         if rank > min(set(range(self._placement.workers)) - set(missing), default=rank):
             return
         tasks = ", ".join(dict.fromkeys(_TASK.findall(error.partition("unhealthy")[2])))
-        words = f"the step has failed, because TensorFlow has lost {tasks or 'another worker'}"
+        message = f"the step has failed, because TensorFlow has lost {tasks or 'another worker'}"
         if missing:
             others = [self._of_other(other) for other in missing[:3]]
-            words = "; ".join([f"the step has failed: it {_doing(seen, 'waited')}", *others])
-        _say(rank, words, path)
+            message = "; ".join([f"the step has failed: it {_doing(seen, 'waited')}", *others])
+        _print_line(rank, message, path)
 
     def _write(self, seen: dict[str, Any]) -> Path | None:
         """Writes this worker's file and returns its path; None without a folder."""
@@ -335,9 +331,9 @@ def _thread(target: Callable[..., None], *given: object) -> threading.Thread:
     return threading.Thread(target=target, args=given, name=_OWN, daemon=True)
 
 
-def _say(rank: int, words: str, path: Path | None) -> None:
+def _print_line(rank: int, message: str, path: Path | None) -> None:
     """Prints the line of a worker."""
-    print(f"tfmulti: worker {rank}: {words}{f'. See {path}' if path else ''}", file=sys.stderr)
+    print(f"tfmulti: worker {rank}: {message}{f'. See {path}' if path else ''}", file=sys.stderr)
     sys.stderr.flush()
 
 
@@ -353,13 +349,7 @@ def _missing(seen: Mapping[str, Any]) -> list[int]:
 
 
 def _doing(seen: Mapping[str, Any], waits: str = "waits", is_: str = "is") -> str:
-    """Returns what a worker does, as the words after its name.
-
-    Args:
-        seen: what `describe` has returned there.
-        waits: the verb, `waits` or `waited`.
-        is_: the verb, `is` or `was`.
-    """
+    """Returns what a worker does, by its `describe`, as the words after its name."""
     first = _longest(seen)
     if first is not None:
         ranks = first["missing"]

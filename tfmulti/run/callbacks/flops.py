@@ -135,8 +135,8 @@ def _einsum(operation: Any) -> int:
         sizes |= dict(zip(after[::-1], shape[::-1], strict=False))
         middle = shape[len(before) : len(shape) - len(after)] if dots else []
         sizes |= {
-            f"...{place}": max(size, sizes.get(f"...{place}", 1))
-            for place, size in enumerate(middle[::-1])
+            f"...{axis}": max(size, sizes.get(f"...{axis}", 1))
+            for axis, size in enumerate(middle[::-1])
         }
     return 2 * math.prod(sizes.values())
 

@@ -29,8 +29,8 @@ class StepTimes:
     def add(self, seconds: float, steps: int) -> None:
         """Adds the steps of an execution, and divides its seconds evenly among them."""
         each = seconds / steps
-        place = bisect.bisect_right(self._sorted, each)
-        self._sorted[place:place] = array("d", [each]) * steps
+        index = bisect.bisect_right(self._sorted, each)
+        self._sorted[index:index] = array("d", [each]) * steps
 
     def merge(self, other: StepTimes) -> None:
         """Adds all steps of another object."""

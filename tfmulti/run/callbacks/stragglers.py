@@ -129,16 +129,11 @@ class Stragglers(WritesScalars):
     def _compare(self, own: Sequence[float]) -> bool:
         """Compares the workers, and prints a line if another worker stands out than before.
 
-        Every worker calls it after the same step.
-
-        Args:
-            own: this worker's figures, as `_figures` returns them.
-
-        Returns:
-            Whether there were enough steps to tell something.
+        Every worker calls it after the same step, with its `_figures`. The result says whether
+        there were enough steps to tell something.
         """
-        place = placement_of(self.model.distribute_strategy)
-        if place.workers == 1:
+        placement = placement_of(self.model.distribute_strategy)
+        if placement.workers == 1:
             return False
         microseconds = gather(self.model.distribute_strategy, [round(1e6 * each) for each in own])
         seconds, for_data, for_others, executions = (
@@ -146,7 +141,7 @@ class Stragglers(WritesScalars):
         )
         if min(seconds) < _LEAST_S or min(executions) < _LEAST_EXECUTIONS or not any(for_others):
             return False
-        self.found = straggler_of(seconds, for_data, for_others, place.addresses)
+        self.found = straggler_of(seconds, for_data, for_others, placement.addresses)
         now = (self.found.cause, self.found.worker) if self.found else None
         if self.found is not None and now != self._told:
             self._say("straggler", self.found.words())

@@ -102,13 +102,13 @@ class Throughput(WritesScalars):
                 "Throughput counts the examples of models that went through tfmulti.prepare. Give "
                 f"prepare(model) this {type(self.model).__name__} before fit."
             )
-        place = placement_of(self.model.distribute_strategy)
-        self._devices = place.replicas
+        placement = placement_of(self.model.distribute_strategy)
+        self._devices = placement.replicas
         if self._in_logs:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(self.model).specs)
             self.flops_per_example = training_flops(self.model, inputs)
-            self.peak_tflops = self.peak_tflops or peak_of_devices(self.model, place.gpus)
-        if not place.is_chief:
+            self.peak_tflops = self.peak_tflops or peak_of_devices(self.model, placement.gpus)
+        if not placement.is_chief:
             self._folder = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -13,13 +13,13 @@ from tfmulti.errors import ModelError
 from tfmulti.keras_patches.model_structure import last_operations
 
 
-def build(place: str, function: Callable[..., Any], spec: DataSpec | None) -> keras.Model:
+def build(reference: str, function: Callable[..., Any], spec: DataSpec | None) -> keras.Model:
     """Returns the model that a user's function makes, compiled or not.
 
     The function may need one argument, which is the form of the data.
 
     Args:
-        place: the text `package.module:function`, for messages.
+        reference: the text `package.module:function`, for messages.
         function: the function.
         spec: the form of the data, or None if it is not known.
 
@@ -30,22 +30,22 @@ def build(place: str, function: Callable[..., Any], spec: DataSpec | None) -> ke
     needed = [p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     if len(needed) > 1:
         raise ModelError(
-            f"--model {place} needs the arguments {', '.join(needed)}. It may take one: the "
+            f"--model {reference} needs the arguments {', '.join(needed)}. It may take one: the "
             "form of the data."
         )
     model = function(spec) if needed else function()
     if not isinstance(model, keras.Model):
         raise ModelError(
-            f"--model {place} returned a {type(model).__name__}. Return a keras.Model."
+            f"--model {reference} returned a {type(model).__name__}. Return a keras.Model."
         )
     return model
 
 
-def ends_in_logits(place: str, model: keras.Model) -> bool:
+def ends_in_logits(reference: str, model: keras.Model) -> bool:
     """Returns whether a classification model outputs logits, by its last layer.
 
     Args:
-        place: the text `package.module:function`, for the message.
+        reference: the text `package.module:function`, for the message.
         model: a model that is not compiled.
 
     Raises:
@@ -60,7 +60,7 @@ def ends_in_logits(place: str, model: keras.Model) -> bool:
         return True
     words = f"its last layer {layer.name!r} does" if layer is not None else "its layers do"
     raise ModelError(
-        f"--model {place} is not compiled, and {words} not tell whether its outputs are "
+        f"--model {reference} is not compiled, and {words} not tell whether its outputs are "
         "probabilities or logits. Call model.compile(optimizer, loss) in the function, or end the "
         "model in a Dense layer with activation 'softmax' or none."
     )
