@@ -80,7 +80,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--run_dir", "whole.npz"], {}, "is a file"),
     (["--export_dir", "used"], {}, "is not an empty folder"),
     (["--strategy", "multi_worker_mirrored"], {}, "TF_CONFIG is not set"),
-    ([], {"TF_CONFIG": "{"}, "TF_CONFIG is no JSON"),
+    ([], {"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
     ([], {"TF_CONFIG": '{"cluster": 3}'}, "TF_CONFIG['cluster'] is 3"),
     ([], {"TF_CONFIG": TWO % 2}, "task.index is 2"),
     (["--strategy", "mirrored"], {"TF_CONFIG": TWO % 0}, "--ignore_cluster"),

@@ -78,7 +78,7 @@ def test_json_starts_the_same_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON.*line 1"),
+        ("{", "is not JSON.*line 1"),
         ("[1]", "must hold a JSON object"),
         ('{"strategyy": 1}', "no field 'strategyy'; did you mean 'strategy'"),
         ('{"sync_every": 5}', "sync_every was removed: workers no longer train alone"),

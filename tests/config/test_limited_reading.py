@@ -28,5 +28,5 @@ def test_a_file_above_the_limit_is_not_read(tmp_path: Path, size: int) -> None:
 
 def test_a_pipe_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="it is no regular file"):
+    with pytest.raises(OSError, match="it is not a regular file"):
         read_small(tmp_path / "pipe", 10)

@@ -85,7 +85,7 @@ class MovingSpread(OwnNormalization):
 
 @program("Keras: writing a normalization layer")
 def moving_variance_of_rows() -> Made:
-    """A layer that divides by a moving variance over rows, which is no mean of parts."""
+    """A layer that divides by a moving variance over rows, which is not the mean of parts."""
     return _with(MovingSpread())
 
 

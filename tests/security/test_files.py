@@ -224,7 +224,7 @@ def test_what_is_no_regular_file_is_a_bad_record(tmp_path: Path, kind: str) -> N
     whole = Loader(source, BatchPlan(3, 3), Placement(0, 1, 1), ReadOptions(0, 1))
     batch = next(whole.batches())
     assert batch.own_rows == (2,)
-    assert "odd.png: it is no regular file." in batch.lost[0]
+    assert "odd.png: it is not a regular file." in batch.lost[0]
 
 
 @pytest.mark.parametrize("kind", ["npz", "npy", "tfrecord"])
@@ -244,7 +244,7 @@ def test_a_named_pipe_is_no_data_set(tmp_path: Path, kind: str) -> None:
 def test_a_pattern_means_regular_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.csv")
     for pattern in (tmp_path, tmp_path / "x.csv"):
-        with pytest.raises(DataError, match=r"x\.csv is no regular file"):
+        with pytest.raises(DataError, match=r"x\.csv is not a regular file"):
             files.matching("--dataset csv", str(pattern), (".csv",))
 
 

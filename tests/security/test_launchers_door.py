@@ -237,7 +237,7 @@ def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], ask: str
         agents.write(json.dumps({"id": 1, **answer}).encode() + b"\n")
         agents.flush()
         arguments: list[Any] = {"reserve": [3], "silent": [["h:1", "h:2"]], "stacks": []}[ask]
-        with pytest.raises(Unreachable, match="is no agent of tfmulti, or has another version"):
+        with pytest.raises(Unreachable, match="is not an agent of tfmulti, or has another version"):
             getattr(machine, ask)(*arguments)
         machine.close()
 
@@ -327,10 +327,10 @@ def test_where_a_secret_comes_from(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="TFMULTI_SECRET: a secret has 16"):
         secret_of({"TFMULTI_SECRET": "short"})
     for other in (tmp_path, tmp_path / "none", Path("/dev/zero")):
-        with pytest.raises(ConfigError, match=r"is no file|Is a directory|No such file"):
+        with pytest.raises(ConfigError, match=r"is not a file|Is a directory|No such file"):
             secret_of({}, other)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         secret_of({}, tmp_path / "fifo")
 
 
@@ -488,7 +488,7 @@ def test_an_order_stays_in_the_agents_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["[-F/tmp/x]", "[-oProxyCommand]", "[::1", "a]", "[a.b]:2"])
 def test_brackets_hold_an_address(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no host|only an IPv6 address may stand"):
+    with pytest.raises(ConfigError, match=r"is not a host|only an IPv6 address may stand"):
         parse_hosts(name)
 
 

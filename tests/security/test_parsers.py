@@ -235,7 +235,7 @@ def test_a_worker_status_as_an_agent_sends_it() -> None:
 
 def test_what_is_no_number_is_refused() -> None:
     text = json.dumps({**STATUS, "ended_s": float("nan")})
-    with pytest.raises(ValueError, match="ended_s is no number"):
+    with pytest.raises(ValueError, match="ended_s is not a number"):
         json_values.build(WorkerStatus, json_values.parse(text))
 
 

@@ -60,7 +60,7 @@ def test_workers_of_one_host_name_connect_on_loopback(monkeypatch: pytest.Monkey
     for hosts in ([here, here], [there, there], [here, there]):
         addresses = tuple(f"{host}:{port}" for port, host in enumerate(hosts, 1))
         placement = Placement(0, 2, 1, addresses=addresses)
-        # The stand-in for `listen` returns None, which is no listener.
+        # The stand-in for `listen` returns None, which is not a listener.
         with pytest.raises(AttributeError):
             connections._connect(placement)
     assert asked == [["127.0.0.1"] * 3, [there] * 3, [here, here, there]]

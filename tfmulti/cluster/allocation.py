@@ -53,16 +53,16 @@ def hosts_of_file(variable: str, path: str) -> Sequence[str]:
         path: the file.
 
     Raises:
-        ClusterError: the file cannot be read, or is no list of hosts.
+        ClusterError: the file cannot be read, or is not a list of hosts.
     """
     try:
         text = read_small(path, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ClusterError(
             f"{variable} is {path!r}: {reason}. Start this command inside of the job."
         ) from None
     hosts = [line.split()[0] for line in text.splitlines() if line.strip()]
     if not hosts:
-        raise ClusterError(f"{variable} is {path!r}, which is no list of hosts.")
+        raise ClusterError(f"{variable} is {path!r}, which is not a list of hosts.")
     return hosts

@@ -211,7 +211,7 @@ def _as_object(text: str) -> Mapping[str, Any]:
         config = json_values.parse(text)
     except json.JSONDecodeError as error:
         raise ClusterError(
-            f"TF_CONFIG is no JSON ({error.msg} at character {error.pos}): {text[:60]!r}. "
+            f"TF_CONFIG is not JSON ({error.msg} at character {error.pos}): {text[:60]!r}. "
             'It must look like {"cluster": {"worker": ["host:port", ...]}, '
             '"task": {"type": "worker", "index": 0}}.'
         ) from None

@@ -67,7 +67,7 @@ def _content(path: Path) -> str:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS)) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise ConfigError(f"{source} is no file. {_HOW}")
+                raise ConfigError(f"{source} is not a file. {_HOW}")
             if about.st_mode & 0o077 or about.st_uid not in (os.getuid(), 0):
                 raise ConfigError(
                     f"{source} can be read or written by others (mode "

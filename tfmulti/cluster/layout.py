@@ -65,8 +65,8 @@ class Layout:
             # An IPv6 address has no brackets here.
             if not is_host_name(name.replace(":", "")):
                 raise ClusterError(
-                    f"{self.environment}: {name[:80]!r} is no name of a host. Start the processes "
-                    "by the scheduler's own command, or give --environment none."
+                    f"{self.environment}: {name[:80]!r} is not the name of a host. Start the "
+                    "processes by the scheduler's own command, or give --environment none."
                 )
 
     def port(self, number: int) -> int:
@@ -108,7 +108,8 @@ def number_of(env: Env, name: str, environment: str, least: int = 0) -> int:
     """Returns the whole number of a variable: a rank, or a count of processes.
 
     Raises:
-        ClusterError: the variable is not set, or is no whole number from `least` to `MOST_HOSTS`.
+        ClusterError: the variable is not set, or is not a whole number from `least` to
+            `MOST_HOSTS`.
     """
     number = whole_number(env.get(name, "").strip())
     if number is None or not least <= number <= MOST_HOSTS:

@@ -96,7 +96,7 @@ class MessageConnection:
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise NotAMessage("a line is no JSON object")
+            raise NotAMessage("a line is not a JSON object")
         return message
 
     def receive(self) -> dict[str, Any] | None:

@@ -391,7 +391,7 @@ def read_saved_config(path: Path) -> dict[str, Any]:
     """Returns the values of the config.json of a run directory, as `read_config_file`.
 
     Raises:
-        ConfigError: the file is no small regular file, or has another form.
+        ConfigError: the file is not a small regular file, or has another form.
     """
     return _values_of(str(path), lambda: read_small(path, _MOST_BYTES))
 
@@ -407,7 +407,7 @@ def _values_of(origin: str, read: Callable[[], bytes]) -> dict[str, Any]:
         values = json_values.parse(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{origin} is no JSON: {error.msg} in line {error.lineno}. Fix the file."
+            f"{origin} is not JSON: {error.msg} in line {error.lineno}. Fix the file."
         ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{origin} must hold a JSON object, but holds a {type(values).__name__}.")

@@ -63,7 +63,7 @@ def parse_flags(
         command: what they have no effect on, for the message.
 
     Raises:
-        ConfigError: a flag is unknown, has no value or no effect, or an argument is no flag.
+        ConfigError: a flag is unknown, has no value or no effect, or an argument is not a flag.
     """
     rest = parse_into(values, argv, unused)
     if values.help:

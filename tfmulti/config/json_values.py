@@ -56,7 +56,7 @@ def build(kind: type[T], values: Any) -> T:
             NaN may stand within a dict, a list or a tuple, as a metric may be one.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"{kind.__name__} is no JSON object")
+        raise ValueError(f"{kind.__name__} is not a JSON object")
     hints = typing.get_type_hints(kind)
     required = {
         field.name
@@ -67,7 +67,7 @@ def build(kind: type[T], values: Any) -> T:
         raise ValueError(f"{kind.__name__} has the fields {', '.join(map(repr, values))[:200]}")
     for name, value in values.items():
         if value != value:
-            raise ValueError(f"{name} is no number")
+            raise ValueError(f"{name} is not a number")
     return kind(**{name: _as(hints[name], name, value) for name, value in values.items()})
 
 

@@ -29,7 +29,7 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
         raise FileNotFoundError(errno.ENOENT, "no such file", path) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", path)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
     return file
 
 

@@ -243,7 +243,7 @@ def changed(options: TrainingOptions, changes: Mapping[str, Any]) -> TrainingOpt
         changes: the new values by field.
 
     Raises:
-        ConfigError: a name is no field, or a value breaks its rule.
+        ConfigError: a name is not a field, or a value breaks its rule.
     """
     known = [item.name for item in dataclasses.fields(TrainingOptions)]
     for name in changes:

@@ -35,7 +35,7 @@ MESSAGES = {
     "loop": "normalizes by the rows of all replicas, but it stands in a loop",
     "different-batches": "the workers read different batches",
     "different-rows": "the parts of a batch have different numbers of rows",
-    "no-regular-file": "is no regular file",
+    "no-regular-file": "is not a regular file",
     "pixels": "the image has more than … pixels",
     "file-limit": "is the limit (by default the memory)",
     "feature-class": "features.json names the class",

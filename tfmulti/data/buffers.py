@@ -26,7 +26,7 @@ def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 def aligned(size: int) -> np.ndarray:
     """Returns `size` uninitialized bytes that TensorFlow takes without a copy.
 
-    TensorFlow copies an array at an address that is no multiple of `ALIGNMENT`.
+    TensorFlow copies an array at an address that is not a multiple of `ALIGNMENT`.
     """
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT

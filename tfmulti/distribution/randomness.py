@@ -373,7 +373,7 @@ def _rows_per_row(share: ReplicaSlice, shape: list[Any]) -> tf.Tensor | None:
     """Returns how many entries of axis 0 an example has; None or 0 if the axis counts no rows.
 
     Axis 0 counts no rows if its size is known before the step runs and the number of rows is not.
-    Nor does it if its size is no whole multiple of the number of rows.
+    Nor does it if its size is not a whole multiple of the number of rows.
     """
     if not shape:
         return None

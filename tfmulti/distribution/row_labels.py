@@ -261,7 +261,7 @@ def is_state_of_metric(tensor: tf.Tensor) -> bool:
 def parts_counted(size: tf.Tensor) -> Parts | None:
     """Returns the parts of the rows that a size, or the first number of a shape, counts.
 
-    None if it is no whole multiple of the number of rows, or if that is not known.
+    None if it is not a whole multiple of the number of rows, or if that is not known.
     """
     op = size.op
     if op.type == "Shape":

@@ -138,7 +138,7 @@ def _host(text: str, source: str) -> Host:
     name, colon, slots = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:
         name, slots = text, ""
-    form = f"{source}: {text[:80]!r} is no host. Write: host:N, N the workers on it."
+    form = f"{source}: {text[:80]!r} is not a host. Write: host:N, N the workers on it."
     # SSH would take a name that begins with - for a flag. A name with a zero byte or a line feed is
     # not printable.
     wrong = any(c in name for c in " '\"=;&|$`@\\/") or not name.isprintable()

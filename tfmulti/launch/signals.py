@@ -46,7 +46,7 @@ def watched(env: Mapping[str, str]) -> dict[int, signal.Signals]:
     {2: 'SIGINT', 15: 'SIGTERM'}
 
     Raises:
-        ConfigError: TFMULTI_PREEMPTION_SIGNAL is no signal that can be used so.
+        ConfigError: TFMULTI_PREEMPTION_SIGNAL is not a signal that can be used so.
     """
     meanings = {int(number): number for number in WATCHED}
     name = env.get(PREEMPTION_SIGNAL, "TERM")
@@ -150,7 +150,7 @@ class SignalWatch:
 
     Raises:
         ConfigError: TFMULTI_GRACE_S is not a number of seconds above 0, or
-            TFMULTI_PREEMPTION_SIGNAL is no signal that can be used so.
+            TFMULTI_PREEMPTION_SIGNAL is not a signal that can be used so.
     """
 
     def __init__(

@@ -87,8 +87,8 @@ def prepare(model: Model, options: TrainingOptions | None = None, **changes: Any
         The model itself, whose class derives from its own class and from `DistributedModel`.
 
     Raises:
-        ModelError: `model` is no Keras model, its class overrides `make_train_function` or one of
-            its siblings, or a variable belongs to another strategy.
+        ModelError: `model` is not a Keras model, its class overrides `make_train_function` or one
+            of its siblings, or a variable belongs to another strategy.
         ClusterError: the environment names several workers, but this process made no strategy.
         ConfigError: there is no such option, or a value is out of its range.
     """

@@ -441,7 +441,7 @@ def changed(env: dict[str, str], **values: str | None) -> dict[str, str]:
             "a sparseCluster, which lists this worker alone",
         ),
         (changed(AZUREML, RANK=None), "azureml: RANK is not set"),
-        (changed(AZUREML, MASTER_ADDR="a\nb"), r"azureml: 'a\\nb' is no name of a host"),
+        (changed(AZUREML, MASTER_ADDR="a\nb"), r"azureml: 'a\\nb' is not the name of a host"),
         (
             changed(INDEXED_JOB, TFMULTI_WORKERS="99999999"),
             "TFMULTI_WORKERS is '99999999', but it must be a whole number from 1 to 65,536",
@@ -488,5 +488,5 @@ def test_an_lsf_job_without_its_rank_file(tmp_path: Path) -> None:
         described(changed(lsf(tmp_path), LSB_DJOB_RANKFILE=None))
     path = tmp_path / "empty"
     path.touch()
-    with pytest.raises(ClusterError, match="which is no list of hosts"):
+    with pytest.raises(ClusterError, match="which is not a list of hosts"):
         described(changed(lsf(tmp_path), LSB_DJOB_RANKFILE=str(path)))

@@ -174,11 +174,11 @@ SECOND = len(framed(RECORDS[0]))
         (flip(SECOND + 9), "record 1: the checksum of its length is wrong.*file is damaged"),
         (lambda content: content[:-1], "is cut off in record 7, after 7 whole ones"),
         (lambda content: content[: SECOND + 5], "is cut off in record 1, after 1 whole ones"),
-        (flip(0), "is no TFRecord file, or its first record is damaged"),
-        (lambda content: b"label,image\n1,cat.jpg\n", "is no TFRecord file"),
-        (lambda content: b"short", "is no TFRecord file"),
-        (lambda content: bytes(10**5), "is no TFRecord file"),
-        (lambda content: framed(b"x" * 50)[:11], "is no TFRecord file"),
+        (flip(0), "is not a TFRecord file, or its first record is damaged"),
+        (lambda content: b"label,image\n1,cat.jpg\n", "is not a TFRecord file"),
+        (lambda content: b"short", "is not a TFRecord file"),
+        (lambda content: bytes(10**5), "is not a TFRecord file"),
+        (lambda content: framed(b"x" * 50)[:11], "is not a TFRecord file"),
     ],
 )
 def test_files_that_cannot_be_indexed(

@@ -252,7 +252,7 @@ def test_the_last_version_and_the_config(folder: Path, tmp_path: Path) -> None:
             "tiny,data_dir={},x=sound",
             "'sound' is a sound, a video, .* whose size is not known before it is d",
         ),
-        ("tiny,data_dir={},x=fixed,y=name,classes=3", "'name' is no label. Leave classes out"),
+        ("tiny,data_dir={},x=fixed,y=name,classes=3", "'name' is not a label. Leave classes out"),
         ("tiny,data_dir={},size=8x8,test=tset", "no split 'tset'; did you mean 'test'"),
         ("tiny,data_dir={},size=8x8,validation=train", "validation=train is another part already"),
     ],

@@ -118,7 +118,7 @@ def test_mistakes_in_the_features(tmp_path: Path, content: dict[str, object], me
         ("{},validation=x*", r"validation=x\*: no file .*/x\*\. Give"),
         ("{}/a,spec=none.json", "no none.json or .*/none.json says what the records hold"),
         ("{}/a,spec={}", "directory"),
-        ("{}/a,spec={}/a", "a is no JSON"),
+        ("{}/a,spec={}/a", "a is not JSON"),
         ("{}/a,validation=a", "take all 1 files. Leave one for training"),
         ("{},validation=a,test=a", "name the same files"),
         ("{},validaton=a", "no option 'validaton'; did you mean 'validation'"),

@@ -127,10 +127,10 @@ GOOD: dict[str, Any] = {"image": [image(1)], "label": [1]}
         (GOOD | {"label": [1, 2]}, r"feature 'label' has 2 values, but 1 were expected for shape"),
         (GOOD | {"image": [b"a", b"b"]}, "feature 'image' has 2 values, but 1 were expected."),
         (GOOD | {"image": [image(1)[:-20]]}, "feature 'image': the image is cut off after"),
-        (GOOD | {"image": [b"no image"]}, "feature 'image': it is no image, or a damaged one"),
+        (GOOD | {"image": [b"no image"]}, "feature 'image': it is not an image, or a damaged one"),
         (GOOD | {"label": [3]}, r"'label' is 3, out of range 0..2"),
         (GOOD | {"label": [-1]}, r"'label' is -1, out of range 0..2"),
-        (None, "the record is no tf.train.Example."),
+        (None, "the record is not a tf.train.Example."),
     ],
 )
 def test_an_unreadable_record_is_an_error_or_left_out(
@@ -351,7 +351,7 @@ def flat_model() -> keras.Model:
         ({"label": [1]}, "a.gz, record 2: .*'image'.*gunzip the files for --skip_bad_records"),
         (GOOD | {"label": [3]}, r"a.gz, record 2: 'label' is 3, out of range 0\.\.2"),
         (GOOD | {"image": [b"none"]}, "a.gz, record 2: feature 'image': .*image"),
-        (b"\x80", "a.gz, record 2: the record is no tf.train.Example"),
+        (b"\x80", "a.gz, record 2: the record is not a tf.train.Example"),
         (None, r"a.gz, record 1\d\d: the file is cut off in it\. Repair"),
     ],
 )

@@ -24,7 +24,7 @@ def test_the_form_of_a_flag() -> None:
 )
 def test_other_forms_of_a_flag_are_errors(text: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"is no list of weights\. Write balanced, or CLASS:WEIGHT"
+        ConfigError, match=r"is not a list of weights\. Write balanced, or CLASS:WEIGHT"
     ):
         parse_class_weight(text)
 

@@ -106,8 +106,8 @@ def test_a_split_has_the_labels_and_origins_of_its_examples() -> None:
     ("splits", "message"),
     [
         ({"train": "trian[:9%]"}, "--training_split trian.*did you mean 'train'"),
-        ({"train": "train[:9%"}, "--training_split .* is no split"),
-        ({"train": "train[9]"}, "is no split"),
+        ({"train": "train[:9%"}, "--training_split .* is not a split"),
+        ({"train": "train[9]"}, "is not a split"),
         ({"train": "train[5:5]"}, r"train\[5:5\] is empty: 100 examples from 5 to 5"),
         ({"train": "train[60%:40%]"}, "is empty"),
         ({"validation": "test[:50%]"}, "the data has no test part. It has: train"),

@@ -42,7 +42,7 @@ NOT_COMPARED = {
         "STFTSpectrogram",
         "StringLookup",
         "TextVectorization",
-        # It is no layer.
+        # It is not a layer.
         "InputSpec",
     },
     "LOSSES": {"CTC", "Loss", "ctc"},

@@ -36,7 +36,7 @@ def read(env: Env) -> Cluster:
     """Returns the cluster of one worker for each machine.
 
     Raises:
-        ClusterError: SM_HOSTS is no list of names, or lacks this host.
+        ClusterError: SM_HOSTS is not a list of names, or lacks this host.
     """
     hosts = _hosts(env)
     if hosts is None:
@@ -58,7 +58,7 @@ def read(env: Env) -> Cluster:
 
 
 def _hosts(env: Env) -> list[str] | None:
-    """Returns the hosts of SM_HOSTS, or None if it is no JSON list of names."""
+    """Returns the hosts of SM_HOSTS, or None if it is not a JSON list of names."""
     try:
         hosts = json_values.parse(env["SM_HOSTS"])
     except json.JSONDecodeError:

@@ -37,8 +37,8 @@ def read(env: Env) -> Cluster:
     """Returns the cluster of all pods of the task `worker`.
 
     Raises:
-        ClusterError: VC_WORKER_HOSTS is no list of hosts, VC_WORKER_NUM is not their number, or the
-            index is missing or is not one of the hosts'.
+        ClusterError: VC_WORKER_HOSTS is not a list of hosts, VC_WORKER_NUM is not their number, or
+            the index is missing or is not one of the hosts'.
     """
     hosts = [host.strip() for host in env["VC_WORKER_HOSTS"].split(",")]
     count = number_of(env, "VC_WORKER_NUM", NAME) if "VC_WORKER_NUM" in env else len(hosts)

@@ -83,7 +83,7 @@ class Decoder:
             check_labels(arrays_of[self.names[1]][0], self.classes, self.names[1])
 
     def labels_of(self, records: Sequence[bytes]) -> np.ndarray | None:
-        """Returns the labels of encoded examples, int [records]; None if the target is no label.
+        """Returns the labels of encoded examples, int [records]; None if the target is not a label.
 
         Raises:
             ValueError: a record cannot be read; the message says why.

@@ -109,7 +109,7 @@ def _features_in(tf: Any, record: bytes) -> Any:
     try:
         return tf.train.Example.FromString(record).features.feature
     except Exception:
-        raise DataError("the record is no tf.train.Example") from None
+        raise DataError("the record is not a tf.train.Example") from None
 
 
 def _reason(parsed: Any, name: str, feature: Feature) -> str | None:

@@ -94,7 +94,7 @@ def read_features(path: str, text: bytes) -> Features:
     try:
         content = json_values.parse(text)
     except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}. Fix that line.") from None
+        raise DataError(f"{path} is not JSON: {error}. Fix that line.") from None
     if not isinstance(content, dict):
         raise DataError(f'{path} holds no object. Write {{"features": {{…}}, "x": …, "y": …}}.')
     if "pythonClassName" in content:

@@ -19,7 +19,7 @@ _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
 # The default limit of an image: 384 MB in colours.
 MEGAPIXELS = 128
 _most_pixels = MEGAPIXELS * 1_000_000
-_NO_IMAGE = "it is no image, or a damaged one (jpeg, png, bmp and webp are read)"
+_NO_IMAGE = "it is not an image, or a damaged one (jpeg, png, bmp and webp are read)"
 _START_OF_SCAN, _END_OF_JPEG, _END_OF_PNG = b"\xff\xda", b"\xff\xd9", b"IEND"
 
 

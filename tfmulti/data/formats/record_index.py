@@ -122,7 +122,9 @@ def _damage_message(path: str, record: int, is_cut_off: bool) -> str:
     if is_cut_off:
         message = f"{path} is cut off in record {record}, after {record} whole ones."
     elif record == 0:
-        return f"{path} is no TFRecord file, or its first record is damaged. Give TFRecord files."
+        return (
+            f"{path} is not a TFRecord file, or its first record is damaged. Give TFRecord files."
+        )
     else:
         message = (
             f"{path}, record {record}: the checksum of its length is wrong, so what follows cannot "

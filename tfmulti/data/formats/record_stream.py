@@ -143,5 +143,5 @@ def _declared_pixels(tf: Any, data: tf.Tensor) -> tf.Tensor:
         for (start, mark), sides in sides_of.items()
     ]
     sides = tf.case(cases, lambda: tf.zeros([2], tf.int64))
-    # An image whose side is no positive number counts as one without pixels.
+    # An image whose side is not a positive number counts as one without pixels.
     return tf.reduce_prod(tf.maximum(sides, 0))

@@ -189,7 +189,7 @@ def matching(prefix: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> 
             paths = [pattern] if _exists(pattern) else _glob(pattern)
         for name in paths:
             if not is_remote(name) and os.path.exists(name) and not os.path.isfile(name):
-                raise DataError(f"{prefix}: {name} is no regular file. Remove it from there.")
+                raise DataError(f"{prefix}: {name} is not a regular file. Remove it from there.")
     except DataError:
         raise
     except Exception as error:

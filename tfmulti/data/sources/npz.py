@@ -44,7 +44,7 @@ def _read(path: str) -> dict[str, np.ndarray]:
                 raise DataError(f"{prefix}: the file is empty. Write it anew.")
             if not zipfile.is_zipfile(file):
                 raise DataError(
-                    f"{prefix} is no .npz file, or a truncated one. Save with "
+                    f"{prefix} is not an .npz file, or a truncated one. Save with "
                     "np.savez(path, x=…, y=…)."
                 )
             file.seek(0)

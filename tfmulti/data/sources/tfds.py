@@ -228,8 +228,8 @@ def _check_description(tfds: Any, folder: Any) -> None:
     """Checks the files that describe a data set, before tensorflow-datasets reads them.
 
     Raises:
-        OSError: a file is no regular file, is too large, or cannot be read.
-        ValueError: features.json is no JSON, or names a class that tensorflow-datasets does not
+        OSError: a file is not a regular file, is too large, or cannot be read.
+        ValueError: features.json is not JSON, or names a class that tensorflow-datasets does not
             have.
     """
     # The names of classes stand in text files.
@@ -359,12 +359,12 @@ def _leaf(tfds: Any, prefix: str, name: str, feature: Any, size: tuple[int, ...]
 def _classes(
     tfds: Any, prefix: str, name: str, feature: Any, leaf: Leaf, chosen_classes: int | None
 ) -> int | None:
-    """Returns the number of classes; None if it is not known or the target is no label."""
+    """Returns the number of classes; None if it is not known or the target is not a label."""
     if isinstance(feature, tfds.features.ClassLabel):
         return int(feature.num_classes)
     if chosen_classes is not None and not is_label(leaf):
         raise DataError(
-            f"{prefix}: classes={chosen_classes}, but {name!r} is no label. Leave classes out."
+            f"{prefix}: classes={chosen_classes}, but {name!r} is not a label. Leave classes out."
         )
     return chosen_classes
 

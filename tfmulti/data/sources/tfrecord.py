@@ -149,7 +149,7 @@ def _features(prefix: str, pattern: str, spec: str) -> Features:
 
 
 def _classes(prefix: str, features: Features, option: int | None) -> int | None:
-    """Returns the number of classes; None if it is not needed or the target is no label.
+    """Returns the number of classes; None if it is not needed or the target is not a label.
 
     Raises DataError if there is a number for another target, or if it is needed but missing.
     """

@@ -28,8 +28,8 @@ def parse_class_weight(text: str) -> dict[int, float] | None:
         weights = {}
     if not weights or any(not w >= 0 or w == np.inf or k < 0 for k, w in weights.items()):
         raise ConfigError(
-            f"--class_weight {text} is no list of weights. Write {BALANCED}, or CLASS:WEIGHT with "
-            "commas between, such as 0:1,3:2.5; other classes have weight 1."
+            f"--class_weight {text} is not a list of weights. Write {BALANCED}, or CLASS:WEIGHT "
+            "with commas between, such as 0:1,3:2.5; other classes have weight 1."
         )
     return weights
 

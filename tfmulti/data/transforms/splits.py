@@ -54,7 +54,7 @@ def parse_split(flag: str, text: str) -> Slice:
     match = _FORM.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"--{flag} {text} is no split. Write a part's name, or with a slice of it: "
+            f"--{flag} {text} is not a split. Write a part's name, or with a slice of it: "
             "train[:90%], train[90%:], train[1000:2000]."
         )
     if match[1] not in PARTS:

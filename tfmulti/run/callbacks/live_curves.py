@@ -44,11 +44,13 @@ class LiveCurves(keras.callbacks.Callback):
         """
         history = state["history"]
         if not isinstance(history, dict) or len(history) > _MOST_NAMES:
-            raise ValueError(f"the history of LiveCurves is no dict of at most {_MOST_NAMES} lists")
+            raise ValueError(
+                f"the history of LiveCurves is not a dict of at most {_MOST_NAMES} lists"
+            )
         for name, values in history.items():
             is_curve = isinstance(values, list) and all(type(value) is float for value in values)
             if not isinstance(name, str) or not is_curve:
-                raise ValueError(f"the curve {name!r:.40} of LiveCurves is no list of floats")
+                raise ValueError(f"the curve {name!r:.40} of LiveCurves is not a list of floats")
         self._history = {name: list(values) for name, values in history.items()}
 
     def on_train_begin(self, logs: Any = None) -> None:

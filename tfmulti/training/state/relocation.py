@@ -293,7 +293,7 @@ def components(variable: tf.Variable) -> list[tf.Variable]:
 def values_of(state: State) -> dict[str, list[np.ndarray]]:
     """Returns the value of every variable on each local replica, by name.
 
-    This is no collective.
+    This is not a collective.
     """
     return {
         name: [np.asarray(part) for part in components(variable)]
@@ -304,7 +304,7 @@ def values_of(state: State) -> dict[str, list[np.ndarray]]:
 def set_values(state: State, values: Mapping[str, Sequence[np.ndarray]]) -> None:
     """Sets every variable to the values that `values_of` returned, to the bit.
 
-    This is no collective.
+    This is not a collective.
     """
     for name, variable in state.named().items():
         for part, value in zip(components(variable), values.get(name, ()), strict=False):
