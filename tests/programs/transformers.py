@@ -191,34 +191,6 @@ def captions_in_several_updates() -> Made:
     return _captioner(FULL, 2)
 
 
-class TiledMask(layers.Layer):
-    """Attention by a causal mask that is tiled for each row, and dropout after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = layers.MultiHeadAttention(2, WIDTH // 2, dropout=0.1)
-        self.dropout = layers.Dropout(0.3)
-
-    def call(self, x: Any) -> Any:
-        rows, length = tf.shape(x)[0], tf.shape(x)[1]
-        mask = tf.range(length)[:, None] >= tf.range(length)
-        times = tf.concat([tf.expand_dims(rows, -1), tf.constant([1, 1])], 0)
-        return self.dropout(self.attention(x, x, attention_mask=tf.tile(mask[None], times)))
-
-
-class DroppingCaptioner(Captioner):
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.decoder = TiledMask()
-
-
-@program("keras-io: Image Captioning")
-def dropout_after_a_mask_for_each_row() -> Made:
-    """A causal mask tiled by the number of rows, dropout after it, and a masked mean."""
-    made = _captioner(TEXT, 1)
-    return Made(DroppingCaptioner(), made.compile, made.fit)
-
-
 class NonPadding(keras.losses.Loss):
     def call(self, y_true: Any, y_pred: Any) -> Any:
         entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=False, reduction=None)
