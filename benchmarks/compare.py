@@ -1,11 +1,11 @@
-"""Milliseconds a step of four networks, with tfmulti and its peers, side by side.
+"""Measures the milliseconds of a step of four networks, with tfmulti and its peers.
 
     python -m benchmarks.compare [--rounds 3] [--workloads mlp,cnn] [--kinds one,workers,mirrored]
 
-Each side runs in processes of its own, the sides in turns, on one core a worker (`mirrored`: on
-two cores). Writes the medians to benchmarks/results/compare.json and to docs/performance.md. It
-needs the extra
-`benchmarks`; a peer that is not installed is left out, and said so.
+Each side runs in its own processes, and the sides run in turns. A worker has one core, and
+`mirrored` has two. The medians go to benchmarks/results/compare.json and to docs/performance.md.
+The command needs the extra `benchmarks`. It prints the peers that are not installed, and leaves
+them out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ LIMIT_S = 300.0
 class Side:
     """A program under `peers/`, its arguments, and where it runs.
 
-    `needs` is a package besides TensorFlow, and `workloads` those that it is for (none: all).
+    `needs` is a package besides TensorFlow that the program imports. `workloads` are the workloads
+    that it trains; without any, it trains all.
     """
 
     module: str
@@ -81,36 +82,36 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", default="one,workers,mirrored")
     parser.add_argument("--sides", default=";".join(SIDES), help="separated by semicolons")
     parser.add_argument("--dry", action="store_true", help="write no result")
-    given = parser.parse_args(arguments)
-    kinds, asked = given.kinds.split(","), given.sides.split(";")
+    args = parser.parse_args(arguments)
+    kinds, chosen = args.kinds.split(","), args.sides.split(";")
     for names, known in (
-        (given.workloads.split(","), WORKLOADS),
+        (args.workloads.split(","), WORKLOADS),
         (kinds, training_table.PLACES),
-        (asked, SIDES),
+        (chosen, SIDES),
     ):
         for name in names:
             if name not in known:
                 parser.error(f"{name!r} is none of {', '.join(known)}")
-    sides = [side for side in SIDES if side in asked and _is_there(side)]
-    found: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    sides = [side for side in SIDES if side in chosen and _is_installed(side)]
+    figures_of: dict[str, dict[str, dict[str, list[Any]]]] = {}
     medians: dict[str, Any] = {}
-    for number in range(given.rounds):
-        for work in given.workloads.split(","):
+    for number in range(args.rounds):
+        for work in args.workloads.split(","):
             for kind in kinds:
                 for side in sides[:: -1 if number % 2 else 1]:
                     if SIDES[side].runs(work, kind):
                         figures = run(work, side, kind)
-                        found.setdefault(work, {}).setdefault(kind, {}).setdefault(side, [])
-                        found[work][kind][side].append(figures)
+                        figures_of.setdefault(work, {}).setdefault(kind, {}).setdefault(side, [])
+                        figures_of[work][kind][side].append(figures)
                         print(f"{number} {work:12} {kind:9} {side:30} {figures}", flush=True)
         medians = {
             work: {
                 kind: {side: _medians(rounds) for side, rounds in of_sides.items()}
                 for kind, of_sides in of_kinds.items()
             }
-            for work, of_kinds in found.items()
+            for work, of_kinds in figures_of.items()
         }
-        if not given.dry:
+        if not args.dry:
             # A round that fails later does not lose the rounds before it.
             _write(medians)
     _show(medians)
@@ -118,38 +119,38 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(work: str, side: str, kind: str) -> dict[str, float]:
-    """Returns the figures of one run of a side: of the slower worker, where there are two."""
+    """Returns the figures of one run of a side; with two workers, those of the slower one."""
     module, options = SIDES[side].module, SIDES[side].options
     command = [sys.executable, "-m", f"benchmarks.peers.{module}", work, kind, *options]
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
-        running = []
+        processes = []
         for rank, (env, cores) in enumerate(_workers(kind)):
             out, err = (logs / f"out-{rank}").open("w"), (logs / f"err-{rank}").open("w")
             pinned = ["taskset", "-c", cores, *command]
             environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-            running.append(
+            processes.append(
                 subprocess.Popen(pinned, stdout=out, stderr=err, env=environment | env, cwd=ROOT)
             )
         until = time.monotonic() + LIMIT_S
         try:
-            while None in (codes := [process.poll() for process in running]):
+            while None in (codes := [process.poll() for process in processes]):
                 # The other processes would wait for the one that failed.
                 if any(codes) or time.monotonic() > until:
                     break
                 time.sleep(0.05)
         finally:
-            for process in running:
+            for process in processes:
                 process.kill()
         if any(code != 0 for code in codes):
             texts = [path.read_text()[-2000:] for path in sorted(logs.glob("err-*"))]
             raise RuntimeError(f"{' '.join(command)} failed: {' | '.join(texts)}")
-        found = [json.loads(path.read_text().splitlines()[-1]) for path in logs.glob("out-*")]
-    return {name: round(max(each[name] for each in found), 3) for name in found[0]}
+        figures = [json.loads(path.read_text().splitlines()[-1]) for path in logs.glob("out-*")]
+    return {name: round(max(each[name] for each in figures), 3) for name in figures[0]}
 
 
 def _workers(kind: str) -> Iterator[tuple[dict[str, str], str]]:
-    """Yields what tells each worker who it is, and its cores."""
+    """Yields the environment of each worker, and its cores."""
     if kind != "workers":
         yield {}, "0,1" if kind == "mirrored" else "0"
         return
@@ -180,7 +181,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _is_there(side: str) -> bool:
+def _is_installed(side: str) -> bool:
     package = SIDES[side].needs
     if package is None or importlib.util.find_spec(package):
         return True
@@ -190,30 +191,30 @@ def _is_there(side: str) -> bool:
 
 def _medians(rounds: list[dict[str, float]]) -> dict[str, Any]:
     """Returns the median of each figure, and the steps' milliseconds in each round."""
-    found = {name: round(statistics.median(r[name] for r in rounds), 3) for name in rounds[0]}
-    return found | {"rounds_step_ms": [r["step_ms"] for r in rounds]}
+    medians = {name: round(statistics.median(r[name] for r in rounds), 3) for name in rounds[0]}
+    return medians | {"rounds_step_ms": [r["step_ms"] for r in rounds]}
 
 
 def _show(medians: dict[str, Any]) -> None:
     for work, of_kinds in medians.items():
         for kind, sides in of_kinds.items():
-            words = ", ".join(f"{side} {found['step_ms']:.1f}" for side, found in sides.items())
-            print(f"{work} {kind}: {words} ms a step")
+            steps = ", ".join(f"{side} {figures['step_ms']:.1f}" for side, figures in sides.items())
+            print(f"{work} {kind}: {steps} ms a step")
 
 
 def _write(medians: dict[str, Any]) -> None:
-    """Writes what was measured, beside what was before of other sides.
+    """Writes the medians beside earlier ones of other sides.
 
-    But for what was measured elsewhere, or with other versions.
+    Earlier results of another machine or of other versions are dropped.
     """
-    where = {"machine": _machine(), "versions": _versions()}
+    environment = {"machine": _machine(), "versions": _versions()}
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    same = all(before.get(name) == value for name, value in where.items())
+    same = all(before.get(name) == value for name, value in environment.items())
     workloads = before["workloads"] if same else {}
     for work, of_kinds in medians.items():
         for kind, sides in of_kinds.items():
             workloads.setdefault(work, {}).setdefault(kind, {}).update(sides)
-    RESULTS.write_text(json.dumps({**where, "workloads": workloads}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**environment, "workloads": workloads}, indent=1) + "\n")
     training_table.main()
     print(f"written {RESULTS.relative_to(ROOT)}")
 
@@ -227,8 +228,8 @@ def _machine() -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     names = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "torch")
-    there = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
-    return {name: there[name] for name in names if name in there} | {
+    installed = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
+    return {name: installed[name] for name in names if name in installed} | {
         "python": platform.python_version()
     }
 

@@ -71,7 +71,7 @@ def table(sides: dict[str, list[dict[str, Any]]]) -> str:
     exact = final(sides["exact"], "loss")
     for side, runs in sides.items():
         loss = final(runs, "loss")
-        words = [
+        cells = [
             f"`{' '.join(SIDES[side])}`" if SIDES[side] else "exact",
             f"{loss:.4f}",
             "" if side == "exact" else f"{loss - exact:+.4f}",
@@ -80,7 +80,7 @@ def table(sides: dict[str, list[dict[str, Any]]]) -> str:
             f"{statistics.fmean(run['test_accuracy'] for run in runs):.4f}",
             f"{sent_kb(side, runs[0]['parameters']):.0f} KB",
         ]
-        lines.append(f"| {' | '.join(words)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     losses = [run["loss"][-1] for run in sides["exact"]]
     spread = f"{min(losses):.4f} to {max(losses):.4f}"
     count, epochs = len(losses), len(sides["exact"][0]["loss"])
@@ -129,14 +129,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--only", choices=SIDES, help="measure this side; the others stay")
-    given = parser.parse_args()
+    args = parser.parse_args()
     sides: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
-    if given.only:
-        sides = json.loads(RESULTS.read_text())["sides"] | {given.only: []}
-    for seed in range(given.seeds):
+    if args.only:
+        sides = json.loads(RESULTS.read_text())["sides"] | {args.only: []}
+    for seed in range(args.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            for name in [given.only] if given.only else SIDES:
-                sides[name].append(train(SIDES[name], seed, given.epochs, Path(folder)))
+            for name in [args.only] if args.only else SIDES:
+                sides[name].append(train(SIDES[name], seed, args.epochs, Path(folder)))
         results = {
             "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
             "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",

@@ -1,10 +1,10 @@
-"""What exactness costs: milliseconds a step with and without each part of it.
+"""Measures what exactness costs: milliseconds of a step with and without each part of it.
 
     python -m benchmarks.exactness [--steps 60] [--rounds 7]
 
-runs every pair on two replicas of one process and on two workers over loopback, the two sides
-in turns, and writes the medians to benchmarks/results/exactness.json. Models are small, so
-that what is measured is the cost of the part and not of the model.
+The command runs each pair on two replicas of one process and on two workers over loopback, the two
+sides in turns. It writes the medians to benchmarks/results/exactness.json. The models are small, so
+the time is mostly that of the measured part.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FEATURES, CLASSES, UNITS, BATCH = 32, 10, 128, 64
 
 
 def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Returns, by what is compared, how the models without and with it are made.
+    """Returns for each comparison two functions that make the models without and with the part.
 
-    A side that cannot run at this place (Keras alone on several workers) is left out.
+    Sides that cannot run with this strategy (Keras alone on several workers) are left out.
     """
     import keras
     from keras import layers
@@ -61,11 +61,11 @@ def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], A
         return lambda: layers.BatchNormalization(synchronized=synchronized)
 
     def augmented(of_all_rows: bool) -> Callable[[], Any]:
-        class OfShare(layers.RandAugment):
+        class OfReplicaRows(layers.RandAugment):
             # This is Keras' own function.
             call = layers.RandAugment.call.__wrapped__
 
-        kind = layers.RandAugment if of_all_rows else OfShare
+        kind = layers.RandAugment if of_all_rows else OfReplicaRows
         images = layers.Reshape((8, 16, 1))
         return lambda: keras.Sequential(
             [images, kind(value_range=(-3, 3), seed=1), layers.Flatten()]
@@ -193,9 +193,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--place", choices=PLACES, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.place:
-        Path(given.out).write_text(json.dumps(measure(given.place, given.steps, given.rounds)))
+    args = parser.parse_args()
+    if args.place:
+        Path(args.out).write_text(json.dumps(measure(args.place, args.steps, args.rounds)))
         return
     import keras
     import tensorflow as tf
@@ -203,8 +203,8 @@ def main() -> None:
     results = {
         "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
         "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
-        "model": f"3 × Dense({UNITS}), {BATCH} rows a batch; medians of {given.rounds} rounds",
-        "places": {place: run_place(place, given.steps, given.rounds) for place in PLACES},
+        "model": f"3 × Dense({UNITS}), {BATCH} rows a batch; medians of {args.rounds} rounds",
+        "places": {place: run_place(place, args.steps, args.rounds) for place in PLACES},
     }
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 

@@ -1,10 +1,10 @@
-"""How soon each fault of a job of two workers is noticed, and how soon training goes on.
+"""Measures how soon faults of a job of two workers are noticed, and how soon training continues.
 
     python -m benchmarks.faults [--rounds 3] [--only WORDS]
 
-Trains a small network under the launcher, does harm to it, and writes the medians to
-benchmarks/results/faults.json and to the table of docs/faults.md. The faults of networks need root,
-iproute2 and an OpenSSH server; without these they are left out.
+The command trains a small network under the launcher and causes each fault. It writes the medians
+to benchmarks/results/faults.json and to the table of docs/faults.md. The faults of networks need
+root, iproute2 and an OpenSSH server; without these they are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS, EVERY, READY_S, LIMIT_S = 3000, 20, 8.0, 120.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds from a fault until it was noticed, and until a step ended after it; None: no such."""
+    """Seconds from a fault until it was noticed, and until the next step ended; None if neither."""
 
     noticed_s: float | None
     on_s: float | None = None
@@ -78,13 +78,13 @@ class Job:
         return int((self.folder / f"pid-{rank}").read_text())
 
     def begun(self) -> Job:
-        """Returns this job, when it trains and what waits in readiness is ready."""
+        """Returns this job once it trains and its standby processes are ready."""
         self.wait(lambda: len(self.steps()) > EVERY)
         time.sleep(READY_S)
         return self
 
     def wait(self, happened: Callable[[], bool]) -> float:
-        """Returns when something has happened."""
+        """Waits until a condition holds, and returns the time."""
         deadline = time.monotonic() + LIMIT_S
         while not happened():
             if time.monotonic() > deadline:
@@ -92,12 +92,12 @@ class Job:
             time.sleep(0.005)
         return time.monotonic()
 
-    def says(self, words: str) -> float:
-        """Returns when the launcher has said something."""
-        return self.wait(lambda: words in self._output.read_text())
+    def says(self, text: str) -> float:
+        """Waits until the launcher has printed a text, and returns the time."""
+        return self.wait(lambda: text in self._output.read_text())
 
     def goes_on(self, after_s: float) -> float:
-        """Returns when the first step ended that a restarted job has made."""
+        """Returns when the first step of the restarted job ended."""
         count = sum(ended_s <= after_s for ended_s in self.steps())
         self.wait(lambda: len(self.steps()) > count)
         return self.steps()[count]
@@ -107,9 +107,9 @@ class Job:
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, IndexError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (entry / "cmdline").read_text()
+                command_line = (entry / "cmdline").read_text()
                 if parent == self.process.pid and (
-                    "tfmulti.launch\0--" in words or "tfmulti.launch.guard" in words
+                    "tfmulti.launch\0--" in command_line or "tfmulti.launch.guard" in command_line
                 ):
                     return int(entry.name)
         return None
@@ -146,10 +146,10 @@ def a_worker_is_frozen() -> Measured:
         return of_worker(one, signal.SIGSTOP, "worker 1 is frozen")
 
 
-def of_worker(one: Job, number: int, words: str) -> Measured:
+def of_worker(one: Job, number: int, text: str) -> Measured:
     fault_s = time.monotonic()
     os.kill(one.pid(1), number)
-    noticed_s = one.says(words)
+    noticed_s = one.says(text)
     # A step that had been computed may still end.
     return Measured(noticed_s - fault_s, one.goes_on(noticed_s) - fault_s)
 
@@ -165,7 +165,7 @@ def the_guard_is_killed() -> Measured:
 
 
 def launcher_and_guard_are_killed() -> Measured:
-    """Noticed: no worker is there any more."""
+    """The fault counts as noticed once no worker exists any more."""
     with job() as one:
         workers = [one.pid(0), one.pid(1)]
         guard = one.guard()
@@ -178,14 +178,14 @@ def launcher_and_guard_are_killed() -> Measured:
 
 
 def a_proxy_is_set() -> Measured:
-    """When the first step of a job ends, after the job's start; it never did, before."""
+    """The time from the start of the job to the end of its first step."""
     proxy = "http://127.0.0.1:9"
     with job(env={"http_proxy": proxy, "grpc_proxy": proxy}) as one:
         return Measured(None, one.steps()[0] - one.began_s)
 
 
 def a_second_start_in_one_folder() -> Measured:
-    """Noticed: it has ended with exit code 2; the first goes on meanwhile."""
+    """The fault counts as noticed once the second job has ended with exit code 2."""
     with job() as one:
         fault_s = time.monotonic()
         second = Job(one.folder)
@@ -198,7 +198,7 @@ def a_second_start_in_one_folder() -> Measured:
 
 
 def a_folder_of_a_dead_owner_elsewhere() -> Measured:
-    """A machine has lost power; the job is started on another one, with the same folder."""
+    """A machine has lost power, and the job starts on another one with the same folder."""
     with job() as one:
         owner = one.folder / "checkpoints" / "owner.json"
         left = {**json.loads(owner.read_text()), "machine": "another one"}
@@ -216,7 +216,7 @@ def a_folder_of_a_dead_owner_elsewhere() -> Measured:
 
 
 def a_machine_is_cut_off(*, chief: bool) -> Measured:
-    """The launcher is on the first; the other one, with the chief or not, is cut off."""
+    """The launcher is on the first machine. The other one is cut off, with the chief or not."""
     with tempfile.TemporaryDirectory() as name, networks.hosts(2, Path(name)) as two:
         order = (2, 1) if chief else (1, 2)
         named = ",".join(f"{two.address(host)}:1" for host in order)
@@ -256,31 +256,32 @@ def lines_of(results: Mapping[str, Mapping[str, float | None]]) -> str:
     return "\n".join(lines)
 
 
+def _median(seconds: Sequence[float | None]) -> float | None:
+    """Returns the median of the known seconds; None without any."""
+    known = [each for each in seconds if each is not None]
+    return statistics.median(known) if known else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="faults with these words in their names")
-    given = parser.parse_args()
-    faults, why_not = dict(FAULTS), networks.why_not()
-    if why_not is None:
+    args = parser.parse_args()
+    faults, reason = dict(FAULTS), networks.why_not()
+    if reason is None:
         faults |= NETWORK_FAULTS
     else:
-        print(f"left out: {', '.join(NETWORK_FAULTS)}: {why_not}")
-    faults = {name: fault for name, fault in faults.items() if given.only in name}
-    found: dict[str, list[Measured]] = {name: [] for name in faults}
-    for number in range(given.rounds):
+        print(f"left out: {', '.join(NETWORK_FAULTS)}: {reason}")
+    faults = {name: fault for name, fault in faults.items() if args.only in name}
+    measured: dict[str, list[Measured]] = {name: [] for name in faults}
+    for number in range(args.rounds):
         for name, fault in faults.items():
-            found[name].append(fault())
-            print(f"round {number + 1}  {name:<64} {found[name][-1]}", flush=True)
-    before = json.loads(RESULTS.read_text())["faults"] if given.only else {}
+            measured[name].append(fault())
+            print(f"round {number + 1}  {name:<64} {measured[name][-1]}", flush=True)
+    before = json.loads(RESULTS.read_text())["faults"] if args.only else {}
     results = before | {
-        name: {
-            key: statistics.median(known)
-            if (known := [s for one in each if (s := getattr(one, key)) is not None])
-            else None
-            for key in ("noticed_s", "on_s")
-        }
-        for name, each in found.items()
+        name: {key: _median([getattr(one, key) for one in rounds]) for key in ("noticed_s", "on_s")}
+        for name, rounds in measured.items()
     }
     machine = f"{os.cpu_count()} cores, no GPU, {platform.machine()}"
     RESULTS.write_text(json.dumps({"machine": machine, "faults": results}, indent=1) + "\n")

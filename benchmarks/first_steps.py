@@ -38,17 +38,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_steps")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--programs", default=",".join(PROGRAMS))
-    given = parser.parse_args(arguments)
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for number in range(given.rounds):
-        for name in given.programs.split(","):
+    args = parser.parse_args(arguments)
+    figures_of: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for number in range(args.rounds):
+        for name in args.programs.split(","):
             for side in SIDES[:: -1 if number % 2 else 1]:
                 figures = one_process(name, side)
-                found.setdefault(name, {}).setdefault(side, []).append(figures)
+                figures_of.setdefault(name, {}).setdefault(side, []).append(figures)
                 print(number + 1, name, side, figures, flush=True)
-    programs = {name: medians(sides) for name, sides in found.items()}
+    programs = {name: medians(sides) for name, sides in figures_of.items()}
     machine = f"{os.cpu_count()} cores, no GPU, {platform.machine()}"
-    results = {"machine": machine, "rounds": given.rounds, "programs": programs}
+    results = {"machine": machine, "rounds": args.rounds, "programs": programs}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(table(programs))
 
@@ -100,7 +100,7 @@ def child(name: str, side: str) -> None:
 
     keras.utils.set_random_seed(7)
     ended: list[float] = []
-    told = keras.callbacks.LambdaCallback(
+    on_first_step = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: ended.append(time.monotonic())
     )
     with strategy_at(side).scope():
@@ -109,7 +109,7 @@ def child(name: str, side: str) -> None:
             prepare(made.model)
         made.model.compile(**made.compile)
     options = {**made.fit, "verbose": 0}
-    options["callbacks"] = [*(options.get("callbacks") or []), told]
+    options["callbacks"] = [*(options.get("callbacks") or []), on_first_step]
     called = time.monotonic()
     made.model.fit(**options)
     print(round(ended[0] - called, 2))

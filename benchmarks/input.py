@@ -1,15 +1,17 @@
-"""How fast batches come, beside tf.data, Keras' PyDataset, PyTorch's DataLoader and grain.
+"""Measures how fast data is read, beside tf.data, Keras' PyDataset, PyTorch's DataLoader and grain.
 
     pip install '.[benchmarks]'
     python -m benchmarks.input [--rounds 3] [--only arrays,images]
 
-makes arrays (60,000 of 28×28), 2,000 JPEG files of 256×256 in class folders and the same
-images in TFRecord files, and reads them shuffled in batches, images resized to 224×224: each
-side in a fresh process, in turns, and writes the medians to benchmarks/results/input.json.
-Measured are examples a second, memory above what the process had before (that of its worker
-processes included), the time to the first batch, from 90 % of an epoch on after a stop, and
-how long the end takes. `decoding` reads and decodes, and does nothing else. `plan` is the time
-to plan a step of 10^9 examples.
+The command makes arrays (60,000 of 28×28), 2,000 JPEG files of 256×256 in class folders, and the
+same images in TFRecord files. Each side reads them in shuffled batches, with images resized to
+224×224. The sides run in turns, each in a new process, and the medians go to
+benchmarks/results/input.json.
+
+The command measures the examples per second, the memory that reading adds (with worker processes),
+and the time to the first batch, also if a run resumes at 90 % of an epoch. It also measures how
+long the end takes. `decoding` only reads and decodes. `plan` is the time to plan a step of 10^9
+examples.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ NAMES = {
 
 
 def memory_mb(pid: int) -> float:
-    """Returns the memory of a process and of those below it; shared pages count by parts."""
+    """Returns the memory of a process and its children; shared pages count in proportion."""
     total = 0.0
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -52,7 +54,8 @@ def memory_mb(pid: int) -> float:
                 total += int(line.split()[1]) / 1024
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
-        return total  # it has ended
+        # The process has ended.
+        return total
     return total + sum(memory_mb(int(child)) for child in children)
 
 
@@ -84,13 +87,13 @@ def run(side: str, task: str, folder: str) -> dict[str, float]:
         over.set()
         watcher.join()
         _go_on(process)
-        found: dict[str, float] = json.loads(process.stdout.readline())
+        figures: dict[str, float] = json.loads(process.stdout.readline())
         process.wait(60)
     finally:
         over.set()
         process.kill()
         process.wait()
-    return {**found, "memory_mb": max(0.0, peak[0] - before)}
+    return {**figures, "memory_mb": max(0.0, peak[0] - before)}
 
 
 def _until(stream: Any, word: str) -> None:
@@ -134,7 +137,7 @@ def main() -> None:
     from benchmarks.input_data import make
 
     tasks = args.only.split(",")
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {t: {} for t in tasks}
+    figures_of: dict[str, dict[str, list[dict[str, Any]]]] = {t: {} for t in tasks}
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder))
         for task in tasks:
@@ -142,7 +145,7 @@ def main() -> None:
                 sides = SIDES[task] if turn % 2 == 0 else SIDES[task][::-1]
                 for side in sides:
                     figures = run(side, task, folder)
-                    found[task].setdefault(NAMES[side], []).append(figures)
+                    figures_of[task].setdefault(NAMES[side], []).append(figures)
                     print(task, NAMES[side], json.dumps(figures), flush=True)
     before = json.loads(RESULTS.read_text())["tasks"] if RESULTS.exists() else {}
     results = {
@@ -151,7 +154,7 @@ def main() -> None:
         "rounds": args.rounds,
         "plan_us": plan_us(),
         "tasks": before
-        | {t: {n: medians(r) for n, r in sides.items()} for t, sides in found.items()},
+        | {t: {n: medians(r) for n, r in sides.items()} for t, sides in figures_of.items()},
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")

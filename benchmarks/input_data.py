@@ -23,9 +23,9 @@ def make(folder: Path) -> None:
     np.save(folder / "y.npy", rng.integers(CLASSES, size=ROWS).astype(np.int32))
     encoded = [_photograph(rng) for _ in range(IMAGES)]
     for i, data in enumerate(encoded):
-        place = folder / "images" / f"class{i % CLASSES}"
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{i:05}.jpg").write_bytes(data)
+        class_folder = folder / "images" / f"class{i % CLASSES}"
+        class_folder.mkdir(parents=True, exist_ok=True)
+        (class_folder / f"{i:05}.jpg").write_bytes(data)
     records = folder / "records"
     records.mkdir()
     for file in range(FILES):

@@ -1,11 +1,11 @@
-"""How long a job of two workers stands still when one is killed, beside torchrun.
+"""Measures how long a job of two workers stops when one is killed, beside torchrun.
 
     python -m benchmarks.recovery [--rounds 3] [--torch PYTHON_WITH_TORCH]
 
-SIGKILLs worker 1 of a small network's training, the sides in turns, and writes the medians to
-benchmarks/results/recovery.json: seconds from the signal to the first step that ends after it in
-the restarted job, and the steps that are trained again. PyTorch's CPU build is needed for its
-side; without it, it is left out.
+The command kills worker 1 while a small network trains, with the sides in turns. It writes the
+medians to benchmarks/results/recovery.json: the seconds from the signal to the first step that ends
+in the restarted job, and the steps that are trained again. The side of PyTorch needs its CPU build,
+and is left out without it.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def commands(torch: str | None) -> dict[str, list[str]]:
     return sides
 
 
-def told(folder: Path) -> list[tuple[int, float]]:
-    """Returns the steps that worker 0 has ended, and when."""
+def finished_steps(folder: Path) -> list[tuple[int, float]]:
+    """Returns the steps that worker 0 has finished, with their times."""
     lines = (folder / "steps-0").read_text().splitlines() if (folder / "steps-0").exists() else []
     return [(int(line.split()[0]), float(line.split()[1])) for line in lines if " " in line]
 
 
 class Stuck(Exception):
-    """A job did not go on in time. The message is the end of its output."""
+    """Raised if a job does not continue in time. The message is the end of its output."""
 
 
 def one_round(command: list[str]) -> tuple[float, int]:
-    """Returns the seconds until training goes on after a kill, and the steps done twice.
+    """Returns the seconds until training continues after a kill, and the steps done twice.
 
     Raises:
-        Stuck: it does not.
+        Stuck: training does not continue.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -73,15 +73,15 @@ def one_round(command: list[str]) -> tuple[float, int]:
                 argv, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True
             )
         try:
-            wait_for(lambda: len(told(folder)) > EVERY, job, folder)
+            wait_for(lambda: len(finished_steps(folder)) > EVERY, job, folder)
             # The standby processes are ready by then.
             time.sleep(KILL_AFTER_S)
             killed_s = time.monotonic()
             os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
             time.sleep(0.3)
-            before = [step for step, ended_s in told(folder) if ended_s <= killed_s + 0.3]
-            wait_for(lambda: told(folder)[-1][1] > killed_s + 0.3, job, folder)
-            first = next(entry for entry in told(folder) if entry[1] > killed_s + 0.3)
+            before = [step for step, ended_s in finished_steps(folder) if ended_s <= killed_s + 0.3]
+            wait_for(lambda: finished_steps(folder)[-1][1] > killed_s + 0.3, job, folder)
+            first = next(entry for entry in finished_steps(folder) if entry[1] > killed_s + 0.3)
             return first[1] - killed_s, before[-1] - first[0] + 1
         finally:
             job.send_signal(signal.SIGTERM)
@@ -104,18 +104,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--torch", help="a Python that has PyTorch")
-    given = parser.parse_args()
-    found: dict[str, list[tuple[float, int]]] = {}
-    for number in range(given.rounds):
-        for name, command in commands(given.torch).items():
+    args = parser.parse_args()
+    rounds_of: dict[str, list[tuple[float, int]]] = {}
+    for number in range(args.rounds):
+        for name, command in commands(args.torch).items():
             head = f"round {number + 1}  {name:<22}"
-            found.setdefault(name, [])
+            rounds_of.setdefault(name, [])
             try:
                 seconds, lost = one_round(command)
             except Stuck as stuck:
                 print(f"{stuck}\n{head} did not go on within {LIMIT_S:g} s", flush=True)
                 continue
-            found[name].append((seconds, lost))
+            rounds_of[name].append((seconds, lost))
             print(f"{head} {seconds:6.2f} s, {lost} steps again", flush=True)
     results = {
         "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
@@ -125,9 +125,9 @@ def main() -> None:
                 "seconds": round(statistics.median(s for s, _ in rounds), 2),
                 "steps_again": statistics.median(n for _, n in rounds),
                 "rounds": len(rounds),
-                "rounds that did not go on": given.rounds - len(rounds),
+                "rounds that did not go on": args.rounds - len(rounds),
             }
-            for name, rounds in found.items()
+            for name, rounds in rounds_of.items()
             if rounds
         },
     }

@@ -1,8 +1,6 @@
-"""The table of docs/performance.md: what the benchmarks have measured, out of their results.
+"""Writes the table of docs/performance.md from the results of the benchmarks.
 
-    python -m benchmarks.table
-
-writes it again after a benchmark was run.
+python -m benchmarks.table
 """
 
 from __future__ import annotations
@@ -17,18 +15,18 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
 def result(name: str) -> dict[str, Any]:
-    """Returns what `benchmarks.NAME` has left."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+    """Returns the content of the result file of `benchmarks.NAME`."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
 
 
 def rows() -> list[tuple[str, str, str]]:
     """Returns what was measured, the figure, and the command that measures it again."""
-    found = []
+    lines = []
     for name, side in result("recovery")["sides"].items():
         stuck = side["rounds that did not go on"]
         rest = f"; {stuck} of {stuck + side['rounds']} did not go on within 90 s" if stuck else ""
-        found.append(
+        lines.append(
             (
                 f"one of two workers is killed: until the next step, {name}",
                 f"{side['seconds']:.1f} s{rest}",
@@ -37,7 +35,7 @@ def rows() -> list[tuple[str, str, str]]:
         )
     for name, size in result("checkpoints")["sizes"].items():
         share = size["percent_at_the_default_of_60_s"]
-        found.append(
+        lines.append(
             (
                 f"a checkpoint of {name} with Adam",
                 f"{size['added_s']:.2f} s, {share:.1f} %",
@@ -45,7 +43,7 @@ def rows() -> list[tuple[str, str, str]]:
             )
         )
     pair = result("exactness")["places"]["2 replicas"]["all of it (without: Keras alone)"]
-    found.append(
+    lines.append(
         (
             "a step of a small network on two replicas, Keras alone and exact",
             f"{pair['without_ms']:.1f} ms and {pair['with_ms']:.1f} ms",
@@ -53,35 +51,37 @@ def rows() -> list[tuple[str, str, str]]:
         )
     )
     for name, sides in result("turns").items():
-        words = ", ".join(f"{side} {ms:.1f} ms" for side, ms in sides.items())
-        found.append((f"a step of the {name} on one core, in turns in one process", words, "turns"))
-    return found + input_rows()
+        figures = ", ".join(f"{side} {ms:.1f} ms" for side, ms in sides.items())
+        lines.append(
+            (f"a step of the {name} on one core, in turns in one process", figures, "turns")
+        )
+    return lines + input_rows()
 
 
 def input_rows() -> list[tuple[str, str, str]]:
     """Returns the figures of data: each task beside its best peer."""
-    found = []
+    lines = []
     what = {
         "arrays": "60,000 images of 28×28 in memory, shuffled",
         "images": "2,000 JPEG files of 256×256, shuffled and resized",
         "tfrecord": "the same images in TFRecord files",
     }
     for task, sides in result("input")["tasks"].items():
-        words = [
+        figures = [
             f"{name} {side['examples_per_s']:,.0f}"
             for name, side in sorted(
                 sides.items(), key=lambda item: item[1]["examples_per_s"], reverse=True
             )
         ]
-        found.append((f"{what[task]}, examples/s", ", ".join(words), "input"))
+        lines.append((f"{what[task]}, examples/s", ", ".join(figures), "input"))
     for task, sides in result("input")["tasks"].items():
-        words = [
+        figures = [
             f"{name} {1000 * side['resume_s']:,.0f} ms"
             for name, side in sides.items()
             if side["resume_s"] is not None
         ]
-        found.append((f"{task}: first batch from 90 % of an epoch on", ", ".join(words), "input"))
-    return found
+        lines.append((f"{task}: first batch from 90 % of an epoch on", ", ".join(figures), "input"))
+    return lines
 
 
 def table() -> str:

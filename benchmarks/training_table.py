@@ -1,8 +1,8 @@
-"""The training tables of docs/performance.md, out of the results of `benchmarks.compare`.
+"""Writes the training tables of docs/performance.md from the results of `benchmarks.compare`.
 
     python -m benchmarks.training_table
 
-writes them again; `benchmarks.compare` does so at its end.
+`benchmarks.compare` does the same at its end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GOALS_IN_HALVES = {"mlp": 1.0}
 
 
 def is_ours(side: str) -> bool:
-    """Whether a side is tfmulti, with whatever flags."""
+    """Returns whether a side is tfmulti, with any flags."""
     return side.startswith(OURS)
 
 
@@ -62,18 +62,18 @@ def _steps(workloads: dict[str, Any], place: str) -> str:
 
 
 def _in_halves(kinds: dict[str, Any]) -> list[str]:
-    words = [
+    ratios = [
         f"{faster:.2f} × the best peer on the {work} (goal {goal})"
         for work, goal in GOALS_IN_HALVES.items()
         if (faster := gain(kinds.get(work, {}), ours=IN_HALVES))
     ]
-    return ["", f"With float16 between workers tfmulti is {', '.join(words)}."] if words else []
+    return ["", f"With float16 between workers tfmulti is {', '.join(ratios)}."] if ratios else []
 
 
 def gain(found: dict[str, Any], place: str = "workers", ours: str = OURS) -> float | None:
-    """Returns how many times as fast our steps are as the best peer's.
+    """Returns how many times as fast our steps are as those of the best peer.
 
-    On two workers; on one and mirrored as those of Keras 3, the only one that does the same there.
+    This is the fastest peer with two workers, and otherwise Keras 3, which computes the same.
     """
     peers = [
         figures["step_ms"]
@@ -104,7 +104,7 @@ def _scaling(workloads: dict[str, Any]) -> str:
 
 
 def beyond(figures: dict[str, Any], work: Workload) -> float:
-    """Returns what part of a run is beyond its start and as many steps as long as the median."""
+    """Returns the part of a run that neither its start nor steps of the median length take."""
     step_s, mean_s = figures["step_ms"] / 1000, figures["mean_ms"] / 1000
     known_s = figures["start_s"] + (work.warm_up + work.steps - 1) * step_s
     rest_s = work.steps * (mean_s - step_s) + figures["after_s"]
@@ -112,17 +112,17 @@ def beyond(figures: dict[str, Any], work: Workload) -> float:
 
 
 def _starts(kinds: dict[str, Any]) -> str:
-    """Returns the seconds of tfmulti's start at each place, and what they are above Keras 3's.
+    """Returns the seconds of tfmulti's start, and how many more these are than those of Keras 3.
 
-    Keras 3 cannot train on two workers: there one worker's start counts.
+    Keras 3 cannot train on two workers, so its start with one worker is compared.
     """
-    words = []
+    starts = []
     for place, name in PLACES.items():
         ours = kinds[place][OURS]["start_s"]
         keras = kinds[place].get("Keras 3", kinds["one"].get("Keras 3"))
         more = f" ({ours - keras['start_s']:+.1f})" if keras else ""
-        words.append(f"{name} {ours:.1f} s{more}")
-    return ", ".join(words)
+        starts.append(f"{name} {ours:.1f} s{more}")
+    return ", ".join(starts)
 
 
 def main() -> None:

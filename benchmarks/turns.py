@@ -1,10 +1,10 @@
-"""Milliseconds a step of `fit` on one core: Keras 3 and tfmulti in turns, in one process.
+"""Measures the milliseconds of a step of `fit` on one core, of Keras 3 and tfmulti in turns.
 
     python -m benchmarks.turns [--rounds 7] [--workloads mlp,cnn]
 
-Processes of their own (`benchmarks.compare`) differ by up to 8 % from run to run, by where their
-memory happens to lie; here both sides have the same. Writes benchmarks/results/turns.json and
-the table of docs/performance.md.
+Separate processes (`benchmarks.compare`) differ by up to 8 % from run to run, because their memory
+has other addresses. Here both sides run in one process. The command writes
+benchmarks/results/turns.json and the table of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.turns")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     # TensorFlow counts the cores when it is imported, so this comes first.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    found = {}
-    for name in given.workloads.split(","):
-        found[name] = measure(name, given.rounds)
-        print(name, found[name], flush=True)
+    step_ms = {}
+    for name in args.workloads.split(","):
+        step_ms[name] = measure(name, args.rounds)
+        print(name, step_ms[name], flush=True)
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(before | found, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(before | step_ms, indent=1) + "\n")
     table.main()
     return 0
 
@@ -60,7 +60,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
                 tfmulti.prepare(model, seed=1)
             compile_model(model, keras)
         models[side] = model
-    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    step_ms: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(rounds + 1):
         for side in SIDES[:: -1 if number % 2 else 1]:
             clock = StepClock(warm_up=2)
@@ -70,8 +70,8 @@ def measure(name: str, rounds: int) -> dict[str, float]:
             models[side].fit(x, y, batch_size=work.batch, verbose=0, callbacks=[callback])
             # The first round is traced.
             if number:
-                found[side].append(clock.figures()["step_ms"])
-    return {side: round(statistics.median(values), 2) for side, values in found.items()}
+                step_ms[side].append(clock.figures()["step_ms"])
+    return {side: round(statistics.median(values), 2) for side, values in step_ms.items()}
 
 
 if __name__ == "__main__":

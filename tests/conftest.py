@@ -142,6 +142,6 @@ def errors(outcomes: Outcomes, place: str) -> list[list[str]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """Returns the arrays that a run of two workers without a fault writes."""
     folder = tmp_path_factory.mktemp("whole")
-    done = launched(folder)
+    done = launched(folder, "", "--no-standby")
     assert done.returncode == 0, done.stderr
     return left_in(folder)

@@ -219,7 +219,9 @@ def test_a_run_killed_at_any_time_ends_like_the_one_that_was_not(
 
 def test_a_resumed_run_says_what_it_did_itself(tmp_path: Path) -> None:
     flags = ["--run_dir", "r", "--verbose", "0", "--epochs"]
-    assert "speed      19 steps, 1,197 examples in" in fit(tmp_path, *flags, "1").stdout
+    done = fit(tmp_path, *flags, "1").stdout
+    assert "speed      19 steps, 1,197 examples in" in done
+    assert "resumed" not in done
     (tmp_path / "r" / "report.json").unlink()  # it was ended before it said that it is done
     assert (
         "speed      nothing was left to train after step 19\n" in fit(tmp_path, *flags, "1").stdout
@@ -228,6 +230,7 @@ def test_a_resumed_run_says_what_it_did_itself(tmp_path: Path) -> None:
     assert (report["examples"], report["examples_before"]) == (1197, 1197)
     assert report["examples_per_second"] == 0
     done = fit(tmp_path, *flags, "2").stdout
+    assert "resumed    after step 19, from r/checkpoints\n" in done
     assert "speed      19 steps after step 19, 1,197 examples in" in done
     report = report_of(tmp_path, "r")
     assert (report["steps"], report["steps_before"], report["examples"]) == (38, 19, 2394)
@@ -484,7 +487,7 @@ OPTIONS: dict[str, list[str]] = {
         "--replicas",
         "2",
         "--steps_per_execution",
-        "3",
+        "2",
     ],
 }
 

@@ -47,14 +47,14 @@ def main(task: str, folder: str) -> None:
         return streams[-1]
 
     def begin() -> Iterator[int]:
-        outlet = stream().shards
+        outlet = stream().queue
         while True:
             yield int(rows_of_next(outlet)[0])
 
     def end() -> None:
         streams.pop().close()
 
-    measure(begin, end, lambda: lambda: rows_of_next(stream(0.9).shards))
+    measure(begin, end, lambda: lambda: rows_of_next(stream(0.9).queue))
     end()
 
 

@@ -1,4 +1,4 @@
-"""Tests the measurement command without TensorFlow: its flags, its order, and its files."""
+"""Tests the measurement command without TensorFlow: flags, order of points, and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfmulti.bench.matrix import Matrix, MeasurementError
 from tfmulti.errors import ConfigError
 
 
-def test_each_replica_gets_as_many_cores() -> None:
+def test_all_replicas_get_the_same_number_of_cores() -> None:
     four = (0, 1, 2, 3)
     assert cores_of(MatrixPoint(1, 1), four, most=2) == ((0, 1),)
     assert cores_of(MatrixPoint(1, 2), four, most=2) == (four,)
@@ -29,7 +29,7 @@ def test_each_replica_gets_as_many_cores() -> None:
     assert cores_of(MatrixPoint(6, 1), four, most=6) == ((0,), (1,), (2,), (3,), (0,), (1,))
 
 
-def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
+def test_strong_keeps_the_global_batch_and_weak_the_batch_of_a_replica() -> None:
     point = MatrixPoint(4, 1)
     assert (bench().global_batch_of(point), bench().slice_rows(point)) == (64, 16)
     weak = bench(weak=True)
@@ -45,7 +45,7 @@ def test_strong_keeps_the_global_batch_and_weak_each_replicas() -> None:
         bench(run=per)
 
 
-def test_the_places_are_each_once() -> None:
+def test_each_point_is_measured_once() -> None:
     places = bench(replicas=(4, 1), workers=(2, 1)).points
     assert [point.name for point in places] == ["1 replica", "4 replicas", "2 workers"]
     assert [point.kind for point in places] == ["one", "replicas", "workers"]
@@ -79,10 +79,10 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "words"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+@pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
 def test_mistakes_get_one_line(
     argv: list[str],
-    words: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -94,7 +94,7 @@ def test_mistakes_get_one_line(
     before = "tensorflow" in sys.modules
     assert command.main(["bench", *argv]) == 2
     shown = capsys.readouterr()
-    assert words in shown.err
+    assert message in shown.err
     assert len(shown.err.splitlines()) == 1
     assert shown.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["used"]
@@ -109,7 +109,8 @@ def test_more_than_the_gpus_is_refused() -> None:
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"--{name}\n" in shown for name in ("workers", "weak", "rounds", "model"))
+    assert all(f"--{name}\n" in shown for name in ("workers", "weak", "rounds", "replicas"))
+    assert "--model (text; since 0.1.0)\n" in shown
     assert not any(f"--{name}\n" in shown for name in ("epochs", "run_dir", "log_throughput"))
     assert "default: synthetic" in shown
     # In a measurement the number of steps of an execution is not chosen automatically.
@@ -126,11 +127,16 @@ def test_flags_become_the_configuration_of_the_measurement() -> None:
     assert str(config.output_dir) == "bench/resnet20-20260504-030201"
     assert (config.run.peak_tflops, config.run.precision) == (2.0, "mixed_bfloat16")
     assert config.run_of(MatrixPoint(1, 2)).dataset == "synthetic:shape=32x32x3,examples=512"
-    own = flags.parse(["bench", "--model=cnn", "--dataset=digits", "--output_dir=o"], "", now)
-    assert own is not None
-    assert (own.batch, own.weak, own.rounds, own.steps) == (64, False, 3, None)
-    assert own.run_of(MatrixPoint(1, 1)).dataset == "digits"
-    assert str(own.output_dir) == "o"
+    digits = flags.parse(["bench", "--model=cnn", "--dataset=digits", "--output_dir=o"], "", now)
+    assert digits is not None
+    assert (
+        digits.batch,
+        digits.weak,
+        digits.rounds,
+        digits.steps,
+    ) == (64, False, 3, None)
+    assert digits.run_of(MatrixPoint(1, 1)).dataset == "digits"
+    assert str(digits.output_dir) == "o"
 
 
 def test_rounds_alternate_the_order_and_give_each_process_its_part(tmp_path: Path) -> None:
@@ -168,12 +174,12 @@ def test_gpus_are_divided_among_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(3, "the measurement of 1 replica failed"), (130, "stopped before all")]
+    ("code", "message"), [(3, "the measurement of 1 replica failed"), (130, "stopped before all")]
 )
-def test_a_process_that_fails_ends_the_command(code: int, words: str, tmp_path: Path) -> None:
+def test_a_process_that_fails_ends_the_command(code: int, message: str, tmp_path: Path) -> None:
     config = bench(output_dir=tmp_path / "o")
     launched = Launched(config, code)
-    with pytest.raises(MeasurementError, match=words) as raised:
+    with pytest.raises(MeasurementError, match=message) as raised:
         Matrix(config, (0,), (), {}, lambda *_: None, launched).measure()
     assert raised.value.exit_code == code
     assert len(launched.requests) == 1
@@ -185,15 +191,15 @@ def test_the_command_writes_its_results(
     config = bench(workers=(1, 2), output_dir=tmp_path / "o", rounds=1)
     monkeypatch.setattr("os.getloadavg", lambda: (64.0, 0.0, 0.0))
     said: list[str] = []
-    command.measure(config, (), lambda *words: said.append(" ".join(words)), Launched(config))
-    found = json.loads((tmp_path / "o" / "bench.json").read_text())
-    assert [point["place"] for point in found["places"]] == ["1 replica", "2 workers"]
-    for point in found["places"]:
+    command.measure(config, (), lambda *texts: said.append(" ".join(texts)), Launched(config))
+    report = json.loads((tmp_path / "o" / "bench.json").read_text())
+    assert [point["place"] for point in report["places"]] == ["1 replica", "2 workers"]
+    for point in report["places"]:
         assert sum(point["parts_ms"].values()) == pytest.approx(point["step_ms"])
-    assert found["machine"]["load_before"] == 64
-    assert "measure again when it is idle" in found["limits"][-1]
-    assert found["cost_model"]["latency_us"] == pytest.approx(100)
-    assert len(found["predicted_not_measured"]) == 7
+    assert report["machine"]["load_before"] == 64
+    assert "measure again when it is idle" in report["limits"][-1]
+    assert report["cost_model"]["latency_us"] == pytest.approx(100)
+    assert len(report["predicted_not_measured"]) == 7
     assert (tmp_path / "o" / "bench.png").read_bytes().startswith(b"\x89PNG")
     table = capsys.readouterr().out
     assert "2 workers" in table
@@ -204,7 +210,7 @@ def test_the_command_writes_its_results(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = bench(output_dir=tmp_path / "p", rounds=1)
     said.clear()
-    command.measure(without, (), lambda *words: said.append(" ".join(words)), Launched(without))
+    command.measure(without, (), lambda *texts: said.append(" ".join(texts)), Launched(without))
     assert any("no bench.png: matplotlib is not installed" in line for line in said)
     assert any("no prediction: it takes --workers 2 or more" in line for line in said)
     assert (tmp_path / "p" / "bench.json").is_file()
@@ -220,7 +226,7 @@ def test_a_full_disk_is_reported_in_a_line_after_the_table(
     monkeypatch.setattr(command, "write_text", full)
     config = bench(output_dir=tmp_path / "o", rounds=1)
     with pytest.raises(MeasurementError, match=r"printed above: No space left .*Make room") as told:
-        command.measure(config, (), lambda *words: None, Launched(config))
+        command.measure(config, (), lambda *_: None, Launched(config))
     assert told.value.exit_code == 1
     assert "1 replica" in capsys.readouterr().out
 
@@ -229,11 +235,11 @@ def test_more_replicas_than_cores_are_reported(tmp_path: Path) -> None:
     said: list[str] = []
     config = bench(replicas=(1, 8), output_dir=tmp_path / "o")
     for load in (0.0, 3.0):
-        command.describe(config, (), (0, 1), load, lambda *words: said.append(" ".join(words)))
+        command.describe(config, (), (0, 1), load, lambda *texts: said.append(" ".join(texts)))
     assert sum("8 replicas share 2 cores" in line for line in said) == 2
     assert (
         sum("other programs use this machine (load 3.0 on 2 cores)" in line for line in said) == 1
     )
     said.clear()
-    command.describe(config, ("0",) * 8, (0, 1), 0.0, lambda *words: said.append(" ".join(words)))
+    command.describe(config, ("0",) * 8, (0, 1), 0.0, lambda *texts: said.append(" ".join(texts)))
     assert not any("share" in line for line in said)

@@ -30,11 +30,11 @@ def test_latency_and_bandwidth_are_fitted_to_noisy_points(
         for n in (2, 4)
         for size in SIZES
     ]
-    found = fit_network(points)
-    assert found is not None
-    assert found.latency_s == pytest.approx(latency_s, rel=0.05)
+    fitted = fit_network(points)
+    assert fitted is not None
+    assert fitted.latency_s == pytest.approx(latency_s, rel=0.05)
     # The tolerance is larger, because the time of the bytes is short compared with the latency.
-    assert 1 / found.byte_s == pytest.approx(bandwidth, rel=0.15)
+    assert 1 / fitted.byte_s == pytest.approx(bandwidth, rel=0.15)
 
 
 def test_a_ring_takes_the_time_of_the_papers() -> None:
@@ -55,12 +55,12 @@ def test_workers_that_send_to_all_at_once_take_one_or_two_rounds() -> None:
     assert network.parts_s(4, 1_200_000, collectives=5) == pytest.approx(seconds)
     assert network.all_reduce_s(1, 100) == 0
     points = [(n, size, network.all_reduce_s(n, size)) for n in (2, 4) for size in SIZES]
-    found = fit_network(points, 0.001)
-    assert found is not None
-    assert (found.latency_s, found.byte_s) == pytest.approx((0.5, 0.01), rel=1e-3)
+    fitted = fit_network(points, 0.001)
+    assert fitted is not None
+    assert (fitted.latency_s, fitted.byte_s) == pytest.approx((0.5, 0.01), rel=1e-3)
 
 
-def test_rows_are_sent_whole_to_each_other_worker() -> None:
+def test_embedding_rows_are_sent_to_each_other_worker() -> None:
     """A worker sends 16 examples of 1 KB to three workers at 1 GB/s, in addition to the sums."""
     rows = dataclasses.replace(WITH_ROWS, example_bytes=1_000)
     assert rows.messages_ms(4, 16) - DIRECT.messages_ms(4, 16) == pytest.approx(
@@ -83,9 +83,9 @@ def test_fitted_values_are_not_negative() -> None:
 
 
 def test_the_time_of_computing_is_fitted() -> None:
-    found = fit_computing([(rows, 3.0 + 0.25 * rows) for rows in (8, 32, 64)])
-    assert (found.fixed_ms, found.row_ms) == pytest.approx((3.0, 0.25))
-    assert found.ms(16) == pytest.approx(7.0)
+    fitted = fit_computing([(rows, 3.0 + 0.25 * rows) for rows in (8, 32, 64)])
+    assert (fitted.fixed_ms, fitted.row_ms) == pytest.approx((3.0, 0.25))
+    assert fitted.ms(16) == pytest.approx(7.0)
     same = fit_computing([(32, 10.0), (32, 14.0)])
     assert same.ms(32) == pytest.approx(12.0)
 
@@ -140,9 +140,9 @@ WITH_ROWS = dataclasses.replace(DIRECT, example_bytes=8_000)
 @pytest.mark.parametrize("weak", [False, True])
 def test_a_prediction_follows_from_the_measured_costs(weak: bool, truth: CostModel) -> None:
     config = bench(workers=(1, 2, 4), weak=weak)
-    found = {point: [measured(config, point, truth=truth)] for point in config.points}
-    results = results_of(config, found)
-    model = cost_model(config, results, found, most=4)
+    measurements = {point: [measured(config, point, truth=truth)] for point in config.points}
+    results = results_of(config, measurements)
+    model = cost_model(config, results, measurements, most=4)
     assert model is not None
     assert (model.exposed, model.waiting_ms) == pytest.approx((1, 0.75))
     assert model.network.latency_s == pytest.approx(100e-6)
@@ -169,13 +169,13 @@ def test_a_prediction_follows_from_the_measured_costs(weak: bool, truth: CostMod
 def test_measurements_on_shared_cores_are_not_used_for_the_prediction() -> None:
     config = bench(workers=(1, 2, 4), weak=True)
     slow = {4: 3.0}
-    found = {p: [measured(config, p, slow.get(p.devices, 1.0))] for p in config.points}
-    results = results_of(config, found)
-    model = cost_model(config, results, found, most=2)
+    measurements = {p: [measured(config, p, slow.get(p.devices, 1.0))] for p in config.points}
+    results = results_of(config, measurements)
+    model = cost_model(config, results, measurements, most=2)
     assert model is not None
     assert model.computing.ms(64) == pytest.approx(TRUTH.computing.ms(64))
     # All places share cores, so their measurements are used nevertheless.
-    every = cost_model(config, results, found, most=1)
+    every = cost_model(config, results, measurements, most=1)
     assert every is not None
     assert every.computing.ms(64) > 1.5 * TRUTH.computing.ms(64)
 
@@ -188,11 +188,13 @@ def test_no_more_workers_than_rows_are_predicted() -> None:
 
 def test_the_median_round_is_reported_as_a_whole() -> None:
     config = bench(rounds=3)
-    found = {MatrixPoint(1, 1): [measured(config, MatrixPoint(1, 1), f) for f in (3.0, 1.0, 2.0)]}
-    (result,) = results_of(config, found)
+    measurements = {
+        MatrixPoint(1, 1): [measured(config, MatrixPoint(1, 1), f) for f in (3.0, 1.0, 2.0)]
+    }
+    (result,) = results_of(config, measurements)
     assert result.parts.compute == pytest.approx(2 * TRUTH.computing.ms(64))
     assert sorted(result.rounds_ms)[1] == result.step_ms
-    assert cost_model(config, [result], found, most=4) is None
+    assert cost_model(config, [result], measurements, most=4) is None
 
 
 def situation(**parts: float) -> Situation:
@@ -212,61 +214,59 @@ def situation(**parts: float) -> Situation:
     )
 
 
-def but(at: Situation, **changes: Any) -> list[str]:
-    return limits(dataclasses.replace(at, **changes))
+def changed(base: Situation, **changes: Any) -> list[str]:
+    return limits(dataclasses.replace(base, **changes))
 
 
 def test_each_limit_has_its_advice() -> None:
-    (words,) = limits(situation(compute=95, communication=5))
-    assert words.startswith("2 workers: compute-bound: 95 % of the step is computing")
-    (words,) = limits(situation(compute=50, input=50))
-    assert "input-bound: 50 % of the step is waiting for data; try --reader_threads 4" in words
-    (words,) = limits(situation(compute=80, host=20))
-    assert "host-bound: 20 % of the step" in words
-    assert "try --steps_per_execution 8, which a run without that flag finds by itself" in words
-    (words,) = but(situation(compute=80, host=20), gpus=True)
+    (line,) = limits(situation(compute=95, communication=5))
+    assert line.startswith("2 workers: compute-bound: 95 % of the step is computing")
+    (line,) = limits(situation(compute=50, input=50))
+    assert "input-bound: 50 % of the step is waiting for data; try --reader_threads 4" in line
+    (line,) = limits(situation(compute=80, host=20))
+    assert "host-bound: 20 % of the step" in line
+    assert "try --steps_per_execution 8, which a run without that flag finds by itself" in line
+    (line,) = changed(situation(compute=80, host=20), gpus=True)
     # On GPUs no run chooses the number of steps automatically.
-    assert words.endswith("try --steps_per_execution 8")
-    (words,) = but(situation(host=1), run=FitConfig(steps_per_execution=8))
-    assert words.endswith("try --steps_per_execution 32")
+    assert line.endswith("try --steps_per_execution 8")
+    (line,) = changed(situation(host=1), run=FitConfig(steps_per_execution=8))
+    assert line.endswith("try --steps_per_execution 32")
     both = limits(situation(compute=10, host=30, input=60))
     assert ["input-bound" in both[0], "host-bound" in both[1]] == [True, True]
 
 
 def test_the_advice_names_bytes_messages_or_waiting() -> None:
-    at = situation(compute=50, communication=50)
-    (words,) = limits(at)
-    assert "communication-bound: 50 % of the step" in words
-    assert "mostly the 4 MB of gradients; try --gradient_compression bfloat16" in words
-    assert "a larger --global_batch_size" in words
-    (words,) = but(at, weak=True)
-    assert "a larger --per_replica_batch_size" in words
-    (words,) = but(at, network=NetworkModel(2e-3, 1e-9))
-    assert "mostly the latency of 9 collectives; try a larger" in words
-    assert "--gradient_compression" not in words
-    (words,) = but(at, run=FitConfig(gradient_compression="float16"))
-    assert "--gradient_compression" not in words
-    (words,) = but(at, network=NetworkModel(2e-3, 1e-9), synchronized=4)
-    assert "mostly the latency of 9 collectives; try --nosync_batch_norm (8 collectives" in words
-    (words,) = but(at, network=NetworkModel(1e-4, 1e-9), synchronized=4)
-    assert (
-        "mostly waiting for the slowest replica in 9 collectives, which alone would take" in words
-    )
-    assert "take 5.8 ms; look for what else runs there; try --nosync_batch_norm" in words
-    (words,) = but(at, kind="replicas")
-    assert "mostly the 4 MB" in words
+    base = situation(compute=50, communication=50)
+    (line,) = limits(base)
+    assert "communication-bound: 50 % of the step" in line
+    assert "mostly the 4 MB of gradients; try --gradient_compression bfloat16" in line
+    assert "a larger --global_batch_size" in line
+    (line,) = changed(base, weak=True)
+    assert "a larger --per_replica_batch_size" in line
+    (line,) = changed(base, network=NetworkModel(2e-3, 1e-9))
+    assert "mostly the latency of 9 collectives; try a larger" in line
+    assert "--gradient_compression" not in line
+    (line,) = changed(base, run=FitConfig(gradient_compression="float16"))
+    assert "--gradient_compression" not in line
+    (line,) = changed(base, network=NetworkModel(2e-3, 1e-9), synchronized=4)
+    assert "mostly the latency of 9 collectives; try --nosync_batch_norm (8 collectives" in line
+    (line,) = changed(base, network=NetworkModel(1e-4, 1e-9), synchronized=4)
+    assert "mostly waiting for the slowest replica in 9 collectives, which alone would take" in line
+    assert "take 5.8 ms; look for what else runs there; try --nosync_batch_norm" in line
+    (line,) = changed(base, kind="replicas")
+    assert "mostly the 4 MB" in line
     # The flag has no effect in one process.
-    assert "--gradient_compression" not in words
+    assert "--gradient_compression" not in line
 
 
 def test_slow_computing_and_shared_cores_are_reported() -> None:
-    at = situation(compute=100)
-    (words,) = but(at, computing_alone=50.0)
-    assert "computing takes 2.00 × its part" in words
-    assert "try a larger --global_batch_size, or --weak" in words
-    (words,) = but(at, computing_alone=50.0, weak=True)
-    assert "the processes slow each other down" in words
-    (words,) = but(at, computing_alone=95.0)
-    assert "compute-bound" in words
-    (words,) = but(at, shares_cores=True)
-    assert "they share 4 cores, so this efficiency shows the limit" in words
+    base = situation(compute=100)
+    (line,) = changed(base, computing_alone=50.0)
+    assert "computing takes 2.00 × its part" in line
+    assert "try a larger --global_batch_size, or --weak" in line
+    (line,) = changed(base, computing_alone=50.0, weak=True)
+    assert "the processes slow each other down" in line
+    (line,) = changed(base, computing_alone=95.0)
+    assert "compute-bound" in line
+    (line,) = changed(base, shares_cores=True)
+    assert "they share 4 cores, so this efficiency shows the limit" in line

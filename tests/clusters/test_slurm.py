@@ -51,7 +51,7 @@ def test_a_step_trains_with_the_numbers_of_one_device(slurm: Slurm, tasks: list[
         assert found["history"][name] == pytest.approx(values, rel=1e-4)
 
 
-EPOCHS = 30
+EPOCHS = 20
 
 
 def script(folder: str, *words: str, **options: Any) -> str:
@@ -84,7 +84,7 @@ def test_a_job_saves_at_its_time_limit_and_goes_on(slurm: Slurm, whole: dict[str
 
 def test_a_further_signal_means_the_same(slurm: Slurm, whole: dict[str, Any]) -> None:
     job = slurm.submit(script("signalled", signal="USR1"))
-    _wait_for_epochs(slurm, "signalled", 10)
+    _wait_for_epochs(slurm, "signalled", 5)
     assert slurm.run("scancel", "--signal=USR1", job).returncode == 0
     about = slurm.wait(job, LIMIT_S)
     assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "1"), slurm.logs()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
+import tfmulti
 from tfmulti.config.fit_config import FitConfig, read_config_file
+from tfmulti.config.flags import help_text, make_flags
 from tfmulti.config.run_directory import RunDir
 from tfmulti.errors import ConfigError
 
@@ -91,7 +95,14 @@ def test_config_file_mistakes(tmp_path: Path, text: str | bytes | None, message:
 
 
 def test_every_field_has_help() -> None:
-    assert all(item.metadata["help"] for item in dataclasses.fields(FitConfig))
+    shown = help_text("", make_flags())
+    for item in dataclasses.fields(FitConfig):
+        assert item.metadata["help"]
+        since = item.metadata["since"]
+        assert Version("0.1.0") <= Version(since) <= Version(tfmulti.__version__)
+        assert re.search(rf"^  --{item.name} \(.*; since {re.escape(since)}\)$", shown, re.M)
+    assert "--validation_fraction (number, at least 0, below 1; since 0.1.0)" in shown
+    assert "--run_dir (file or folder; since 0.1.0)" in shown
     assert "epochs" in json.loads(FitConfig().to_json())
 
 

@@ -13,6 +13,7 @@ import pytest
 import tfmulti
 from tests.support.processes import ROOT
 from tfmulti import errors
+from tfmulti.config.console import speaker
 from tfmulti.config.troubleshooting import DOCTOR, MESSAGES, documented, print_error
 from tfmulti.doctor.finding import FAILED, Finding
 from tfmulti.launch import output
@@ -73,6 +74,32 @@ def test_every_message_of_the_page_is_one_of_the_code() -> None:
         return any(pattern.search(text) for text in known)
 
     assert [words for words in MESSAGES.values() if not is_there(words)] == []
+
+
+PAGES = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+
+
+def test_each_place_that_a_message_or_a_page_names_is_in_the_docs() -> None:
+    all_texts = [*texts(), *(path.read_text() for path in PAGES)]
+    anchors = {anchor for text in all_texts for anchor in re.findall(r"shooting#([\w-]+)", text)}
+    assert anchors - {"other"} <= set(HEADINGS)
+    named = {name for text in all_texts for name in re.findall(r"docs/([\w-]+\.md)\b", text)}
+    assert {"memory.md", "tuning.md"} <= named <= {path.name for path in PAGES}
+
+
+WARNINGS = [
+    "input-bound: 61 % of the step is waiting for data",
+    "the environment names a proxy: http_proxy (h)",
+    "mpi: the processes run on several hosts without TFMULTI_SECRET, so",
+]
+
+
+@pytest.mark.parametrize("words", WARNINGS)
+def test_what_the_chief_prints_names_its_place(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speaker(True)("warning", words)
+    assert re.search(r" \(docs: troubleshooting#[a-z-]+\)\n$", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("kind", kinds())

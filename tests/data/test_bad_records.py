@@ -1,4 +1,4 @@
-"""How many examples a pass over the data may lose, wherever epochs and executions end."""
+"""Tests how many examples a pass may lose, wherever epochs and executions end."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ LENGTHS = pytest.mark.parametrize(
 
 
 @LENGTHS
-def test_as_many_as_may_be_in_each_pass(epochs: int, steps: int | None, at_once: int) -> None:
+def test_each_pass_may_lose_as_many_examples_as_the_limit(
+    epochs: int, steps: int | None, at_once: int
+) -> None:
     noted = Steps()
     model = trained(model_that_skips(len(BAD), at_once), epochs, steps, [noted])
     assert state_of(model).run.lost == sum(lost_until(epochs * (steps or STEPS)))
@@ -82,14 +84,16 @@ def test_as_many_as_may_be_in_each_pass(epochs: int, steps: int | None, at_once:
 
 
 @LENGTHS
-def test_one_more_in_a_pass_is_an_error(epochs: int, steps: int | None, at_once: int) -> None:
+def test_one_more_lost_example_in_a_pass_is_an_error(
+    epochs: int, steps: int | None, at_once: int
+) -> None:
     with pytest.raises(
         DataError, match=r"^3 examples of this pass over the data could not be read,"
     ):
         trained(model_that_skips(len(BAD) - 1, at_once), epochs, steps)
 
 
-def test_executions_are_not_cut_where_nothing_is_skipped() -> None:
+def test_executions_are_not_shortened_without_skipping() -> None:
     noted = Steps()
     model = model_that_skips(0, at_once=4)
     model.fit(Logged(EXAMPLES), batch_size=BATCH, steps_per_epoch=12, callbacks=[noted], verbose=0)
@@ -98,7 +102,7 @@ def test_executions_are_not_cut_where_nothing_is_skipped() -> None:
 
 @pytest.mark.parametrize("after", [3, 4, 5, 7])
 @pytest.mark.parametrize("steps", [2, 12])
-def test_a_resumed_run_counts_on(tmp_path: Path, after: int, steps: int) -> None:
+def test_a_resumed_run_continues_the_count(tmp_path: Path, after: int, steps: int) -> None:
     epochs = 12 // steps
 
     def run(most: int, after: int | None = None) -> keras.Model:
@@ -124,7 +128,7 @@ def test_a_resumed_run_counts_what_was_lost_before(tmp_path: Path, epochs: int, 
 
 
 @pytest.mark.parametrize("loaded", [1, 2])
-def test_what_loading_left_out_counts_in_each_pass(loaded: int) -> None:
+def test_examples_lost_at_loading_count_in_each_pass(loaded: int) -> None:
     config = FitConfig(
         dataset="synthetic:shape=4,classes=3",
         model="linear",
@@ -143,6 +147,8 @@ def test_what_loading_left_out_counts_in_each_pass(loaded: int) -> None:
         trained(model, epochs=2, steps=None)
         assert state_of(model).run.lost == 2 * len(BAD)
         return
-    words = r"^3 examples of this pass .* not be read and 2 when it was loaded, more than .* 4 all"
-    with pytest.raises(DataError, match=words):
+    message = (
+        r"^3 examples of this pass .* not be read and 2 when it was loaded, more than .* 4 all"
+    )
+    with pytest.raises(DataError, match=message):
         trained(model, epochs=2, steps=None)

@@ -16,23 +16,23 @@ from tfmulti.data.permutation import MAX_STORED, Permutation
 
 def epoch_of(plan: BatchPlan, epoch: int, workers: int = 1, local: int = 1) -> list[int]:
     """Returns the examples of an epoch in order, joined from the slices of the replicas."""
-    found: list[int] = []
+    order: list[int] = []
     for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
         for rank in range(workers):
             part = plan.part(step, rank * local, local, workers * local)
             examples = plan.examples_of(part)
             for first, last, counts in part.slices:
                 if counts:
-                    found += examples[first - part.begin : last - part.begin].tolist()
-    return found
+                    order += examples[first - part.begin : last - part.begin].tolist()
+    return order
 
 
 @pytest.mark.parametrize(("workers", "local"), [(1, 1), (1, 3), (3, 1), (2, 4), (1, 8)])
 def test_each_example_is_read_once_on_any_number_of_replicas(workers: int, local: int) -> None:
     plan = BatchPlan(examples=25, global_batch_size=6, seed=3)
-    found = epoch_of(plan, 0, workers, local)
-    assert sorted(found) == list(range(25))
-    assert found == epoch_of(plan, 0)
+    order = epoch_of(plan, 0, workers, local)
+    assert sorted(order) == list(range(25))
+    assert order == epoch_of(plan, 0)
 
 
 @pytest.mark.parametrize("examples", [200, MAX_STORED + 300])
@@ -57,8 +57,8 @@ def test_without_a_seed_the_order_does_not_change() -> None:
     "size", [1, 2, 3, 7, 100, MAX_STORED, MAX_STORED + 1, 70_000, 317**2, 317**2 + 1]
 )
 def test_an_order_holds_each_number_once(size: int) -> None:
-    found = Permutation(size, key=11).at(np.arange(size))
-    assert np.array_equal(np.sort(found), np.arange(size))
+    order = Permutation(size, key=11).at(np.arange(size))
+    assert np.array_equal(np.sort(order), np.arange(size))
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -81,18 +81,18 @@ def test_positions_of_a_large_order_are_uniform() -> None:
     counts = np.zeros((blocks, blocks))
     block = np.arange(size) // (size // blocks)
     for epoch in range(epochs):
-        found = Permutation(size, key_of(5, epoch)).at(np.arange(size))
-        np.add.at(counts, (block, block[found]), 1)
+        order = Permutation(size, key_of(5, epoch)).at(np.arange(size))
+        np.add.at(counts, (block, block[order]), 1)
     check_uniform(counts, size * epochs / blocks**2, freedom=(blocks - 1) ** 2)
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
     """The distance of consecutive examples is that of a random order: 1/3 on average."""
     size = 1 << 18
-    found = Permutation(size, key=3).at(np.arange(size)).astype(float)
-    distance = np.abs(np.diff(found)) / size
+    order = Permutation(size, key=3).at(np.arange(size)).astype(float)
+    distance = np.abs(np.diff(order)) / size
     assert abs(distance.mean() - 1 / 3) < 5 * 0.236 / size**0.5
-    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / size**0.5
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / size**0.5
 
 
 def test_fixed_points_between_epochs_are_those_of_chance() -> None:
@@ -108,20 +108,22 @@ def check_uniform(counts: np.ndarray, expected: float, freedom: int) -> None:
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 
 
-def test_a_step_of_a_billion_examples_is_planned_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_billion_examples_permutes_only_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No list of all examples is made: only the indices of the rows that are read are permuted."""
-    asked: list[int] = []
+    counts: list[int] = []
     once = Permutation._once
     monkeypatch.setattr(
         Permutation,
         "_once",
-        lambda self, numbers: asked.append(len(numbers)) or once(self, numbers),
+        lambda self, numbers: counts.append(len(numbers)) or once(self, numbers),
     )
     plan = BatchPlan(10**9, 256, seed=1)
     part = plan.part(plan.steps_per_epoch - 2, 3, 1, 4)
     examples = plan.examples_of(part)
     assert len(set(examples.tolist())) == 64
-    assert max(asked) == 64
+    assert max(counts) == 64
     assert examples.min() >= 0
     assert examples.max() < 10**9
 

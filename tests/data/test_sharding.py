@@ -14,15 +14,15 @@ REPLICAS = st.integers(1, 300)
 
 
 @given(rows=ROWS, replicas=REPLICAS)
-def test_shares_are_a_partition_in_order(rows: int, replicas: int) -> None:
-    shares = [slice_bounds(rows, replicas, r) for r in range(replicas)]
-    assert shares[0][0] == 0
-    assert shares[-1][1] == rows
-    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(shares))
+def test_slices_are_a_partition_in_order(rows: int, replicas: int) -> None:
+    slices = [slice_bounds(rows, replicas, r) for r in range(replicas)]
+    assert slices[0][0] == 0
+    assert slices[-1][1] == rows
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(slices))
 
 
 @given(rows=ROWS, replicas=REPLICAS)
-def test_shares_are_balanced_to_one(rows: int, replicas: int) -> None:
+def test_slices_differ_by_one_row_at_most(rows: int, replicas: int) -> None:
     sizes = [
         stop - start for start, stop in (slice_bounds(rows, replicas, r) for r in range(replicas))
     ]

@@ -45,9 +45,9 @@ def group(tmp_path: Path) -> Iterator[Processes]:
         yield made
 
 
-def start(group: Processes, folder: Path, rank: int, how: str) -> list[int]:
+def start(group: Processes, folder: Path, rank: int, *how: str) -> list[int]:
     """Starts two workers, and returns their process ids by rank."""
-    argv = ["-m", MODULE, str(folder), str(rank), how]
+    argv = ["-m", MODULE, str(folder), str(rank), *how]
     with reserved(2) as addresses:
         return [group.start(argv, {"TF_CONFIG": tf_config(addresses, r)}).pid for r in (0, 1)]
 
@@ -93,7 +93,7 @@ def test_a_worker_that_is_frozen_tells_nothing(group: Processes, tmp_path: Path)
     (tmp_path / "end").touch()
     group.wait(LIMIT_S)
     assert "it waits for worker 1 in collective" in line
-    assert "worker 1 tells nothing: its process has ended or stopped, or" in line
+    assert "worker 1 tells nothing: its process has ended or stopped, " in line
 
 
 def fit(group: Processes, addresses: list[str], rank: int, folder: Path) -> int:
@@ -150,7 +150,11 @@ def test_sigusr1_ends_no_worker_that_waits_for_another(group: Processes, tmp_pat
 
         until(listens, group)
         os.kill(pid, signal.SIGUSR1)
-        until(lambda: "in build_strategy" in group.errors(0), group)
+        seen = until(lambda: hang_file(tmp_path, 0), group)
+        line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+        assert (seen["waits"][0]["what"], seen["waits"][0]["missing"]) == ("the rendezvous", [1])
+        assert any("build_strategy" in frame for frame in seen["stacks"]["MainThread"])
+        assert f"; worker 1 does not listen at {addresses[1]}. See {tmp_path}/run/hang_" in line
         fit(group, addresses, 1, tmp_path)
         until((tmp_path / "run/history.csv").exists, group)
 
@@ -172,6 +176,51 @@ def test_a_chief_that_sleeps_says_where(group: Processes, tmp_path: Path) -> Non
     assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
     assert "; it is in dawdle (" in line
     assert hang_file(tmp_path, 1)["waits"][0]["missing"] == [0]
+
+
+def test_a_worker_that_does_not_come_to_fit_is_named(group: Processes, tmp_path: Path) -> None:
+    start(group, tmp_path, 1, "late")
+    line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+    seen = hang_file(tmp_path, 0)
+    (tmp_path / "end").touch()
+    assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
+    assert "no step has ended for" in line
+    assert "worker 1 tells nothing: " in line
+    assert "or it has not come to fit" in line
+    assert any("draw_shuffle" in frame for frame in seen["stacks"]["MainThread"])
+
+
+def test_a_worker_that_sleeps_in_predict_is_named(group: Processes, tmp_path: Path) -> None:
+    start(group, tmp_path, 1, "predict")
+    line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+    (tmp_path / "end").touch()
+    assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
+    assert "it waits for worker 1 in " in line
+    assert "worker 1 was in dawdle (" in line
+    assert any("predict" in frame for frame in hang_file(tmp_path, 1)["stacks"]["MainThread"])
+
+
+def test_a_worker_is_named_where_no_collective_tells_it(group: Processes, tmp_path: Path) -> None:
+    """TensorFlow's own collectives connect the workers, as NCCL connects GPUs."""
+    start(group, tmp_path, 1, "sleep", "--own-channel=false")
+    line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+    (tmp_path / "end").touch()
+    assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
+    assert "; worker 1 was in dawdle (" in line
+    assert not hang_file(tmp_path, 0)["waits"]
+
+
+def test_a_chief_that_is_frozen_is_named_by_the_first_other(
+    group: Processes, tmp_path: Path
+) -> None:
+    pids = start(group, tmp_path, 0, "freeze")
+    try:
+        line = until(lambda: re.search(r"tfmulti: worker 1: .*\n", group.errors(1)), group)[0]
+    finally:
+        os.kill(pids[0], signal.SIGCONT)
+    (tmp_path / "end").touch()
+    group.wait(LIMIT_S)
+    assert "it waits for worker 0 in collective" in line
 
 
 def test_sigusr1_tells_without_ending_the_run(group: Processes, tmp_path: Path) -> None:
@@ -197,8 +246,8 @@ def test_sigusr1_tells_without_ending_the_run(group: Processes, tmp_path: Path) 
         "",
         "[]",
         "{",
-        '{"at": 3, "reads": "", "pid": 1, "host": "h", "time": 1.0}',
-        '{"at": "f", "reads": "", "pid": "1", "host": "h", "time": 1.0}',
+        '{"phase": "busy", "at": 3, "reads": "", "pid": 1, "host": "h", "time": 1.0}',
+        '{"phase": "busy", "at": "f", "reads": "", "pid": "1", "host": "h", "time": 1.0}',
         "\xff",
     ],
 )
@@ -207,7 +256,7 @@ def test_a_file_of_another_form_is_left_out(tmp_path: Path, text: str) -> None:
     assert read(tmp_path / "a") is None
     assert read(tmp_path / "b") is None
     (tmp_path / "a").write_text(
-        '{"at": "f\\u001b[2J", "reads": "", "pid": 1, "host": "h", "time": 1.0}'
+        '{"phase": "busy", "at": "f\\u001b[2J", "reads": "", "pid": 1, "host": "h", "time": 1.0}'
     )
     found = read(tmp_path / "a")
     assert found is not None
@@ -224,8 +273,10 @@ class UnavailableError(Exception):
     """Has the name of TensorFlow's error."""
 
 
-def watch(folder: Path | None, workers: int, *checks: Callable[[], None]) -> watchdog._Watch:
-    return watchdog._Watch(Watchdog(folder), Placement(0, workers, 1), list(checks))
+def watch(folder: Path | None, workers: int, *fences: Callable[[], None]) -> watchdog._Watch:
+    callback = Watchdog(folder)
+    callback.fences = list(fences)
+    return watchdog._Watch(callback, Placement(0, workers, 1))
 
 
 def test_a_worker_ends_also_if_its_file_cannot_be_written(

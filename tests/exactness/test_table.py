@@ -47,3 +47,11 @@ def test_the_table_in_readme_is_of_these_cases() -> None:
     assert table.of_promises(found) in table.PAGE.read_text()
     for name, case in CASES.items():
         assert all(difference <= case.tolerance for difference in found[name].values())
+
+
+@pytest.mark.parametrize("row", table.PROMISES)
+def test_each_kind_of_case_runs_at_each_kind_of_place(row: int) -> None:
+    """This holds in CI, too, where a case runs at a few places only."""
+    cases = [case for case in CASES.values() if case.row == row]
+    kinds = {place.partition("-")[0] for case in cases for place in case.places}
+    assert kinds == {"one_device", "mirrored", "workers"}

@@ -148,7 +148,7 @@ if sys.argv[1] in ("listens", "begins"):
     server = socket.create_server(("127.0.0.1", port))
 if sys.argv[1] == "begins":
     heartbeat().begin()
-end = time.monotonic() + 25
+end = time.monotonic() + 14
 while time.monotonic() < end:
     if sys.argv[1] == "prints" and time.monotonic() % 1 < 0.001:
         print("working", flush=True)
@@ -157,10 +157,10 @@ while time.monotonic() < end:
 
 
 def spun(folder: Path, how: str) -> Finished:
-    """Runs two workers that use a core each for 25 seconds, and never train."""
+    """Runs two workers that use a core each for 14 seconds, and never train."""
     script = folder / "spins.py"
     script.write_text(SPINS)
-    flags = ["--nproc-per-node", "2", "--start-timeout", "1.5", "--max-restarts", "0"]
+    flags = ["--nproc-per-node", "2", "--start-timeout", "1", "--max-restarts", "0"]
     flags += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
     argv = ["-m", "tfmulti.launch", *flags, str(script), how]
     return run(argv, folder / "launcher", limit_s=LIMIT_S)
@@ -170,7 +170,7 @@ def assert_no_progress(done: Finished) -> None:
     """Checks that the launcher has ended two workers that poll, and has shown where they were."""
     assert done.returncode == 1
     words = (
-        r"worker [01] has shown no progress for 15 s \(10 times --start-timeout\), and has ended no"
+        r"worker [01] has shown no progress for 10 s \(10 times --start-timeout\), and has ended no"
     )
     assert re.search(words, done.stderr), done.stderr
     assert "spins.py" in done.stderr
@@ -184,7 +184,7 @@ def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path) -> No
 def test_workers_of_fit_that_poll_before_they_listen_are_ended(tmp_path: Path) -> None:
     """A module of the user polls when it is imported."""
     (tmp_path / "spins.py").write_text("while True: pass\n")
-    flags = ["--nproc-per-node", "2", "--start-timeout", "1.5", "--max-restarts", "0"]
+    flags = ["--nproc-per-node", "2", "--start-timeout", "1", "--max-restarts", "0"]
     flags += ["--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit", "--model", "spins:build"]
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     argv = ["-m", "tfmulti.launch", *flags]

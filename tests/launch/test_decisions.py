@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import faulthandler
 import io
 import itertools
@@ -47,17 +48,17 @@ from tfmulti.launch.policy import (
     Restart,
     StepTiming,
     Stop,
+    describe_error,
     next_action,
-    words_of_error,
 )
 from tfmulti.launch.signals import JOINING, default_signals
 from tfmulti.launch.supervisor import (
     Stopped,
-    command_to_go_on,
+    describe_checkpoints,
     folder_for_attempt,
     report,
+    resume_command,
     stopping_by_signals,
-    words_of_saved,
 )
 from tfmulti.launch.watch import Watch
 from tfmulti.launch.workers import (
@@ -148,7 +149,7 @@ HANGS = StepTiming(False, since_s=80.0, longest_s=0.1, idle_since_s=81.0)
 
 
 @pytest.mark.parametrize(
-    ("paces", "stands"),
+    ("timings", "stands"),
     [
         ([WAITS, WAITS], True),
         ([WAITS, COMPUTES], False),
@@ -162,9 +163,9 @@ HANGS = StepTiming(False, since_s=80.0, longest_s=0.1, idle_since_s=81.0)
         ([], False),
     ],
 )
-def test_a_job_stands_still(paces: list[StepTiming], stands: bool) -> None:
-    assert policy.stalled(paces, now_s=110.0, timeout_s=15) is stands
-    assert policy.stalled(paces, now_s=1000.0, timeout_s=15) is bool(paces)
+def test_a_job_stands_still(timings: list[StepTiming], stands: bool) -> None:
+    assert policy.stalled(timings, now_s=110.0, timeout_s=15) is stands
+    assert policy.stalled(timings, now_s=1000.0, timeout_s=15) is bool(timings)
 
 
 def test_groups_that_use_no_core_are_seen() -> None:
@@ -189,6 +190,14 @@ def test_a_group_that_waits_for_a_disk_without_a_byte_is_idle_in_the_end() -> No
     times = iter([0.0, 10.0, 100.0, 140.0, 200.0, 210.0])
     idle = Idle(lambda: used.pop(0), lambda: next(times))
     assert [idle.since(7) for _ in range(6)] == [0.0, 10.0, 100.0, 100.0, 100.0, 210.0]
+
+
+def test_no_group_is_idle_while_no_file_can_be_opened() -> None:
+    samples = [{7: Use()}, {7: Use()}, OSError(errno.EMFILE, "too many open files"), {7: Use()}]
+    look = Mock(side_effect=[*samples, {7: Use()}])
+    times = iter([0.0, 10.0, 20.0, 30.0, 40.0])
+    idle = Idle(look, lambda: next(times))
+    assert [idle.since(7) for _ in range(5)] == [0.0, 0.0, 20.0, 30.0, 30.0]
 
 
 def test_a_group_that_polls_is_still_and_one_that_works_is_not() -> None:
@@ -251,7 +260,7 @@ STARTED = HeartbeatRecord(0, "busy", 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("module", "told", "listening", "judged"),
+    ("module", "heartbeat", "listening", "judged"),
     [
         # It may be no program of TensorFlow.
         ("own", None, (), False),
@@ -265,22 +274,33 @@ STARTED = HeartbeatRecord(0, "busy", 0.0, 0.0)
     ],
 )
 def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
-    module: str, told: HeartbeatRecord | None, listening: tuple[int, ...], judged: bool
+    module: str, heartbeat: HeartbeatRecord | None, listening: tuple[int, ...], judged: bool
 ) -> None:
     config = LaunchConfig(program=(module,), module=True)
-    crew = Mock(places={0: (), 1: ()}, addresses=("a:1", "b:2"))
-    crew.silent.return_value = [rank for rank in (0, 1) if rank not in listening]
-    crew.stacks.return_value = {}
+    worker_group = Mock(locations={0: (), 1: ()}, addresses=("a:1", "b:2"))
+    worker_group.silent.return_value = [rank for rank in (0, 1) if rank not in listening]
+    worker_group.stacks.return_value = {}
     output = Mock(**{"heard_s.return_value": -math.inf})
-    watch = Watch(config, crew, output, lambda: None, print)
+    watch = Watch(config, worker_group, output, lambda: None, print)
     still_s = time.monotonic() - 10 * config.start_timeout_s - 1
-    seen = [
-        WorkerStatus(rank, 1, told=told, idle_since_s=math.inf, still_since_s=still_s)
+    statuses = [
+        WorkerStatus(rank, 1, heartbeat=heartbeat, idle_since_s=math.inf, still_since_s=still_s)
         for rank in (0, 1)
     ]
-    watch._silent(seen)
-    assert bool(watch._still_at_start(seen)) is judged
-    assert not watch._still_at_start([dataclasses.replace(seen[0], still_since_s=still_s + 2)])
+    watch._silent(statuses)
+    assert bool(watch._still_at_start(statuses)) is judged
+    assert not watch._still_at_start([dataclasses.replace(statuses[0], still_since_s=still_s + 2)])
+
+
+@pytest.mark.parametrize(("max_restarts", "calls"), [(0, 0), (3, 1)])
+def test_standby_processes_are_for_jobs_that_may_restart(max_restarts: int, calls: int) -> None:
+    config = LaunchConfig(program=(__file__,), max_restarts=max_restarts)
+    worker_group = Mock(locations={0: ()})
+    watch = Watch(config, worker_group, Mock(), lambda: None, print)
+    status = WorkerStatus(0, 1, heartbeat=dataclasses.replace(STARTED, step=1))
+    for _ in range(2):
+        watch._prepare([status])
+    assert worker_group.prepare.call_count == calls
 
 
 def test_a_part_of_a_line_is_progress() -> None:
@@ -294,7 +314,7 @@ def test_a_part_of_a_line_is_progress() -> None:
         reader.join(LIMIT_S)
     process.wait(LIMIT_S)
     idle = Mock(**{"since.return_value": 0.0, "still_since.return_value": 0.0})
-    assert worker.look(idle).still_since_s >= began_s
+    assert worker.status(idle).still_since_s >= began_s
     assert lines == [("stdout", b"1/2\r2/2\r")]
 
 
@@ -370,13 +390,15 @@ def test_gpus_are_shared_evenly_or_not_at_all(workers: int, gpus: int, words: st
 MODULE = LaunchConfig(program=("x",), module=True, shutdown_grace_s=7.0)
 
 
-def order(rank: int = 1, **others: Any) -> StartRequest:
+def start_request(rank: int = 1, **others: Any) -> StartRequest:
     return StartRequest(rank, rank, 2, ("a:1", "b:2"), "job", 3, "/logs", **others)
 
 
 def test_each_worker_gets_its_place_and_its_devices() -> None:
     env = {"PATH": "p", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    child = worker_env(MODULE, env, order(gpus=2, saved={"/b": 40}), ("4", "5", "6", "7"), cores=8)
+    child = worker_env(
+        MODULE, env, start_request(gpus=2, saved={"/b": 40}), ("4", "5", "6", "7"), cores=8
+    )
     assert child["TF_CONFIG"] == (
         '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
     )
@@ -397,7 +419,7 @@ def test_each_worker_gets_its_place_and_its_devices() -> None:
 
 
 def test_cores_are_shared_unless_the_user_says_otherwise() -> None:
-    child = worker_env(MODULE, {"OMP_NUM_THREADS": "7"}, order(0), (), cores=5)
+    child = worker_env(MODULE, {"OMP_NUM_THREADS": "7"}, start_request(0), (), cores=5)
     assert (child["TF_NUM_INTRAOP_THREADS"], child["OMP_NUM_THREADS"]) == ("2", "7")
 
 
@@ -466,7 +488,7 @@ OF_NODE = "\n\n\n\t [[{{node f}}]] [Op:__inference_one_561]"
     ],
 )
 def test_an_error_is_told_in_a_line(kind: str, message: str, words: str) -> None:
-    assert words_of_error(kind, message) == words
+    assert describe_error(kind, message) == words
 
 
 TWO_HOSTS = '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}'
@@ -496,9 +518,9 @@ def test_a_failure_that_says_so_is_final() -> None:
 def test_the_command_that_goes_on_names_the_folder_of_the_run() -> None:
     saved = {"runs/x/checkpoints": 7}
     given = ["-m", "tfmulti.fit", "--run_dir=runs/a"]
-    assert command_to_go_on(given, saved) == "tfmulti launch -m tfmulti.fit --run_dir=runs/a"
-    assert command_to_go_on(["a.py", "--lr", "1 0"], saved) == "tfmulti launch a.py --lr '1 0'"
-    assert words_of_saved({"runs/x/checkpoints": -1}) == "no checkpoint was saved"
+    assert resume_command(given, saved) == "tfmulti launch -m tfmulti.fit --run_dir=runs/a"
+    assert resume_command(["a.py", "--lr", "1 0"], saved) == "tfmulti launch a.py --lr '1 0'"
+    assert describe_checkpoints({"runs/x/checkpoints": -1}) == "no checkpoint was saved"
 
 
 def test_lines_of_a_worker_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -531,69 +553,71 @@ def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     times = iter([10.0, 11.0, 14.0, 15.0, 15.5, 16.0, 16.2, 17.0, 18.0])
     path = tmp_path / "progress"
     assert read_progress(path) is None
-    teller, one, other = Heartbeat(str(path), lambda: next(times)), Kind(), Kind()
-    teller.begin()
-    with teller.working(one):  # traces, for three seconds
+    heartbeat_writer, one, other = Heartbeat(str(path), lambda: next(times)), Kind(), Kind()
+    heartbeat_writer.begin()
+    with heartbeat_writer.working(one):  # traces, for three seconds
         assert read_progress(path) == HeartbeatRecord(0, "first", 11.0, 0.0)
-    teller.step(7)
+    heartbeat_writer.step(7)
     assert read_progress(path) == HeartbeatRecord(7, "busy", 14.0, 0.0)
-    with teller.working(one):
+    with heartbeat_writer.working(one):
         assert read_progress(path) == HeartbeatRecord(7, "first", 15.0, 0.0)
-    teller.step(8)
+    heartbeat_writer.step(8)
     assert read_progress(path) == HeartbeatRecord(8, "busy", 15.5, 0.0)
-    with teller.working(one):
+    with heartbeat_writer.working(one):
         assert read_progress(path) == HeartbeatRecord(8, "training", 16.0, 0.5)
-    with teller.working(other):  # which traces, too
+    with heartbeat_writer.working(other):  # which traces, too
         assert read_progress(path) == HeartbeatRecord(8, "first", 17.0, 0.0)
-    teller.saved(8, "/runs/a long name/b")
-    teller.asked()
-    told = HeartbeatRecord(8, "busy", 18.0, 0.0, asked=True, saved=8, folder="/runs/a long name/b")
-    assert read_progress(path) == told
-    teller.saved(9, "/b")
-    assert read_progress(path) == dataclasses.replace(told, saved=9, folder="/b")
+    heartbeat_writer.saved(8, "/runs/a long name/b")
+    heartbeat_writer.asked()
+    last_heartbeat = HeartbeatRecord(
+        8, "busy", 18.0, 0.0, asked=True, saved=8, folder="/runs/a long name/b"
+    )
+    assert read_progress(path) == last_heartbeat
+    heartbeat_writer.saved(9, "/b")
+    assert read_progress(path) == dataclasses.replace(last_heartbeat, saved=9, folder="/b")
     assert saved_before("/b", {SAVED: '{"/b": 9}'}) == 9
     assert saved_before("/b", {}) == -1
 
 
 def test_one_slow_step_does_not_change_the_usual_time() -> None:
-    now, teller, kind, other = [0.0], Heartbeat(None, lambda: now[0]), Kind(), Kind()
-    assert teller.usual_s() == 0.0
+    now, heartbeat_writer, kind, other = [0.0], Heartbeat(None, lambda: now[0]), Kind(), Kind()
+    assert heartbeat_writer.usual_s() == 0.0
     for seconds in (99.0, *[1.0] * 9, 50.0, *[1.0] * 9):
-        with teller.working(kind):
+        with heartbeat_writer.working(kind):
             now[0] += seconds
-    assert teller.usual_s() == 1.0
-    assert teller.record().longest_s == 50.0
+    assert heartbeat_writer.usual_s() == 1.0
+    assert heartbeat_writer.record().longest_s == 50.0
     # One execution in five has more steps than the others.
     for seconds in [4.0, 1.0, 1.0, 1.0, 1.0] * 10:
-        with teller.working(kind):
+        with heartbeat_writer.working(kind):
             now[0] += seconds
-    assert teller.usual_s() == 4.0
-    with teller.working(other):
-        assert teller.usual_s() == 0.0
+    assert heartbeat_writer.usual_s() == 4.0
+    with heartbeat_writer.working(other):
+        assert heartbeat_writer.usual_s() == 0.0
 
 
 def test_who_goes_on_after_an_error_is_in_no_step(tmp_path: Path) -> None:
     path, kind = tmp_path / "progress", Kind()
-    teller = Heartbeat(str(path), lambda: 1.0)
-    with pytest.raises(ValueError, match="caught"), teller.working(kind):
+    heartbeat_writer = Heartbeat(str(path), lambda: 1.0)
+    with pytest.raises(ValueError, match="caught"), heartbeat_writer.working(kind):
         raise ValueError("caught by the script")
-    told = read_progress(path)
-    assert told is not None
-    assert told.phase == "busy"
+    last_heartbeat = read_progress(path)
+    assert last_heartbeat is not None
+    assert last_heartbeat.phase == "busy"
 
 
 def test_another_kind_at_the_same_place_is_not_the_same(tmp_path: Path) -> None:
     path, times = tmp_path / "progress", itertools.count()
-    teller = Heartbeat(str(path), lambda: float(next(times)))
+    heartbeat_writer = Heartbeat(str(path), lambda: float(next(times)))
     places = set()
     for _ in range(3):
         kind = Kind()
         places.add(id(kind))
         for _ in range(2):
-            with teller.working(kind):
-                told = read_progress(path)
-                assert told is not None
-                assert told.phase == "first"
+            with heartbeat_writer.working(kind):
+                last_heartbeat = read_progress(path)
+                assert last_heartbeat is not None
+                assert last_heartbeat.phase == "first"
         del kind
     assert len(places) < 3  # Python gives a place anew
 
@@ -602,28 +626,28 @@ def test_a_later_trace_is_no_stalled_step(tmp_path: Path) -> None:
     """Steps were short, and then one is traced for another shape: for minutes, perhaps."""
     now = [0.0]
     path = tmp_path / "progress"
-    teller = Heartbeat(str(path), lambda: now[0])
+    heartbeat_writer = Heartbeat(str(path), lambda: now[0])
 
     class Kind:
         pass
 
     kind, phases = Kind(), []
     for seconds in (60.0, 0.01, 0.01, 90.0, 0.01):
-        with teller.working(kind):
+        with heartbeat_writer.working(kind):
             if seconds > 1:
-                teller.tracing()
-            told = read_progress(path)
-            assert told is not None
-            phases.append(told.phase)
+                heartbeat_writer.tracing()
+            last_heartbeat = read_progress(path)
+            assert last_heartbeat is not None
+            phases.append(last_heartbeat.phase)
             now[0] += seconds
     assert phases == ["first", "first", "training", "first", "training"]
-    told = read_progress(path)
-    assert told is not None
-    assert told.longest_s == pytest.approx(0.01)
-    teller.tracing()  # as for a comparison, outside of any step
-    told = read_progress(path)
-    assert told is not None
-    assert told.phase == "busy"
+    last_heartbeat = read_progress(path)
+    assert last_heartbeat is not None
+    assert last_heartbeat.longest_s == pytest.approx(0.01)
+    heartbeat_writer.tracing()  # as for a comparison, outside of any step
+    last_heartbeat = read_progress(path)
+    assert last_heartbeat is not None
+    assert last_heartbeat.phase == "busy"
 
 
 def test_errors_are_written_whole(tmp_path: Path) -> None:
@@ -684,22 +708,22 @@ def test_the_launcher_starts_without_tensorflow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("signal_number", "code"), [(9, 137), (15, 143)])
 def test_what_an_exit_says(signal_number: int, code: int) -> None:
-    words, found = policy.words_of_exit(-signal_number)
+    words, found = policy.describe_exit(-signal_number)
     assert found == code
     assert signal.Signals(signal_number).name in words
 
 
 def test_a_signal_waits_until_a_worker_is_known() -> None:
-    seen = []
+    events = []
 
     def start() -> None:
         with stopping_by_signals() as signals, signals.held():
             os.kill(os.getpid(), signal.SIGTERM)
-            seen.append("the rest is done")
+            events.append("the rest is done")
 
     with pytest.raises(Stopped) as caught:
         start()
-    assert (caught.value.number, seen) == (signal.SIGTERM, ["the rest is done"])
+    assert (caught.value.number, events) == (signal.SIGTERM, ["the rest is done"])
 
 
 def test_attempts_of_two_jobs_have_folders_of_their_own(tmp_path: Path) -> None:

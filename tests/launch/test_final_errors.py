@@ -1,7 +1,8 @@
-"""Tests that workers are not started again after an error that would only come again."""
+"""Tests how often workers are started again after an error that comes again."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,16 @@ def test_other_numbers_than_on_one_device_end_the_job(program: str, tmp_path: Pa
     assert "starting all workers again" not in done.stderr
     assert "worker 0 exited with 1 (VerificationError: step 1 gives other" in done.stderr
     assert "ending with exit code 1: a restart cannot help" in done.stderr
+
+
+def test_a_job_with_a_fixed_number_of_workers_has_no_more_restarts_than_it_may(
+    tmp_path: Path,
+) -> None:
+    """A worker that fails twice is left out of other jobs, which does not count as a restart."""
+    (tmp_path / "train.py").write_text("raise ValueError('a mistake')\n")
+    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "3"]
+    argv += ["--log-dir", str(tmp_path / "logs"), str(tmp_path / "train.py")]
+    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S)
+    assert done.returncode == 1
+    left = re.findall(r"\((\d) more without progress\)", done.stderr)
+    assert left == ["2", "1", "0"], done.stderr

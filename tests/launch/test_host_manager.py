@@ -28,7 +28,7 @@ from tfmulti.launch.agent import forwarded, serve
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import JoinListener, begin_of, over_ssh, remote_command
 from tfmulti.launch.flags import parse
-from tfmulti.launch.host_manager import limits_of, name_here
+from tfmulti.launch.host_manager import limits_of, own_host_name
 from tfmulti.launch.hosts import Host, discover, is_here, parse_hosts, read_hostfile, slots_of
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.membership import Absence, Limits, Standing, after, choose
@@ -127,14 +127,14 @@ def test_flags_of_torchrun_on_one_machine() -> None:
 
 def test_this_machine_among_the_hosts() -> None:
     by_hand = LaunchConfig(program=("x",), module=True, hosts=(Host("a"), Host("b")), node_rank=1)
-    assert name_here(by_hand, by_hand.hosts) == "b"
-    assert name_here(JOB, (Host("198.51.100.1"), Host("198.51.100.2"))) is None
-    assert name_here(JOB, (Host("localhost"),)) == "localhost"
+    assert own_host_name(by_hand, by_hand.hosts) == "b"
+    assert own_host_name(JOB, (Host("198.51.100.1"), Host("198.51.100.2"))) is None
+    assert own_host_name(JOB, (Host("localhost"),)) == "localhost"
     with pytest.raises(ConfigError, match="a name that no other machine can use"):
-        name_here(JOB, (Host("localhost"), Host("198.51.100.1")))
+        own_host_name(JOB, (Host("localhost"), Host("198.51.100.1")))
     outside = LaunchConfig(program=("x",), module=True, hosts=(Host("a"),), node_rank=1)
     with pytest.raises(ConfigError, match="count from 0"):
-        name_here(outside, outside.hosts)
+        own_host_name(outside, outside.hosts)
 
 
 @pytest.mark.parametrize(
@@ -219,15 +219,17 @@ def test_the_environment_that_other_machines_get(monkeypatch: pytest.MonkeyPatch
 
 SCRIPT = """
 import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 print("one", os.environ["RANK"], flush=True)
 print("two", file=sys.stderr, flush=True)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-time.sleep(60)
+# A signal just before a sleep does not shorten it.
+for _ in range(600):
+    time.sleep(0.1)
 """
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[tuple[RemoteMachine, list[tuple[int, str, bytes]], int]]:
+def remote(tmp_path: Path) -> Iterator[tuple[RemoteMachine, list[tuple[int, str, bytes]], int]]:
     """Yields a machine with an agent in another process, received lines, and the process id."""
     (tmp_path / "script.py").write_text(SCRIPT)
     config = LaunchConfig(program=(str(tmp_path / "script.py"),), shutdown_grace_s=1.0)
@@ -260,54 +262,54 @@ def link_of_pair(end: socket.socket) -> MessageConnection:
     )
 
 
-def order(addresses: list[str]) -> StartRequest:
+def start_request(addresses: list[str]) -> StartRequest:
     return StartRequest(0, 0, 1, tuple(addresses), "run", 0, "")
 
 
 def test_a_machine_behind_a_connection(
-    there: tuple[RemoteMachine, list[tuple[int, str, bytes]], int],
+    remote: tuple[RemoteMachine, list[tuple[int, str, bytes]], int],
 ) -> None:
-    machine, lines, _ = there
+    machine, lines, _ = remote
     assert machine.cores == os.cpu_count()
     [address] = machine.reserve(1)
     assert machine.silent([address]) == [0]
     before_s = time.monotonic()
-    machine.start([order([address])])
+    machine.start([start_request([address])])
     wait_for(lambda: len(lines) == 2)
     assert sorted(lines) == [(0, "stderr", b"two\n"), (0, "stdout", b"one 0\n")]
-    [seen] = machine.look()
-    assert seen.runs
-    os.kill(seen.pid, signal.SIGSTOP)
-    wait_for(lambda: machine.look()[0].frozen)
+    [status] = machine.statuses()
+    assert status.runs
+    os.kill(status.pid, signal.SIGSTOP)
+    wait_for(lambda: machine.statuses()[0].frozen)
     machine.stop()
-    wait_for(lambda: not machine.look()[0].runs)
-    [seen] = machine.look()
-    assert seen.returncode == 7
-    assert seen.ended_s is not None
-    assert before_s < seen.ended_s <= time.monotonic()
+    wait_for(lambda: not machine.statuses()[0].runs)
+    [status] = machine.statuses()
+    assert status.returncode == 7
+    assert status.ended_s is not None
+    assert before_s < status.ended_s <= time.monotonic()
     machine.kill()
-    assert machine.look() == []
+    assert machine.statuses() == []
 
 
 def test_workers_of_a_machine_that_is_cut_off_end(
-    there: tuple[RemoteMachine, list[tuple[int, str, bytes]], int], monkeypatch: pytest.MonkeyPatch
+    remote: tuple[RemoteMachine, list[tuple[int, str, bytes]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher and the agent notice it after the same time without a message."""
-    machine, lines, agent = there
-    machine.start([order(machine.reserve(1))])
+    machine, lines, agent = remote
+    machine.start([start_request(machine.reserve(1))])
     wait_for(lambda: len(lines) == 2)
-    [seen] = machine.look()
+    [status] = machine.statuses()
     monkeypatch.setattr(remote_machine, "LOST_S", 0.5)
     os.kill(agent, signal.SIGSTOP)
     time.sleep(0.8)
     with contextlib.suppress(Unreachable):
         # The first call may return a status that arrived before the signal.
-        machine.look()
+        machine.statuses()
     with pytest.raises(Unreachable, match="no message from it for 0"):
-        machine.look()
-    machine._link.close()
+        machine.statuses()
+    machine._connection.close()
     os.kill(agent, signal.SIGCONT)
-    wait_for(lambda: not is_alive(seen.pid))
+    wait_for(lambda: not is_alive(status.pid))
 
 
 @pytest.mark.parametrize(

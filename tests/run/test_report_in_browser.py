@@ -19,7 +19,15 @@ LIMIT_S = 240
 
 def test_the_page_shows_all_workers_and_loads_nothing(tmp_path: Path) -> None:
     argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
-    argv += ["-m", "tfmulti.fit", "--epochs", "2", "--run_dir", str(tmp_path / "run")]
+    argv += [
+        "--no-standby",
+        "-m",
+        "tfmulti.fit",
+        "--epochs",
+        "2",
+        "--run_dir",
+        str(tmp_path / "run"),
+    ]
     done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     page = tmp_path / "run" / "report.html"

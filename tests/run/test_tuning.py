@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import keras
+import keras_tuner
 import pytest
 
 from tests.support import forked
@@ -28,6 +30,7 @@ def search(folder: Path, kind: str) -> dict[str, Any]:
 def launch(folder: Path, *words: str) -> Finished:
     """Searches on two workers of the launcher."""
     argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0"]
+    argv += ["--no-standby"]
     argv += ["--log-dir", str(folder / "logs"), *SCRIPT, str(folder), *words]
     return run(argv, folder / "launcher", env={"TMPDIR": str(folder)}, limit_s=LIMIT_S)
 
@@ -74,6 +77,46 @@ def test_replicas_and_workers_find_what_one_device_finds(tmp_path: Path) -> None
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("kind", ["BayesianOptimization", "GridSearch"])
+def test_other_oracles_find_the_same_on_replicas_and_workers(tmp_path: Path, kind: str) -> None:
+    if kind == "BayesianOptimization":
+        pytest.importorskip("sklearn", reason="KerasTuner needs it for BayesianOptimization")
+    one = search(tmp_path / "one", f"{kind}:1")
+    assert len(one["scores"]) == 3
+    assert_alike(search(tmp_path / "two", f"{kind}:2"), one)
+    done = launch(tmp_path, kind)
+    assert done.returncode == 0, done.stderr
+    assert found(tmp_path, 0) == found(tmp_path, 1)
+    assert_alike(found(tmp_path, 0), one)
+
+
+def test_keras_tuner_alone_still_ends_a_grid_search_that_is_started_again(tmp_path: Path) -> None:
+    """If this fails, try to remove `tfmulti.keras_patches.grid_search`."""
+
+    class Search(keras_tuner.GridSearch):
+        def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> float:
+            return float(trial.hyperparameters.Int("width", 1, 4))
+
+    def build(parameters: Any) -> keras.Model:
+        return keras.Sequential([keras.layers.Dense(parameters.Int("width", 1, 4))])
+
+    for trials in (1, 3):
+        objective = keras_tuner.Objective("loss", "min")
+        tuner = Search(build, objective=objective, max_trials=trials, directory=tmp_path)
+        tuner.search(verbose=0)
+        assert len(tuner.oracle.trials) == 1
+
+
+def test_a_grid_search_that_is_started_again_goes_on(tmp_path: Path) -> None:
+    """KerasTuner alone ends it without a message."""
+    one = search(tmp_path / "one", "GridSearch:1")
+    for trials in ("2", "3"):
+        done = launch(tmp_path, "GridSearch", "", trials)
+        assert done.returncode == 0, done.stderr
+        assert len(found(tmp_path, 1)["scores"]) == int(trials)
+    assert_alike(found(tmp_path, 0), one)
 
 
 def test_hyperband_goes_on_from_weights_that_only_the_chief_has(tmp_path: Path) -> None:

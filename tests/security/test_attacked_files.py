@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from tests.support import forked
 from tests.support.processes import Finished, run
 from tests.support.records import framed, write_features
 from tfmulti.training.checkpoint import file_format
@@ -23,7 +25,8 @@ from tfmulti.training.checkpoint import file_format
 pytestmark = pytest.mark.processes
 
 LIMIT_S = 120
-LAUNCH = ("-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0")
+LAUNCH = ("-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0", "--no-standby")
+FLAGS = ("--model=mlp", "--global_batch_size=4", "--epochs=1", "--run_dir=run")
 
 
 def paths_of_a_position(tree: dict[str, Any], outside: str) -> None:
@@ -46,11 +49,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("change", [paths_of_a_position, attributes_of_a_callback])
 def test_a_crafted_checkpoint_writes_nothing_elsewhere(
-    tmp_path: Path, weights: list[np.ndarray], change: Callable[[dict[str, Any], str], None]
+    tmp_path: Path,
+    interrupted: Path,
+    weights: list[np.ndarray],
+    change: Callable[[dict[str, Any], str], None],
 ) -> None:
     """The newest checkpoint was changed, with correct checksums. The job ends with its numbers."""
     outside = str(tmp_path / "outside.weights.h5")
-    interrupted(tmp_path)
+    take_up(interrupted, tmp_path)
     change_newest(tmp_path, lambda tree: change(tree, outside))
     done = saving(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -59,9 +65,11 @@ def test_a_crafted_checkpoint_writes_nothing_elsewhere(
     np.testing.assert_equal(left_in(tmp_path), weights)
 
 
-def test_a_compressed_checkpoint_is_ignored(tmp_path: Path, weights: list[np.ndarray]) -> None:
+def test_a_compressed_checkpoint_is_ignored(
+    tmp_path: Path, interrupted: Path, weights: list[np.ndarray]
+) -> None:
     """A file that would unpack to more than its size is not unpacked. The previous one is used."""
-    interrupted(tmp_path)
+    take_up(interrupted, tmp_path)
     newest = file_format.Checkpoints(tmp_path / "checkpoints", keep=2).files()[0]
     with zipfile.ZipFile(newest, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.npy", bytes(100 << 20))
@@ -71,8 +79,8 @@ def test_a_compressed_checkpoint_is_ignored(tmp_path: Path, weights: list[np.nda
     np.testing.assert_equal(left_in(tmp_path), weights)
 
 
-def test_a_record_of_another_form_is_one_line(tmp_path: Path) -> None:
-    interrupted(tmp_path)
+def test_a_record_of_another_form_is_one_line(tmp_path: Path, interrupted: Path) -> None:
+    take_up(interrupted, tmp_path)
     change_newest(tmp_path, lambda tree: tree.update(progress="../x"))
     before = sorted((tmp_path / "checkpoints").iterdir())
     done = saving(tmp_path)
@@ -88,10 +96,18 @@ def saving(folder: Path, *stop: str) -> Finished:
     return run(argv, folder / "launcher", limit_s=LIMIT_S)
 
 
-def interrupted(folder: Path) -> None:
-    """Runs a job that ends within its second epoch, and leaves some checkpoints."""
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a job that ended within its second epoch, and left checkpoints."""
+    folder = tmp_path_factory.mktemp("interrupted")
     done = saving(folder, "10")
     assert done.returncode == 3, done.stderr
+    return folder
+
+
+def take_up(interrupted: Path, folder: Path) -> None:
+    """Copies the interrupted job to another folder, in which it can go on."""
+    shutil.copytree(interrupted, folder, dirs_exist_ok=True)
 
 
 def change_newest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -185,12 +201,20 @@ def picture(folder: Path, size: tuple[int, int]) -> None:
 def test_a_crafted_data_file_is_one_line(
     tmp_path: Path, make: Callable[[Path], list[str]], words: str
 ) -> None:
-    data = make(tmp_path)
-    flags = ["--model=mlp", "--global_batch_size=4", "--epochs=1", f"--run_dir={tmp_path}/run"]
-    argv = [*LAUNCH, "--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit", *data, *flags]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S, env={"PYTHONPATH": path})
+    argv = ["-m", "tfmulti.fit", *make(tmp_path), *FLAGS]
+    # The crafted module lies in this folder, from which Python imports.
+    done = forked.run(argv, tmp_path / "log", limit_s=LIMIT_S, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outside").exists()
+
+
+def test_a_crafted_data_file_ends_a_job_of_two_workers(tmp_path: Path) -> None:
+    program = ["-m", "tfmulti.fit", *code_in_an_npz(tmp_path), *FLAGS]
+    argv = [*LAUNCH, "--log-dir", str(tmp_path / "logs"), *program]
+    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "x.npz" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "outside").exists()

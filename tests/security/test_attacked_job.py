@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.launcher_without_threads import NO_THREADS
 from tests.support.launching import (
     LIMIT_S,
     argv,
@@ -61,6 +63,41 @@ def test_strangers_at_all_ports_change_nothing(
     assert [earlier.returncode, later.returncode] == [0, 0], earlier.stderr + later.stderr
     assert min(len(tries) for tries in attacked) >= 2
     assert not (tmp_path / "escaped").exists()
+    assert "starting all workers again" not in earlier.stderr
+    assert_the_same_within_rounding(tmp_path, whole)
+
+
+@pytest.mark.parametrize("lacking", ["files", "threads"])
+def test_a_launcher_that_lacks_files_or_threads_ends_with_the_same_numbers(
+    lacking: str, tmp_path: Path, whole: dict[str, np.ndarray]
+) -> None:
+    """Strangers connect all the time, and send their greetings byte by byte."""
+    no_threads = tmp_path / "no-threads"
+    env = {"TFMULTI_SECRET": SECRET, "TFMULTI_TEST_STEP_S": "0.5", NO_THREADS: str(no_threads)}
+    with socket.create_server((FIRST, 0)) as free:
+        master = free.getsockname()
+    flags = ["--hosts", f"{FIRST}:1,{SECOND}:1", "--master-port", str(master[1]), "--node-rank"]
+    _, _, *rest = argv(tmp_path, "", *flags, "0")
+    with processes(tmp_path / "launchers") as group, contextlib.ExitStack() as at_end:
+        first = group.start(["-m", "tests.support.launcher_without_threads", *rest], env)
+        group.start(argv(tmp_path, "", *flags, "1"), env)
+        wait_for(lambda: has_checkpoint(tmp_path))
+        assert may_come_in(master)
+        if lacking == "files":
+            # What is open stays so, and no file or connection can be opened any more.
+            resource.prlimit(first.pid, resource.RLIMIT_NOFILE, (3, 3))
+            # The system has taken the descriptor of the next connection already.
+            may_come_in(master)
+        else:
+            no_threads.touch()
+        assert not may_come_in(master)
+        attacked = [
+            at_end.enter_context(without_end(attack, master))
+            for attack in (byte_by_byte, many_at_once, nonsense)
+        ]
+        earlier, later = group.wait(LIMIT_S)
+    assert [earlier.returncode, later.returncode] == [0, 0], earlier.stderr + later.stderr
+    assert all(attacked)
     assert "starting all workers again" not in earlier.stderr
     assert_the_same_within_rounding(tmp_path, whole)
 
@@ -132,6 +169,28 @@ def nonsense(place: Place) -> None:
             caller.sendall(data)
 
 
+def byte_by_byte(place: Place) -> None:
+    """Keeps all places for greetings, until they have lasted too long."""
+    greeting = b'{"name": "' + SECOND.encode() + b'", "nonce": "' + b"0" * 32 + b'"}\n'
+    with contextlib.ExitStack() as at_end:
+        callers = [at_end.enter_context(call(place)) for _ in range(AT_ONCE)]
+        for byte in greeting:
+            for caller in callers:
+                with contextlib.suppress(OSError):
+                    caller.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+
+def may_come_in(place: Place) -> bool:
+    """Returns whether a door answers a caller that knows the secret."""
+    try:
+        with call(place) as caller:
+            prove(TcpMessageConnection(caller), SECRET.encode(), SECOND)
+    except OSError:
+        return False
+    return True
+
+
 def an_endless_line(place: Place) -> None:
     with call(place) as caller:
         for _ in range(100):
@@ -159,7 +218,14 @@ def as_another_worker(place: Place) -> None:
             caller.recv(100)
 
 
-ATTACKS = (nonsense, an_endless_line, many_at_once, without_the_secret, as_another_worker)
+ATTACKS = (
+    nonsense,
+    byte_by_byte,
+    an_endless_line,
+    many_at_once,
+    without_the_secret,
+    as_another_worker,
+)
 
 
 @contextlib.contextmanager

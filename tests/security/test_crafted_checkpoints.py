@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tfmulti import Checkpoint, LiveCurves, prepare
 from tfmulti.errors import ResumeError
-from tfmulti.run.artifacts import curves_svg
 from tfmulti.run.callbacks import live_curves
+from tfmulti.run.curves import curves_svg
 from tfmulti.training.checkpoint import file_format
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.input import positions
@@ -90,9 +90,9 @@ def test_names_of_a_position_are_no_paths(tmp_path: Path, name: str) -> None:
     position = positions.position_of(iter(data))
     assert position is not None
     before = files_below(tmp_path)
-    assert not positions.set_position(iter(data), {**position, name: np.zeros(3, np.uint8)})
+    assert positions.iterator_at({**position, name: np.zeros(3, np.uint8)}, data) is None
     assert files_below(tmp_path) == before
-    assert positions.set_position(iter(data), position)
+    assert positions.iterator_at(position, data) is not None
 
 
 def test_a_run_from_a_crafted_position_writes_nothing_elsewhere(tmp_path: Path) -> None:

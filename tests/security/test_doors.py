@@ -66,11 +66,11 @@ class LaunchersDoor:
         self.listener = JoinListener(config, HERE, [HERE, HERE])
 
     def comes_in(self) -> bool:
-        link = TcpMessageConnection(knock(self.port))
-        doors.prove(link, self.key, self.name)
-        link.send({"program": "\0".join(self.program)})
+        connection = TcpMessageConnection(knock(self.port))
+        doors.prove(connection, self.key, self.name)
+        connection.send({"program": "\0".join(self.program)})
         wait_for(lambda: self.name in self.listener._waiting)
-        link.close()
+        connection.close()
         return True
 
     def close(self) -> None:
@@ -192,9 +192,9 @@ def test_a_caller_that_says_nonsense_is_rejected(door: Door, data: bytes) -> Non
 )
 def test_a_caller_without_a_proof_is_rejected(door: Door, second: bytes) -> None:
     with knock(door.port) as stranger:
-        link = TcpMessageConnection(stranger)
-        link.send({"name": door.name, "nonce": NONCE})
-        assert len(link.expect()["proof"]) == 64
+        connection = TcpMessageConnection(stranger)
+        connection.send({"name": door.name, "nonce": NONCE})
+        assert len(connection.expect()["proof"]) == 64
         stranger.sendall(second + b"\n")
         assert is_closed(stranger)
     assert door.comes_in()
@@ -220,13 +220,13 @@ def test_a_process_of_the_job_that_says_nonsense_costs_nothing(
     door: Door, first: dict[str, Any]
 ) -> None:
     """A process may have another version of tfmulti."""
-    link = TcpMessageConnection(knock(door.port))
-    doors.prove(link, door.key, door.name)
-    link.send(first)
-    link.limit(1.0)
-    while link.receive() is not None:
+    connection = TcpMessageConnection(knock(door.port))
+    doors.prove(connection, door.key, door.name)
+    connection.send(first)
+    connection.limit(1.0)
+    while connection.receive() is not None:
         pass
-    link.close()
+    connection.close()
     assert door.comes_in()
 
 

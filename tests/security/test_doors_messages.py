@@ -19,7 +19,7 @@ from tests.security.test_parsers import damaged, fuzzed, like, little_memory, on
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.cluster.environments import mpi
 from tfmulti.cluster.layout import Layout
-from tfmulti.cluster.port_agreement import Told, _answer
+from tfmulti.cluster.port_agreement import ProcessInfo, _answer
 from tfmulti.config import json_values
 from tfmulti.doctor import job
 from tfmulti.doctor.finding import FAILED, Report
@@ -29,7 +29,7 @@ from tfmulti.errors import ClusterError
 __all__ = ["little_memory"]
 
 LAYOUT = Layout("slurm", 1, 2, 0, 1, "h2", ("h1",), "slurm 1.0", ("h1", "h2"))
-OWN = Told("h2", 17003, 1)
+OWN = ProcessInfo("h2", 17003, 1)
 TOLD = {"host": "h2", "port": 17003, "gpus": 1}
 SIZE = 3
 RESULT = {
@@ -46,7 +46,7 @@ RESULT = {
 @given(like(TOLD))
 def test_what_a_process_tells(values: Any) -> None:
     with only(ValueError, ClusterError):
-        told = json_values.build(Told, values)
+        told = json_values.build(ProcessInfo, values)
         assert 0 < told.port < 65536
         assert told.address.isprintable()
         assert type(told.gpus) is int
@@ -72,9 +72,9 @@ def test_what_a_process_tells(values: Any) -> None:
     ],
 )
 def test_what_no_process_can_tell(wrong: dict[str, Any]) -> None:
-    assert json_values.build(Told, TOLD).address == OWN.address
+    assert json_values.build(ProcessInfo, TOLD).address == OWN.address
     with pytest.raises((ValueError, ClusterError)):
-        json_values.build(Told, TOLD | wrong)
+        json_values.build(ProcessInfo, TOLD | wrong)
 
 
 @fuzzed

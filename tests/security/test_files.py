@@ -317,10 +317,10 @@ def test_a_packed_table_of_more_than_the_memory_is_one_line(
 ) -> None:
     data = gzip.compress(b"a,b\n" + b"1,2\n" * 1_000_000)
     assert len(data) < 10_000
-    assert csv_tables.read_csv(data, packed=True)[0].num_rows == 1_000_000
+    assert csv_tables.read_csv(data, is_gzip=True)[0].num_rows == 1_000_000
     monkeypatch.setattr(files, "memory_bytes", lambda: 1_000_000)
     with pytest.raises(ValueError, match=r"more than 1,000,000 bytes.* by --max_file_gigabytes"):
-        csv_tables.read_csv(data, packed=True)
+        csv_tables.read_csv(data, is_gzip=True)
 
 
 def test_a_parquet_file_of_more_than_the_memory_is_one_line(

@@ -82,21 +82,21 @@ def is_closed(connection: socket.socket) -> bool:
 
 def proven(port: int, secret: str = SECRET, name: str = "b") -> MessageConnection | None:
     """Returns a connection on which both sides have proven that they know the secret."""
-    link = TcpMessageConnection(knock(port))
+    connection = TcpMessageConnection(knock(port))
     try:
-        doors.prove(link, secret.encode(), name)
+        doors.prove(connection, secret.encode(), name)
     except doors.Stranger:
         return None
-    return link
+    return connection
 
 
 def comes_in(door: JoinListener, port: int, name: str = "b") -> bool:
     """Returns whether a machine of the job is still accepted."""
-    link = proven(port, name=name)
-    assert link is not None
-    link.send({"program": "\0".join(PROGRAM)})
+    connection = proven(port, name=name)
+    assert connection is not None
+    connection.send({"program": "\0".join(PROGRAM)})
     wait_for(lambda: name in door._waiting)
-    link.close()
+    connection.close()
     return True
 
 
@@ -108,9 +108,9 @@ def test_a_caller_without_the_secret_is_rejected(
     door: tuple[JoinListener, int], second: bytes
 ) -> None:
     """The machine's name and the program are not secret, because ps shows them to all users."""
-    link = TcpMessageConnection(stranger := knock(door[1]))
-    link.send({"name": "b", "nonce": NONCE, "program": "\0".join(PROGRAM)})
-    assert len((link.receive() or {})["proof"]) == 64
+    connection = TcpMessageConnection(stranger := knock(door[1]))
+    connection.send({"name": "b", "nonce": NONCE, "program": "\0".join(PROGRAM)})
+    assert len((connection.receive() or {})["proof"]) == 64
     stranger.sendall(second + b"\n")
     assert is_closed(stranger)
     with pytest.raises(Unreachable, match="has not been started there"):
@@ -175,10 +175,10 @@ def test_workers_connect_although_an_accept_fails(
             threads.submit(rendezvous.connect_workers, listener, rank, places, b"key")
             for rank, listener in enumerate(listeners)
         ]
-        links = [link for each in found for link in each.result(20).values()]
+        links = [connection for each in found for connection in each.result(20).values()]
     assert len(links) == 2
-    for link in links:
-        link.close()
+    for connection in links:
+        connection.close()
 
 
 def test_a_guard_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,13 +356,13 @@ def over_pair() -> tuple[MessageConnection, socket.socket]:
 )
 def test_an_agent_without_a_valid_hello_is_unreachable(hello: Any) -> None:
     """The launcher tries it again later, like any machine that does not answer."""
-    link, theirs = over_pair()
+    connection, theirs = over_pair()
     theirs.sendall(json.dumps({"hello": hello}).encode() + b"\n")
     with pytest.raises(Unreachable, match="no agent"):
-        RemoteMachine("b", link, {}, lambda *line: None, lambda: "")
+        RemoteMachine("b", connection, {}, lambda *line: None, lambda: "")
 
 
-LOOK = {"pid": 1, "returncode": None, "ended_s": None, "told": None, "error": None}
+STATUS = {"pid": 1, "returncode": None, "ended_s": None, "heartbeat": None, "error": None}
 
 
 @pytest.mark.parametrize(
@@ -374,36 +374,36 @@ LOOK = {"pid": 1, "returncode": None, "ended_s": None, "told": None, "error": No
         {"line": [0, "stdout"]},
         {"line": [0, "stdout", "\u0394"]},
         {"line": 3},
-        {"looks": [{"rank": "../x", **LOOK}], "now_s": 1.0},
-        {"looks": [{"rank": 0, "more": 1, **LOOK}], "now_s": 1.0},
-        {"looks": [{"rank": 0}], "now_s": 1.0},
-        {"looks": 3, "now_s": 1.0},
-        {"looks": [], "now_s": "late"},
+        {"statuses": [{"rank": "../x", **STATUS}], "now_s": 1.0},
+        {"statuses": [{"rank": 0, "more": 1, **STATUS}], "now_s": 1.0},
+        {"statuses": [{"rank": 0}], "now_s": 1.0},
+        {"statuses": 3, "now_s": 1.0},
+        {"statuses": [], "now_s": "late"},
     ],
 )
 def test_a_message_of_another_form_ends_the_connection(message: Any) -> None:
-    link, theirs = over_pair()
+    connection, theirs = over_pair()
     lines: list[Any] = []
     theirs.sendall(b'{"hello": {"cores": 2, "gpus": 0}}\n')
-    there = RemoteMachine("b", link, {}, lambda *line: lines.append(line), lambda: "")
-    there._ranks = {0}
+    remote = RemoteMachine("b", connection, {}, lambda *line: lines.append(line), lambda: "")
+    remote._ranks = {0}
     theirs.sendall(json.dumps(message).encode() + b"\n")
-    wait_for(lambda: there._ended)
+    wait_for(lambda: remote._ended)
     with pytest.raises(Unreachable):
-        there.stop()
+        remote.stop()
     assert lines == []
-    there.close()
+    remote.close()
 
 
 def test_lines_of_workers_come_through() -> None:
-    link, theirs = over_pair()
+    connection, theirs = over_pair()
     lines: list[Any] = []
     theirs.sendall(b'{"hello": {"cores": 2, "gpus": 0}}\n')
-    there = RemoteMachine("b", link, {}, lambda *line: lines.append(line), lambda: "")
-    there._ranks = {0}
+    remote = RemoteMachine("b", connection, {}, lambda *line: lines.append(line), lambda: "")
+    remote._ranks = {0}
     theirs.sendall(b'{"line": [0, "stderr", "x"]}\n')
     wait_for(lambda: lines == [(0, "stderr", b"x")])
-    there.close()
+    remote.close()
 
 
 class LocalMachine:
@@ -413,7 +413,7 @@ class LocalMachine:
         self.asked: list[Any] = []
         self.secret = "s"
 
-    def look(self) -> list[Any]:
+    def statuses(self) -> list[Any]:
         return []
 
     def reserve(self, count: int) -> list[str]:
@@ -445,20 +445,20 @@ ORDER = {
 }
 
 
-def answer_to(order: dict[str, Any], here: LocalMachine, folder: Path) -> dict[str, Any]:
-    link, theirs = over_pair()
-    agent.Agent(link, here, folder)._obey(order)  # type: ignore[arg-type]
+def answer_to(request: dict[str, Any], machine: LocalMachine, folder: Path) -> dict[str, Any]:
+    connection, theirs = over_pair()
+    agent.Agent(connection, machine, folder)._handle(request)  # type: ignore[arg-type]
     answer: dict[str, Any] = json.loads(theirs.makefile().readline())
     return answer
 
 
 @pytest.mark.parametrize(
-    "order",
+    "message",
     [
         {"do": "danger"},
         {"do": "__class__"},
         {"do": "secret"},
-        {"do": "look"},
+        {"do": "statuses"},
         {"do": None},
         {},
         {"do": ["start"]},
@@ -470,20 +470,20 @@ def answer_to(order: dict[str, Any], here: LocalMachine, folder: Path) -> dict[s
         {"do": "start", "with": [3]},
     ],
 )
-def test_an_agent_obeys_only_known_orders(tmp_path: Path, order: dict[str, Any]) -> None:
-    here = LocalMachine()
-    answer = answer_to({"id": 5, **order}, here, tmp_path)
+def test_an_agent_handles_only_known_requests(tmp_path: Path, message: dict[str, Any]) -> None:
+    machine = LocalMachine()
+    answer = answer_to({"id": 5, **message}, machine, tmp_path)
     assert (answer["id"], "fails" in answer) == (5, True)
-    assert here.asked == []
+    assert machine.asked == []
 
 
 def test_an_order_stays_in_the_agents_folder(tmp_path: Path) -> None:
-    here = LocalMachine()
-    assert answer_to({"do": "reserve", "id": 1, "with": [2]}, here, tmp_path)["gives"] == ["a:1"]
-    answer_to({"do": "start", "id": 2, "with": [[ORDER]]}, here, tmp_path)
-    count, [order] = here.asked
+    machine = LocalMachine()
+    assert answer_to({"do": "reserve", "id": 1, "with": [2]}, machine, tmp_path)["gives"] == ["a:1"]
+    answer_to({"do": "start", "id": 2, "with": [[ORDER]]}, machine, tmp_path)
+    count, [request] = machine.asked
     assert count == 2
-    assert order.folder == str(tmp_path / "attempt_2" / "worker_1")
+    assert request.folder == str(tmp_path / "attempt_2" / "worker_1")
 
 
 @pytest.mark.parametrize("name", ["[-F/tmp/x]", "[-oProxyCommand]", "[::1", "a]", "[a.b]:2"])
@@ -504,23 +504,23 @@ def test_an_agents_lock_is_this_users_alone(
     monkeypatch.setattr(agent.tempfile, "gettempdir", lambda: str(tmp_path))
     folder, target = tmp_path / f"tfmulti-{os.getuid()}", tmp_path / "target"
     target.write_text("precious")
-    with agent._alone("../run/1-host") as lock:
+    with agent._lock_of_job("../run/1-host") as lock:
         assert lock.parent == folder
         assert (folder.stat().st_mode & 0o777, lock.stat().st_mode & 0o777) == (0o700, 0o600)
     lock.unlink()
     lock.symlink_to(target)
-    with pytest.raises(OSError, match="symbolic"), agent._alone("../run/1-host"):
+    with pytest.raises(OSError, match="symbolic"), agent._lock_of_job("../run/1-host"):
         pass
     assert target.read_text() == "precious"
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="not this user's own folder"), agent._alone("x"):
+    with pytest.raises(ConfigError, match="not this user's own folder"), agent._lock_of_job("x"):
         pass
 
 
 def test_long_lines_of_a_connection_have_an_end() -> None:
-    link, theirs = over_pair()
-    link.most_bytes = 10
+    connection, theirs = over_pair()
+    connection.most_bytes = 10
     theirs.sendall(b'{"a": 1}\n{"b": 123456789}\n')
-    assert link.receive() == {"a": 1}
-    assert link.receive() is None
+    assert connection.receive() == {"a": 1}
+    assert connection.receive() is None
     assert MOST_BYTES == 1 << 24

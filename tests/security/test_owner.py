@@ -23,14 +23,14 @@ import pytest
 
 from tests.support.launching import wait_for
 from tests.support.processes import processes
-from tfmulti import Checkpoint, Watchdog
+from tfmulti import Watchdog
 from tfmulti.config import run_directory
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ResumeError
 from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import FILE, NotOwnerError, Owner, Ownership, ownership_of
-from tfmulti.training.watchdog import watching
+from tfmulti.training.watchdog import respect_owner, watching
 
 pytestmark = pytest.mark.processes
 
@@ -93,7 +93,7 @@ def test_a_second_start_is_told_who_owns_the_folder(
 STARTS = """
 import sys, time
 from pathlib import Path
-from tfmulti import Checkpoint, Watchdog
+from tfmulti import Watchdog
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ResumeError
 from tfmulti.training.checkpoint.owner import ownership_of
@@ -403,8 +403,9 @@ def test_a_worker_that_was_cut_off_leaves_the_hang_files_alone(
     )
     first.take()
     file = run / "hang_worker_1.json"
-    callbacks = [Watchdog(run), Checkpoint(checkpoints)]
+    callbacks = [Watchdog(run)]
     with watching(callbacks, Placement(rank=1, workers=2, local_replicas=1)):
+        respect_owner(callbacks, checkpoints)
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_for(file.exists, 10)
         second.take()

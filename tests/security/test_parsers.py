@@ -207,50 +207,50 @@ def only(*errors: type[Exception]) -> Iterator[None]:
 @fuzzed
 @given(st.lists(damaged(b'{"id": 1, "gives": null}\n', b'{"line": [0, "stdout", "x"]}\n')))
 def test_lines_of_a_connection(lines: list[bytes]) -> None:
-    link = MessageConnection(io.BytesIO(b"".join(lines)), io.BytesIO(), most_bytes=1000)
-    while (message := link.receive()) is not None:
+    connection = MessageConnection(io.BytesIO(b"".join(lines)), io.BytesIO(), most_bytes=1000)
+    while (message := connection.receive()) is not None:
         assert type(message) is dict
 
 
 def test_a_line_of_deep_brackets() -> None:
-    link = MessageConnection(io.BytesIO(NESTED.encode() + b"\n"), io.BytesIO())
-    assert link.receive() == {}
+    connection = MessageConnection(io.BytesIO(NESTED.encode() + b"\n"), io.BytesIO())
+    assert connection.receive() == {}
 
 
-TOLD = HeartbeatRecord(3, "training", 1.5, 0.5, False, 2, "/f")
-LOOK = asdict(
+HEARTBEAT = HeartbeatRecord(3, "training", 1.5, 0.5, False, 2, "/f")
+STATUS = asdict(
     WorkerStatus(
-        0, 4, 1, 5.0, TOLD, WorkerFailure("m", "E", "t", 0, 4.0), frozen=True, idle_since_s=2.0
+        0, 4, 1, 5.0, HEARTBEAT, WorkerFailure("m", "E", "t", 0, 4.0), frozen=True, idle_since_s=2.0
     )
 )
 
 
 def test_a_worker_status_as_an_agent_sends_it() -> None:
-    seen = json_values.build(WorkerStatus, json.loads(json.dumps(LOOK)))
-    assert asdict(seen) == LOOK
+    status = json_values.build(WorkerStatus, json.loads(json.dumps(STATUS)))
+    assert asdict(status) == STATUS
     assert json_values.build(
         WorkerStatus, json.loads(json.dumps(asdict(WorkerStatus(1, 2))))
     ) == WorkerStatus(1, 2)
 
 
 def test_what_is_no_number_is_refused() -> None:
-    text = json.dumps({**LOOK, "ended_s": float("nan")})
+    text = json.dumps({**STATUS, "ended_s": float("nan")})
     with pytest.raises(ValueError, match="ended_s is no number"):
         json_values.build(WorkerStatus, json_values.parse(text))
 
 
 @fuzzed
-@given(like(LOOK))
+@given(like(STATUS))
 def test_worker_statuses_from_an_agent(values: Any) -> None:
     try:
-        seen = json_values.build(WorkerStatus, values)
+        status = json_values.build(WorkerStatus, values)
     except ValueError:
         return
-    assert [type(value) for value in (seen.rank, seen.pid, seen.frozen)] == [int, int, bool]
-    assert seen.told is None or [type(value) for value in asdict(seen.told).values()] == [
-        type(value) for value in asdict(TOLD).values()
-    ]
-    assert seen.shifted(1.0).rank == seen.rank
+    assert [type(value) for value in (status.rank, status.pid, status.frozen)] == [int, int, bool]
+    assert status.heartbeat is None or [
+        type(value) for value in asdict(status.heartbeat).values()
+    ] == [type(value) for value in asdict(HEARTBEAT).values()]
+    assert status.shifted(1.0).rank == status.rank
 
 
 HELLO = b'{"hello": {"cores": 2, "gpus": 0}}\n'
@@ -261,7 +261,7 @@ HELLO = b'{"hello": {"cores": 2, "gpus": 0}}\n'
     st.lists(
         like(
             {"line": [0, "stdout", "words"]},
-            {"looks": [LOOK], "now_s": 3.0},
+            {"statuses": [STATUS], "now_s": 3.0},
             {"id": 1, "gives": [0]},
             {"id": 1, "fails": "words"},
             {"hello": {"cores": 1, "gpus": 0}},
@@ -275,7 +275,7 @@ def test_messages_of_an_agent(messages: list[Any]) -> None:
         "h", MessageConnection(io.BytesIO(data), io.BytesIO()), {}, lambda *a: None, lambda: ""
     )
     with only(Unreachable):
-        machine.look()
+        machine.statuses()
     with only(Unreachable):
         machine.silent(["h:1"])
     machine.close()
@@ -305,7 +305,7 @@ class LocalMachine:
 
     kill = stop
 
-    def look(self) -> list[WorkerStatus]:
+    def statuses(self) -> list[WorkerStatus]:
         return []
 
 
@@ -319,7 +319,7 @@ ORDER = {
 
 @fuzzed
 @given(
-    order=like(
+    message=like(
         {"do": "start", "id": 1, "with": [[ORDER]]},
         {"do": "prepare", "id": 1, "with": [[ORDER]]},
         {"do": "reserve", "id": 1, "with": [2]},
@@ -328,11 +328,11 @@ ORDER = {
         {"do": "stop"},
     ).filter(lambda value: isinstance(value, dict))
 )
-def test_orders_of_a_launcher(order: dict[str, Any]) -> None:
+def test_requests_of_a_launcher(message: dict[str, Any]) -> None:
     said = io.BytesIO()
     obeying: Any = LocalMachine()
-    obeyed = Agent(MessageConnection(io.BytesIO(), said), obeying, Path("/nowhere"))
-    assert obeyed._obey(order)
+    agent_of_test = Agent(MessageConnection(io.BytesIO(), said), obeying, Path("/nowhere"))
+    assert agent_of_test._handle(message)
     answer = json.loads(said.getvalue())
     assert ("gives" in answer) != ("fails" in answer)
 
@@ -931,7 +931,7 @@ class Counts(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.path = "/f"
-        self.count, self.best, self.seen = 0, 1.5, ["a"]
+        self.count, self.best, self.status = 0, 1.5, ["a"]
         self.weights: Any = None
 
 

@@ -34,9 +34,9 @@ def as_gpus(strategy: Any) -> Placement:
     return dataclasses.replace(placement_of(strategy), gpus=strategy.extended.worker_devices)
 
 
-def noting(shards: WorkerBatch, devices: Any) -> WorkerBatch:
+def noting(batch: WorkerBatch, devices: Any) -> WorkerBatch:
     placed.append(list(devices))
-    return on_devices(shards, devices)
+    return on_devices(batch, devices)
 
 
 on_devices = execution.on_devices

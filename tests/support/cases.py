@@ -493,7 +493,6 @@ ON_WORKERS = {
     "GroupNormalization, LayerNormalization",
     "dropout of recurrent layers",
     "augmentation by histograms of all rows",
-    "metrics of all kinds",
     "7 steps an execution",
     "3 steps an execution, function of one number",
     "Dataset of unknown length",
@@ -502,7 +501,7 @@ ON_WORKERS = {
     "Source, bad records left out",
 }
 # In CI these cases run at both kinds of places.
-ON_BOTH = {*CORE, "eagerly", "accumulation", "mixed_bfloat16"}
+ON_BOTH = {*CORE, "eagerly", "accumulation", "mixed_bfloat16", "metrics of all kinds"}
 # In CI these cases run on one device, too, where they must be equal to Keras alone.
 ON_ONE_DEVICE = {
     *CORE,

@@ -1,6 +1,6 @@
 """A user's script that searches with KerasTuner on all workers, or on local replicas.
 
-python -m tests.support.tuned_script FOLDER KIND [fails|unscored]
+python -m tests.support.tuned_script FOLDER KIND [fails|unscored] [TRIALS]
 
 It writes `found_RANK.json`: the scores of all trials, and what the best model predicts.
 """
@@ -48,7 +48,7 @@ class FailsOnOneWorker(keras_tuner.HyperModel):
         return model.fit(*args, **kwargs)
 
 
-def main(folder: Path, kind: str, fault: str) -> None:
+def main(folder: Path, kind: str, fault: str = "", trials: str = "3") -> None:
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     # A score that is not a number is none for KerasTuner.
     y = x.sum(axis=1, keepdims=True) * (np.nan if fault == "unscored" else 1)
@@ -60,9 +60,12 @@ def main(folder: Path, kind: str, fault: str) -> None:
         if replicas
         else tfmulti.make_strategy()
     )
-    limits: dict[str, Any] = {"max_trials": 3, "seed": 7}
+    limits: dict[str, Any] = {"max_trials": int(trials), "seed": 7}
     if name == "Hyperband":
         limits = {"max_epochs": 3, "factor": 3, "seed": 7}
+    if name == "BayesianOptimization":
+        # Its model of the scores chooses all trials after the first two.
+        limits |= {"num_initial_points": 2}
     tuner = tfmulti.make_tuner(
         getattr(keras_tuner, name),
         strategy,
@@ -84,4 +87,4 @@ def main(folder: Path, kind: str, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:4], *[""] * (4 - len(sys.argv)))
+    main(Path(sys.argv[1]), *sys.argv[2:])

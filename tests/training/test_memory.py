@@ -145,9 +145,9 @@ def test_used_up_memory_ends_the_command_with_one_line(tmp_path: Path) -> None:
         "def data():\n"
         "    return np.ones((20_000, 64), np.float32), np.arange(20_000) % 2\n"
     )
-    words = ["-m", "tfmulti.fit", "--model", "mine:build", "--dataset", "mine:data"]
-    words += ["--validation_fraction", "0", "--global_batch_size", "20000", "--epochs", "1"]
-    done = uses_up(tmp_path, *words)
+    arguments = ["-m", "tfmulti.fit", "--model", "mine:build", "--dataset", "mine:data"]
+    arguments += ["--validation_fraction", "0", "--global_batch_size", "20000", "--epochs", "1"]
+    done = uses_up(tmp_path, *arguments)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.startswith("tfmulti: the memory of CPU:0 (")

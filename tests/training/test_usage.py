@@ -200,17 +200,17 @@ MISTAKES = [
 
 # All workers must find a mistake in the data, or the others would wait for the one that does.
 @pytest.mark.parametrize(
-    ("behaviour", "error", "words", "place"),
+    ("behaviour", "error", "part", "place"),
     [
         (*mistake, place)
         for mistake in MISTAKES
         for place in few(TWO_WORKERS if mistake[1] == "DataError" else TWO_REPLICAS, of=SEVERAL)
     ],
 )
-def test_a_mistake_is_named(errors: list[list[str]], error: str, words: str) -> None:
+def test_a_mistake_is_named(errors: list[list[str]], error: str, part: str) -> None:
     for kind, message in errors:
         assert kind == error
-        assert words in message
+        assert part in message
 
 
 @behaviour(

@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from tfmulti.bench.config import BenchConfig
-from tfmulti.config.flags import config_of, help_text, make_flags, parse_into
+from tfmulti.config.flags import config_of, help_text, make_flags, parse_flags
 from tfmulti.errors import ConfigError
 
 # The names, defaults and help lines of the flags of a measurement alone.
@@ -46,17 +46,9 @@ def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None
         ConfigError: a flag is unknown or wrong.
     """
     values = _flags()
-    rest = parse_into(values, argv)
-    if values.help:
+    if not parse_flags(values, argv, _IGNORED, "a measurement"):
         print(help_text(manual, values, [name for name, *_ in _OWN_FLAGS], _IGNORED))
         return None
-    if rest:
-        raise ConfigError(
-            f"the argument {rest[0]!r} belongs to no flag. Write --flag=value, and see --help."
-        )
-    for name in _IGNORED:
-        if values[name].present:
-            raise ConfigError(f"--{name} has no effect on a measurement. Leave it out.")
     if values.weak and values.strong:
         raise ConfigError(
             "--weak keeps the batch of each replica and --strong the global one. Give one of them."
@@ -79,13 +71,13 @@ def parse(argv: Sequence[str], manual: str, now: datetime) -> BenchConfig | None
 
 def _run(values: flags.FlagValues) -> Any:
     """Returns the run that the flags describe, without its number of replicas."""
-    given: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if not values["dataset"].present and not values.config:
-        given["dataset"] = "synthetic"
+        defaults["dataset"] = "synthetic"
     if values["peak_tflops"].present:
         # In a run, --peak_tflops is an error without --log_throughput.
-        given["log_throughput"] = True
-    run = config_of(values, **given)
+        defaults["log_throughput"] = True
+    run = config_of(values, **defaults)
     return dataclasses.replace(run, replicas=None).resolved()
 
 

@@ -38,39 +38,42 @@ def show(argv: Sequence[str], env: Mapping[str, str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--environment", default="auto", help=f"one of {', '.join(CHOICES)}")
     given = parser.parsed(argv)
-    found = described(env, given.environment)
-    about = _about(found)
+    environment = described(env, given.environment)
+    facts = _facts(environment)
     if given.json:
-        print(json.dumps(about))
+        print(json.dumps(facts))
         return
     say = speaker(True)
-    if found is None:
+    if environment is None:
         say("found", "no job: this process trains alone")
         if given.environment == AUTO and (hint := why_alone(env)):
             say("but", hint)
         return
-    is_evaluator = about["rank"] is None
-    place = f"process {about['rank']} of {about['size']}"
-    say("found", f"{found.name}: {'an evaluator, which does not train' if is_evaluator else place}")
-    say("by", ", ".join(found.variables))
-    tf_config = about["tf_config"]
+    is_evaluator = facts["rank"] is None
+    position = f"process {facts['rank']} of {facts['size']}"
+    say(
+        "found",
+        f"{environment.name}: {'an evaluator, which does not train' if is_evaluator else position}",
+    )
+    say("by", ", ".join(environment.variables))
+    tf_config = facts["tf_config"]
     say("TF_CONFIG", json.dumps(tf_config) if tf_config else "known when all have started")
-    if tf_config and not about["is_final"]:
+    if tf_config and not facts["is_final"]:
         say("ports", "planned; the processes agree on others if one is taken")
 
 
-def _about(found: Described | None) -> dict[str, Any]:
+def _facts(environment: Described | None) -> dict[str, Any]:
     """Returns what is known of the environment, as a JSON object."""
-    if found is None:
+    if environment is None:
         alone: dict[str, Any] = {"environment": None, "variables": [], "rank": 0, "size": 1}
         return alone | {"tf_config": None, "is_final": True}
-    is_final = isinstance(found.job, Cluster)
-    cluster = found.job if isinstance(found.job, Cluster) else found.job.planned
+    is_final = isinstance(environment.job, Cluster)
+    cluster = environment.job if isinstance(environment.job, Cluster) else environment.job.planned
     return {
-        "environment": found.name,
-        "variables": list(found.variables),
-        "rank": None if getattr(found.job, "is_evaluator", False) else found.job.rank,
-        "size": found.job.size,
+        "environment": environment.name,
+        "variables": list(environment.variables),
+        "rank": None if getattr(environment.job, "is_evaluator", False) else environment.job.rank,
+        "size": environment.job.size,
         "tf_config": None if cluster is None else json.loads(cluster.to_tf_config()),
         "is_final": is_final,
     }

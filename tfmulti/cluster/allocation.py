@@ -1,4 +1,4 @@
-"""Reads the hosts that a scheduler has given to a job, for those who start processes on them.
+"""Reads the hosts that a scheduler has given to a job.
 
 Slurm   SLURM_JOB_NODELIST, in `salloc` and in batch scripts
 PBS     PBS_NODEFILE, a file with a line for each slot of a host
@@ -28,21 +28,21 @@ def allocated_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
         ClusterError: a host list does not parse, or a host file cannot be read.
     """
     given = env.get(CHIEF_HOST)
-    found: list[str] = [given] if given else []
+    hosts: list[str] = [given] if given else []
     if "SLURM_JOB_NODELIST" in env:
         try:
-            found += expand_hosts(env["SLURM_JOB_NODELIST"])
+            hosts += expand_hosts(env["SLURM_JOB_NODELIST"])
         except HostListError as error:
             raise ClusterError(f"SLURM_JOB_NODELIST: {error} Leave the allocation.") from None
     elif "PBS_NODEFILE" in env:
-        found += hosts_of_file("PBS_NODEFILE", env["PBS_NODEFILE"])
+        hosts += hosts_of_file("PBS_NODEFILE", env["PBS_NODEFILE"])
     elif "LSB_DJOB_HOSTFILE" in env:
-        found += hosts_of_file("LSB_DJOB_HOSTFILE", env["LSB_DJOB_HOSTFILE"])
+        hosts += hosts_of_file("LSB_DJOB_HOSTFILE", env["LSB_DJOB_HOSTFILE"])
     elif "LSB_MCPU_HOSTS" in env:
-        found += env["LSB_MCPU_HOSTS"].split()[::2]
+        hosts += env["LSB_MCPU_HOSTS"].split()[::2]
     elif "AZ_BATCH_MASTER_NODE" in env:
-        found.append(env["AZ_BATCH_MASTER_NODE"].partition(":")[0])
-    return tuple(dict.fromkeys(found))
+        hosts.append(env["AZ_BATCH_MASTER_NODE"].partition(":")[0])
+    return tuple(dict.fromkeys(hosts))
 
 
 def hosts_of_file(variable: str, path: str) -> Sequence[str]:

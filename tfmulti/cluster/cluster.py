@@ -276,24 +276,24 @@ def host_of(address: str) -> str:
 
 def _check_addresses(jobs: Mapping[str, tuple[str, ...]]) -> None:
     """Raises ClusterError if an address is not `host:port`, or if two tasks have the same one."""
-    seen: dict[str, str] = {}
+    location_of: dict[str, str] = {}
     for name, addresses in jobs.items():
         for index, address in enumerate(addresses):
-            place = f"TF_CONFIG['cluster'][{name!r}][{index}]"
+            location = f"TF_CONFIG['cluster'][{name!r}][{index}]"
             match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
             if match is None:
                 raise ClusterError(
-                    f"{place} is {_shown(address)}, but an address must be 'host:port', "
+                    f"{location} is {_shown(address)}, but an address must be 'host:port', "
                     "such as '10.0.0.1:2222' or '[fe80::1]:2222'."
                 )
             if not 1 <= (whole_number(match["port"]) or 0) <= 65535:
                 raise ClusterError(
-                    f"{place} is {_shown(address)}: port {match['port'][:_SHOWN]} is outside "
+                    f"{location} is {_shown(address)}: port {match['port'][:_SHOWN]} is outside "
                     "1..65535."
                 )
-            if address in seen:
+            if address in location_of:
                 raise ClusterError(
-                    f"{place} is {address!r}, which {seen[address]} has already: "
+                    f"{location} is {address!r}, which {location_of[address]} has already: "
                     "each worker needs an address of its own."
                 )
-            seen[address] = place
+            location_of[address] = location

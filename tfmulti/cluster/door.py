@@ -1,4 +1,4 @@
-"""Lets in the callers of a port that belong to the job, and nobody else.
+"""Accepts the connections of callers that belong to the job, and closes all others.
 
 The launcher's master port, the port agreement of a scheduler's job and the doctor use it. Both
 sides prove that they know the key of the job, in three lines of JSON:
@@ -8,9 +8,10 @@ sides prove that they know the key of the job, in three lines of JSON:
     caller:    {"proof": proof(key, "calls", name, both nonces)}
 
 From then on each side signs its messages, with keys that are derived from the same values. The
-three lines and the caller's first signed message are the greeting. A greeting has one time limit, a
-limit for its lines, and one of a few places. If all places are taken, the oldest greeting ends. So
-callers that say nothing keep nobody out, because a greeting of the job takes milliseconds.
+three lines and the caller's first signed message are the greeting. A greeting has a time limit and
+a limit for the length of its lines. At most `GREETED_AT_ONCE` greetings run at the same time: one
+more ends the oldest. So silent callers do not block the port, because a greeting of the job takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Door:
             that it knows the key. It runs in a thread of its own, and may take its time. If it
             raises an exception, the connection is closed.
         knows: returns whether a caller may have this name.
-        refuse: is told the name of each caller that has proved nothing.
+        refuse: is called with the name of each caller that has sent a wrong proof.
         most_bytes: the greatest length of a message after the greeting.
 
     Raises:
@@ -96,8 +97,8 @@ class Door:
             # This wakes the thread that waits in `accept`.
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        for link in greeted:
-            link.close()
+        for connection in greeted:
+            connection.close()
 
     def _accept(self) -> None:
         """Accepts connections, and starts a thread for each."""
@@ -109,77 +110,83 @@ class Door:
                     # Too many files are open, or the caller has closed the connection again.
                     time.sleep(ACCEPT_AGAIN_S)
 
-    def _begin(self, link: TcpMessageConnection) -> None:
+    def _begin(self, connection: TcpMessageConnection) -> None:
         """Starts a thread for one new connection, or closes it if that is not possible."""
-        self._take_place(link)
+        self._take_slot(connection)
         try:
-            threading.Thread(target=self._greet, args=(link,), daemon=True).start()
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
         except RuntimeError:
             # The system has no more threads.
-            self._leave_place(link)
-            link.close()
+            self._free_slot(connection)
+            connection.close()
             time.sleep(ACCEPT_AGAIN_S)
 
-    def _greet(self, link: TcpMessageConnection) -> None:
+    def _greet(self, connection: TcpMessageConnection) -> None:
         """Handles one new connection, in a thread of its own."""
         try:
-            link.limit(GREETING_S)
-            name = self._proven(link)
-            first = link.expect()
-            if not self._leave_place(link):
-                raise Stranger("the greeting has lost its place")
-            link.limit(None)
-            link.most_bytes = self._most_bytes
-            self._enter(name, first, link)
+            connection.limit(GREETING_S)
+            name = self._proven(connection)
+            first = connection.expect()
+            if not self._free_slot(connection):
+                raise Stranger("the greeting was ended")
+            connection.limit(None)
+            connection.most_bytes = self._most_bytes
+            self._enter(name, first, connection)
         except Exception:
             # No message from an unknown sender may end the job.
-            link.close()
+            connection.close()
         finally:
-            self._leave_place(link)
+            self._free_slot(connection)
 
-    def _take_place(self, link: TcpMessageConnection) -> None:
-        """Gives a connection a place, if need be that of the oldest greeting."""
+    def _take_slot(self, connection: TcpMessageConnection) -> None:
+        """Adds a greeting, and ends the oldest one if there are too many."""
         oldest = None
         with self._lock:
             if len(self._greeted) >= GREETED_AT_ONCE:
                 oldest = next(iter(self._greeted))
                 del self._greeted[oldest]
-            self._greeted[link] = True
+            self._greeted[connection] = True
         if oldest is not None:
             oldest.close()
 
-    def _leave_place(self, link: TcpMessageConnection) -> bool:
-        """Frees the place of a connection, and returns whether it still had one."""
+    def _free_slot(self, connection: TcpMessageConnection) -> bool:
+        """Removes a greeting, and returns whether it had not been ended."""
         with self._lock:
-            return self._greeted.pop(link, False) and not self._closed
+            return self._greeted.pop(connection, False) and not self._closed
 
-    def _proven(self, link: TcpMessageConnection) -> str:
+    def _proven(self, connection: TcpMessageConnection) -> str:
         """Returns the name of the caller.
 
         Raises:
             ValueError: the caller does not know the key, or has no name of the job.
         """
-        greeting = link.expect()
+        greeting = connection.expect()
         name, theirs = greeting.get("name"), _bytes_of(greeting, "nonce")
         if not isinstance(name, str) or len(theirs) != NONCE_BYTES:
             raise Stranger("the caller does not belong to a job")
         if len(name) > LONGEST_NAME or not name.isprintable() or not self._knows(name):
             raise Stranger("the job has no such name")
         ours = nonce()
-        said = (name.encode(), theirs, ours)
-        link.send({"nonce": ours.hex(), "proof": proof(self._key, _ANSWERS, *said).hex()})
-        if not is_proof(_bytes_of(link.receive() or {}, "proof"), self._key, _CALLS, *said):
+        exchanged = (name.encode(), theirs, ours)
+        connection.send(
+            {"nonce": ours.hex(), "proof": proof(self._key, _ANSWERS, *exchanged).hex()}
+        )
+        if not is_proof(
+            _bytes_of(connection.receive() or {}, "proof"), self._key, _CALLS, *exchanged
+        ):
             self._refuse(name)
             raise Stranger("the caller does not know the key")
-        link.seal = _seal(self._key, _ANSWERS, _CALLS, said)
+        connection.seal = _authenticator(self._key, _ANSWERS, _CALLS, exchanged)
         return name
 
 
-def prove(link: TcpMessageConnection, key: bytes, name: str, most_bytes: int = MOST_BYTES) -> None:
+def prove(
+    connection: TcpMessageConnection, key: bytes, name: str, most_bytes: int = MOST_BYTES
+) -> None:
     """Exchanges proofs with the side that was called, and signs the messages from then on.
 
     Args:
-        link: the connection.
+        connection: the connection.
         key: what only the processes of the job know.
         name: the name of this caller.
         most_bytes: the greatest length of a message after the greeting.
@@ -189,25 +196,27 @@ def prove(link: TcpMessageConnection, key: bytes, name: str, most_bytes: int = M
         OSError: the connection has ended, or nothing has come in time.
     """
     ours = nonce()
-    link.most_bytes = GREETING_BYTES
-    link.limit(GREETING_S)
-    link.send({"name": name, "nonce": ours.hex()})
+    connection.most_bytes = GREETING_BYTES
+    connection.limit(GREETING_S)
+    connection.send({"name": name, "nonce": ours.hex()})
     try:
-        answer = link.expect()
+        answer = connection.expect()
     except ValueError:
         answer = {}
-    said = (name.encode(), ours, _bytes_of(answer, "nonce"))
-    if not is_proof(_bytes_of(answer, "proof"), key, _ANSWERS, *said):
+    exchanged = (name.encode(), ours, _bytes_of(answer, "nonce"))
+    if not is_proof(_bytes_of(answer, "proof"), key, _ANSWERS, *exchanged):
         raise Stranger("another program or job answers there")
-    link.send({"proof": proof(key, _CALLS, *said).hex()})
-    link.seal = _seal(key, _CALLS, _ANSWERS, said)
-    link.most_bytes = most_bytes
-    link.limit(None)
+    connection.send({"proof": proof(key, _CALLS, *exchanged).hex()})
+    connection.seal = _authenticator(key, _CALLS, _ANSWERS, exchanged)
+    connection.most_bytes = most_bytes
+    connection.limit(None)
 
 
-def _seal(key: bytes, own: bytes, other: bytes, said: tuple[bytes, ...]) -> MessageAuthenticator:
+def _authenticator(
+    key: bytes, own: bytes, other: bytes, exchanged: tuple[bytes, ...]
+) -> MessageAuthenticator:
     """Returns what signs the messages of one side, and checks those of the other side."""
-    return MessageAuthenticator(*(proof(key, b"seal", side, *said) for side in (own, other)))
+    return MessageAuthenticator(*(proof(key, b"seal", side, *exchanged) for side in (own, other)))
 
 
 def _bytes_of(message: Mapping[str, Any], name: str) -> bytes:

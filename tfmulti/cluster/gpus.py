@@ -1,4 +1,4 @@
-"""Tells which GPUs a program would see, without asking CUDA or TensorFlow."""
+"""Finds the GPUs that a program would see, without CUDA or TensorFlow."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[
         env: the environment of the program.
         devices: the folder with the device files `nvidia0`, `nvidia1` and so on.
     """
-    found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in devices.iterdir())
-    present = sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in devices.iterdir())
+    present = sorted(int(match[1]) for match in matches if match)
     listed = env.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return tuple(map(str, present))
@@ -45,14 +45,14 @@ def gpus_of_task(env: Mapping[str, str], local_rank: int, local_size: int) -> tu
     return tuple(own_part(visible_gpus(env), local_rank, local_size))
 
 
-def own_part(seen: Sequence[Gpu], local_rank: int, local_size: int) -> Sequence[Gpu]:
+def own_part(visible: Sequence[Gpu], local_rank: int, local_size: int) -> Sequence[Gpu]:
     """Returns the GPUs of one of several processes that a scheduler has started on this machine.
 
     A scheduler shows each process its own GPU, or shows all processes the GPUs of all of them. So
     one visible GPU is this process' own, and several are divided by the local rank.
 
     Args:
-        seen: the GPUs that the process sees.
+        visible: the GPUs that the process sees.
         local_rank: the rank of the process among those of this machine.
         local_size: the number of processes on this machine.
 
@@ -62,12 +62,12 @@ def own_part(seen: Sequence[Gpu], local_rank: int, local_size: int) -> Sequence[
     >>> own_part("abcd", 1, 2)
     'cd'
     """
-    if local_size == 1 or len(seen) <= 1:
-        return seen
-    each, rest = divmod(len(seen), local_size)
+    if local_size == 1 or len(visible) <= 1:
+        return visible
+    each, rest = divmod(len(visible), local_size)
     if rest:
         raise DeviceError(
-            f"{local_size} processes of this machine see {len(seen)} GPUs, which cannot be divided "
-            "evenly. Start as many processes on each machine as it has GPUs."
+            f"{local_size} processes of this machine see {len(visible)} GPUs, which cannot be "
+            "divided evenly. Start as many processes on each machine as it has GPUs."
         )
-    return seen[local_rank * each : (local_rank + 1) * each]
+    return visible[local_rank * each : (local_rank + 1) * each]

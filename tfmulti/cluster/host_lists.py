@@ -48,18 +48,18 @@ def parse_hosts(text: str) -> list[str]:
     Raises:
         HostListError: the list does not follow the rules, or has more than `MOST_HOSTS` hosts.
     """
-    found: list[str] = []
+    hosts: list[str] = []
     at = 0
     while True:
         match = _HOST.match(text, at)
         if match is None:
             raise HostListError(f"the host list {text[:80]!r} does not parse at character {at}.")
-        found += _hosts_of(match[0], text)
-        if len(found) > MOST_HOSTS:
+        hosts += _hosts_of(match[0], text)
+        if len(hosts) > MOST_HOSTS:
             raise HostListError(f"the host list {text[:80]!r} has more than {MOST_HOSTS} hosts.")
         at = match.end()
         if at == len(text):
-            return found
+            return hosts
         if text[at] != ",":
             raise HostListError(f"the host list {text[:80]!r} does not parse at character {at}.")
         at += 1
@@ -74,12 +74,12 @@ def _hosts_of(pattern: str, text: str) -> list[str]:
         count *= len(parts[-1])
         if count > MOST_HOSTS:
             raise HostListError(f"the host list {text[:80]!r} has more than {MOST_HOSTS} hosts.")
-    return ["".join(words) for words in itertools.product(*parts)]
+    return ["".join(combination) for combination in itertools.product(*parts)]
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
     """Returns the numbers of one bracket, each with its zeros."""
-    found: list[str] = []
+    numbers: list[str] = []
     for each in ranges.split(","):
         match = _RANGE.fullmatch(each)
         if match is None or len(each) > 40:
@@ -88,8 +88,8 @@ def _numbers(ranges: str, text: str) -> list[str]:
         if int(last) < int(first) or int(last) - int(first) >= MOST_HOSTS:
             raise HostListError(f"the host list {text[:80]!r} has the wrong range {each[:40]!r}.")
         width = len(first)
-        found += [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
-    return found
+        numbers += [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+    return numbers
 
 
 def expand_counts(text: str) -> list[int]:
@@ -101,7 +101,7 @@ def expand_counts(text: str) -> list[int]:
     >>> expand_counts("2(x3),1")
     [2, 2, 2, 1]
     """
-    found: list[int] = []
+    counts: list[int] = []
     total = 0
     for each in text.split(","):
         match = _COUNT.fullmatch(each)
@@ -111,8 +111,8 @@ def expand_counts(text: str) -> list[int]:
         total += max(tasks, 1) * nodes
         if total > MOST_HOSTS:
             raise HostListError(f"the list of tasks {text[:80]!r} has more than {MOST_HOSTS}.")
-        found += [tasks] * nodes
-    return found
+        counts += [tasks] * nodes
+    return counts
 
 
 def _by_scontrol(text: str) -> list[str] | None:

@@ -40,18 +40,19 @@ def secret_of(env: Mapping[str, str], path: Path | None = None) -> str:
             characters that cannot be printed. Also if the file cannot be read, or if other users
             can read or write it.
     """
-    found, place = env.get(SECRET, "").strip(), SECRET
+    secret, source = env.get(SECRET, "").strip(), SECRET
     if path is not None:
-        if found:
+        if secret:
             raise ConfigError(f"{SECRET} and --secret-file are both given. Give one of them.")
-        found, place = _content(path), f"--secret-file {path}"
-    if not found.isprintable():
-        raise ConfigError(f"{place}: a secret has letters, digits and signs alone. {_HOW}")
-    if (found or path is not None) and not LEAST <= len(found) <= MOST:
+        secret, source = _content(path), f"--secret-file {path}"
+    if not secret.isprintable():
+        raise ConfigError(f"{source}: a secret has letters, digits and signs alone. {_HOW}")
+    if (secret or path is not None) and not LEAST <= len(secret) <= MOST:
         raise ConfigError(
-            f"{place}: a secret has {LEAST} to {MOST} characters, but this has {len(found)}. {_HOW}"
+            f"{source}: a secret has {LEAST} to {MOST} characters, but this has {len(secret)}. "
+            f"{_HOW}"
         )
-    return found
+    return secret
 
 
 def made() -> str:
@@ -61,22 +62,22 @@ def made() -> str:
 
 def _content(path: Path) -> str:
     """Returns the text of a secret's file, or raises ConfigError."""
-    place = f"--secret-file {path}"
+    source = f"--secret-file {path}"
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS)) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise ConfigError(f"{place} is no file. {_HOW}")
+                raise ConfigError(f"{source} is no file. {_HOW}")
             if about.st_mode & 0o077 or about.st_uid not in (os.getuid(), 0):
                 raise ConfigError(
-                    f"{place} can be read or written by others (mode {about.st_mode & 0o777:04o}). "
-                    f"Run: chmod 600 {path}"
+                    f"{source} can be read or written by others (mode "
+                    f"{about.st_mode & 0o777:04o}). Run: chmod 600 {path}"
                 )
             return file.read(MOST + 2).decode().strip()
     except OSError as error:
-        raise ConfigError(f"{place}: {error.strerror}. {_HOW}") from None
+        raise ConfigError(f"{source}: {error.strerror}. {_HOW}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{place} is not UTF-8 text. {_HOW}") from None
+        raise ConfigError(f"{source} is not UTF-8 text. {_HOW}") from None
 
 
 def nonce() -> bytes:

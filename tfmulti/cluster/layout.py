@@ -78,11 +78,11 @@ class Layout:
         """The cluster if all planned ports are free; None if no variables tell hosts and job."""
         if not (self.hosts and self.job):
             return None
-        seen: dict[str, int] = {}
+        last_local_rank: dict[str, int] = {}
         addresses = []
         for host in self.hosts:
-            seen[host] = seen.get(host, -1) + 1
-            addresses.append(address_of(host, self.port(seen[host])))
+            last_local_rank[host] = last_local_rank.get(host, -1) + 1
+            addresses.append(address_of(host, self.port(last_local_rank[host])))
         return self.cluster(tuple(addresses))
 
     def cluster(self, addresses: tuple[str, ...]) -> Cluster:

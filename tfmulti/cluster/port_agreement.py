@@ -1,4 +1,4 @@
-"""Lets the processes of a scheduler's job tell each other their addresses before TensorFlow starts.
+"""Lets the processes of a scheduler's job exchange their addresses before TensorFlow starts.
 
 A scheduler tells ranks and hosts, but no ports. So each process reserves a port of its own, and the
 chief (rank 0) collects the addresses and gives each process all of them. A process calls the chief,
@@ -34,6 +34,7 @@ from tfmulti.cluster.listening import LOOPBACK, listen
 from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import whole_number
+from tfmulti.config.troubleshooting import documented
 from tfmulti.errors import ClusterError
 
 TIMEOUT_S = 300.0
@@ -45,8 +46,8 @@ _CALL_S, _AGAIN_S = 5.0, 0.2
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a process tells the chief: its address, and how many GPUs it has for itself.
+class ProcessInfo:
+    """What a process sends to the chief: its address, and the number of its own GPUs.
 
     Raises:
         ClusterError: the host or the port has a wrong form.
@@ -85,8 +86,8 @@ def agree(
         timeout_s: the seconds after which it gives up.
 
     Raises:
-        ClusterError: a process has not come in time, the chief cannot be reached, or the processes
-            have different numbers of GPUs.
+        ClusterError: a process has not connected in time, the chief cannot be reached, or the
+            processes have different numbers of GPUs.
         ConfigError: TFMULTI_SECRET cannot be a secret.
     """
     secret = secret_of(env)
@@ -95,12 +96,12 @@ def agree(
         print(f"tfmulti: {_no_secret(layout)}", file=sys.stderr, flush=True)
     deadline_s = time.monotonic() + timeout_s
     with _reserved_port(layout) as port:
-        own = Told(layout.host, port, gpus)
+        own = ProcessInfo(layout.host, port, gpus)
         if layout.rank == 0:
-            found = _Chief(layout, key, own).collect(timeout_s)
+            addresses = _Chief(layout, key, own).collect(timeout_s)
         else:
-            found = _asked_of_chief(layout, key, own, deadline_s, timeout_s)
-    return layout.cluster(found)
+            addresses = _addresses_from_chief(layout, key, own, deadline_s, timeout_s)
+    return layout.cluster(addresses)
 
 
 @contextlib.contextmanager
@@ -123,16 +124,16 @@ def _reserved_port(layout: Layout) -> Iterator[int]:
 
 
 class _Chief:
-    """Collects the addresses of all processes, and gives them to each."""
+    """Collects the addresses of all processes, and sends all of them to each process."""
 
-    def __init__(self, layout: Layout, key: bytes, own: Told) -> None:
+    def __init__(self, layout: Layout, key: bytes, own: ProcessInfo) -> None:
         self._layout, self._key = layout, key
-        self._told: dict[int, Told] = {0: own}
-        self._links: dict[int, TcpMessageConnection] = {}
+        self._infos: dict[int, ProcessInfo] = {0: own}
+        self._connections: dict[int, TcpMessageConnection] = {}
         self._changed = threading.Condition()
 
     def collect(self, timeout_s: float) -> tuple[str, ...]:
-        """Returns the address of each rank, after all others have got them."""
+        """Returns the address of each rank, after sending all of them to the other processes."""
         size = self._layout.size
         with _listening(self._layout) as server:
             try:
@@ -145,44 +146,44 @@ class _Chief:
                     f"{error.strerror}. Raise the limit (ulimit -u), or start fewer processes."
                 ) from None
             with contextlib.closing(door), self._changed:
-                self._changed.wait_for(lambda: len(self._told) == size, timeout_s)
+                self._changed.wait_for(lambda: len(self._infos) == size, timeout_s)
                 try:
-                    missing = [rank for rank in range(size) if rank not in self._told]
+                    missing = [rank for rank in range(size) if rank not in self._infos]
                     if missing:
                         raise ClusterError(_missing(self._layout, missing, timeout_s))
-                    return self._give_all()
+                    return self._send_all()
                 finally:
-                    for link in self._links.values():
-                        link.close()
+                    for connection in self._connections.values():
+                        connection.close()
 
     def _knows(self, name: str) -> bool:
         """Returns whether a name is the rank of another process of the job."""
         rank = whole_number(name)
         return rank is not None and 0 < rank < self._layout.size
 
-    def _enter(self, name: str, first: dict[str, Any], link: TcpMessageConnection) -> None:
-        """Notes what a process tells, and keeps its connection for the answer."""
-        told, rank = json_values.build(Told, first), int(name)
+    def _enter(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
+        """Notes the address of a process, and keeps its connection for the answer."""
+        info, rank = json_values.build(ProcessInfo, first), int(name)
         with self._changed:
-            before = self._links.pop(rank, None)
-            self._links[rank] = link
-            self._told[rank] = told
+            before = self._connections.pop(rank, None)
+            self._connections[rank] = connection
+            self._infos[rank] = info
             self._changed.notify_all()
         if before is not None:
             before.close()
 
-    def _give_all(self) -> tuple[str, ...]:
+    def _send_all(self) -> tuple[str, ...]:
         """Sends all addresses to all processes; raises ClusterError if they cannot train."""
-        told = [self._told[rank] for rank in range(self._layout.size)]
-        addresses = tuple(each.address for each in told)
-        error = _unequal(self._layout, [each.gpus for each in told])
+        infos = [self._infos[rank] for rank in range(self._layout.size)]
+        addresses = tuple(each.address for each in infos)
+        error = _unequal(self._layout, [each.gpus for each in infos])
         if len(set(addresses)) < len(addresses):
             error = f"{self._layout.environment}: two processes have the same address: "
             error += f"{', '.join(addresses)}. Does each host have a name of its own?"
-        for link in self._links.values():
+        for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                link.limit(_CALL_S)
-                link.send({"error": error} if error else {"addresses": addresses})
+                connection.limit(_CALL_S)
+                connection.send({"error": error} if error else {"addresses": addresses})
         if error:
             raise ClusterError(error)
         return addresses
@@ -198,10 +199,11 @@ def _no_secret(layout: Layout) -> str:
         step += f" and give Open MPI's mpirun -x {SECRET}."
     elif layout.environment == "azureml":
         step = "Set it to a random text in environment_variables of the job."
-    return (
+    danger = documented(
         f"warning: {layout.environment}: the processes run on several hosts without {SECRET}, so "
-        f"any user who reaches their ports can take the place of one. {step}"
+        "any user who reaches their ports can take the place of one"
     )
+    return f"{danger}. {step}"
 
 
 def _unequal(layout: Layout, gpus: list[int]) -> str:
@@ -216,10 +218,10 @@ def _unequal(layout: Layout, gpus: list[int]) -> str:
     )
 
 
-def _asked_of_chief(
-    layout: Layout, key: bytes, own: Told, deadline_s: float, timeout_s: float
+def _addresses_from_chief(
+    layout: Layout, key: bytes, own: ProcessInfo, deadline_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Returns the address of each rank, which the chief has told.
+    """Returns the address of each rank, as the chief sends them.
 
     Raises:
         ClusterError: the chief cannot be reached in time, or says why the processes cannot train.
@@ -228,13 +230,13 @@ def _asked_of_chief(
     while time.monotonic() < deadline_s:
         for host, port in _candidates(layout):
             try:
-                connection = socket.create_connection((host, port), _CALL_S)
-                with contextlib.closing(TcpMessageConnection(connection)) as link:
-                    prove(link, key, str(layout.rank), _MOST_BYTES)
-                    link.send(dataclasses.asdict(own))
+                sock = socket.create_connection((host, port), _CALL_S)
+                with contextlib.closing(TcpMessageConnection(sock)) as connection:
+                    prove(connection, key, str(layout.rank), _MOST_BYTES)
+                    connection.send(dataclasses.asdict(own))
                     # The chief answers when all processes have come.
-                    link.limit(max(_AGAIN_S, deadline_s - time.monotonic()))
-                    found = _answer(layout, own, link.expect())
+                    connection.limit(max(_AGAIN_S, deadline_s - time.monotonic()))
+                    answer = _answer(layout, own, connection.expect())
             except OSError as error:
                 reason = reason or f"{host}: {error}"
                 continue
@@ -242,9 +244,9 @@ def _asked_of_chief(
                 # This tells more than that nobody listens at another port.
                 reason = f"{host}: {error}"
                 continue
-            if isinstance(found, str):
-                raise ClusterError(found)
-            return found
+            if isinstance(answer, str):
+                raise ClusterError(answer)
+            return answer
         time.sleep(_AGAIN_S)
     raise ClusterError(
         f"{layout.environment}: process {layout.rank} has not reached process 0 on "
@@ -253,13 +255,13 @@ def _asked_of_chief(
     )
 
 
-def _answer(layout: Layout, own: Told, found: Mapping[str, Any]) -> tuple[str, ...] | str:
-    """Returns the addresses of all ranks as the chief tells them, or its error.
+def _answer(layout: Layout, own: ProcessInfo, message: Mapping[str, Any]) -> tuple[str, ...] | str:
+    """Returns the addresses of all ranks in a message of the chief, or the error in it.
 
     Raises:
         ValueError: the message has another form.
     """
-    error, addresses = found.get("error"), found.get("addresses")
+    error, addresses = message.get("error"), message.get("addresses")
     if isinstance(error, str) and error.isprintable():
         return error[:_LONGEST_ERROR]
     if isinstance(addresses, list) and len(addresses) == layout.size:

@@ -8,6 +8,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
+from tfmulti.config.troubleshooting import documented
+
 Say = Callable[[str, str], None]
 
 
@@ -17,7 +19,7 @@ def speaker(is_chief: bool) -> Say:
     def say(label: str, text: str) -> None:
         """Prints a line on the chief."""
         if is_chief:
-            print(f"{label:<10} {text}", flush=True)
+            print(f"{label:<10} {documented(text)}", flush=True)
 
     return say
 

@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from tfmulti.config.fit_config import FitConfig, read_config_file
-from tfmulti.config.training_options import TrainingOptions, base_type
+from tfmulti.config.training_options import TrainingOptions, base_type, form_of
 from tfmulti.errors import ConfigError, did_you_mean
 
 
@@ -48,14 +48,34 @@ def parse(argv: Sequence[str]) -> FitConfig | None:
         ConfigError: a flag or an argument is unknown, or a value is wrong.
     """
     values = make_flags()
-    rest = parse_into(values, argv)
+    return config_of(values) if parse_flags(values, argv) else None
+
+
+def parse_flags(
+    values: flags.FlagValues, argv: Sequence[str], unused: Collection[str] = (), command: str = ""
+) -> bool:
+    """Parses a command line of flags alone, and returns whether it does not ask for help.
+
+    Args:
+        values: the flags, which get their values.
+        argv: the command line.
+        unused: the flags that have no effect.
+        command: what they have no effect on, for the message.
+
+    Raises:
+        ConfigError: a flag is unknown, has no value or no effect, or an argument is no flag.
+    """
+    rest = parse_into(values, argv, unused)
     if values.help:
-        return None
+        return False
     if rest:
         raise ConfigError(
             f"the argument {rest[0]!r} belongs to no flag. Write --flag=value, and see --help."
         )
-    return config_of(values)
+    for name in unused:
+        if values[name].present:
+            raise ConfigError(f"--{name} has no effect on {command}. Leave it out.")
+    return True
 
 
 def parse_into(
@@ -138,12 +158,17 @@ def help_text(
     """
     lines = [manual, "Flags:"]
     inherited = {item.name for item in dataclasses.fields(TrainingOptions)}
-    names = [item.name for item in dataclasses.fields(FitConfig)]
+    # A command that gives a flag another help text may give it another form, too.
+    forms = {
+        item.name: f" ({form_of(item)})" if text.startswith(item.metadata["help"]) else ""
+        for item in dataclasses.fields(FitConfig)
+        if (text := str(values[item.name].help))
+    }
     # First the flags that say what the run is, then those that say how it is trained.
-    of_run = sorted(names, key=inherited.__contains__)
+    of_run = sorted(forms, key=inherited.__contains__)
     for name in [*more, "config", *(name for name in of_run if name not in without)]:
         flag = values[name]
         default = f" (default: {flag.default})" if flag.default not in (None, False) else ""
-        lines.append(f"  --{name}")
+        lines.append(f"  --{name}{forms.get(name, '')}")
         lines.append(textwrap.indent(textwrap.fill(f"{flag.help}{default}", 72), " " * 6))
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""`ReadOptions`: what a user may choose about the reading of data."""
+"""`ReadOptions`: what a user may choose about the reading of data, and the limit of bad records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfmulti.errors import ConfigError
+from tfmulti.errors import ConfigError, DataError
 
 NEXT_STEP = "Repair or remove it, or give --skip_bad_records N to leave out up to N such examples."
 
@@ -40,6 +40,27 @@ class ReadOptions:
         ):
             if value is not None and value < 0:
                 raise ConfigError(f"{name} is {value}, but it must be at least 0.")
+
+    @property
+    def skips_bad(self) -> bool:
+        """Whether examples that cannot be read are left out."""
+        return self.skip_bad_records > 0
+
+    def check_lost(self, lost: int) -> None:
+        """Checks that a pass over the data has not lost too many examples.
+
+        Raises:
+            DataError: the `lost` examples, and those lost at loading, are more than
+                `skip_bad_records`.
+        """
+        if lost + self.lost_at_loading <= self.skip_bad_records:
+            return
+        loaded = f" and {self.lost_at_loading} when it was loaded" if self.lost_at_loading else ""
+        raise DataError(
+            f"{lost} examples of this pass over the data could not be read{loaded}, more than "
+            f"--skip_bad_records {self.skip_bad_records} allows; each was named when it was read. "
+            "Repair the data, or raise --skip_bad_records."
+        )
 
     @property
     def next_step(self) -> str:

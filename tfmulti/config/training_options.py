@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ class Rule:
         path: whether the value names a file or folder.
         free: whether the value may differ when a stopped run resumes. Such an option says where
             and for how long the run trains, and does not change its numbers.
+        since: the version of tfmulti that has had the option first.
     """
 
     help: str
@@ -43,6 +45,7 @@ class Rule:
     below: float | None = None
     path: bool = False
     free: bool = False
+    since: str = "0.1.0"
 
 
 def flag(default: Any, help: str, **rule: Any) -> Any:
@@ -169,6 +172,29 @@ class TrainingOptions:
             check_value(item, getattr(self, item.name), self._dashes)
 
 
+# The limits of a `Rule`, with their words and what a value must be.
+_LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "low": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+}
+_TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+
+
+def form_of(item: dataclasses.Field[Any]) -> str:
+    """Returns the type and the range of an option, and since when it exists, in words.
+
+    >>> form_of(dataclasses.fields(TrainingOptions)[0])
+    'whole number, at least 0, below 4294967296; since 0.1.0'
+    """
+    rule = item.metadata
+    kind = "file or folder" if rule["path"] else _TYPES[base_type(item)]
+    limits = [
+        f"{words} {rule[name]}" for name, (words, _) in _LIMITS.items() if rule[name] is not None
+    ]
+    return f"{', '.join([kind, *limits])}; since {rule['since']}"
+
+
 def base_type(item: dataclasses.Field[Any]) -> type:
     """Returns the type of the values of a field, without `None`."""
     name = str(item.type).removesuffix(" | None")
@@ -202,13 +228,11 @@ def check_value(item: dataclasses.Field[Any], value: Any, dashes: str) -> None:
             f"no {item.name} {value!r} for {dashes}{item.name}; "
             + did_you_mean(str(value), rule["choices"])
         )
-    for broken, words in (
-        (rule["low"] is not None and not value >= rule["low"], f"at least {rule['low']}"),
-        (rule["above"] is not None and not value > rule["above"], f"above {rule['above']}"),
-        (rule["below"] is not None and not value < rule["below"], f"below {rule['below']}"),
-    ):
-        if broken:
-            raise ConfigError(f"{dashes}{item.name} is {value!r}, but it must be {words}.")
+    for name, (words, holds) in _LIMITS.items():
+        if rule[name] is not None and not holds(value, rule[name]):
+            raise ConfigError(
+                f"{dashes}{item.name} is {value!r}, but it must be {words} {rule[name]}."
+            )
 
 
 def changed(options: TrainingOptions, changes: Mapping[str, Any]) -> TrainingOptions:

@@ -45,6 +45,15 @@ MESSAGES = {
     "memory": "is used up by a training step",
     "worker-lost": "worker … is lost: ",
     "starting-again": "starting all workers again",
+    # Warnings.
+    "input-bound": "input-bound: ",
+    "tested-versions": "tfmulti is tested with",
+    "proxy": "the environment names a proxy",
+    "no-secret": "the processes run on several hosts without",
+    "no-owner-file": "Until there is room for it",
+    "slow-gradients": "gradients travel by gRPC, which is slower",
+    "no-xla": "XLA does not compile this step",
+    "data-ended": "the data ended after",
 }
 # What the doctor finds names its own rule, and what to do.
 DOCTOR = "doctor"

@@ -131,7 +131,7 @@ class Loader:
         self, source: Source, plan: BatchPlan, placement: ReplicaRange, reading: ReadOptions
     ) -> None:
         self._source, self._plan, self._placement = source, plan, placement
-        self._threads, self._max_lost = reading.threads, reading.skip_bad_records
+        self._reading, self._threads = reading, reading.threads
         self.next_step = reading.next_step
         self._has_all_replicas = placement.local_replicas == placement.replicas
         self._cores = cores()
@@ -145,7 +145,7 @@ class Loader:
     @property
     def skips_bad(self) -> bool:
         """Whether examples that cannot be read are left out."""
-        return self._max_lost > 0
+        return self._reading.skips_bad
 
     @property
     def threads(self) -> int | None:
@@ -291,7 +291,7 @@ class Loader:
 
     def _any_example(self) -> Any:
         """Returns one example that can be read, with a leading dimension of 1."""
-        tried = min(self._plan.examples, 1 + self._max_lost)
+        tried = min(self._plan.examples, 1 + self._reading.skip_bad_records)
         for index in range(tried):
             if self._substitute is None:
                 with contextlib.suppress(*RECORD_FAULTS):

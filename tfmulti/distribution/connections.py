@@ -28,6 +28,7 @@ from absl import logging
 from tfmulti.cluster.cluster import host_of
 from tfmulti.cluster.job_secret import proof, secret_of
 from tfmulti.cluster.listening import LOOPBACK, is_here, listen
+from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.strategies import Placement
 from tfmulti.distribution.transport.channel import Channel, ChannelError, ExchangeRecord
 from tfmulti.distribution.transport.rendezvous import connect_workers
@@ -100,7 +101,7 @@ def _connect(placement: Placement) -> Channel | None:
     try:
         found = connect_workers(listener, placement.rank, where, key)
     except ChannelError as error:
-        logging.warning("gradients travel by gRPC, which is slower: %s", error)
+        logging.warning(documented(f"gradients travel by gRPC, which is slower: {error}"))
         found = None
     if not _tell(placement, "reached", [found is not None]).all() or found is None:
         for link in (found or {}).values():

@@ -15,6 +15,7 @@ from tfmulti.cluster.gpus import own_part
 from tfmulti.cluster.proxies import go_past_proxies
 from tfmulti.cluster.selection import Selection, select
 from tfmulti.errors import ClusterError, DeviceError
+from tfmulti.launch.joining import watching_join
 from tfmulti.launch.signals import default_signals
 from tfmulti.launch.stacks import show_at_sigusr1
 
@@ -88,8 +89,15 @@ def own_gpus(cluster: Cluster | None) -> int:
     return len(tf.config.get_visible_devices("GPU"))
 
 
-def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribute.Strategy:
+def build_strategy(
+    selection: Selection, cluster: Cluster | None, folder: str | None = None
+) -> tf.distribute.Strategy:
     """Returns the strategy that was selected. Every worker calls it, and it waits for the others.
+
+    Args:
+        selection: what was selected.
+        cluster: the cluster that this process belongs to, or None.
+        folder: the folder of hang_worker_K.json, which is written if the others do not come.
 
     Raises:
         ClusterError: this worker cannot listen at its address.
@@ -103,7 +111,7 @@ def build_strategy(selection: Selection, cluster: Cluster | None) -> tf.distribu
         return _once(
             (cluster, selection.local_replicas),
             f"a strategy over {cluster.size} workers",
-            lambda: _multi_worker(cluster, selection.local_replicas),
+            lambda: _multi_worker(cluster, selection.local_replicas, folder),
         )
     devices = _local_devices(selection.device_type, selection.local_replicas)
     if selection.strategy == "one_device":
@@ -278,7 +286,9 @@ def _share_cores(cluster: Cluster) -> None:
         threading.set_inter_op_parallelism_threads(threads)
 
 
-def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strategy:
+def _multi_worker(
+    cluster: Cluster, local_replicas: int, folder: str | None
+) -> tf.distribute.Strategy:
     """Returns a MultiWorkerMirroredStrategy on the first `local_replicas` GPUs, or on CPUs."""
     jobs: dict[str, list[str]] = {"worker": list(cluster.workers)}
     if cluster.chief:
@@ -299,7 +309,7 @@ def _multi_worker(cluster: Cluster, local_replicas: int) -> tf.distribute.Strate
             _share_cores(cluster)
         # TensorFlow takes SIGTERM for itself, and does nothing. Without this context a signal
         # would be lost between here and the training.
-        with default_signals():
+        with watching_join(cluster.rank, cluster.addresses, folder), default_signals():
             return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     except tf.errors.UnknownError as error:
         raise ClusterError(

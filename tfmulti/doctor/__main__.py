@@ -35,7 +35,7 @@ from tfmulti.cluster.selection import select
 from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.flags import config_of, help_text, make_flags, parse_into
+from tfmulti.config.flags import config_of, help_text, make_flags, parse_flags
 from tfmulti.config.limited_reading import read_small
 from tfmulti.doctor import job, machine
 from tfmulti.doctor.finding import FAILED, OK, Finding, Report
@@ -109,17 +109,9 @@ def parse(argv: Sequence[str]) -> Asked | None:
         "wait_s", "30", "Seconds in which all workers must have come.", flag_values=values
     )
     unused = tuple(f.name for f in dataclasses.fields(FitConfig) if f.name not in _USED)
-    rest = parse_into(values, argv, unused)
-    if values.help:
+    if not parse_flags(values, argv, unused, "the doctor"):
         print(help_text(__doc__ or "", values, _OWN, unused))
         return None
-    if rest:
-        raise ConfigError(
-            f"the argument {rest[0]!r} belongs to no flag. Write --flag=value, and see --help."
-        )
-    for name in unused:
-        if values[name].present:
-            raise ConfigError(f"--{name} has no effect on the doctor. Leave it out.")
     try:
         wait_s = float(values.wait_s)
     except ValueError:

@@ -228,7 +228,7 @@ def _proxies(env: Mapping[str, str]) -> list[Finding]:
         Finding(
             "proxies",
             WARNING,
-            f"the environment names {', '.join(found)}",
+            f"the environment names a proxy: {', '.join(found)}",
             "workers reach each other without a proxy; tfmulti sees to that in its own processes",
             "Unset it for other programs of the job that use gRPC, or list the workers' hosts in "
             "no_proxy.",

@@ -8,6 +8,8 @@ import warnings
 import keras
 import tensorflow as tf
 
+from tfmulti.config.troubleshooting import documented
+
 # The versions that the private names in this package were tested with.
 TESTED = {"Keras": "3.15", "TensorFlow": "2.21"}
 
@@ -27,7 +29,9 @@ def warn_of_untested() -> None:
     if others:
         tested_with = " and ".join(f"{name} {version}" for name, version in TESTED.items())
         warnings.warn(
-            f"tfmulti is tested with {tested_with}, and here is {' and '.join(others)}. Compare "
-            "the first step with one device: prepare(model, verify=True).",
+            documented(
+                f"tfmulti is tested with {tested_with}, and here is {' and '.join(others)}. "
+                "Compare the first step with one device: prepare(model, verify=True)."
+            ),
             stacklevel=2,
         )

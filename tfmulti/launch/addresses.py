@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator, Sequence
 
-LOOPBACK = "127.0.0.1"
+from tfmulti.cluster.listening import LOOPBACK
 
 
 @contextlib.contextmanager
@@ -47,4 +47,4 @@ def answers(address: str, timeout_s: float = 0.2) -> bool:
 
 def silent(addresses: Sequence[str]) -> list[int]:
     """Returns the indices of the addresses at which nobody listens."""
-    return [place for place, address in enumerate(addresses) if not answers(address)]
+    return [index for index, address in enumerate(addresses) if not answers(address)]

@@ -39,11 +39,11 @@ from tfmulti.launch.machine import LocalMachine
 from tfmulti.launch.remote_machine import LOST_S
 from tfmulti.launch.workers import StartRequest, WorkerStatus
 
-# The time between two looks at the workers.
-LOOK_S = 0.1
+# The time between two checks of the workers.
+POLL_S = 0.1
 
-# The greatest time between two messages to the launcher.
-WORD_S = 1.0
+# The longest time between two messages to the launcher.
+REPORT_S = 1.0
 
 # The prefixes of the variables that go to the other machines. A worker's program may depend on
 # these variables, and they mean the same on each machine of a job.
@@ -60,7 +60,7 @@ def forwarded(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(
-    link: MessageConnection,
+    connection: MessageConnection,
     config: LaunchConfig | None,
     env: Mapping[str, str],
     first: dict[str, Any] | None = None,
@@ -68,7 +68,7 @@ def serve(
     """Does what a launcher asks for, until the job or the connection ends.
 
     Args:
-        link: the connection to the launcher.
+        connection: the connection to the launcher.
         config: the configuration of the command that was started by hand here. None: the launcher
             sends it.
         env: the environment of this machine's workers.
@@ -80,7 +80,7 @@ def serve(
     Raises:
         ConfigError: the launcher refuses this machine, or the folder of the lock is not safe.
     """
-    first = first or link.receive()
+    first = first or connection.receive()
     if first is not None and "fails" in first:
         raise ConfigError(first["fails"])
     if first is not None and type(first.get("ended")) is int:
@@ -89,31 +89,33 @@ def serve(
         return None
     begin = first["begin"]
     try:
-        place = f"{begin['run_id']}-{begin['name']}"
+        lock_name = f"{begin['run_id']}-{begin['name']}"
         if config is None:
             os.chdir(begin["folder"])
             env = {**env, **{str(name): str(value) for name, value in begin["env"].items()}}
             config = _config(begin["config"])
         _own_folder()
     except FileNotFoundError:
-        words = f"the folder {begin['folder']} does not exist here. Create it on each machine."
-        link.send({"fails": words})
+        reason = f"the folder {begin['folder']} does not exist here. Create it on each machine."
+        connection.send({"fails": reason})
         return None
     except OSError as error:
-        link.send({"fails": f"the folder {begin['folder']} cannot be used: {error.strerror}."})
+        connection.send(
+            {"fails": f"the folder {begin['folder']} cannot be used: {error.strerror}."}
+        )
         return None
     except ConfigError as error:
-        link.send({"fails": str(error)})
+        connection.send({"fails": str(error)})
         return None
     except (AttributeError, KeyError, TypeError, ValueError):
-        link.send({"fails": "the launcher there has another version of tfmulti."})
+        connection.send({"fails": "the launcher there has another version of tfmulti."})
         return None
     with (
-        _alone(place) as lock,
+        _lock_of_job(lock_name) as lock,
         tempfile.TemporaryDirectory(prefix="tfmulti-") as folder,
     ):
-        here = LocalMachine(config, env, begin["name"], _sink(link))
-        code = Agent(link, here, Path(folder)).run()
+        machine = LocalMachine(config, env, begin["name"], _sink(connection))
+        code = Agent(connection, machine, Path(folder)).run()
         if code is not None:
             lock.unlink(missing_ok=True)
         return code
@@ -131,7 +133,7 @@ def sent_config(config: LaunchConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _alone(name: str) -> Iterator[Path]:
+def _lock_of_job(name: str) -> Iterator[Path]:
     """A context that holds the lock of this job on this machine, and gives the lock's file.
 
     It waits for the end of an earlier agent whose connection was lost, and of that agent's workers.
@@ -149,18 +151,18 @@ def _own_folder() -> Path:
     path = Path(tempfile.gettempdir()) / f"tfmulti-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
         raise ConfigError(f"{path} is not this user's own folder. Remove it, or set TMPDIR.")
     return path
 
 
-def _sink(link: MessageConnection) -> Callable[[int, str, bytes], None]:
+def _sink(connection: MessageConnection) -> Callable[[int, str, bytes], None]:
     """Returns a sink that sends each line of a worker's output to the launcher."""
 
     def send(rank: int, stream: str, line: bytes) -> None:
         with contextlib.suppress(OSError):
-            link.send({"line": [rank, stream, line.decode("latin-1")]})
+            connection.send({"line": [rank, stream, line.decode("latin-1")]})
 
     return send
 
@@ -172,16 +174,16 @@ class Agent:
     third thread ends the process if the main thread hangs.
 
     Args:
-        link: the connection to the launcher.
-        here: this machine.
+        connection: the connection to the launcher.
+        machine: this machine.
         folder: the folder for the files of the workers.
     """
 
-    def __init__(self, link: MessageConnection, here: LocalMachine, folder: Path) -> None:
-        self._link, self._here, self._folder = link, here, folder
-        self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    def __init__(self, connection: MessageConnection, machine: LocalMachine, folder: Path) -> None:
+        self._connection, self._machine, self._folder = connection, machine, folder
+        self._requests: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._heard_s = time.monotonic()
-        self._noted: int | None = None
+        self._stop_signal: int | None = None
 
     def run(self) -> int | None:
         """Handles requests until the job or the connection ends.
@@ -194,44 +196,44 @@ class Agent:
             launcher is gone. Then the guard ends the workers when this process ends.
         """
         for number in STOPPING:
-            signal.signal(number, self._note)
-        self._link.send({"hello": {"cores": self._here.cores, "gpus": self._here.gpus}})
+            signal.signal(number, self._on_stop_signal)
+        self._connection.send({"hello": {"cores": self._machine.cores, "gpus": self._machine.gpus}})
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._end_if_stuck, daemon=True).start()
-        said: list[WorkerStatus] | None = None
-        said_s = 0.0
+        sent: list[WorkerStatus] | None = None
+        sent_s = 0.0
         parent = os.getppid()
         while time.monotonic() - self._heard_s < LOST_S:
             if os.getppid() != parent:
                 # The process that started this agent was killed.
                 return None
             with contextlib.suppress(queue.Empty):
-                order = self._orders.get(timeout=LOOK_S)
-                if order is None:
+                request = self._requests.get(timeout=POLL_S)
+                if request is None:
                     return None
-                if order.get("do") == "close":
-                    self._here.close()
-                    code = order.get("code")
+                if request.get("do") == "close":
+                    self._machine.close()
+                    code = request.get("code")
                     return code if type(code) is int else 1
                 # The request may change the status, so the status is sent again below.
-                said = None
-                if not self._obey(order):
+                sent = None
+                if not self._handle(request):
                     return None
-            looks = self._here.look()
-            if self._noted is not None and not any(seen.runs for seen in looks):
-                self._say({})
-                return 128 + self._noted
-            if looks != said or time.monotonic() - said_s > WORD_S:
-                said, said_s = looks, time.monotonic()
-                if not self._say({}):
+            statuses = self._machine.statuses()
+            if self._stop_signal is not None and not any(status.runs for status in statuses):
+                self._report({})
+                return 128 + self._stop_signal
+            if statuses != sent or time.monotonic() - sent_s > REPORT_S:
+                sent, sent_s = statuses, time.monotonic()
+                if not self._report({}):
                     return None
         return None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:
         """Notes the first signal and asks the workers to stop. It is the signal handler."""
-        if self._noted is None:
-            self._noted = number
-            self._here.stop()
+        if self._stop_signal is None:
+            self._stop_signal = number
+            self._machine.stop()
 
     def _end_if_stuck(self) -> None:
         """Ends the process if the launcher is silent and the main thread does not end by itself.
@@ -242,61 +244,61 @@ class Agent:
             time.sleep(0.5)
         os._exit(1)
 
-    def _obey(self, order: dict[str, Any]) -> bool:
+    def _handle(self, request: dict[str, Any]) -> bool:
         """Handles one request and sends the answer; returns False if the connection has ended."""
-        verb = order.get("do")
+        name = request.get("do")
         try:
-            answer = {"gives": self._done(verb, order.get("with") or [])}
+            answer = {"gives": self._result_of(name, request.get("with") or [])}
         except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-            answer = {"fails": f"{verb}: {error}"}
-        return self._say({"id": order.get("id"), **answer})
+            answer = {"fails": f"{name}: {error}"}
+        return self._report({"id": request.get("id"), **answer})
 
-    def _done(self, verb: Any, given: list[Any]) -> Any:
+    def _result_of(self, name: Any, arguments: list[Any]) -> Any:
         """Calls the method of the machine that a request names, and returns its result.
 
         Raises LookupError, TypeError or ValueError if the request has another name or form.
         """
-        here = self._here
-        if verb in ("start", "prepare"):
-            orders = [self._order(values) for values in given[0]]
-            return here.start(orders) if verb == "start" else here.prepare(orders)
-        if verb == "reserve":
-            return here.reserve(operator.index(given[0]))
-        if verb == "silent":
-            return here.silent([str(address) for address in given[0]])
-        return {"stacks": here.stacks, "stop": here.stop, "kill": here.kill}[verb]()
+        machine = self._machine
+        if name in ("start", "prepare"):
+            requests = [self._start_request(values) for values in arguments[0]]
+            return machine.start(requests) if name == "start" else machine.prepare(requests)
+        if name == "reserve":
+            return machine.reserve(operator.index(arguments[0]))
+        if name == "silent":
+            return machine.silent([str(address) for address in arguments[0]])
+        return {"stacks": machine.stacks, "stop": machine.stop, "kill": machine.kill}[name]()
 
-    def _order(self, values: dict[str, Any]) -> StartRequest:
+    def _start_request(self, values: dict[str, Any]) -> StartRequest:
         """Returns a received StartRequest with the types of its values checked.
 
         The worker's folder is made from whole numbers alone. A received path is never used.
         """
         numbers = {name: operator.index(values[name]) for name in _NUMBERS}
-        place = f"attempt_{numbers['attempt']}/worker_{numbers['rank']}"
+        subfolder = f"attempt_{numbers['attempt']}/worker_{numbers['rank']}"
         return StartRequest(
             **numbers,
             addresses=tuple(str(address) for address in values["addresses"]),
             run_id=str(values["run_id"]),
             saved={str(name): operator.index(step) for name, step in values["saved"].items()},
-            folder=str(self._folder / place),
+            folder=str(self._folder / subfolder),
         )
 
-    def _say(self, words: dict[str, Any]) -> bool:
+    def _report(self, content: dict[str, Any]) -> bool:
         """Sends a message with the workers' status; returns False if the connection has ended."""
-        looks = [dataclasses.asdict(seen) for seen in self._here.look()]
+        statuses = [dataclasses.asdict(status) for status in self._machine.statuses()]
         try:
-            self._link.send({**words, "looks": looks, "now_s": time.monotonic()})
+            self._connection.send({**content, "statuses": statuses, "now_s": time.monotonic()})
         except OSError:
             return False
         return True
 
     def _listen(self) -> None:
         """Queues all requests until the connection ends, in the receiver thread."""
-        while (message := self._link.receive()) is not None:
+        while (message := self._connection.receive()) is not None:
             self._heard_s = time.monotonic()
             if message.get("do") != "ping":
-                self._orders.put(message)
-        self._orders.put(None)
+                self._requests.put(message)
+        self._requests.put(None)
 
 
 def main() -> int:

@@ -41,7 +41,7 @@ class LaunchConfig:
         ssh: the command that runs a command on another machine, without the machine's name. `srun`
             starts it by Slurm, in the allocation of the launcher.
         max_restarts: the allowed number of restarts of the whole job without progress.
-        monitor_interval_s: the time between two looks at the workers.
+        monitor_interval_s: the time between two checks of the workers.
         log_dir: the folder for the output of the workers, with one folder for each attempt.
         terminal: the streams of a worker that go to the terminal.
         files: the streams of a worker that go to files.

@@ -90,17 +90,17 @@ def remote_command(config: LaunchConfig, name: str) -> list[str]:
     """
     path = os.environ.get("PYTHONPATH")
     env = f"env PYTHONPATH={shlex.quote(path)} " if path else ""
-    there = (
+    agent_command = (
         f"cd {shlex.quote(os.getcwd())} && exec {env}{shlex.quote(sys.executable)} "
         "-m tfmulti.launch.agent"
     )
     if config.ssh == SRUN:
         # The workers share the nodes with the launcher, and with each other.
         options = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", "--quiet"]
-        return [SRUN, *options, f"--nodelist={name}", "/bin/sh", "-c", there]
+        return [SRUN, *options, f"--nodelist={name}", "/bin/sh", "-c", agent_command]
     options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
     options += ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
-    return [*shlex.split(config.ssh), *options, "--", name.strip("[]"), there]
+    return [*shlex.split(config.ssh), *options, "--", name.strip("[]"), agent_command]
 
 
 def over_ssh(
@@ -136,16 +136,15 @@ def over_ssh(
     assert ssh.stdin is not None
     assert ssh.stdout is not None
     assert ssh.stderr is not None
-    words: list[str] = []
-    listener = threading.Thread(target=_keep, args=(ssh.stderr, words), daemon=True)
+    lines: list[str] = []
+    listener = threading.Thread(target=_collect_lines, args=(ssh.stderr, lines), daemon=True)
     listener.start()
 
-    def why() -> str:
+    def reason() -> str:
         # The last line that the agent has written to standard error, or else SSH or srun.
         listener.join(1.0)
-        return next((line for line in reversed(words) if not line.startswith("srun:")), "") or (
-            words[-1] if words else ""
-        )
+        by_agent = [line for line in lines if not line.startswith("srun:")]
+        return (by_agent or lines or [""])[-1]
 
     def close() -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -155,46 +154,45 @@ def over_ssh(
             os.killpg(ssh.pid, signal.SIGKILL)
         ssh.wait()
 
-    link = MessageConnection(ssh.stdout, ssh.stdin, close)
+    connection = MessageConnection(ssh.stdout, ssh.stdin, close)
     try:
-        return RemoteMachine(host.name, link, begin_of(config, env, host.name, run_id), sink, why)
+        return RemoteMachine(
+            host.name, connection, begin_of(config, env, host.name, run_id), sink, reason
+        )
     except Unreachable as error:
         close()
-        said = why()
-        if any(word in said for word in _HOPELESS):
+        message = reason()
+        if any(text in message for text in _HOPELESS):
             raise ConfigError(
-                f"{host.name} does not let SSH in: {said}. Make `{config.ssh} {host.name} true` "
+                f"{host.name} does not let SSH in: {message}. Make `{config.ssh} {host.name} true` "
                 "work without a question."
             ) from None
-        if _has_run(config, words, ssh.returncode):
+        if _has_run(config, lines, ssh.returncode):
             raise ConfigError(
-                f"{host.name}: {said or error}. The folder, Python and tfmulti must be at the same "
-                "paths on each machine."
+                f"{host.name}: {message or error}. The folder, Python and tfmulti must be at the "
+                "same paths on each machine."
             ) from None
-        raise Unreachable(said or str(error)) from None
+        raise Unreachable(message or str(error)) from None
 
 
-def _has_run(config: LaunchConfig, words: Sequence[str], returncode: int) -> bool:
+def _has_run(config: LaunchConfig, lines: Sequence[str], returncode: int) -> bool:
     """Returns whether a failed command has run on the other machine, and failed there.
 
-    Args:
-        config: has the command for SSH.
-        words: what SSH or srun has written to standard error.
-        returncode: its exit code.
+    The lines are what SSH or srun has written to standard error, and the return code is theirs.
     """
     if config.ssh == SRUN:
         # srun's exit codes do not tell its own errors from those of the command, but it says so.
-        return any("Exited with exit code" in line for line in words)
+        return any("Exited with exit code" in line for line in lines)
     # SSH exits with 255 for an error of its own, and `close` kills it if it hangs.
     return returncode not in (255, -signal.SIGKILL)
 
 
-def _keep(source: IO[bytes], words: list[str]) -> None:
-    """Appends each line of a stream that is not empty to `words`, until the stream ends."""
+def _collect_lines(source: IO[bytes], lines: list[str]) -> None:
+    """Appends each line of a stream that is not empty to `lines`, until the stream ends."""
     with source:
         for line in iter(source.readline, b""):
             if text := line.decode(errors="replace").strip():
-                words.append(text)
+                lines.append(text)
 
 
 class JoinListener:
@@ -244,12 +242,12 @@ class JoinListener:
             Unreachable: the host has not connected yet, or was refused.
         """
         with self._lock:
-            link = self._waiting.pop(host.name, None)
+            connection = self._waiting.pop(host.name, None)
             refused = self._refused.setdefault(host.name, "")
-        if link is None:
+        if connection is None:
             raise Unreachable(refused or "the command has not been started there")
         begin = begin_of(self._config, env, host.name, run_id)
-        return RemoteMachine(host.name, link, begin, sink, lambda: "")
+        return RemoteMachine(host.name, connection, begin, sink, lambda: "")
 
     def close(self, code: int) -> None:
         """Closes the port, and tells the waiting machines that the job has ended.
@@ -259,12 +257,12 @@ class JoinListener:
         """
         self._door.close()
         with self._lock:
-            for link in self._waiting.values():
+            for connection in self._waiting.values():
                 with contextlib.suppress(OSError):
-                    link.send({"ended": code})
-                link.close()
+                    connection.send({"ended": code})
+                connection.close()
 
-    def _enter(self, name: str, first: dict[str, Any], link: TcpMessageConnection) -> None:
+    def _enter(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
         """Keeps a connection for `accept_machine` if its machine runs the same program.
 
         A new connection of a machine replaces the one that waits under the same name.
@@ -273,29 +271,31 @@ class JoinListener:
         expected = "\0".join(self._config.program).encode()
         if not hmac.compare_digest(str(program).encode(), expected):
             with contextlib.suppress(OSError):
-                link.send({"fails": "the first machine runs another program, or has other flags"})
-            link.close()
+                connection.send(
+                    {"fails": "the first machine runs another program, or has other flags"}
+                )
+            connection.close()
             self._refuse(name, "it runs another program, or has other flags")
             return
         with self._lock:
             before = self._waiting.get(name)
-            self._waiting[name] = link
+            self._waiting[name] = connection
             self._refused.pop(name, None)
         if before is not None:
             before.close()
 
     def _refuse_stranger(self, name: str) -> None:
         """Notes that a caller has used the name of a machine without knowing the secret."""
-        words = (
+        reason = (
             f"a program that claims to be this machine does not know the job's secret ({SECRET})"
         )
-        self._refuse(name, words)
+        self._refuse(name, reason)
 
-    def _refuse(self, name: str, why: str) -> None:
+    def _refuse(self, name: str, reason: str) -> None:
         """Notes why a machine was refused. Names that do not belong to the job are not kept."""
         with self._lock:
             if name in self._refused:
-                self._refused[name] = why
+                self._refused[name] = reason
 
 
 def join_job(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str]) -> int:
@@ -314,35 +314,35 @@ def join_job(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str
         TfmultiError: the first machine cannot be reached, or does not start the job, for
             `start_timeout_s`.
     """
-    deadline, why = time.monotonic() + config.start_timeout_s, "it does not start the job"
+    deadline, reason = time.monotonic() + config.start_timeout_s, "it does not start the job"
     while True:
         try:
             address = (first.name.strip("[]"), config.master_port)
-            connection = socket.create_connection(address, CONNECT_S)
+            sock = socket.create_connection(address, CONNECT_S)
         except OSError as error:
-            why = error.strerror or str(error)
+            reason = error.strerror or str(error)
         else:
-            connection.settimeout(None)
-            code = _served(connection, config, name, env)
+            sock.settimeout(None)
+            code = _serve_in_child(sock, config, name, env)
             if code not in (None, _GONE, _STRANGE):
                 return code
-            if code == _STRANGE and why != _NO_PROOF:
-                why = _NO_PROOF
-                say(f"{first.name}:{config.master_port}: {why}; it is tried again")
+            if code == _STRANGE and reason != _NO_PROOF:
+                reason = _NO_PROOF
+                say(f"{first.name}:{config.master_port}: {reason}; it is tried again")
             if code == _GONE:
                 say(f"lost {first.name}: all workers here are ended, and it is tried again")
                 deadline = time.monotonic() + config.start_timeout_s
         if time.monotonic() > deadline:
             raise TfmultiError(
                 f"{first.name}:{config.master_port} has not answered for "
-                f"{config.start_timeout_s:g} s ({why}). Start the command with --node-rank 0 "
+                f"{config.start_timeout_s:g} s ({reason}). Start the command with --node-rank 0 "
                 "there, or open the port."
             )
         time.sleep(RETRY_S)
 
 
-def _served(
-    connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
+def _serve_in_child(
+    sock: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
 ) -> int | None:
     """Serves the first machine over one connection, in a process of its own.
 
@@ -359,10 +359,10 @@ def _served(
         for number in STOPPING:
             signal.signal(number, signal.SIG_DFL)
         try:
-            os._exit(_serve_once(connection, config, name, env))
+            os._exit(_serve_once(sock, config, name, env))
         finally:
             os._exit(_GONE)
-    connection.close()
+    sock.close()
     try:
         status = _wait(child, asked)
     finally:
@@ -391,24 +391,24 @@ def _wait(child: int, asked: list[int]) -> int:
 
 
 def _serve_once(
-    connection: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
+    sock: socket.socket, config: LaunchConfig, name: str, env: Mapping[str, str]
 ) -> int:
     """Serves the first machine over one connection, and returns the exit code for this process."""
-    link = TcpMessageConnection(connection)
+    connection = TcpMessageConnection(sock)
     try:
-        prove(link, config.secret.encode(), name)
+        prove(connection, config.secret.encode(), name)
     except Stranger:
         return _STRANGE
     except OSError:
         return _NOT_BEGUN
-    link.send({"program": "\0".join(config.program)})
+    connection.send({"program": "\0".join(config.program)})
     try:
-        first = link.receive()
+        first = connection.receive()
         if first is None:
             return _NOT_BEGUN
         if "begin" in first:
             say(f"this machine is {name} of the job")
-        code = serve(link, config, env, first)
+        code = serve(connection, config, env, first)
     except ConfigError as error:
         print_error(error)
         return EXIT_USER

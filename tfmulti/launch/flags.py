@@ -163,14 +163,14 @@ def make_parser(doc: str) -> Parser:
         doc: the description that `--help` shows.
     """
     parser = Parser("python -m tfmulti.launch", doc)
-    for name, default, metavar, words in _FLAGS:
+    for name, default, metavar, text in _FLAGS:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         names = [*([_SHORT[name]] if name in _SHORT else []), *spellings]
         if metavar is None:
-            parser.add_argument(*names, action="store_true", help=words)
+            parser.add_argument(*names, action="store_true", help=text)
         else:
             shown = f" Default: {default}." if default else ""
-            parser.add_argument(*names, default=default, metavar=metavar, help=words + shown)
+            parser.add_argument(*names, default=default, metavar=metavar, help=text + shown)
     parser.add_argument("program", nargs=argparse.REMAINDER, help="What the workers run.")
     return parser
 

@@ -29,7 +29,7 @@ PROGRESS_FILE, ERROR_FILE = "TFMULTI_PROGRESS_FILE", "TFMULTI_ERROR_FILE"
 # This variable holds a JSON object: for each folder of checkpoints, the step of the newest one.
 SAVED = "TFMULTI_SAVED"
 
-# The usual duration of an execution is that which this share of the last ones does not exceed.
+# The usual duration of executions: this part of the last ones were not longer.
 _REMEMBERED, _USUAL_SHARE = 64, 0.9
 
 # All fields but the last have a fixed width, so a new line covers the old one.
@@ -134,7 +134,7 @@ class Heartbeat:
 
     def begin(self) -> None:
         """Reports that training begins."""
-        self._tell(BUSY, self._clock())
+        self._write(BUSY, self._clock())
 
     @contextlib.contextmanager
     def working(self, kind: object) -> Iterator[None]:
@@ -153,7 +153,7 @@ class Heartbeat:
         self._is_traced = False
         with self._lock:
             self._recent = self._durations.setdefault(kind, deque(maxlen=_REMEMBERED))
-        self._tell(TRAINING if known else FIRST, began, known)
+        self._write(TRAINING if known else FIRST, began, known)
         try:
             yield
         finally:
@@ -163,7 +163,7 @@ class Heartbeat:
             if not (is_new or self._is_traced):
                 with self._lock:
                     self._recent.append(now - began)
-            self._tell(BUSY, now, known)
+            self._write(BUSY, now, known)
 
     def tracing(self) -> None:
         """Reports that the current execution is traced, for example for a new shape of the batch.
@@ -173,7 +173,7 @@ class Heartbeat:
         phase, since_s, longest_s = self._last
         if phase == TRAINING:
             self._is_traced = True
-            self._tell(FIRST, since_s, longest_s)
+            self._write(FIRST, since_s, longest_s)
 
     def step(self, step: int) -> None:
         """Reports the number of steps that have ended.
@@ -182,7 +182,7 @@ class Heartbeat:
             step: the number of steps.
         """
         self._step = step
-        self._tell()
+        self._write()
 
     def saved(self, step: int, folder: str) -> None:
         """Reports that a checkpoint has been written completely.
@@ -192,14 +192,14 @@ class Heartbeat:
             folder: the folder of the checkpoint.
         """
         self._saved, self._folder = step, folder
-        self._tell()
+        self._write()
 
     def asked(self) -> None:
         """Reports that this worker got a signal to stop."""
         self._asked = True
-        self._tell()
+        self._write()
 
-    def _tell(self, phase: str | None = None, now: float = 0.0, longest_s: float = 0.0) -> None:
+    def _write(self, phase: str | None = None, now: float = 0.0, longest_s: float = 0.0) -> None:
         """Notes a new phase, if one is given, and writes the line."""
         with self._lock:
             if phase is not None:
@@ -219,7 +219,7 @@ class Heartbeat:
                     os.pwrite(self._file, line.encode(), 0)
 
 
-_teller: Heartbeat | None = None
+_own_heartbeat: Heartbeat | None = None
 
 
 def heartbeat(env: Mapping[str, str] | None = None) -> Heartbeat:
@@ -229,10 +229,10 @@ def heartbeat(env: Mapping[str, str] | None = None) -> Heartbeat:
         env: the environment that names the file. It counts only in the first call. None: that of
             this process.
     """
-    global _teller
-    if _teller is None:
-        _teller = Heartbeat((os.environ if env is None else env).get(PROGRESS_FILE))
-    return _teller
+    global _own_heartbeat
+    if _own_heartbeat is None:
+        _own_heartbeat = Heartbeat((os.environ if env is None else env).get(PROGRESS_FILE))
+    return _own_heartbeat
 
 
 def read_progress(path: Path) -> HeartbeatRecord | None:

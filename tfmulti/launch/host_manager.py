@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from tfmulti.cluster.job_secret import SECRET
+from tfmulti.cluster.listening import LOOPBACK
 from tfmulti.errors import ConfigError, TfmultiError
-from tfmulti.launch.addresses import LOOPBACK
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import JoinListener, over_ssh
 from tfmulti.launch.hosts import LOOPBACK_NAMES, Host, HostSources, is_here, slots_of
@@ -76,27 +76,27 @@ class HostManager:
         self._sink, self._say = sink, say
         self._sources = sources_of(config)
         self.hosts = self._sources.now()
-        self._here_name = name_here(config, self.hosts)
-        self._here = LocalMachine(config, env, self._here_name or LOOPBACK, sink)
-        self._door = None
+        self._own_name = own_host_name(config, self.hosts)
+        self._local_machine = LocalMachine(config, env, self._own_name or LOOPBACK, sink)
+        self._join_listener = None
         if config.by_hand:
             names = [host.name for host in self.hosts]
-            self._door = JoinListener(config, self._here_name or LOOPBACK, names)
+            self._join_listener = JoinListener(config, self._own_name or LOOPBACK, names)
         self.machines: dict[str, Machine] = {}
         self.reasons: dict[str, str] = {}
         self._tried: set[str] = set()
         self._has_begun = False
         self._closing: list[threading.Thread] = []
-        self._said: set[str] = set()
+        self._shown_errors: set[str] = set()
         self._next_try: dict[str, float] = {}
-        self._found: queue.Queue[tuple[str, Machine | Exception]] = queue.Queue()
+        self._results: queue.Queue[tuple[str, Machine | Exception]] = queue.Queue()
         self._sources_found: queue.Queue[tuple[tuple[Host, ...], ConfigError | None]] = (
             queue.Queue()
         )
         self._refresh_s = REFRESH_S if config.discovery else REREAD_S
         self._next_refresh_s = time.monotonic() + self._refresh_s
         self._begun_s = time.monotonic()
-        self.limits = limits_of(config, self.hosts, self._here.gpus)
+        self.limits = limits_of(config, self.hosts, self._local_machine.gpus)
 
     def assemble(self, standing: Standing) -> Placement:
         """Waits until enough machines answer, and returns the placement of the next attempt.
@@ -116,18 +116,20 @@ class HostManager:
         while True:
             self.poll()
             placement = self.choice(standing)
-            if placement and self._all_had_their_chance():
+            if placement and self._may_begin():
                 self._check_devices(placement)
                 self._has_begun = True
                 return placement
-            for name, why in self.reasons.items():
-                if shown.get(name) != why:
-                    self._say(f"waiting for {name}: {why}")
-                    shown[name] = why
+            for name, reason in self.reasons.items():
+                if shown.get(name) != reason:
+                    self._say(f"waiting for {name}: {reason}")
+                    shown[name] = reason
             if time.monotonic() > deadline:
                 waited = f"{self._config.start_timeout_s:g} s (--start-timeout)"
-                why = "; ".join(f"{n}: {w}" for n, w in self.reasons.items()) or "none is named"
-                raise TooFew(f"too few machines for {waited}: {why}. Start them, or open the port.")
+                reason = "; ".join(f"{n}: {w}" for n, w in self.reasons.items()) or "none is named"
+                raise TooFew(
+                    f"too few machines for {waited}: {reason}. Start them, or open the port."
+                )
             time.sleep(0.02)
 
     def choice(self, standing: Standing) -> Placement | None:
@@ -147,38 +149,38 @@ class HostManager:
         """Takes in the results of the searches, and starts searches for missing machines.
 
         Args:
-            taking_part: the placement of the current attempt. Its `WorkerGroup` looks at these
-                machines. All others are checked here.
+            taking_part: the placement of the current attempt, whose `WorkerGroup` checks these
+                machines. This method checks all others.
         """
         self._take_hosts()
-        self._look_at_the_others({name for name, _ in taking_part})
+        self._check_unused_machines({name for name, _ in taking_part})
         now = time.monotonic()
         for host in self.hosts:
             if host.name in self.machines or now < self._next_try.get(host.name, 0.0):
                 continue
-            # `_take` and `lost` set the time of the next attempt.
+            # `_take_result` and `lost` set the time of the next attempt.
             self._next_try[host.name] = float("inf")
-            if host.name == self._here_name:
-                self._found.put((host.name, self._here))
+            if host.name == self._own_name:
+                self._results.put((host.name, self._local_machine))
             else:
-                threading.Thread(target=self._seek, args=(host,), daemon=True).start()
-        while not self._found.empty():
-            self._take(*self._found.get())
+                threading.Thread(target=self._search, args=(host,), daemon=True).start()
+        while not self._results.empty():
+            self._take_result(*self._results.get())
 
-    def lost(self, name: str, why: str) -> None:
+    def lost(self, name: str, reason: str) -> None:
         """Drops a machine that has stopped answering. It is looked for again.
 
         Args:
             name: the host name.
-            why: the reason, in words.
+            reason: the reason, in words.
         """
         machine = self.machines.pop(name, None)
-        if machine is not None and machine is not self._here:
+        if machine is not None and machine is not self._local_machine:
             # The end of a connection may take some seconds.
             closing = threading.Thread(target=machine.close, daemon=True)
             closing.start()
             self._closing.append(closing)
-        self.reasons[name] = why
+        self.reasons[name] = reason
         self._next_try[name] = time.monotonic() + RETRY_S
 
     def close(self, code: int) -> None:
@@ -188,15 +190,15 @@ class HostManager:
             code: the exit code of the job.
         """
         for machine in self.machines.values():
-            if machine is not self._here:
+            if machine is not self._local_machine:
                 machine.close(code)
-        self._here.close()
-        if self._door is not None:
-            self._door.close(code)
+        self._local_machine.close()
+        if self._join_listener is not None:
+            self._join_listener.close(code)
         for thread in self._closing:
             thread.join(CLOSING_S)
 
-    def _look_at_the_others(self, busy: set[str]) -> None:
+    def _check_unused_machines(self, busy: set[str]) -> None:
         """Drops the machines that do not answer or are not named, except those in `busy`."""
         named = {host.name for host in self.hosts}
         for name, machine in list(self.machines.items()):
@@ -206,7 +208,7 @@ class HostManager:
                 self.lost(name, "it is not named any more")
                 continue
             try:
-                machine.look()
+                machine.statuses()
             except Unreachable as error:
                 self.lost(name, str(error))
 
@@ -227,11 +229,11 @@ class HostManager:
             for name, workers in placement:
                 check_devices(workers, self.machines[name].gpus, name)
 
-    def _all_had_their_chance(self) -> bool:
+    def _may_begin(self) -> bool:
         """Returns whether the first attempt may begin without the machines that are missing."""
         if self._has_begun:
             return True
-        if self._door is not None and time.monotonic() - self._begun_s < JOIN_S:
+        if self._join_listener is not None and time.monotonic() - self._begun_s < JOIN_S:
             return all(host.name in self.machines for host in self.hosts)
         return all(host.name in self._tried for host in self.hosts)
 
@@ -242,8 +244,8 @@ class HostManager:
         """
         while not self._sources_found.empty():
             self.hosts, error = self._sources_found.get()
-            if error is not None and str(error) not in self._said:
-                self._said.add(str(error))
+            if error is not None and str(error) not in self._shown_errors:
+                self._shown_errors.add(str(error))
                 self._say(f"{error} The job keeps its present machines.")
             self._next_refresh_s = time.monotonic() + self._refresh_s
         if self._sources.may_change and time.monotonic() > self._next_refresh_s:
@@ -257,21 +259,23 @@ class HostManager:
         except ConfigError as error:
             self._sources_found.put((self.hosts, error))
 
-    def _seek(self, host: Host) -> None:
+    def _search(self, host: Host) -> None:
         """Tries to reach a machine, in a thread of its own, and queues the machine or the error."""
         try:
-            if self._door is not None:
-                there = self._door.accept_machine(host, self._env, self._run_id, self._sink)
+            if self._join_listener is not None:
+                machine = self._join_listener.accept_machine(
+                    host, self._env, self._run_id, self._sink
+                )
             else:
-                there = over_ssh(self._config, self._env, host, self._run_id, self._sink)
-            self._found.put((host.name, there))
+                machine = over_ssh(self._config, self._env, host, self._run_id, self._sink)
+            self._results.put((host.name, machine))
         except (ConfigError, Unreachable) as error:
-            self._found.put((host.name, error))
+            self._results.put((host.name, error))
         except Exception as error:
             # Without a result in the queue the machine would never be looked for again.
-            self._found.put((host.name, Unreachable(f"{type(error).__name__}: {error}")))
+            self._results.put((host.name, Unreachable(f"{type(error).__name__}: {error}")))
 
-    def _take(self, name: str, found: Machine | Exception) -> None:
+    def _take_result(self, name: str, result: Machine | Exception) -> None:
         """Takes in the result of a search.
 
         A ConfigError from the first search for a machine is raised if no attempt has begun. Later
@@ -279,14 +283,14 @@ class HostManager:
         """
         first = name not in self._tried
         self._tried.add(name)
-        if not isinstance(found, Exception):
-            self.machines[name] = found
+        if not isinstance(result, Exception):
+            self.machines[name] = result
             self.reasons.pop(name, None)
             return
-        if isinstance(found, ConfigError) and first and not self._has_begun:
-            raise found
-        self.reasons[name] = str(found)
-        wait_s = RETRY_S if self._door is None else 0.1
+        if isinstance(result, ConfigError) and first and not self._has_begun:
+            raise result
+        self.reasons[name] = str(result)
+        wait_s = RETRY_S if self._join_listener is None else 0.1
         self._next_try[name] = time.monotonic() + wait_s
 
 
@@ -320,7 +324,7 @@ def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
         )
 
 
-def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
+def own_host_name(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
     """Returns this machine's name among the hosts, or None if it is none of them.
 
     Args:
@@ -339,13 +343,13 @@ def name_here(config: LaunchConfig, hosts: tuple[Host, ...]) -> str | None:
                 "from 0."
             )
         return hosts[config.node_rank].name
-    here = [host.name for host in hosts if is_here(host.name)]
-    if len(hosts) > 1 and any(name in LOOPBACK_NAMES for name in here):
+    own_names = [host.name for host in hosts if is_here(host.name)]
+    if len(hosts) > 1 and any(name in LOOPBACK_NAMES for name in own_names):
         raise ConfigError(
-            f"{here[0]} is a name that no other machine can use. Give the name or address under "
-            "which the other machines reach it."
+            f"{own_names[0]} is a name that no other machine can use. Give the name or address "
+            "under which the other machines reach it."
         )
-    return here[0] if here else None
+    return own_names[0] if own_names else None
 
 
 def limits_of(config: LaunchConfig, hosts: tuple[Host, ...], gpus: int) -> Limits:

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfmulti.cluster import listening
 from tfmulti.cluster.allocation import MOST_BYTES
 from tfmulti.cluster.host_lists import MOST_HOSTS
-from tfmulti.cluster.listening import can_bind
 from tfmulti.config.limited_reading import read_small, whole_number
 from tfmulti.errors import ConfigError
-from tfmulti.launch.addresses import LOOPBACK
 
 # The names that each machine has only for itself.
-LOOPBACK_NAMES = ("localhost", LOOPBACK, "[::1]")
+LOOPBACK_NAMES = ("localhost", listening.LOOPBACK, "[::1]")
 
 # The longest name that DNS has.
 _MOST_CHARACTERS = 255
@@ -40,7 +39,7 @@ class Host:
     slots: int | None = None
 
 
-def parse_hosts(text: str, place: str = "--hosts") -> tuple[Host, ...]:
+def parse_hosts(text: str, source: str = "--hosts") -> tuple[Host, ...]:
     """Returns the hosts of a list such as `h1:2,h2:2`.
 
     A name without a number leaves the number of workers to --nproc-per-node. An IPv6 address must
@@ -48,12 +47,12 @@ def parse_hosts(text: str, place: str = "--hosts") -> tuple[Host, ...]:
 
     Args:
         text: the list.
-        place: where the list comes from, for error messages.
+        source: where the list comes from, for error messages.
 
     Raises:
         ConfigError: a part has another form, or a host is named twice.
     """
-    return _distinct([_host(part.strip(), place) for part in text.split(",")], place)
+    return _distinct([_host(part.strip(), source) for part in text.split(",")], source)
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -73,19 +72,19 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--hostfile {path}: {reason}. Give a readable file.") from None
-    found = []
+    hosts = []
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        fields = line.partition("#")[0].split()
+        if not fields:
             continue
-        place = f"line {number} of --hostfile {path}"
-        name, *rest = words
+        line_source = f"line {number} of --hostfile {path}"
+        name, *rest = fields
         if len(rest) > 1 or (rest and not rest[0].startswith("slots=")):
-            raise ConfigError(f"{place} is {line.strip()[:80]!r}. Write: host slots=N")
-        found.append(_host(f"{name}:{rest[0][6:]}" if rest else name, place))
-    if not found:
+            raise ConfigError(f"{line_source} is {line.strip()[:80]!r}. Write: host slots=N")
+        hosts.append(_host(f"{name}:{rest[0][6:]}" if rest else name, line_source))
+    if not hosts:
         raise ConfigError(f"--hostfile {path} names no machine. Write a line: host slots=N")
-    return _distinct(found, f"--hostfile {path}")
+    return _distinct(hosts, f"--hostfile {path}")
 
 
 def discover(command: str) -> tuple[Host, ...]:
@@ -100,7 +99,7 @@ def discover(command: str) -> tuple[Host, ...]:
         ConfigError: the program cannot be run, fails, takes more than 30 s, prints another form, or
             prints the same host twice.
     """
-    place = f"--host-discovery-script {command}"
+    source = f"--host-discovery-script {command}"
     try:
         done = subprocess.run(
             shlex.split(command),
@@ -111,17 +110,17 @@ def discover(command: str) -> tuple[Host, ...]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{place} took over {SCRIPT_LIMIT_S:g} s. Make it answer.") from None
+        raise ConfigError(f"{source} took over {SCRIPT_LIMIT_S:g} s. Make it answer.") from None
     except (OSError, ValueError) as error:
-        words = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{place}: {words}. Give a program that can be run.") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{source}: {reason}. Give a program that can be run.") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
         raise ConfigError(
-            f"{place} exited with {done.returncode}: {last}. Run it yourself to see the error."
+            f"{source} exited with {done.returncode}: {last}. Run it yourself to see the error."
         )
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return _distinct([_host(line, f"a line of {place}") for line in lines], place)
+    return _distinct([_host(line, f"a line of {source}") for line in lines], source)
 
 
 def is_here(name: str) -> bool:
@@ -130,21 +129,16 @@ def is_here(name: str) -> bool:
     Args:
         name: a host name or an address, with an IPv6 address in brackets.
     """
-    if name in (*LOOPBACK_NAMES, socket.gethostname()):
-        return True
-    try:
-        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return any(can_bind(family, address) for family, _, _, _, address in found)
+    own = (*LOOPBACK_NAMES, socket.gethostname())
+    return name in own or listening.is_here(name.strip("[]"))
 
 
-def _host(text: str, place: str) -> Host:
+def _host(text: str, source: str) -> Host:
     """Returns the host of `host:N` or `host`, or raises ConfigError."""
     name, colon, slots = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:
         name, slots = text, ""
-    form = f"{place}: {text[:80]!r} is no host. Write: host:N, N the workers on it."
+    form = f"{source}: {text[:80]!r} is no host. Write: host:N, N the workers on it."
     # SSH would take a name that begins with - for a flag. A name with a zero byte or a line feed is
     # not printable.
     wrong = any(c in name for c in " '\"=;&|$`@\\/") or not name.isprintable()
@@ -155,22 +149,22 @@ def _host(text: str, place: str) -> Host:
             ipaddress.IPv6Address(name.removeprefix("[").removesuffix("]"))
         except ValueError:
             raise ConfigError(
-                f"{place}: {text[:80]!r}: only an IPv6 address may stand in brackets."
+                f"{source}: {text[:80]!r}: only an IPv6 address may stand in brackets."
             ) from None
     if ":" in name and not (name.startswith("[") and name.endswith("]")):
-        raise ConfigError(f"{place}: {text[:80]!r}: put an IPv6 address into brackets: [::1]:N.")
+        raise ConfigError(f"{source}: {text[:80]!r}: put an IPv6 address into brackets: [::1]:N.")
     count = whole_number(slots)
     if colon and not (count and count <= MOST_HOSTS):
         raise ConfigError(form)
     return Host(name, count)
 
 
-def _distinct(hosts: Sequence[Host], place: str) -> tuple[Host, ...]:
+def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
     """Returns the hosts, or raises ConfigError if a name occurs twice."""
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{place} names {name} twice. Give one line with all its workers.")
+            raise ConfigError(f"{source} names {name} twice. Give one line with all its workers.")
     return tuple(hosts)
 
 

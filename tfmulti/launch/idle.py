@@ -1,12 +1,12 @@
-"""Measures since when a process group is idle, which tells a waiting worker from a working one.
+"""Measures since when a process group is idle: whether a worker waits or works.
 
 A process group works if it uses more than 2 % of one core. It also counts as working while one of
 its processes waits for a disk, unless no byte has moved for two minutes. The figures come from
 /proc.
 
 A process group that polls for something that never comes works by this measure. So the class also
-tells since when a group is still: it may use cores, but moves no byte from or to a disk, and takes
-no more memory.
+measures since when a group is still: it may use cores, but reads and writes no byte of a disk, and
+takes no more memory.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ def _disk_bytes(entry: Path) -> int:
 
 
 class Idle:
-    """Tells since when process groups are idle, from at most one sample a second.
+    """Knows since when process groups are idle, from at most one sample a second.
 
     Args:
-        look: returns what each process group has used, by the number of the group.
+        measure: returns what each process group has used, by the number of the group.
         clock: returns seconds.
     """
 
     def __init__(
         self,
-        look: Callable[[], dict[int, Use]] = used_by_groups,
+        measure: Callable[[], dict[int, Use]] = used_by_groups,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._look, self._clock = look, clock
+        self._measure, self._clock = measure, clock
         self._sampled_s = float("-inf")
         self._used: dict[int, Use] = {}
         # When bytes last went to or from a disk.
@@ -135,7 +135,11 @@ class Idle:
 
     def _sample(self, now: float) -> None:
         """Compares what all groups have used with the sample before."""
-        used = self._look()
+        try:
+            used = self._measure()
+        except OSError:
+            # This process can open no more files. Meanwhile every group counts as working.
+            used = {}
         moved, grown, since = {}, {}, {}
         for group, use in used.items():
             before = self._used.get(group)

@@ -67,9 +67,9 @@ def _ended(child: int) -> int | None:
     """Collects all children that have ended, and returns the exit code of one if it has, too."""
     code = None
     try:
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if found[0] == child:
-                code = os.waitstatus_to_exitcode(found[1])
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                code = os.waitstatus_to_exitcode(ended[1])
     except ChildProcessError:
         # No child is left.
         pass

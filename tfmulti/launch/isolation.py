@@ -61,6 +61,6 @@ def _begin_loopback() -> None:
     """Switches on the loopback interface, which is off in a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sH14x", b"lo", 0)
-        found = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request)
-        flags = struct.unpack("16sH14x", found)[1] | _IFF_UP
+        reply = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request)
+        flags = struct.unpack("16sH14x", reply)[1] | _IFF_UP
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags))

@@ -52,7 +52,7 @@ _HEARTBEAT = f"{_SCRATCH}/heartbeat"
 # A pod has this much less time than Kubernetes gives it until SIGKILL.
 _MARGIN_S = 10
 _LABEL = "tfmulti.dev/job"
-# How often the probes look.
+# The time between two probes.
 _PROBE_S = 30
 
 # A mapping in a manifest. An entry whose key begins with # is a comment, and its value is None.
@@ -346,12 +346,12 @@ class Manifest:
 
     def _program(self) -> list[str]:
         """Returns the program's words, with a run directory on the shared volume."""
-        words = list(self.program)
-        fits = words[:2] == ["-m", "tfmulti.fit"]
-        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in words):
-            words += ["--run_dir", f"{_MOUNT}/{self.name}"]
+        arguments = list(self.program)
+        fits = arguments[:2] == ["-m", "tfmulti.fit"]
+        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
+            arguments += ["--run_dir", f"{_MOUNT}/{self.name}"]
         # Kubernetes replaces $(NAME) in a command, and makes one $ of two.
-        return [word.replace("$", "$$") for word in words]
+        return [word.replace("$", "$$") for word in arguments]
 
 
 def _are_cores(text: str) -> bool:
@@ -369,11 +369,11 @@ def _are_bytes(text: str) -> bool:
     >>> [_are_bytes(text) for text in ("32Gi", "1.5T", "4m", "4", "0Gi", "4Mi", "٤Gi")]
     [True, True, False, False, False, False, False]
     """
-    found = _BYTES.fullmatch(text)
-    if not found:
+    match = _BYTES.fullmatch(text)
+    if not match:
         return False
-    base = 1024 if "i" in found[2] else 1000
-    amount: float = float(found[1]) * base ** ("MGTP".index(found[2][0]) + 2)
+    base = 1024 if "i" in match[2] else 1000
+    amount: float = float(match[1]) * base ** ("MGTP".index(match[2][0]) + 2)
     # Kubernetes counts bytes in 64 bits.
     return _LEAST_BYTES <= amount < 2**63
 
@@ -439,25 +439,25 @@ def _scalar(value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: print(parsed(words).text, end=""))
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: print(parsed(arguments).text, end=""))
 
 
-def parsed(words: Sequence[str]) -> Manifest:
+def parsed(arguments: Sequence[str]) -> Manifest:
     """Returns the manifest that a command line describes.
 
     Raises:
         ConfigError: a value breaks a rule, or no program is given.
     """
-    end = words.index("--") if "--" in words else len(words)
-    values = vars(_parser().parsed(words[:end]))
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    values = vars(_parser().parsed(arguments[:end]))
     what = values.pop("what")
     if what not in _DOCUMENTS:
         raise ConfigError(
             f"no document {what!r}; {did_you_mean(what, _DOCUMENTS)} Write tfmulti kubernetes "
             "manifest, and then the flags."
         )
-    return Manifest(program=tuple(words[end + 1 :]), **values)
+    return Manifest(program=tuple(arguments[end + 1 :]), **values)
 
 
 def _parser() -> Parser:

@@ -59,10 +59,10 @@ class Machine(Protocol):
     def reserve(self, count: int) -> list[str]:
         """Returns addresses for `count` workers, reserved for this job until `kill`."""
 
-    def start(self, orders: Sequence[StartRequest]) -> None:
+    def start(self, requests: Sequence[StartRequest]) -> None:
         """Starts workers, each in a process group of its own."""
 
-    def look(self) -> list[WorkerStatus]:
+    def statuses(self) -> list[WorkerStatus]:
         """Returns the status of each worker that was started here."""
 
     def silent(self, addresses: Sequence[str]) -> list[int]:
@@ -71,7 +71,7 @@ class Machine(Protocol):
     def stacks(self) -> dict[int, str]:
         """Returns the Python stacks of the running workers, by rank."""
 
-    def prepare(self, orders: Sequence[StartRequest]) -> None:
+    def prepare(self, requests: Sequence[StartRequest]) -> None:
         """Starts standby processes that can become these workers in another attempt."""
 
     def stop(self) -> None:
@@ -112,39 +112,39 @@ class LocalMachine:
         """Returns addresses for `count` workers, reserved for this job until `kill`."""
         return self._ports.enter_context(reserved(count, self.name))
 
-    def start(self, orders: Sequence[StartRequest]) -> None:
+    def start(self, requests: Sequence[StartRequest]) -> None:
         """Starts workers, from standby processes if there are any."""
-        for order in orders:
-            order = self._with_folder(order)
-            folder = Path(order.folder)
-            child = self._child_env(order)
-            process = self._standby.take(order.local_rank, child)
+        for request in requests:
+            request = self._with_folder(request)
+            folder = Path(request.folder)
+            child = self._child_env(request)
+            process = self._standby.take(request.local_rank, child)
             if process is None:
                 process = start(command(self._config), child, stdin=subprocess.DEVNULL)
                 self._guard.add(process.pid)
-            worker = Worker(order.rank, process, folder)
+            worker = Worker(request.rank, process, folder)
             self._workers.append(worker)
             worker.read(self._sink)
 
-    def _with_folder(self, order: StartRequest) -> StartRequest:
+    def _with_folder(self, request: StartRequest) -> StartRequest:
         """Makes the worker's folder; returns the request, with another folder if that fails."""
         try:
-            Path(order.folder).mkdir(parents=True, exist_ok=True)
+            Path(request.folder).mkdir(parents=True, exist_ok=True)
         except OSError:
             # The disk may be full.
-            return dataclasses.replace(order, folder=tempfile.mkdtemp(prefix="tfmulti-worker-"))
-        return order
+            return dataclasses.replace(request, folder=tempfile.mkdtemp(prefix="tfmulti-worker-"))
+        return request
 
-    def look(self) -> list[WorkerStatus]:
+    def statuses(self) -> list[WorkerStatus]:
         """Returns the status of each worker; starts another guard if the guard was killed."""
         self._guard.check()
-        seen = []
+        statuses = []
         for worker in self._workers:
             ended_before = worker.ended_s is not None
-            seen.append(worker.look(self._idle))
-            if not (seen[-1].runs or ended_before):
+            statuses.append(worker.status(self._idle))
+            if not (statuses[-1].runs or ended_before):
                 self._guard.remove(worker.process.pid)
-        return seen
+        return statuses
 
     def silent(self, addresses: Sequence[str]) -> list[int]:
         """Returns the indices of the addresses at which nobody listens."""
@@ -158,9 +158,9 @@ class LocalMachine:
         time.sleep(STACKS_WAIT_S)
         return {worker.rank: worker.stacks() for worker in running}
 
-    def prepare(self, orders: Sequence[StartRequest]) -> None:
+    def prepare(self, requests: Sequence[StartRequest]) -> None:
         """Starts standby processes for these workers, where they are missing."""
-        self._standby.fill([self._child_env(order) for order in orders])
+        self._standby.fill([self._child_env(request) for request in requests])
 
     def stop(self) -> None:
         """Asks the workers to stop by SIGTERM, and wakes frozen workers by SIGCONT."""
@@ -180,7 +180,7 @@ class LocalMachine:
             send(worker.process.pid, signal.SIGKILL)
         for worker in self._workers:
             worker.process.wait()
-        self.look()
+        self.statuses()
         for worker in self._workers:
             for reader in worker.readers:
                 # The wait has a limit, because a process that the worker has started in another
@@ -195,6 +195,6 @@ class LocalMachine:
         self._standby.end()
         self._guard.close()
 
-    def _child_env(self, order: StartRequest) -> dict[str, str]:
+    def _child_env(self, request: StartRequest) -> dict[str, str]:
         """Returns the environment of a worker on this machine."""
-        return worker_env(self._config, self._env, order, self._gpus, self.cores)
+        return worker_env(self._config, self._env, request, self._gpus, self.cores)

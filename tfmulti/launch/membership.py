@@ -109,7 +109,7 @@ def choose(
 
 def after(
     standing: Standing,
-    found: Attempt,
+    attempt: Attempt,
     hosts: Mapping[int, str],
     *,
     progressed: bool,
@@ -122,20 +122,20 @@ def after(
 
     Args:
         standing: what the launcher remembered before.
-        found: the failures of the attempt.
+        attempt: the failures of the attempt.
         hosts: the host of each rank. Ranks on hosts that do not answer are missing.
         progressed: whether the job has reached a later step than ever before.
         now_s: the time, in seconds of the launcher's clock.
     """
-    if found.cause.notice:
-        for failure in found.failures:
+    if attempt.cause.notice:
+        for failure in attempt.failures:
             if failure.notice and failure.rank in hosts:
                 left_out = _left_out(standing, hosts[failure.rank], now_s, NOTICE_S)
                 standing = replace(standing, absent=left_out)
         return standing
-    if found.cause.rank not in hosts:
+    if attempt.cause.rank not in hosts:
         return standing
-    host = hosts[found.cause.rank]
+    host = hosts[attempt.cause.rank]
     strikes = {} if progressed else dict(standing.strikes)
     strikes[host] = strikes.get(host, 0) + 1
     if strikes[host] < STRIKES:
@@ -152,15 +152,15 @@ def _left_out(standing: Standing, host: str, now_s: float, wait_s: float) -> dic
     return {**standing.absent, host: Absence(already + 1, now_s + wait_s, before.times + 1)}
 
 
-def words_of(placement: Placement) -> str:
+def describe_placement(placement: Placement) -> str:
     """Returns a placement in words.
 
-    >>> words_of((("a", 1), ("b", 2)))
+    >>> describe_placement((("a", 1), ("b", 2)))
     '3 workers: 1 on a, 2 on b'
     """
     workers = sum(count for _, count in placement)
-    words = ", ".join(f"{count} on {host}" for host, count in placement)
-    return f"{workers} worker{'s' if workers > 1 else ''}: {words}"
+    counts = ", ".join(f"{count} on {host}" for host, count in placement)
+    return f"{workers} worker{'s' if workers > 1 else ''}: {counts}"
 
 
 def ranks_of(placement: Placement) -> dict[int, tuple[str, int, int]]:
@@ -169,5 +169,5 @@ def ranks_of(placement: Placement) -> dict[int, tuple[str, int, int]]:
     >>> ranks_of((("a", 1), ("b", 2)))
     {0: ('a', 0, 1), 1: ('b', 0, 2), 2: ('b', 1, 2)}
     """
-    places = [(host, local, count) for host, count in placement for local in range(count)]
-    return dict(enumerate(places))
+    locations = [(host, local, count) for host, count in placement for local in range(count)]
+    return dict(enumerate(locations))

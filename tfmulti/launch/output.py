@@ -48,13 +48,13 @@ class Output:
         self._width = 1
         self._heard_s = float("-inf")
         # The places in the docs that were named already.
-        self._places = {""}
+        self._places_shown = {""}
 
-    def say(self, words: str) -> None:
+    def say(self, message: str) -> None:
         """Shows the user a line of the launcher itself, and names each place in the docs once."""
-        place = place_of(words)
-        (quote if place in self._places else say)(words)
-        self._places.add(place)
+        place = place_of(message)
+        (quote if place in self._places_shown else say)(message)
+        self._places_shown.add(place)
 
     def begin(self, folder: Path, workers: int) -> None:
         """Begins an attempt: closes the files of the last one.
@@ -142,13 +142,13 @@ class Output:
         return self._files[rank, stream]
 
 
-def say(words: str) -> None:
+def say(message: str) -> None:
     """Shows the user a line of the launcher itself, on standard error."""
-    quote(documented(words))
+    quote(documented(message))
 
 
-def quote(words: str) -> None:
+def quote(message: str) -> None:
     """Shows the user words of a worker as they are, which may resemble a line of the launcher."""
     # A terminal that is gone does not end the run.
     with contextlib.suppress(OSError):
-        print(f"[launch] {words}", file=sys.stderr, flush=True)
+        print(f"[launch] {message}", file=sys.stderr, flush=True)

@@ -177,35 +177,35 @@ def has_lost_a_worker(error: BaseException | None) -> bool:
     return type(error).__name__ in (*LOST_A_WORKER, _CHANNEL_ERROR)
 
 
-def words_of_error(kind: str, message: str) -> str:
+def describe_error(kind: str, message: str) -> str:
     r"""Returns an error in one line, with the user's own error if it was raised inside a graph.
 
     Args:
         kind: the name of the error's type.
         message: its message.
 
-    >>> words_of_error("UnknownError", "Graph execution error:\n\nKeyError: 'a'\n\t [[{{node f}}]]")
+    >>> describe_error("UnknownError", "Graph execution error:\n\nKeyError: 'a'\n\t [[{{node f}}]]")
     "UnknownError: KeyError: 'a'"
     """
-    before, found, _ = message.partition(_NODE)
+    before, node, _ = message.partition(_NODE)
     lines = [line.strip() for line in before.splitlines() if line.strip()] or [""]
-    if found:
-        words = lines[-1]
+    if node:
+        text = lines[-1]
         # After a traceback of Python there is the error of the user's function, with its type.
         if "Traceback (most recent call last):" in before:
-            return words[:300]
+            return text[:300]
     else:
         # An error in a traced function begins with its traceback, and ends with the message.
-        words = lines[-1 if lines[0].startswith("in user code") else 0]
-    return f"{kind}: {words[:300]}"
+        text = lines[-1 if lines[0].startswith("in user code") else 0]
+    return f"{kind}: {text[:300]}"
 
 
-def words_of_exit(returncode: int) -> tuple[str, int]:
+def describe_exit(returncode: int) -> tuple[str, int]:
     """Returns a return code in words, and the exit code that a shell would give for it.
 
-    >>> words_of_exit(-9)
+    >>> describe_exit(-9)
     ('was killed by SIGKILL (by hand, or by the system when memory ran out)', 137)
-    >>> words_of_exit(3)
+    >>> describe_exit(3)
     ('exited with 3', 3)
     """
     if returncode >= 0:
@@ -248,7 +248,7 @@ class StepTiming:
         return self.computes or self.first
 
 
-def stalled(paces: Sequence[StepTiming], now_s: float, timeout_s: float) -> bool:
+def stalled(timings: Sequence[StepTiming], now_s: float, timeout_s: float) -> bool:
     """Returns whether the job is stalled: every worker is past its time limit.
 
     - A worker that computes a step has a limit for the duration of the step: the timeout, but at
@@ -257,7 +257,7 @@ def stalled(paces: Sequence[StepTiming], now_s: float, timeout_s: float) -> bool
       is in a step the limit is twenty times as long, because all may be saving a large model.
 
     Args:
-        paces: what each worker does.
+        timings: what each worker does.
         now_s: the time, in seconds of the same clock as the paces.
         timeout_s: the timeout.
 
@@ -268,13 +268,13 @@ def stalled(paces: Sequence[StepTiming], now_s: float, timeout_s: float) -> bool
     >>> stalled([waits, saves], now_s=30.0, timeout_s=15.0)
     True
     """
-    waits = any(pace.in_step for pace in paces)
-    for pace in paces:
-        if pace.computes:
-            quiet_s, limit_s = now_s - pace.since_s, max(timeout_s, 5 * pace.longest_s)
+    waits = any(timing.in_step for timing in timings)
+    for timing in timings:
+        if timing.computes:
+            quiet_s, limit_s = now_s - timing.since_s, max(timeout_s, 5 * timing.longest_s)
         else:
-            quiet_s = now_s - max(pace.since_s, pace.idle_since_s)
+            quiet_s = now_s - max(timing.since_s, timing.idle_since_s)
             limit_s = timeout_s * (1 if waits else NOBODY_WAITS)
         if quiet_s <= limit_s:
             return False
-    return bool(paces)
+    return bool(timings)

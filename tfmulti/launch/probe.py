@@ -1,4 +1,4 @@
-"""Tells a container engine whether the worker of its container is alive, by the heartbeat file.
+"""Reports to a container engine whether a worker is alive, by its heartbeat file.
 
     python -m tfmulti.launch.probe started    exit code 0 once training has begun
     python -m tfmulti.launch.probe alive      exit code 1 if a step takes far too long
@@ -23,13 +23,13 @@ from tfmulti.launch.policy import StepTiming, stalled
 STALL_S = 600.0
 
 
-def is_alive(found: HeartbeatRecord | None, now_s: float) -> bool:
+def is_alive(heartbeat: HeartbeatRecord | None, now_s: float) -> bool:
     """Returns whether a worker is alive: it has not begun, or no step takes far too long.
 
     Only the duration of a step of a known kind can be judged, as `policy.stalled` does.
 
     Args:
-        found: the last heartbeat of the worker. None: it has not begun.
+        heartbeat: the last heartbeat of the worker. None: it has not begun.
         now_s: the time, in seconds of `time.monotonic`.
 
     >>> is_alive(HeartbeatRecord(7, TRAINING, since_s=0.0, longest_s=200.0), now_s=900.0)
@@ -37,9 +37,11 @@ def is_alive(found: HeartbeatRecord | None, now_s: float) -> bool:
     >>> is_alive(HeartbeatRecord(7, TRAINING, since_s=0.0, longest_s=200.0), now_s=1001.0)
     False
     """
-    if found is None:
+    if heartbeat is None:
         return True
-    step = StepTiming(found.phase == TRAINING, found.since_s, found.longest_s, idle_since_s=now_s)
+    step = StepTiming(
+        heartbeat.phase == TRAINING, heartbeat.since_s, heartbeat.longest_s, idle_since_s=now_s
+    )
     return not stalled([step], now_s, STALL_S)
 
 
@@ -50,12 +52,14 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ)
         argv: the arguments. None: those of this process.
         env: the environment, which names the file.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words not in (["started"], ["alive"]) or PROGRESS_FILE not in env:
-        print(f"tfmulti: say started or alive, and set {PROGRESS_FILE}.", file=sys.stderr)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments not in (["started"], ["alive"]) or PROGRESS_FILE not in env:
+        print(f"tfmulti: give started or alive, and set {PROGRESS_FILE}.", file=sys.stderr)
         return EXIT_USER
-    found = read_progress(Path(env[PROGRESS_FILE]))
-    good = found is not None if words == ["started"] else is_alive(found, time.monotonic())
+    heartbeat = read_progress(Path(env[PROGRESS_FILE]))
+    good = (
+        heartbeat is not None if arguments == ["started"] else is_alive(heartbeat, time.monotonic())
+    )
     return EXIT_DONE if good else EXIT_FAILED
 
 

@@ -13,10 +13,10 @@ The agent sends:
     {"id": n, "gives": result}                     the answer to request n
     {"id": n, "fails": words}                      the answer to a request that failed
     {"line": [rank, stream, text]}                 a line of a worker's output
-    {"looks": [status, …], "now_s": s}             the status of all workers, by its clock
+    {"statuses": [status, …], "now_s": s}          the status of all workers, by its clock
 
-An answer also has `looks` and `now_s`. The side that hears nothing for `LOST_S` seconds takes the
-other side for gone. `now_s` lets the launcher shift the times of the agent's clock to its own.
+An answer also has `statuses` and `now_s`. A side that receives nothing for `LOST_S` seconds counts
+the other side as gone. `now_s` lets the launcher convert times of the agent's clock to its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tfmulti.launch.workers import Sink, StartRequest, WorkerStatus
 
 PING_S = 1.0
 
-# After this time without a message the other side is taken for gone.
+# After this time without a message the other side counts as gone.
 LOST_S = 8.0
 
 # The time limit for the answer to one request, while other messages still arrive.
@@ -59,10 +59,10 @@ class RemoteMachine:
 
     Args:
         name: the host name.
-        link: the connection to the agent.
+        connection: the connection to the agent.
         begin: the content of the first message to the agent.
         sink: takes each line that a worker there writes.
-        why: returns what is known about the end of the connection, or an empty text.
+        reason: returns what is known about the end of the connection, or an empty text.
 
     Raises:
         ConfigError: the agent says that the job cannot run there.
@@ -72,78 +72,79 @@ class RemoteMachine:
     def __init__(
         self,
         name: str,
-        link: MessageConnection,
+        connection: MessageConnection,
         begin: dict[str, Any],
         sink: Sink,
-        why: Callable[[], str],
+        reason: Callable[[], str],
     ) -> None:
         self.name = name
-        self._link, self._sink, self._why = link, sink, why
+        self._connection, self._sink, self._reason = connection, sink, reason
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._looks: list[WorkerStatus] = []
+        self._statuses: list[WorkerStatus] = []
         # The ranks of the workers there.
         self._ranks: set[int] = set()
-        # Whether the last status was not returned by `look` yet; whether a line is being shown.
+        # Whether the last status was not returned by `statuses` yet; whether a line is being shown.
         self._unseen = self._is_showing = False
         self._ended = False
         self._number = 0
         self._heard_s = time.monotonic()
-        self._tell({"begin": begin})
+        self._send({"begin": begin})
         threading.Thread(target=self._listen, daemon=True).start()
         hello = self._answer(HELLO_S, HELLO_S)
         if "fails" in hello:
             self.close()
             raise ConfigError(f"{name}: {hello['fails']}")
         counts = hello.get("hello")
-        found: list[Any] = []
+        devices: list[Any] = []
         if type(counts) is dict:
-            found = [counts.get(name) for name in ("cores", "gpus")]
-        if len(found) != 2 or any(type(count) is not int or count < 0 for count in found):
+            devices = [counts.get(name) for name in ("cores", "gpus")]
+        if len(devices) != 2 or any(type(count) is not int or count < 0 for count in devices):
             self.close()
             raise Unreachable(_NO_AGENT)
-        self.cores: int = found[0]
-        self.gpus: int = found[1]
+        self.cores: int = devices[0]
+        self.gpus: int = devices[1]
         threading.Thread(target=self._ping, daemon=True).start()
 
     def reserve(self, count: int) -> list[str]:
         """Returns addresses for `count` workers, reserved for this job until `kill`."""
-        found = self._ask("reserve", count)
-        if not _is_list(found, str) or len(found) != count:
+        addresses = self._ask("reserve", count)
+        if not _is_list(addresses, str) or len(addresses) != count:
             raise Unreachable(_NO_AGENT)
-        return list(found)
+        return list(addresses)
 
-    def start(self, orders: Sequence[StartRequest]) -> None:
+    def start(self, requests: Sequence[StartRequest]) -> None:
         """Starts workers there."""
-        self._ranks = {order.rank for order in orders}
-        self._ask("start", [dataclasses.asdict(order) for order in orders])
+        self._ranks = {request.rank for request in requests}
+        self._ask("start", [dataclasses.asdict(request) for request in requests])
 
-    def look(self) -> list[WorkerStatus]:
+    def statuses(self) -> list[WorkerStatus]:
         """Returns the status of each worker, as the agent's last message has it."""
-        # A new status is returned even if the connection has ended since: it may tell the cause.
+        # A new status is returned even if the connection has ended since, because it may show the
+        # cause.
         if self._unseen:
             self._unseen = False
-            return self._looks
+            return self._statuses
         self._check(LOST_S)
-        return self._looks
+        return self._statuses
 
     def silent(self, addresses: Sequence[str]) -> list[int]:
         """Returns the indices of the addresses at which, seen from there, nobody listens."""
-        found = self._ask("silent", list(addresses))
-        if not _is_list(found, int) or not all(0 <= place < len(addresses) for place in found):
+        indices = self._ask("silent", list(addresses))
+        if not _is_list(indices, int) or not all(0 <= index < len(addresses) for index in indices):
             raise Unreachable(_NO_AGENT)
-        return list(found)
+        return list(indices)
 
     def stacks(self) -> dict[int, str]:
         """Returns the Python stacks of the running workers there, by rank."""
-        found = self._ask("stacks")
+        stacks_by_rank = self._ask("stacks")
         try:
-            return {int(rank): str(text) for rank, text in found.items()}
+            return {int(rank): str(text) for rank, text in stacks_by_rank.items()}
         except (AttributeError, ValueError):
             raise Unreachable(_NO_AGENT) from None
 
-    def prepare(self, orders: Sequence[StartRequest]) -> None:
+    def prepare(self, requests: Sequence[StartRequest]) -> None:
         """Starts standby processes there that can become these workers in another attempt."""
-        self._ask("prepare", [dataclasses.asdict(order) for order in orders])
+        self._ask("prepare", [dataclasses.asdict(request) for request in requests])
 
     def stop(self) -> None:
         """Asks the workers there to stop by SIGTERM, and wakes frozen workers."""
@@ -162,14 +163,14 @@ class RemoteMachine:
             code: the exit code of the job.
         """
         with contextlib.suppress(OSError):
-            self._link.send({"do": "close", "code": code})
+            self._connection.send({"do": "close", "code": code})
         self._ended = True
-        self._link.close()
+        self._connection.close()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         """Sends a message; notes the end of the connection instead of raising."""
         try:
-            self._link.send(message)
+            self._connection.send(message)
         except OSError:
             self._ended = True
 
@@ -177,48 +178,46 @@ class RemoteMachine:
         """Sends a request and returns the result; raises Unreachable if it failed."""
         self._check(LOST_S)
         self._number += 1
-        self._tell({"do": name, "id": self._number, "with": arguments})
+        self._send({"do": name, "id": self._number, "with": arguments})
         while True:
-            found = self._answer(ANSWER_S, LOST_S)
-            if found.get("id") == self._number:
+            answer = self._answer(ANSWER_S, LOST_S)
+            if answer.get("id") == self._number:
                 break
-        if "fails" in found:
-            raise Unreachable(str(found["fails"]))
-        return found.get("gives")
+        if "fails" in answer:
+            raise Unreachable(str(answer["fails"]))
+        return answer.get("gives")
 
     def _answer(self, limit_s: float, lost_s: float) -> dict[str, Any]:
-        """Returns the next answer that the receiver thread has taken.
+        """Returns the next answer that the receiver thread has taken, within `limit_s`.
 
-        Args:
-            limit_s: the time limit for the answer.
-            lost_s: the time without any message after which the agent counts as gone.
+        The agent counts as gone after `lost_s` without any message.
         """
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             # An answer that arrived before the end of the connection is still valid.
             with contextlib.suppress(queue.Empty):
-                if (found := self._answers.get(timeout=0 if self._ended else 0.2)) is not None:
-                    return found
+                if (answer := self._answers.get(timeout=0 if self._ended else 0.2)) is not None:
+                    return answer
             self._check(lost_s)
         raise Unreachable(f"it has not answered for {limit_s:g} s")
 
     def _check(self, lost_s: float) -> None:
         """Raises Unreachable if the connection has ended or is silent for more than `lost_s`."""
         if self._ended:
-            why = self._why()
-            raise Unreachable("its connection ended" + (f": {why}" if why else ""))
+            reason = self._reason()
+            raise Unreachable("its connection ended" + (f": {reason}" if reason else ""))
         if time.monotonic() - self._heard_s > lost_s and not self._is_showing:
             raise Unreachable(f"no message from it for {lost_s:g} s")
 
     def _ping(self) -> None:
         """Sends a heartbeat every second, in a thread of its own."""
         while not self._ended:
-            self._tell({"do": "ping"})
+            self._send({"do": "ping"})
             time.sleep(PING_S)
 
     def _listen(self) -> None:
         """Takes all messages until the connection ends, in the receiver thread."""
-        while (message := self._link.receive()) is not None:
+        while (message := self._connection.receive()) is not None:
             self._heard_s = time.monotonic()
             try:
                 self._take(message)
@@ -241,14 +240,15 @@ class RemoteMachine:
             self._is_showing = False
             self._heard_s = time.monotonic()
             return
-        if "looks" in message:
+        if "statuses" in message:
             shift_s = time.monotonic() - float(message["now_s"])
-            looks = [
-                json_values.build(WorkerStatus, look).shifted(shift_s) for look in message["looks"]
+            statuses = [
+                json_values.build(WorkerStatus, values).shifted(shift_s)
+                for values in message["statuses"]
             ]
-            if not all(seen.rank in self._ranks for seen in looks):
-                raise ValueError("a look at no worker there")
-            self._looks = looks
+            if not all(status.rank in self._ranks for status in statuses):
+                raise ValueError("the status of no worker of that machine")
+            self._statuses = statuses
             self._unseen = True
         if "id" in message or "hello" in message or "fails" in message:
             self._answers.put(message)

@@ -137,7 +137,7 @@ class BatchScript:
     def _head(self) -> list[str]:
         """Returns the options that sbatch reads."""
         output = "%x-%A_%a.out" if self.array else "%x-%j.out"
-        found = [
+        lines = [
             "#!/bin/bash",
             f"#SBATCH --job-name={self.name}",
             f"#SBATCH --nodes={self.nodes}",
@@ -145,17 +145,17 @@ class BatchScript:
             f"#SBATCH --ntasks-per-node={self.tasks}",
         ]
         if self.gpus_per_node:
-            found += [
+            lines += [
                 "# Each task sees all GPUs of its node, as NCCL needs, and takes its part of them.",
                 f"#SBATCH --gpus-per-node={self.gpus_per_node}",
             ]
         if self.cpus_per_task is not None:
-            found.append(f"#SBATCH --cpus-per-task={self.cpus_per_task}")
+            lines.append(f"#SBATCH --cpus-per-task={self.cpus_per_task}")
         if self.time is not None:
-            found.append(f"#SBATCH --time={self.time}")
+            lines.append(f"#SBATCH --time={self.time}")
         if self.array is not None:
-            found.append(f"#SBATCH --array={self.array}")
-        found += [
+            lines.append(f"#SBATCH --array={self.array}")
+        lines += [
             f"#SBATCH --output={output}",
             "# A requeued job adds to its output, and does not begin the file anew.",
             "#SBATCH --open-mode=append",
@@ -166,37 +166,37 @@ class BatchScript:
             else "# The job ends when it has saved: submit it again to go on.",
             "#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue",
         ]
-        return found + [f"#SBATCH --{option}" for option in self.options]
+        return lines + [f"#SBATCH --{option}" for option in self.options]
 
     def _environment(self) -> list[str]:
         """Returns the lines that set the environment of the tasks."""
-        found = [
+        lines = [
             "# How long a task has after the signal until it must have saved.",
             f"export TFMULTI_GRACE_S={self.signal_s - _MARGIN_S}",
             "# The tasks prove to each other that they belong to this job.",
             _SECRET,
         ]
         if self.cpus_per_task is not None:
-            found += [
+            lines += [
                 "# From 22.05 on srun does not take the cores of a task from sbatch.",
                 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
             ]
         if self.signal != "TERM":
-            found += [
+            lines += [
                 f"# SIG{self.signal} means the same as SIGTERM.",
                 f"export TFMULTI_PREEMPTION_SIGNAL={self.signal}",
             ]
-        return found
+        return lines
 
     def _body(self) -> list[str]:
         """Returns the commands."""
-        found = [
+        lines = [
             "# The tasks end together. --wait ends what is left two minutes after the first one.",
             f"srun --label --wait=120 {self._command()}",
             "code=$?",
         ]
         if self.requeue:
-            found += [
+            lines += [
                 "",
                 "# 143: everything is saved, start me again. 138 and 140: SIGUSR1 or SIGUSR2 came",
                 "# before training began. Any other code is an error, which is not tried again.",
@@ -211,15 +211,15 @@ class BatchScript:
                 "        ;;",
                 "esac",
             ]
-        return [*found, 'exit "$code"']
+        return [*lines, 'exit "$code"']
 
     def _command(self) -> str:
         """Returns the command of a task, with a run directory that stays the same."""
-        words = list(self.program)
-        fits = words[:2] == ["-m", "tfmulti.fit"]
-        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in words):
-            words += ["--run_dir", f"runs/{self.name}-{'%A_%a' if self.array else '%j'}"]
-        return " ".join(_quoted(word) for word in [self.python, *words])
+        arguments = list(self.program)
+        fits = arguments[:2] == ["-m", "tfmulti.fit"]
+        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
+            arguments += ["--run_dir", f"runs/{self.name}-{'%A_%a' if self.array else '%j'}"]
+        return " ".join(_quoted(word) for word in [self.python, *arguments])
 
 
 def _seconds(time: str) -> int | None:
@@ -293,11 +293,11 @@ def _quoted(word: str) -> str:
     'runs/"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID"'
     """
     parts = re.split("(%[jAa])", word)
-    found = [
+    quoted_parts = [
         f'"${_PATTERNS[part]}"' if part in _PATTERNS else shlex.quote(part) if part else ""
         for part in parts
     ]
-    return "".join(found) or "''"
+    return "".join(quoted_parts) or "''"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -305,28 +305,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(lambda: write(sys.argv[1:] if argv is None else argv))
 
 
-def write(words: Sequence[str]) -> None:
+def write(arguments: Sequence[str]) -> None:
     """Prints the script that a command line describes, or submits it.
 
     Raises:
         ConfigError: a value breaks a rule, or sbatch is not there or refuses the script.
     """
-    script = parsed(words)
-    submits = "--submit" in words[: list(words).index("--")]
+    script = parsed(arguments)
+    submits = "--submit" in arguments[: list(arguments).index("--")]
     print(_submitted(script.text) if submits else script.text, end="")
 
 
-def parsed(words: Sequence[str]) -> BatchScript:
+def parsed(arguments: Sequence[str]) -> BatchScript:
     """Returns the script that a command line describes.
 
     Raises:
         ConfigError: a value breaks a rule, or no program is given.
     """
-    end = words.index("--") if "--" in words else len(words)
-    values = vars(_parser().parsed(words[:end]))
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    values = vars(_parser().parsed(arguments[:end]))
     del values["submit"]
     options = tuple(values.pop("option"))
-    return BatchScript(program=tuple(words[end + 1 :]), options=options, **values)
+    return BatchScript(program=tuple(arguments[end + 1 :]), options=options, **values)
 
 
 def _parser() -> Parser:

@@ -48,8 +48,8 @@ STANDBY, COMMAND = "--standby", "--command"
 PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# How often a worker looks whether its launcher is there.
-_LOOK_S = 0.5
+# How often a worker checks that its launcher runs.
+_POLL_S = 0.5
 
 
 def tie_to_launcher() -> None:
@@ -70,7 +70,7 @@ def tie_to_launcher() -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         time.sleep(grace_s)
         os.killpg(0, signal.SIGKILL)
 
@@ -105,7 +105,7 @@ def _leave_a_watch() -> None:
         # An open output stream would let readers of the program's output wait for this process.
         os.dup2(null, stream)
     select.select([launcher, program], [], [])
-    if not select.select([launcher], [], [], _LOOK_S)[0]:
+    if not select.select([launcher], [], [], _POLL_S)[0]:
         # The program has ended by itself.
         os._exit(0)
     os.killpg(0, signal.SIGTERM)
@@ -125,25 +125,25 @@ def stand_by() -> list[str]:
     if not line:
         # The launcher has ended.
         sys.exit(0)
-    order = json.loads(line)
+    request = json.loads(line)
     os.environ.clear()
-    os.environ.update(order["env"])
+    os.environ.update(request["env"])
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    arguments: list[str] = order["arguments"]
+    arguments: list[str] = request["arguments"]
     return arguments
 
 
 def _check_module(name: str) -> None:
     """Raises ConfigError if a module does not exist. Modules that it imports are not checked."""
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         # A package above the module may itself import a module that is missing.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise ConfigError(f"there is no module {name!r}. Look at its spelling, and at this folder.")
 
 
@@ -154,11 +154,11 @@ def is_alone(env: Mapping[str, str]) -> bool:
         env: the environment variables of this process.
     """
     try:
-        found = described(env)
+        environment = described(env)
     except TfmultiError:
         # The program may have chosen one of several descriptions, or given its own.
         return False
-    return found is None or found.job.size == 1
+    return environment is None or environment.job.size == 1
 
 
 def main() -> None:

@@ -48,14 +48,14 @@ def watched(env: Mapping[str, str]) -> dict[int, signal.Signals]:
     Raises:
         ConfigError: TFMULTI_PREEMPTION_SIGNAL is no signal that can be used so.
     """
-    found = {int(number): number for number in WATCHED}
+    meanings = {int(number): number for number in WATCHED}
     name = env.get(PREEMPTION_SIGNAL, "TERM")
     if name not in PREEMPTION_SIGNALS:
         raise ConfigError(
             f"{PREEMPTION_SIGNAL} is {name!r}, but it must be one of "
             f"{', '.join(PREEMPTION_SIGNALS)}."
         )
-    return found | {int(signal.Signals[f"SIG{name}"]): signal.SIGTERM}
+    return meanings | {int(signal.Signals[f"SIG{name}"]): signal.SIGTERM}
 
 
 # The main thread blocks this signal, which nobody sends, while TensorFlow makes its strategy.
@@ -166,7 +166,7 @@ class SignalWatch:
         self._meanings = watched(os.environ)
         self._exit = exit
         self._done = threading.Event()
-        self._seen = 0
+        self._received = 0
         self._active = False
 
     def __enter__(self) -> SignalWatch:
@@ -219,12 +219,14 @@ class SignalWatch:
         """Asks the training to stop, or ends the process."""
         # The launcher and the system may both send SIGTERM, so a second one is not a request to
         # end at once. The launcher ends by SIGKILL what stays.
-        if self._seen and number == signal.SIGTERM and GRACE in os.environ:
+        if self._received and number == signal.SIGTERM and GRACE in os.environ:
             return
-        self._seen += 1
+        self._received += 1
         heartbeat().asked()
-        if self.stop is None or self._seen > 1:
-            self._end(number, "nothing more is saved" if self._seen > 1 else "nothing was begun")
+        if self.stop is None or self._received > 1:
+            self._end(
+                number, "nothing more is saved" if self._received > 1 else "nothing was begun"
+            )
         elif not self._done.is_set():
             self.stop(number.name)
             threading.Thread(target=self._force_later, args=(number,), daemon=True).start()

@@ -30,7 +30,7 @@ def show_at_sigusr1() -> None:
     the main thread.
     """
     if _is_free():
-        _register(_own_stderr())
+        _register(own_stderr())
 
 
 @contextlib.contextmanager
@@ -42,14 +42,14 @@ def file_of_stacks() -> Iterator[int | None]:
     """
     given = os.environ.get(STACKS_FILE)
     if given is not None:
-        found = None
+        descriptor = None
         with contextlib.suppress(OSError):
-            found = os.open(given, os.O_RDONLY)
+            descriptor = os.open(given, os.O_RDONLY)
         try:
-            yield found
+            yield descriptor
         finally:
-            if found is not None:
-                os.close(found)
+            if descriptor is not None:
+                os.close(descriptor)
         return
     if not _is_free():
         yield None
@@ -60,10 +60,10 @@ def file_of_stacks() -> Iterator[int | None]:
             yield file.fileno()
         finally:
             # Without a handler the signal would end the process.
-            _register(_own_stderr())
+            _register(own_stderr())
 
 
-def _own_stderr() -> int:
+def own_stderr() -> int:
     """Returns a descriptor of standard error that stays open until the process ends."""
     if not _stderr:
         try:

@@ -6,6 +6,8 @@ the launcher ends the others, and `policy.next_action` decides whether there is 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import secrets
 import shlex
@@ -13,7 +15,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +25,7 @@ from tfmulti.launch import membership, policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import join_job
 from tfmulti.launch.guard import STOPPING
-from tfmulti.launch.host_manager import HostManager, TooFew, check_secret, name_here, sources_of
+from tfmulti.launch.host_manager import HostManager, TooFew, check_secret, own_host_name, sources_of
 from tfmulti.launch.isolation import isolate
 from tfmulti.launch.membership import Placement, Standing
 from tfmulti.launch.output import Output, quote
@@ -40,7 +41,7 @@ SETTLE_S = 0.1
 FAILING_S = 1.0
 
 # The same if every failure follows from another one. A lost machine is noticed after LOST_S.
-LOOK_FOR_CAUSE_S = LOST_S + 2.0
+CAUSE_S = LOST_S + 2.0
 
 
 class Stopped(Exception):
@@ -70,19 +71,23 @@ def run(
     secret = config.secret or ("" if config.by_hand else job_secret.made())
     env = {**env, job_secret.SECRET: secret}
     if config.by_hand and config.node_rank:
-        name = name_here(config, hosts)
+        name = own_host_name(config, hosts)
         assert name is not None
         return join_job(config, hosts[0], name, env)
     if config.isolate:
         isolate()
+    with contextlib.suppress(OSError):
+        # glibc loads this library when a thread ends at the exit of the process. It would abort the
+        # process if no file can be opened by then.
+        ctypes.CDLL("libgcc_s.so.1")
     output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
-    pool = HostManager(config, env, run_id, output.line, output.say)
+    host_manager = HostManager(config, env, run_id, output.line, output.say)
     code = EXIT_FAILED
     try:
-        code = Job(config, pool, output, run_id, command).run()
+        code = Job(config, host_manager, output, run_id, command).run()
     finally:
-        pool.close(code)
+        host_manager.close(code)
     return code
 
 
@@ -91,7 +96,7 @@ class Job:
 
     Args:
         config: the job.
-        pool: finds and holds the machines.
+        host_manager: finds and holds the machines.
         output: takes the workers' output.
         run_id: names the job, the same on all machines.
         command: the arguments of the command line. Empty: a program has started the job.
@@ -100,12 +105,12 @@ class Job:
     def __init__(
         self,
         config: LaunchConfig,
-        pool: HostManager,
+        host_manager: HostManager,
         output: Output,
         run_id: str,
         command: Sequence[str],
     ) -> None:
-        self._config, self._pool, self._output = config, pool, output
+        self._config, self._host_manager, self._output = config, host_manager, output
         self._run_id, self._command, self._say = run_id, command, output.say
         self._budget = Budget(config.max_restarts)
         self._standing = Standing()
@@ -118,7 +123,7 @@ class Job:
         try:
             while True:
                 with stopping_by_signals() as signals:
-                    code = self._once(signals)
+                    code = self._make_attempt(signals)
                     if code is not None:
                         return code
         except Stopped as stop:
@@ -128,33 +133,33 @@ class Job:
             self._say(str(error))
             return EXIT_FAILED
 
-    def _once(self, signals: Signals) -> int | None:
+    def _make_attempt(self, signals: Signals) -> int | None:
         """Makes one attempt; returns the exit code of the job, or None if it goes on."""
-        placement = self._pool.assemble(self._standing)
-        self._say_who(placement)
+        placement = self._host_manager.assemble(self._standing)
+        self._show_placement(placement)
         folder = self._folder()
-        found = self._attempt(placement, folder, signals)
+        attempt = self._run_workers(placement, folder, signals)
         self._number += 1
-        if found is None:
+        if attempt is None:
             self._say("starting all workers again on the machines that answer")
             return None
-        if found.failures:
-            rank = found.cause.rank
+        if attempt.failures:
+            rank = attempt.cause.rank
             host = membership.ranks_of(placement)[rank][0]
             host = os.uname().nodename if names_loopback(host) else host
-            lines = [] if found.cause.final else self._output.last_lines(rank)
-            report(found, folder, host, lines, self._say)
-            if found.cause.step is not None:
-                self._say(words_of_saved(self._saved))
-        action = policy.next_action(found, self._budget)
+            lines = [] if attempt.cause.final else self._output.last_lines(rank)
+            report(attempt, folder, host, lines, self._say)
+            if attempt.cause.step is not None:
+                self._say(describe_checkpoints(self._saved))
+        action = policy.next_action(attempt, self._budget)
         if isinstance(action, Stop):
-            if found.failures:
+            if attempt.failures:
                 why = f": {action.why}" if action.why else ""
                 self._say(f"ending with exit code {action.exit_code}{why}")
                 if self._command and any(step >= 0 for step in self._saved.values()):
-                    self._say(f"to go on: {command_to_go_on(self._command, self._saved)}")
+                    self._say(f"to go on: {resume_command(self._command, self._saved)}")
             return action.exit_code
-        self._remember(found, placement, action.budget)
+        self._remember(attempt, placement, action.budget)
         left = self._budget.max_restarts - self._budget.used
         wait = f" in {action.delay_s:g} s" if action.delay_s else ""
         self._say(f"starting all workers again{wait} ({left} more without progress)")
@@ -173,75 +178,90 @@ class Job:
             self._say(f"{error} The workers' output goes to {folder}.")
             return folder
 
-    def _remember(self, found: Attempt, placement: Placement, budget: Budget) -> None:
+    def _remember(self, attempt: Attempt, placement: Placement, budget: Budget) -> None:
         """Notes the hosts that failed, and the budget of restarts for the next attempt."""
         before = self._standing
         # A machine that does not answer needs no absence: it cannot take part anyway.
         hosts = {
             rank: host
             for rank, (host, _, _) in membership.ranks_of(placement).items()
-            if host in self._pool.machines
+            if host in self._host_manager.machines
         }
         self._standing = membership.after(
             before,
-            found,
+            attempt,
             hosts,
             progressed=budget.furthest > self._budget.furthest,
             now_s=time.monotonic(),
         )
-        # An attempt without the failing worker is another one, and does not use up the budget.
-        self._budget = budget if self._standing.absent == before.absent else budget.unused()
+        # An attempt without the failing worker does not use up the budget. In a job with a fixed
+        # number of workers every attempt has that worker.
+        is_left_out = self._standing.absent != before.absent
+        is_left_out = is_left_out and self._host_manager.choice(self._standing) != placement
+        self._budget = budget.unused() if is_left_out else budget
 
-    def _say_who(self, placement: Placement) -> None:
+    def _show_placement(self, placement: Placement) -> None:
         """Shows the placement if it differs from that of the last attempt."""
         if self._before is not None and placement != self._before:
-            self._say(f"going on with {membership.words_of(placement)}")
+            self._say(f"going on with {membership.describe_placement(placement)}")
         self._before = placement
 
-    def _attempt(self, placement: Placement, folder: Path, signals: Signals) -> Attempt | None:
+    def _run_workers(self, placement: Placement, folder: Path, signals: Signals) -> Attempt | None:
         """Starts all workers, waits for their end or a failure, and ends those that still run.
 
         Returns:
             How the attempt ended, or None if the job goes on with other machines.
         """
         self._output.begin(folder, len(membership.ranks_of(placement)))
-        with WorkerGroup(self._pool.machines, placement, self._pool.lost) as crew:
+        with WorkerGroup(
+            self._host_manager.machines, placement, self._host_manager.lost
+        ) as worker_group:
             watch = Watch(
-                self._config, crew, self._output, lambda: self._wants_others(placement), self._say
+                self._config,
+                worker_group,
+                self._output,
+                lambda: self._wants_others(placement),
+                self._say,
             )
             try:
                 # A signal in between could leave a worker that is started but not recorded.
                 with signals.held():
-                    crew.start(self._run_id, self._number, self._saved, self._output.folder_of)
+                    worker_group.start(
+                        self._run_id, self._number, self._saved, self._output.folder_of
+                    )
                 failures = watch.until_the_end()
                 if failures:
-                    failures = self._settled(crew, watch, failures)
+                    failures = self._settled(worker_group, watch, failures)
             except Stopped as stop:
-                self._say(f"{stop}: asking {len(crew.running())} workers to stop")
-                crew.end(self._config.shutdown_grace_s)
+                self._say(f"{stop}: asking {len(worker_group.running())} workers to stop")
+                worker_group.end(self._config.shutdown_grace_s)
                 raise
             except Regroup:
-                crew.end(self._config.shutdown_grace_s)
-                self._note_checkpoints(crew)
+                worker_group.end(self._config.shutdown_grace_s)
+                self._note_checkpoints(worker_group)
                 return None
-            steps = self._note_checkpoints(crew)
+            steps = self._note_checkpoints(worker_group)
             # The other workers wait in a collective for the one that is gone, and do not react to
             # SIGTERM. The end of the context kills them at once.
             return Attempt(tuple(first_of_each(failures)), max(steps, default=None))
 
     def _wants_others(self, placement: Placement) -> Placement | None:
         """Returns the placement of an attempt that began at this moment, if it is another one."""
-        self._pool.poll(placement)
-        choice = self._pool.choice(self._standing)
+        self._host_manager.poll(placement)
+        choice = self._host_manager.choice(self._standing)
         return choice if choice and sorted(choice) != sorted(placement) else None
 
-    def _note_checkpoints(self, crew: WorkerGroup) -> list[int]:
+    def _note_checkpoints(self, worker_group: WorkerGroup) -> list[int]:
         """Notes the newest checkpoints, and returns the steps that the workers reported."""
-        told = [seen.told for seen in crew.look() if seen.told]
-        self._saved.update((one.folder, one.saved) for one in told if one.folder)
-        return [one.step for one in told]
+        heartbeats = [status.heartbeat for status in worker_group.statuses() if status.heartbeat]
+        self._saved.update(
+            (heartbeat.folder, heartbeat.saved) for heartbeat in heartbeats if heartbeat.folder
+        )
+        return [heartbeat.step for heartbeat in heartbeats]
 
-    def _settled(self, crew: WorkerGroup, watch: Watch, failures: list[Failure]) -> list[Failure]:
+    def _settled(
+        self, worker_group: WorkerGroup, watch: Watch, failures: list[Failure]
+    ) -> list[Failure]:
         """Waits a short time for further failures, and returns all that were found.
 
         - If a worker was asked to stop, all workers end at the same step. They get the grace period
@@ -249,21 +269,22 @@ class Job:
         - If every failure only says that another worker was lost, that worker is still to be found.
         """
         began_s = time.monotonic()
-        while running := crew.running():
-            if any(seen.returncode in policy.ASKED_TO_STOP for seen in crew.look()):
+        while running := worker_group.running():
+            if any(status.returncode in policy.ASKED_TO_STOP for status in worker_group.statuses()):
                 wait_s = self._config.shutdown_grace_s
             else:
                 failing = any(
-                    seen.error and seen.error.type not in policy.LOST_A_WORKER for seen in running
+                    status.error and status.error.type not in policy.LOST_A_WORKER
+                    for status in running
                 )
                 wait_s = FAILING_S if failing else SETTLE_S
                 if all(f.follows for f in failures):
-                    wait_s = LOOK_FOR_CAUSE_S
+                    wait_s = CAUSE_S
             if time.monotonic() - began_s > wait_s:
                 break
             time.sleep(0.02)
-            failures = watch.failed(crew.look()) or failures
-        return failures + watch.failed(crew.look())
+            failures = watch.failed(worker_group.statuses()) or failures
+        return failures + watch.failed(worker_group.statuses())
 
 
 def folder_for_attempt(log_dir: Path) -> Path:
@@ -290,65 +311,65 @@ def folder_for_attempt(log_dir: Path) -> Path:
 
 def first_of_each(failures: list[Failure]) -> list[Failure]:
     """Returns the first failure of each worker, ordered by the time of the failure."""
-    found: dict[int, Failure] = {}
+    first_failures: dict[int, Failure] = {}
     for failure in failures:
-        found.setdefault(failure.rank, failure)
-    return sorted(found.values(), key=lambda failure: failure.found_s)
+        first_failures.setdefault(failure.rank, failure)
+    return sorted(first_failures.values(), key=lambda failure: failure.found_s)
 
 
 def report(
-    found: Attempt, folder: Path, host: str, lines: Sequence[str], say: Callable[[str], None]
+    attempt: Attempt, folder: Path, host: str, lines: Sequence[str], say: Callable[[str], None]
 ) -> None:
     """Shows the cause of an attempt's end, the failures of other workers, and the log folder.
 
     Args:
-        found: how the attempt ended.
+        attempt: how the attempt ended.
         folder: the folder of its logs.
         host: the machine of the worker that is the cause.
         lines: the last lines of the output of that worker.
         say: shows a line of the launcher.
     """
-    cause = found.cause
+    cause = attempt.cause
     at = "" if cause.step is None else f" at step {cause.step}"
     say(f"worker {cause.rank} {cause.what}{at}")
     say(f"it ran on {host}" + ("; the last lines of its log:" if lines else ""))
     for line in lines:
         quote(f"    {line}")
-    for other in found.failures:
+    for other in attempt.failures:
         if other.rank != cause.rank:
             say(f"then worker {other.rank} {other.what}")
     say(f"all output: {folder}")
 
 
-def words_of_saved(saved: Mapping[str, int]) -> str:
+def describe_checkpoints(saved: Mapping[str, int]) -> str:
     """Returns what a job has saved, in words.
 
     Args:
         saved: for each folder of checkpoints, the step of the newest one.
 
-    >>> words_of_saved({"runs/a/checkpoints": 40})
+    >>> describe_checkpoints({"runs/a/checkpoints": 40})
     'saved: step 40, in runs/a/checkpoints'
     """
-    found = [f"step {step}, in {folder}" for folder, step in sorted(saved.items()) if step >= 0]
-    return f"saved: {'; '.join(found)}" if found else "no checkpoint was saved"
+    steps = [f"step {step}, in {folder}" for folder, step in sorted(saved.items()) if step >= 0]
+    return f"saved: {'; '.join(steps)}" if steps else "no checkpoint was saved"
 
 
-def command_to_go_on(command: Sequence[str], saved: Mapping[str, int]) -> str:
+def resume_command(command: Sequence[str], saved: Mapping[str, int]) -> str:
     """Returns the command that starts a job again where it has stopped.
 
     Args:
         command: the arguments of the launcher.
         saved: for each folder of checkpoints, the step of the newest one.
 
-    >>> command_to_go_on(["-m", "tfmulti.fit"], {"runs/a b/checkpoints": 40})
+    >>> resume_command(["-m", "tfmulti.fit"], {"runs/a b/checkpoints": 40})
     "tfmulti launch -m tfmulti.fit --run_dir 'runs/a b'"
     """
-    words = ["tfmulti", "launch", *command]
+    arguments = ["tfmulti", "launch", *command]
     has_folder = any(word.lstrip("-").partition("=")[0] == "run_dir" for word in command)
     if "tfmulti.fit" in command and not has_folder and len(saved) == 1:
         # The name of a default folder has the time, so another start would take another folder.
-        words += ["--run_dir", str(Path(next(iter(saved))).parent)]
-    return shlex.join(words)
+        arguments += ["--run_dir", str(Path(next(iter(saved))).parent)]
+    return shlex.join(arguments)
 
 
 class Signals:
@@ -364,7 +385,7 @@ class Signals:
             raise Stopped(number)
         self._pending = number
 
-    @contextmanager
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A context in which signals are only noted; raises `Stopped` at its end if one came."""
         self._is_held = True
@@ -376,7 +397,7 @@ class Signals:
             raise Stopped(self._pending)
 
 
-@contextmanager
+@contextlib.contextmanager
 def stopping_by_signals() -> Iterator[Signals]:
     """A context in which SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread."""
     signals = Signals()

@@ -20,7 +20,7 @@ class WorkerGroup:
     A machine that stops answering is noted in `lost`, and is not asked again.
 
     Attributes:
-        places: for each rank, its host, its local rank, and the number of workers on that host.
+        locations: for each rank, its host, its local rank, and the number of workers on that host.
         addresses: the address of each worker, by rank; empty before `start`.
         lost: for each host that has stopped answering, why.
         lost_s: when the first of them was noticed, in seconds of the launcher's clock.
@@ -38,14 +38,14 @@ class WorkerGroup:
         lost: Callable[[str, str], None],
     ) -> None:
         self.placement = placement
-        self.places = ranks_of(placement)
+        self.locations = ranks_of(placement)
         self.addresses: list[str] = []
         self.lost: dict[str, str] = {}
         self.lost_s = 0.0
         self._machines = {name: machines[name] for name, _ in placement}
         self._when_lost = lost
         self._last: dict[int, WorkerStatus] = {}
-        self._orders: dict[str, list[StartRequest]] = {}
+        self._requests: dict[str, list[StartRequest]] = {}
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -69,14 +69,16 @@ class WorkerGroup:
             folder: returns the folder of a worker's files, by rank.
         """
         counts = dict(self.placement)
-        found = self._on_each(lambda machine: machine.reserve(counts[machine.name]))
+        addresses_by_host = self._on_each(lambda machine: machine.reserve(counts[machine.name]))
         if self.lost:
             return
-        self.addresses = [address for name, _ in self.placement for address in found[name]]
+        self.addresses = [
+            address for name, _ in self.placement for address in addresses_by_host[name]
+        ]
         # MultiWorkerMirroredStrategy needs the same number of devices on every worker.
         gpus = min(self._machines[name].gpus // count for name, count in self.placement)
-        for rank, (name, local, count) in self.places.items():
-            order = StartRequest(
+        for rank, (name, local, count) in self.locations.items():
+            request = StartRequest(
                 rank,
                 local,
                 count,
@@ -87,42 +89,46 @@ class WorkerGroup:
                 gpus,
                 dict(saved),
             )
-            self._orders.setdefault(name, []).append(order)
-        self._on_each(lambda machine: machine.start(self._orders[machine.name]))
+            self._requests.setdefault(name, []).append(request)
+        self._on_each(lambda machine: machine.start(self._requests[machine.name]))
 
-    def look(self) -> list[WorkerStatus]:
+    def statuses(self) -> list[WorkerStatus]:
         """Returns the last known status of each worker, ordered by rank.
 
         The status of a worker on a machine that has stopped answering is the last one received.
         """
-        for looks in self._on_each(lambda machine: machine.look()).values():
-            self._last.update((seen.rank, seen) for seen in looks)
+        for statuses_of_machine in self._on_each(lambda machine: machine.statuses()).values():
+            self._last.update((status.rank, status) for status in statuses_of_machine)
         return [self._last[rank] for rank in sorted(self._last)]
 
-    def within_reach(self, seen: WorkerStatus) -> bool:
+    def within_reach(self, status: WorkerStatus) -> bool:
         """Returns whether the machine of a worker answers."""
-        return self.places[seen.rank][0] not in self.lost
+        return self.locations[status.rank][0] not in self.lost
 
     def running(self) -> list[WorkerStatus]:
         """Returns the workers that have not ended, on machines that answer."""
-        return [seen for seen in self.look() if seen.runs and self.within_reach(seen)]
+        return [status for status in self.statuses() if status.runs and self.within_reach(status)]
 
     def prepare(self) -> None:
         """Starts standby processes for another attempt, on all machines."""
-        self._on_each(lambda machine: machine.prepare(self._orders[machine.name]))
+        self._on_each(lambda machine: machine.prepare(self._requests[machine.name]))
 
     def silent(self) -> list[int]:
         """Returns the ranks of the workers that, seen from the chief's machine, do not listen."""
         chief = self.placement[0][0]
-        found = self._on_each(
+        silent_by_host = self._on_each(
             lambda machine: machine.silent(self.addresses) if machine.name == chief else []
         )
-        return found.get(chief, [])
+        return silent_by_host.get(chief, [])
 
     def stacks(self) -> dict[int, str]:
         """Returns the Python stacks of all running workers, by rank."""
-        found = self._on_each(lambda machine: machine.stacks())
-        return {rank: text for stacks in found.values() for rank, text in sorted(stacks.items())}
+        stacks_by_host = self._on_each(lambda machine: machine.stacks())
+        return {
+            rank: text
+            for stacks in stacks_by_host.values()
+            for rank, text in sorted(stacks.items())
+        }
 
     def end(self, grace_s: float) -> None:
         """Asks all workers to stop, waits up to `grace_s` while they save, and kills the rest."""
@@ -134,14 +140,14 @@ class WorkerGroup:
 
     def _on_each(self, act: Callable[[Machine], T]) -> dict[str, T]:
         """Returns the result of `act` for each machine that answers, by name; notes the others."""
-        found = {}
+        results = {}
         for name, machine in self._machines.items():
             if name in self.lost:
                 continue
             try:
-                found[name] = act(machine)
+                results[name] = act(machine)
             except Unreachable as error:
                 self.lost[name] = str(error)
                 self.lost_s = self.lost_s or time.monotonic()
                 self._when_lost(name, str(error))
-        return found
+        return results

@@ -80,7 +80,7 @@ class WorkerStatus:
         pid: the number of its process and of its process group.
         returncode: the return code of the process; None while it runs.
         ended_s: when it ended; None while it runs.
-        told: its last heartbeat; None if it has not sent one.
+        heartbeat: its last heartbeat; None if it has not sent one.
         error: the error that it has written down; None without an error.
         frozen: whether it is stopped, as by SIGSTOP or a debugger.
         idle_since_s: since when its process group uses no core.
@@ -92,7 +92,7 @@ class WorkerStatus:
     pid: int
     returncode: int | None = None
     ended_s: float | None = None
-    told: HeartbeatRecord | None = None
+    heartbeat: HeartbeatRecord | None = None
     error: WorkerFailure | None = None
     frozen: bool = False
     idle_since_s: float = float("inf")
@@ -105,12 +105,14 @@ class WorkerStatus:
 
     def shifted(self, by_s: float) -> WorkerStatus:
         """Returns the same status in the time of a clock that shows `by_s` seconds more."""
-        told = self.told and dataclasses.replace(self.told, since_s=self.told.since_s + by_s)
+        heartbeat = self.heartbeat and dataclasses.replace(
+            self.heartbeat, since_s=self.heartbeat.since_s + by_s
+        )
         ended_s = None if self.ended_s is None else self.ended_s + by_s
         error = self.error and dataclasses.replace(self.error, time_s=self.error.time_s + by_s)
         return dataclasses.replace(
             self,
-            told=told,
+            heartbeat=heartbeat,
             ended_s=ended_s,
             error=error,
             idle_since_s=self.idle_since_s + by_s,
@@ -131,7 +133,7 @@ def command(config: LaunchConfig) -> list[str]:
 def worker_env(
     config: LaunchConfig,
     env: Mapping[str, str],
-    order: StartRequest,
+    request: StartRequest,
     gpus: Sequence[str],
     cores: int,
 ) -> dict[str, str]:
@@ -143,23 +145,23 @@ def worker_env(
     Args:
         config: the job.
         env: the environment that the worker inherits.
-        order: the worker.
+        request: the worker.
         gpus: the GPUs of this machine, as CUDA_VISIBLE_DEVICES names them.
         cores: the number of cores of this machine.
     """
-    cluster = Cluster(order.addresses, Task("worker", order.rank))
-    folder = Path(order.folder)
+    cluster = Cluster(request.addresses, Task("worker", request.rank))
+    folder = Path(request.folder)
     child = {
         **env,
         "TF_CONFIG": cluster.to_tf_config(),
-        "RANK": str(order.rank),
-        "LOCAL_RANK": str(order.local_rank),
-        "WORLD_SIZE": str(len(order.addresses)),
-        "LOCAL_WORLD_SIZE": str(order.local_world),
-        "TFMULTI_RUN_ID": order.run_id,
-        "TFMULTI_ATTEMPT": str(order.attempt),
+        "RANK": str(request.rank),
+        "LOCAL_RANK": str(request.local_rank),
+        "WORLD_SIZE": str(len(request.addresses)),
+        "LOCAL_WORLD_SIZE": str(request.local_world),
+        "TFMULTI_RUN_ID": request.run_id,
+        "TFMULTI_ATTEMPT": str(request.attempt),
         "TFMULTI_GRACE_S": f"{config.shutdown_grace_s:g}",
-        SAVED: json.dumps(dict(order.saved)),
+        SAVED: json.dumps(dict(request.saved)),
         "PYTHONUNBUFFERED": "1",
         PARENT: str(os.getpid()),
         PROGRESS_FILE: str(folder / "progress"),
@@ -167,11 +169,11 @@ def worker_env(
         STACKS_FILE: str(folder / "stacks.txt"),
     }
     if gpus:
-        first = order.local_rank * order.gpus
-        child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + order.gpus])
+        first = request.local_rank * request.gpus
+        child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + request.gpus])
     else:
         for name in THREADS:
-            child.setdefault(name, str(max(1, cores // order.local_world)))
+            child.setdefault(name, str(max(1, cores // request.local_world)))
     return child
 
 
@@ -197,7 +199,7 @@ class Worker:
     silent_s: list[float] = field(default_factory=lambda: [float("inf")])
     part_s: float = float("-inf")
 
-    def look(self, idle: Idle) -> WorkerStatus:
+    def status(self, idle: Idle) -> WorkerStatus:
         """Returns the status of the worker at this moment.
 
         Args:
@@ -279,44 +281,44 @@ class Standby:
         Args:
             envs: the environments of the workers on this machine, by local rank.
         """
-        for place, env in enumerate(envs):
-            if place not in self._spare and self._config.standby:
-                spare = start([*SHIM, STANDBY], env, stdin=subprocess.PIPE)
-                self._guard.add(spare.pid)
-                self._spare[place] = spare
+        for local_rank, env in enumerate(envs):
+            if local_rank not in self._spare and self._config.standby:
+                standby_process = start([*SHIM, STANDBY], env, stdin=subprocess.PIPE)
+                self._guard.add(standby_process.pid)
+                self._spare[local_rank] = standby_process
 
-    def take(self, place: int, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+    def take(self, local_rank: int, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """Turns a standby process into a worker.
 
         Args:
-            place: the local rank of the worker.
+            local_rank: the local rank of the worker.
             env: the environment of the worker.
 
         Returns:
             The process, or None if there is no standby process that runs.
         """
-        spare = self._spare.pop(place, None)
-        if spare is None:
+        standby_process = self._spare.pop(local_rank, None)
+        if standby_process is None:
             return None
-        assert spare.stdin is not None
-        order = {"env": dict(env), "arguments": arguments(self._config)}
+        assert standby_process.stdin is not None
+        request = {"env": dict(env), "arguments": arguments(self._config)}
         try:
-            spare.stdin.write(json.dumps(order).encode() + b"\n")
-            spare.stdin.close()
+            standby_process.stdin.write(json.dumps(request).encode() + b"\n")
+            standby_process.stdin.close()
         except BrokenPipeError:
             # The process has died. The system may give its number to another process group.
-            send(spare.pid, signal.SIGKILL)
-            spare.wait()
-            self._guard.remove(spare.pid)
+            send(standby_process.pid, signal.SIGKILL)
+            standby_process.wait()
+            self._guard.remove(standby_process.pid)
             return None
-        return spare
+        return standby_process
 
     def end(self) -> None:
         """Kills the standby processes that were not used."""
-        for spare in self._spare.values():
-            send(spare.pid, signal.SIGKILL)
-            spare.wait()
-            self._guard.remove(spare.pid)
+        for standby_process in self._spare.values():
+            send(standby_process.pid, signal.SIGKILL)
+            standby_process.wait()
+            self._guard.remove(standby_process.pid)
         self._spare.clear()
 
 

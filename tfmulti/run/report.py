@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfmulti.config import json_values
+from tfmulti.run.report_page import fragment
 from tfmulti.run.straggler import Straggler
 from tfmulti.training.verification.result import Verification
 
@@ -95,8 +96,6 @@ class FitReport:
 
     def _repr_html_(self) -> str:
         """Returns the report as HTML, which a notebook shows."""
-        from tfmulti.run.report_page import fragment
-
         return fragment(self)
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tfmulti.config.console import number
 from tfmulti.data.advice import HIGH_SHARE
-from tfmulti.run import artifacts
+from tfmulti.run.curves import curves_svg
 from tfmulti.run.straggler import Straggler
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def fragment(report: FitReport) -> str:
     parts = [f"<style>{_STYLE}</style>", *(_note(words) for words in warnings(report))]
     parts += [_titled("Result", _table(_results(report)))]
     if report.history.get("loss"):
-        parts.append(_titled("Curves", artifacts.curves_svg(report.history)))
+        parts.append(_titled("Curves", curves_svg(report.history)))
     parts += [_titled("What ran where", _table(_places(report)))]
     parts += [_titled("Speed", _table(_speed(report)))]
     shares = time_shares(report)
@@ -150,7 +150,7 @@ def _speed(report: FitReport) -> dict[str, str]:
         "training": f"{number(report.seconds)} s, with tracing and validation",
         "throughput": f"{number(report.examples_per_second)} examples/s, "
         f"{number(report.examples_per_second / max(1, report.replicas))} on each replica, in the "
-        "steps alone, once traced",
+        "steps alone, without tracing",
     }
     for name, value in (report.throughput or {}).items():
         found[name] = number(value)

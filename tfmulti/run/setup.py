@@ -104,7 +104,7 @@ def set_up(job: validation.Job) -> Setup:
             "Install with: pip install '.[gpu]'",
         )
     with quiet_stderr():
-        strategy = build_strategy(selection, job.cluster)
+        strategy = build_strategy(selection, job.cluster, config.run_dir)
     place = placement_of(strategy)
     keras.utils.set_random_seed(config.seed)
     if config.op_determinism:

@@ -218,11 +218,12 @@ def speed_words(report: FitReport) -> str:
     """Returns what this process has trained, and the time that it took, in words."""
     steps, examples = report.steps - report.steps_before, report.examples - report.examples_before
     if not steps:
-        return f"nothing was left to train after step {report.steps}"
-    before = f" after step {report.steps_before}" if report.steps_before else ""
+        return f"nothing was left to train after step {report.steps:,}"
+    before = f" after step {report.steps_before:,}" if report.steps_before else ""
+    plural = "" if steps == 1 else "s"
     return (
-        f"{steps} steps{before}, {examples:,} examples in {number(report.seconds)} s; "
-        f"{number(report.examples_per_second)} examples/s in the steps alone, once traced"
+        f"{steps:,} step{plural}{before}, {examples:,} examples in {number(report.seconds)} s; "
+        f"{number(report.examples_per_second)} examples/s in the steps alone, without tracing"
     )
 
 

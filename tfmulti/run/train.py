@@ -43,6 +43,7 @@ from tfmulti.run.callbacks.tensorboard import TensorBoard
 from tfmulti.run.callbacks.throughput import LOGS, Throughput
 from tfmulti.run.callbacks.tracker import Tracker
 from tfmulti.run.callbacks.waiting import Waiting
+from tfmulti.run.curves import draw_curves
 from tfmulti.run.report import FitReport
 from tfmulti.run.setup import Setup, compile_model, make_model, set_up
 from tfmulti.run.summary import Trained, describe, make_report, say_for, summarize
@@ -403,7 +404,7 @@ def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: F
     replicas = f"{report.replicas} replica{'s' if report.replicas > 1 else ''}"
     title = f"{setup.config.dataset}, {setup.config.model}, {replicas}"
     if report.epochs:
-        artifacts.draw_curves(run_dir.curves, report.history, title)
+        draw_curves(run_dir.curves, report.history, title)
     write_text(run_dir.report_page, report_page.page(report, title))
 
 

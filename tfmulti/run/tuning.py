@@ -34,6 +34,7 @@ from keras_tuner.engine import trial as trials
 from tfmulti.distribution.agreement import from_chief
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, DataError
+from tfmulti.keras_patches.grid_search import restore_position
 
 
 def make_tuner(
@@ -56,7 +57,7 @@ def make_tuner(
     place = placement_of(strategy)
     arguments["distribution_strategy"] = strategy
     if place.workers == 1:
-        return kind(**arguments)
+        return _restored(kind(**arguments))
     if "KERASTUNER_ORACLE_IP" in os.environ:
         raise ConfigError(
             "KERASTUNER_ORACLE_IP is set, but the chief of these workers has the oracle itself. "
@@ -73,9 +74,16 @@ def make_tuner(
     # find what the chief finds.
     is_new = arguments.get("overwrite") or not project.is_dir()
     _send(strategy, project, () if is_new else project.rglob("*.json"))
-    tuner = type(kind.__name__, (_OnAllWorkers, kind), {})(**arguments)
+    tuner = _restored(type(kind.__name__, (_OnAllWorkers, kind), {})(**arguments))
     tuner.oracle = _ChiefsOracle(tuner.oracle, strategy)
     tuner.own_folder = own_folder
+    return tuner
+
+
+def _restored(tuner: keras_tuner.Tuner) -> keras_tuner.Tuner:
+    """Returns a tuner whose grid search goes on with the trials that its folder has."""
+    if isinstance(tuner.oracle, keras_tuner.oracles.GridSearchOracle):
+        restore_position(tuner.oracle)
     return tuner
 
 

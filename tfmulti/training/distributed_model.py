@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ import tensorflow as tf
 from tfmulti.config import run_directory
 from tfmulti.config.reading import ReadOptions
 from tfmulti.config.training_options import TrainingOptions, changed
+from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution import connections, losses
 from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.replica_context import reduce_gradients
@@ -45,7 +47,7 @@ from tfmulti.training.input.feed import (
 )
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import from_batch
-from tfmulti.training.loop import loops as epochs_loop
+from tfmulti.training.loop import loops, same_data
 from tfmulti.training.memory import (
     GB,
     MemoryEstimate,
@@ -62,7 +64,7 @@ from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.verification import verification
-from tfmulti.training.watchdog import watching
+from tfmulti.training.watchdog import respect_owner, watching
 
 Model = TypeVar("Model", bound=keras.Model)
 
@@ -162,13 +164,16 @@ Result = TypeVar("Result")
 def _on_all_workers(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Returns a method whose error, if another worker is missing, says that all must call it."""
+    """Returns a method that watches for missing workers, and whose error says that all call it."""
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def called(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        callbacks = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
         with (
             out_of_memory_explained(self),
             connections.call_of_all(self._placement, method.__name__),
+            watching(callbacks, self._placement),
         ):
             return method(self, *args, **kwargs)
 
@@ -189,10 +194,10 @@ class DistributedModel(keras.Model):
             force: whether to make it again although there is one.
         """
         if self.train_function is None or force:
-            wire = self._wire
+            reduction = self._reduction
 
             def reduce(gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-                return reduce_gradients(gradients, names=names, **wire)
+                return reduce_gradients(gradients, names=names, **reduction)
 
             for optimizer in model_checks.optimizers_of(self):
                 take_reduced_gradients(optimizer, reduce, take)
@@ -211,7 +216,7 @@ class DistributedModel(keras.Model):
             self.predict_function = make_prediction(self, self._placement)
 
     @property
-    def _wire(self) -> dict[str, Any]:
+    def _reduction(self) -> dict[str, Any]:
         """The keyword arguments of `reduce_gradients` for gradients between workers."""
         if self._placement.workers == 1:
             return {}
@@ -219,7 +224,7 @@ class DistributedModel(keras.Model):
         wire = None if compression == "none" else tf.as_dtype(compression)
         return {"wire": wire, "by_bytes": BUCKET_BYTES}
 
-    def _pace(self, checkpoint: Checkpoint | None) -> StepsPerExecution:
+    def _steps_per_execution(self, checkpoint: Checkpoint | None) -> StepsPerExecution:
         """Returns the number of steps of each execution, as compiled or to be chosen.
 
         On GPUs nothing is chosen. There an execution of one step already copies the batch of the
@@ -293,17 +298,17 @@ class DistributedModel(keras.Model):
         """
         model_checks.check_compiled(self)
         relocation.enter(self)
-        place = self._placement
+        placement = self._placement
         if validation_split and validation_data is None:
             parts, validation_data = split_off_validation((x, y, sample_weight), validation_split)
             x, y, sample_weight = parts
         with resume.checkpoint_in(callbacks) as checkpoint:
             record = resume.find_record(self, checkpoint)
-            drawn = epochs_loop.draw_shuffle(self, shuffle) if shuffle else None
-            order = resume.shuffle_of(record, drawn, state_of(self).options.seed is not None)
-            given = GivenData(x, y, sample_weight, batch_size, class_weight, order, steps_per_epoch)
+            drawn = same_data.draw_shuffle(self, shuffle) if shuffle else None
+            seeds = resume.shuffle_of(record, drawn, state_of(self).options.seed is not None)
+            given = GivenData(x, y, sample_weight, batch_size, class_weight, seeds, steps_per_epoch)
             reading = state_of(self).reading
-            feed = make_feed(given, place, reading, is_training=True)
+            feed = make_feed(given, placement, reading, is_training=True)
             validation = None
             if validation_data is not None:
                 xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
@@ -314,8 +319,8 @@ class DistributedModel(keras.Model):
                     validation_batch_size or batch_size,
                     steps_per_epoch=validation_steps,
                 )
-                validation = make_feed(given, place, reading)
-            epochs_loop.check_same_data(self, feed, validation)
+                validation = make_feed(given, placement, reading)
+            same_data.check_same_data(self, feed, validation)
             feed.begin_call()
             # A comparison with one device needs all slots before the first step. So does a
             # checkpoint.
@@ -324,7 +329,7 @@ class DistributedModel(keras.Model):
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
             if verbose not in (0, "0"):
-                epochs_loop.tell_order(self, feed, order)
+                same_data.print_order(self, feed, seeds)
             state = state_of(self)
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
@@ -333,15 +338,16 @@ class DistributedModel(keras.Model):
                 verification.before_training(self, feed, count, tells=verbose not in (0, "0"))
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             all_callbacks.on_train_begin()
-            keeper = None
+            manager = None
             # The manager notes the callbacks' attributes as they are after `on_train_begin`. It
             # saves those that change later.
             if checkpoint is not None:
                 feeds = {"training": feed} | ({"validation": validation} if validation else {})
-                keeper = resume.CheckpointManager(
-                    self, checkpoint, record, all_callbacks, feeds, order
+                manager = resume.CheckpointManager(
+                    self, checkpoint, record, all_callbacks, feeds, seeds
                 )
-            training = epochs_loop.Training(
+                respect_owner(all_callbacks, checkpoint.folder)
+            training = loops.Training(
                 feed,
                 all_callbacks,
                 initial_epoch,
@@ -350,16 +356,15 @@ class DistributedModel(keras.Model):
                 validation,
                 validation_steps,
                 validation_freq,
-                keeper,
-                self._pace(checkpoint),
+                manager,
+                self._steps_per_execution(checkpoint),
             )
             with (
-                saving_elsewhere(all_callbacks.callbacks, place),
-                watching(all_callbacks.callbacks, place),
+                saving_elsewhere(all_callbacks.callbacks, placement),
                 resume.saving_at_signals(self, checkpoint),
                 closing(feed, validation),
             ):
-                logs = epochs_loop.train(self, training)
+                logs = loops.train(self, training)
                 if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                     self.optimizer.finalize_variable_values(self.trainable_weights)
                 training.callbacks.on_train_end(logs)
@@ -394,15 +399,12 @@ class DistributedModel(keras.Model):
         feed.begin_call()
         model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
-        tools = _callback_list(self, callbacks, verbose, 1, count)
+        callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
         # A feed that the caller gave stays open: `fit` uses it again in the next validation.
-        with (
-            watching(tools.callbacks, self._placement),
-            closing(None if feed is x else feed),
-        ):
-            found = epochs_loop.evaluate(self, feed, count, tools)
-        return _results(self, found, return_dict)
+        with closing(None if feed is x else feed):
+            logs = loops.evaluate(self, feed, count, callback_list)
+        return _results(self, logs, return_dict)
 
     @_on_all_workers
     def predict(
@@ -427,10 +429,10 @@ class DistributedModel(keras.Model):
         given = GivenData(x, batch_size=batch_size, steps_per_epoch=steps)
         feed = make_feed(given, self._placement, reading)
         count = _steps_of(feed, steps)
-        tools = _callback_list(self, callbacks, verbose, 1, count)
+        callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
         with closing(feed):
-            return epochs_loop.predict(self, feed, count, tools)
+            return loops.predict(self, feed, count, callback_list)
 
     def train_on_batch(
         self,
@@ -489,7 +491,7 @@ class DistributedModel(keras.Model):
         self.make_predict_function()
         batch = from_batch(_one_batch(x, None, None), self._placement)
         outputs = self.predict_function(batch).outputs
-        return tf.nest.map_structure(epochs_loop.concatenated, outputs)
+        return tf.nest.map_structure(loops.concatenated, outputs)
 
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as Keras does, so that it loads without tfmulti.
@@ -502,7 +504,7 @@ class DistributedModel(keras.Model):
             overwrite: whether to replace what is there.
             **kwargs: further arguments of Keras' `Model.save`.
         """
-        with self._whole(filepath, overwrite) as path, model_checks.as_made(self):
+        with self._replacing(filepath, overwrite) as path, model_checks.as_made(self):
             keras.Model.save(self, path, overwrite=overwrite, **kwargs)
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
@@ -513,10 +515,10 @@ class DistributedModel(keras.Model):
             overwrite: whether to replace what is there.
             **kwargs: further arguments of Keras' `Model.save_weights`.
         """
-        with self._whole(filepath, overwrite) as path:
+        with self._replacing(filepath, overwrite) as path:
             keras.Model.save_weights(self, path, overwrite=overwrite, **kwargs)
 
-    def _whole(self, filepath: Any, overwrite: bool) -> contextlib.AbstractContextManager[Any]:
+    def _replacing(self, filepath: Any, overwrite: bool) -> contextlib.AbstractContextManager[Any]:
         """Returns a context that gives a path to write to, and moves the file to its place."""
         if self._placement.workers > 1 and overwrite and isinstance(filepath, (str, os.PathLike)):
             path = Path(filepath)
@@ -535,7 +537,7 @@ def _steps_of(feed: Feed, asked: int | None) -> int | None:
     steps = feed.data.steps
     if asked and feed.data.endless and steps is not None and asked > steps:
         warnings.warn(
-            f"the data ended after {steps} of {asked} steps. Ask for fewer steps.",
+            documented(f"the data ended after {steps} of {asked} steps. Ask for fewer steps."),
             stacklevel=4,
         )
         return steps
@@ -544,11 +546,7 @@ def _steps_of(feed: Feed, asked: int | None) -> int | None:
 
 @contextlib.contextmanager
 def closing(*feeds: Feed | None) -> Iterator[None]:
-    """Closes feeds at the end of the context, so that none of their threads is left.
-
-    Args:
-        *feeds: the feeds; None is ignored.
-    """
+    """Closes feeds at the end of the context, so that none of their threads is left."""
     try:
         yield
     finally:
@@ -591,9 +589,9 @@ def _one_batch(x: Any, y: Any, sample_weight: Any) -> Any:
 def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_dict: bool) -> Any:
     """Runs one execution on one global batch, and returns its results."""
     model.reset_metrics()
-    shards = from_batch(batch, model._placement)
-    outcome = epochs_loop.run(model, execute, shards, 1, epochs_loop.Wishes(stop=False))
-    return _results(model, epochs_loop.as_floats(outcome.logs), return_dict)
+    votes = loops.votes_of(model, stop=False)
+    result = loops.run(model, execute, from_batch(batch, model._placement), 1, votes)
+    return _results(model, loops.as_floats(result.logs), return_dict)
 
 
 def _results(model: DistributedModel, logs: dict[str, Any], return_dict: bool) -> Any:

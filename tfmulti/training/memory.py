@@ -298,7 +298,7 @@ def memory_of_step(
         rows: the rows of one replica in one step.
         device: the memory of one device in bytes. None asks the GPUs of the strategy.
     """
-    place = placement_of(model.distribute_strategy)
+    placement = placement_of(model.distribute_strategy)
     passes = state_of(model).options.microbatches
     rows_of_pass = math.ceil(rows / passes)
     graph, of_twice = _traced(model, [with_rows(specs, n * rows_of_pass) for n in (1, 2)])
@@ -315,11 +315,11 @@ def memory_of_step(
         weights=weights,
         optimizer=slots,
         gradients=gradients,
-        buckets=min(2 * BUCKET_BYTES, gradients) if place.workers > 1 else 0,
-        batch_per_row=batch * (2 if place.gpus else PREFETCH_STEPS + 1),
+        buckets=min(2 * BUCKET_BYTES, gradients) if placement.workers > 1 else 0,
+        batch_per_row=batch * (2 if placement.gpus else PREFETCH_STEPS + 1),
         lines=_highest(lines),
         checkpoint=weights + slots,
-        device=_memory_of_gpus(len(place.gpus)) if device is None else device,
+        device=_memory_of_gpus(len(placement.gpus)) if device is None else device,
         unseen=tuple(sorted(kinds)),
     )
 
@@ -330,9 +330,6 @@ def out_of_memory_explained(model: keras.Model) -> Iterator[None]:
 
     What the failed device could give is taken as its memory. There are no collectives. The
     allocator's own report, which has some hundred lines, is not logged.
-
-    Args:
-        model: the prepared model that trains inside the context.
     """
     try:
         with errors_only():
@@ -341,28 +338,25 @@ def out_of_memory_explained(model: keras.Model) -> Iterator[None]:
         # Other things can be exhausted, too, such as the size of a message between workers.
         if "OOM when" not in error.message and "out of memory" not in error.message.lower():
             raise
-        place = placement_of(model.distribute_strategy)
-        device = place.gpus[0] if place.gpus else "CPU:0"
-        words = [f"the memory of {device} is used up by a training step."]
+        placement = placement_of(model.distribute_strategy)
+        device = placement.gpus[0] if placement.gpus else "CPU:0"
+        sentences = [f"the memory of {device} is used up by a training step."]
         # The advice must not hide the error.
         with contextlib.suppress(Exception):
             peak = tf.config.experimental.get_memory_info(device)["peak"]
-            words = [f"the memory of {device} ({size(peak)}) is used up by a training step."]
+            sentences = [f"the memory of {device} ({size(peak)}) is used up by a training step."]
             specs = state_of(model).specs
-            rows = math.ceil(tf.nest.flatten(specs)[0].shape[0] / place.replicas)
-            found = memory_of_step(model, specs, rows, peak if place.gpus else _shared(place, peak))
-            words += [
-                f"It needs {found.describe()[0]}.",
-                found.advice() if found.fits is False else "",
+            rows = math.ceil(tf.nest.flatten(specs)[0].shape[0] / placement.replicas)
+            # Logical CPU devices share the memory of the host.
+            memory = peak if placement.gpus else peak // placement.local_replicas
+            estimate = memory_of_step(model, specs, rows, memory)
+            sentences += [
+                f"It needs {estimate.describe()[0]}.",
+                estimate.advice() if estimate.fits is False else "",
             ]
-        if len(words) == 1 or not words[-1]:
-            words = [*words[:2], "Give more --microbatches, or a smaller batch."]
-        raise DeviceError(" ".join([*words, "See docs/memory.md."])) from None
-
-
-def _shared(place: Any, memory: int) -> int:
-    """Returns the part of one replica of the memory that logical CPU devices share."""
-    return memory // int(place.local_replicas)
+        if len(sentences) == 1 or not sentences[-1]:
+            sentences = [*sentences[:2], "Give more --microbatches, or a smaller batch."]
+        raise DeviceError(" ".join([*sentences, "See docs/memory.md."])) from None
 
 
 def _bytes_of(variable: Any) -> int:
@@ -418,12 +412,7 @@ def with_rows(specs: Any, rows: int) -> Any:
 
 
 def _traced(model: keras.Model, forms: Sequence[Any]) -> list[tf.Graph]:
-    """Returns graphs of the step as plain Keras takes it on one device, with its update.
-
-    Args:
-        model: the model.
-        forms: the form of the batch of each graph.
-    """
+    """Returns graphs of the step as plain Keras takes it on one device, with its update."""
     state = relocation.find(model)
     with model_checks.as_made(model), relocation.on_one_device(state, "CPU:0") as copies:
         try:
@@ -462,11 +451,11 @@ def _highest(lines: Sequence[tuple[float, float]]) -> tuple[tuple[float, float],
     >>> _highest([(1, 1), (2, 1), (1, 2), (0, 2), (5, 0)])
     ((1, 2), (2, 1), (5, 0))
     """
-    kept: list[tuple[float, float]] = []
+    highest: list[tuple[float, float]] = []
     for line in sorted(lines, key=lambda line: (line[1], line[0]), reverse=True):
-        if not kept or line[0] > max(fixed for fixed, _ in kept):
-            kept.append(line)
-    return tuple(kept)
+        if not highest or line[0] > max(fixed for fixed, _ in highest):
+            highest.append(line)
+    return tuple(highest)
 
 
 def _alive(graph: tf.Graph) -> list[int]:
@@ -474,9 +463,6 @@ def _alive(graph: tf.Graph) -> list[int]:
 
     The operations run in the order of the trace. A tensor's memory is free after the last operation
     that reads it. Variables and the batch are not counted.
-
-    Args:
-        graph: a graph whose tensors have fixed shapes.
     """
     operations = graph.get_operations()
     memory: dict[Any, Any] = {}  # the tensor whose memory a tensor has
@@ -489,26 +475,26 @@ def _alive(graph: tf.Graph) -> list[int]:
             else:
                 memory[output.ref()] = output.ref()
                 sizes[output.ref()] = _size(output)
-    for given in [*(i for op in operations for i in op.inputs), *graph.outputs]:
-        place = memory[given.ref()]
-        readers[place] = readers.get(place, 0) + 1
-    alive, found = 0, []
+    for tensor in [*(i for op in operations for i in op.inputs), *graph.outputs]:
+        owner = memory[tensor.ref()]
+        readers[owner] = readers.get(owner, 0) + 1
+    alive, needed = 0, []
     for op in operations:
-        inputs = [memory[given.ref()] for given in op.inputs]
+        inputs = [memory[tensor.ref()] for tensor in op.inputs]
         own = [output.ref() for output in op.outputs if memory[output.ref()] == output.ref()]
         needs = sum(sizes[output] for output in own)
         taken = 0
         if op.type in _IN_PLACE and needs:
-            last = (place for place in inputs if readers[place] == inputs.count(place))
-            taken = next((sizes[place] for place in last if sizes[place] == needs), 0)
+            last = (owner for owner in inputs if readers[owner] == inputs.count(owner))
+            taken = next((sizes[owner] for owner in last if sizes[owner] == needs), 0)
         alive += needs
-        found.append(alive - taken)
-        for place in inputs:
-            readers[place] -= 1
-        for place in {place for place in [*inputs, *own] if not readers.get(place)}:
-            alive -= sizes[place]
-            sizes[place] = 0
-    return found
+        needed.append(alive - taken)
+        for owner in inputs:
+            readers[owner] -= 1
+        for owner in {owner for owner in [*inputs, *own] if not readers.get(owner)}:
+            alive -= sizes[owner]
+            sizes[owner] = 0
+    return needed
 
 
 def _size(tensor: tf.Tensor) -> int:

@@ -18,6 +18,7 @@ import keras
 
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ModelError
+from tfmulti.training.checkpoint.callback import callbacks_in
 
 _CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
@@ -42,8 +43,7 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
         ModelError: there are several workers, and a callback is BackupAndRestore. It cannot be made
             safe, because each worker writes the same files.
     """
-    given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
-    given = [callback for callback in given if callback is not None]
+    given = callbacks_in(callbacks)
     if placement.workers == 1:
         return given
     for callback in given:
@@ -73,23 +73,19 @@ def saving_elsewhere(
 
     When the context ends, the folder is removed, and the callbacks get back the paths that they
     were given.
-
-    Args:
-        callbacks: all callbacks that this worker runs.
-        placement: this process' place among the workers.
     """
     if placement.is_chief:
         yield
         return
-    found = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
-    paths = [checkpoint.filepath for checkpoint in found]
+    checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
+    paths = [checkpoint.filepath for checkpoint in checkpoints]
     with tempfile.TemporaryDirectory(prefix="tfmulti-not-chief-") as folder:
-        for number, (checkpoint, path) in enumerate(zip(found, paths, strict=True)):
+        for number, (checkpoint, path) in enumerate(zip(checkpoints, paths, strict=True)):
             own = os.path.join(folder, str(number))
             os.mkdir(own)
             checkpoint.filepath = os.path.join(own, os.path.basename(path))
         try:
             yield
         finally:
-            for checkpoint, path in zip(found, paths, strict=True):
+            for checkpoint, path in zip(checkpoints, paths, strict=True):
                 checkpoint.filepath = path

@@ -1,9 +1,11 @@
 """Tells what a worker waits for when no step ends for far longer than usual, and at SIGUSR1.
 
-Every worker has a watchdog of its own, a thread that never waits for another worker. When it finds
-that the steps have stopped, it writes hang_worker_K.json into its folder: the step, what the worker
-does, the last collectives, each with the workers whose part has not come, and the stacks of all
-threads. On the chief it also prints a line that names the worker all others wait for.
+Every worker has a watchdog of its own, a thread that never waits for another worker. It watches
+`fit`, `evaluate` and `predict` from their first line on. While the workers join, `launch.joining`
+does the same. When a watchdog finds that the steps have stopped, it writes hang_worker_K.json into
+its folder: the step, what the worker does, the last collectives, each with the workers whose part
+has not come, and the stacks of all threads. On the chief it also prints a line that names the
+worker all others wait for.
 
 TensorFlow ends a step some seconds after another worker has stopped, which may be sooner. Then the
 file and the line tell for whom the worker had waited when the step failed.
@@ -24,7 +26,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,10 @@ from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError
 from tfmulti.launch.heartbeat import BUSY, FIRST, TRAINING, HeartbeatRecord
 from tfmulti.launch.heartbeat import heartbeat as own_heartbeat
+from tfmulti.launch.joining import hang_file
 from tfmulti.launch.policy import has_lost_a_worker
 from tfmulti.launch.stacks import file_of_stacks
-from tfmulti.training.checkpoint.callback import Checkpoint
+from tfmulti.training.checkpoint.callback import callbacks_in
 from tfmulti.training.checkpoint.owner import NotOwnerError, fence_of
 
 _LOOK_S, _LOOKS_AT_OTHERS = 0.5, 4
@@ -63,7 +66,10 @@ _READING = {
     os.path.join("python", "ops", "script_ops.py"): ("__call__",),
 }
 _MOST_CHARACTERS = 2000
-_SILENT = "its process has ended or stopped, or its machine is lost"
+_SILENT = (
+    "its process has ended or stopped, its machine is lost, or it has not come to fit, evaluate or "
+    "predict"
+)
 # TensorFlow's name of a worker.
 _TASK = re.compile(r"/job:\w+(?:/replica:0)?/task:\d+")
 
@@ -73,12 +79,13 @@ class Watchdog(keras.callbacks.Callback):
 
         model.fit(x, y, callbacks=[tfmulti.Watchdog("runs/a")])
 
-    Every worker gives the callback to `fit` or `evaluate`. A step is late if it takes more than
-    `times` as long as nine in ten of the last steps of its kind, and more than `least_s` seconds.
-    In callbacks, while a checkpoint is written and while a step is traced, six times `least_s` may
-    pass. Each worker then writes `hang_worker_K.json` into the folder, once for each time that the
-    steps stop. SIGUSR1 makes a worker write it at once, and so does a step that TensorFlow ends
-    because another worker is lost. The training is never ended by the callback.
+    Every worker gives the callback to `fit`, `evaluate` or `predict`. A step is late if it takes
+    more than `times` as long as nine in ten of the last steps of its kind, and more than `least_s`
+    seconds. Before the first step, in callbacks, while a checkpoint is written and while a step is
+    traced, six times `least_s` may pass. Each worker then writes `hang_worker_K.json` into the
+    folder, once for each time that the steps stop. SIGUSR1 makes a worker write it at once, and so
+    does a step that TensorFlow ends because another worker is lost. The training is never ended by
+    the callback.
 
     Args:
         folder: the folder of the files, which all workers should share. None: only the line is
@@ -101,6 +108,8 @@ class Watchdog(keras.callbacks.Callback):
         self.times, self.least_s = times, least_s
         # Whether a thread watches for it. `fit` evaluates with the same callbacks.
         self.is_watching = False
+        # They raise an error once another process owns the folder.
+        self.fences: list[Callable[[], None]] = []
 
     def get_state(self) -> dict[str, Any]:
         """Returns nothing, because what it watches is of this process."""
@@ -111,32 +120,39 @@ class Watchdog(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def watching(callbacks: Iterable[keras.callbacks.Callback], placement: Placement) -> Iterator[None]:
+def watching(callbacks: Any, placement: Placement) -> Iterator[None]:
     """Runs the thread of each `Watchdog` among the callbacks while the context lasts.
 
-    If there is a Checkpoint, the threads write no file once another process owns its folder: a
-    worker that was cut off must not replace the files of the job that goes on.
-
     Args:
-        callbacks: all callbacks that this worker runs.
+        callbacks: the callbacks as `fit` takes them.
         placement: this process' place among the workers.
     """
-    given = list(callbacks)
-    checks = [fence_of(each.folder) for each in given if isinstance(each, Checkpoint)]
     with contextlib.ExitStack() as stack:
-        for callback in given:
+        for callback in callbacks_in(callbacks):
             if isinstance(callback, Watchdog) and not callback.is_watching:
-                stack.enter_context(_Watch(callback, placement, checks))
+                stack.enter_context(_Watch(callback, placement))
         yield
+
+
+def respect_owner(callbacks: Any, folder: Path) -> None:
+    """Lets each `Watchdog` write no file once a folder has another owner than now.
+
+    A worker that was cut off must not replace the files of the job that goes on.
+
+    Args:
+        callbacks: the callbacks as `fit` takes them.
+        folder: the folder of the checkpoints.
+    """
+    for callback in callbacks_in(callbacks):
+        if isinstance(callback, Watchdog):
+            callback.fences = [fence_of(folder)]
 
 
 class _Watch:
     """The thread of a watchdog, as a context."""
 
-    def __init__(
-        self, about: Watchdog, placement: Placement, checks: list[Callable[[], None]]
-    ) -> None:
-        self._about, self._placement, self._checks = about, placement, checks
+    def __init__(self, about: Watchdog, placement: Placement) -> None:
+        self._about, self._placement = about, placement
         self._end = threading.Event()
         self._thread = _thread(self._run)
         # When this watch began. What the heartbeat told before, such as the end of an earlier `fit`
@@ -201,10 +217,10 @@ class _Watch:
 
     def _files_of_others(self) -> dict[str, int]:
         """Returns the times of the files that other workers have written, by name."""
-        folder, own, found = self._about.folder, _file(self._placement.rank), {}
+        folder, own, found = self._about.folder, hang_file(self._placement.rank), {}
         if folder is not None and self._placement.workers > 1:
             with contextlib.suppress(OSError):
-                for path in folder.glob(_file("*")):
+                for path in folder.glob(hang_file("*")):
                     if path.name != own:
                         found[path.name] = path.stat().st_mtime_ns
         return found
@@ -224,16 +240,44 @@ class _Watch:
         return passed_s if passed_s > limit_s else None
 
     def _tell(self, asked: bool, late_s: float | None) -> None:
-        """Writes this worker's file, and prints the line on the chief."""
+        """Writes this worker's file, and prints the line on the chief.
+
+        If the others wait for the chief, the first one of them prints it.
+        """
         rank, seen = self._placement.rank, describe(self._placement, self._record())
         path = self._write(seen)
-        if late_s is not None and rank == 0:
-            others = [self._of_other(other) for other in _missing(seen)[:3]]
+        awaited = self._awaited(seen) if late_s is not None else []
+        if late_s is not None and all(other in awaited for other in range(rank)):
+            others = [self._of_other(other) for other in awaited[:3]]
             why = f"no step has ended for {late_s:.0f} s; it {_doing(seen)}"
             _say(rank, "; ".join([why, *others]), path)
         elif asked:
             # The next moment it may wait for another worker, which is how it should be.
             _say(rank, f"SIGUSR1; at this moment it {_doing(seen)}", path)
+
+    def _awaited(self, seen: dict[str, Any]) -> list[int]:
+        """Returns the ranks of the workers for which this worker waits, as far as it is known.
+
+        Where the collectives do not tell it, as before the workers have connected and on GPUs, they
+        are the workers that have not come to a collective themselves.
+        """
+        missing, folder = _missing(seen), self._about.folder
+        if missing or seen["phase"] == BUSY or folder is None:
+            return missing
+        others = [rank for rank in range(self._placement.workers) if rank != self._placement.rank]
+        until = time.monotonic() + _OTHERS_S
+        while time.monotonic() < until and not self._end.wait(_LOOK_S):
+            if all(self._file_of(rank) for rank in others):
+                break
+        files = {rank: self._file_of(rank) for rank in others}
+        return [rank for rank, file in files.items() if file is None or file["phase"] == BUSY]
+
+    def _file_of(self, rank: int) -> dict[str, Any] | None:
+        """Returns what another worker has written, or None if it has written nothing lately."""
+        found = None if self._about.folder is None else read(self._about.folder / hang_file(rank))
+        # A file of an earlier time tells nothing.
+        oldest = time.time() - self._about.least_s * _BUSY_TIMES - _OTHERS_S
+        return found if found is not None and found["time"] > oldest else None
 
     def _tell_failed(self, seen: dict[str, Any], error: str) -> None:
         """Writes this worker's file after a step has failed because another worker is lost.
@@ -264,26 +308,23 @@ class _Watch:
         folder = self._about.folder
         if folder is None:
             return None
-        for check in self._checks:
+        for check in self._about.fences:
             check()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _file(self._placement.rank)
+        path = folder / hang_file(self._placement.rank)
         write_text(path, json.dumps(seen, indent=1) + "\n")
         return path
 
     def _of_other(self, rank: int) -> str:
         """Returns what another worker was doing, by the file that it has written."""
-        folder = self._about.folder
-        if folder is None:
+        if self._about.folder is None:
             return f"look at the stacks of worker {rank}: kill -USR1 its process"
-        path, now = folder / _file(rank), time.time()
         until = time.monotonic() + _OTHERS_S
         is_last = False
         while not is_last:
             is_last = self._end.wait(_LOOK_S) or time.monotonic() > until
-            found = read(path)
-            # A file of an earlier time tells nothing.
-            if found is not None and found["time"] > now - self._about.least_s * _BUSY_TIMES:
+            found = self._file_of(rank)
+            if found is not None:
                 doing = _doing({**found, "waits": ()}, "waited", "was")
                 return f"worker {rank} {doing} (process {found['pid']} on {found['host']})"
         return f"worker {rank} tells nothing: {_SILENT}"
@@ -292,11 +333,6 @@ class _Watch:
 def _thread(target: Callable[..., None], *given: object) -> threading.Thread:
     """Returns a thread of a watchdog. The process can end while it waits for a file server."""
     return threading.Thread(target=target, args=given, name=_OWN, daemon=True)
-
-
-def _file(rank: int | str) -> str:
-    """Returns the name of the file of a worker."""
-    return f"hang_worker_{rank}.json"
 
 
 def _say(rank: int, words: str, path: Path | None) -> None:
@@ -440,7 +476,7 @@ def read(path: Path) -> dict[str, Any] | None:
         found = json_values.parse(read_small(path, _MOST_BYTES))
     except (OSError, ValueError):
         return None
-    kinds = {"at": str, "reads": str, "pid": int, "host": str, "time": float}
+    kinds = {"phase": str, "at": str, "reads": str, "pid": int, "host": str, "time": float}
     if not isinstance(found, dict) or not all(
         isinstance(found.get(name), kind) for name, kind in kinds.items()
     ):

@@ -1,4 +1,4 @@
-"""TFRecord files by index: every record at its number, and every way a file can be wrong."""
+"""Tests the index of TFRecord files: each record at its number, and damaged files."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.records import framed, write_records
+from tests.support.sources import WorkerReplicas
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.formats import record_index
 from tfmulti.data.formats.encoded import Decoder, EncodedSource
 from tfmulti.data.formats.record_index import index_of, index_paths
 from tfmulti.data.formats.records import Records
-from tfmulti.data.io.open_files import LocalFile, OpenFiles, write_atomically
+from tfmulti.data.io.open_files import LocalFile, opener, write_atomically
 from tfmulti.data.loader import Batch, Loader
 from tfmulti.data.source import Leaf
 from tfmulti.errors import DataError
@@ -43,15 +43,15 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were walked through."""
-    found: list[str] = []
+    paths: list[str] = []
     walk = record_index._walk
 
     def counted(path: str, *rest: object) -> np.ndarray:
-        found.append(path)
+        paths.append(path)
         return walk(path, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(record_index, "_walk", counted)
-    return found
+    return paths
 
 
 def test_the_checksum_is_that_of_tensorflow() -> None:
@@ -87,7 +87,9 @@ def test_an_index_is_made_anew_when_the_file_changed(
     assert len(walks) == 2
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "text", "other", "object"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", "cut", "empty", "text", "other", "object", "version"]
+)
 def test_a_damaged_index_is_made_anew(file: Path, walks: list[str], damage: str) -> None:
     first = index_of(str(file))
     index = file.parent / INDEX
@@ -97,6 +99,10 @@ def test_a_damaged_index_is_made_anew(file: Path, walks: list[str], damage: str)
         np.save(index, np.zeros((4, 3)))
     elif damage == "object":
         np.save(index, np.array([{}]), allow_pickle=True)
+    elif damage == "version":
+        table = np.load(index)
+        table[2, 0] -= 1
+        np.save(index, table)
     else:
         kinds = {"flipped": bytes(content), "cut": content[:-8], "empty": b"", "text": b"index"}
         index.write_bytes(kinds[damage])
@@ -106,7 +112,7 @@ def test_a_damaged_index_is_made_anew(file: Path, walks: list[str], damage: str)
     assert len(walks) == 2
 
 
-def test_an_index_goes_to_the_cache_where_the_folder_cannot_be_written(
+def test_an_index_goes_to_the_cache_if_the_folder_cannot_be_written(
     file: Path, walks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(path: str, data: bytes) -> None:
@@ -118,11 +124,11 @@ def test_an_index_goes_to_the_cache_where_the_folder_cannot_be_written(
     index_of(str(file))
     index_of(str(file))
     assert len(walks) == 1
-    (kept,) = (file.parent / "cache").iterdir()
-    assert str(kept) == index_paths(str(file))[1]
+    (stored,) = (file.parent / "cache").iterdir()
+    assert str(stored) == index_paths(str(file))[1]
 
 
-def test_an_index_that_can_be_kept_nowhere_is_made_each_time(
+def test_an_index_that_cannot_be_stored_is_made_each_time(
     file: Path, walks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(path: str, data: bytes) -> None:
@@ -133,7 +139,7 @@ def test_an_index_that_can_be_kept_nowhere_is_made_each_time(
     assert len(walks) == 2
 
 
-def test_the_cache_folder_is_in_the_home_folder_unless_it_is_said() -> None:
+def test_the_index_is_in_the_home_folder_by_default() -> None:
     assert index_paths("/d/a", {})[1].startswith(str(Path.home() / ".cache" / "tfmulti"))
     assert index_paths("/d/a", {"TFMULTI_CACHE": "/c"})[1].startswith("/c/")
     assert index_paths("/d/a", {})[1] != index_paths("/e/a", {})[1]
@@ -171,66 +177,45 @@ SECOND = len(framed(RECORDS[0]))
         (flip(0), "is no TFRecord file, or its first record is damaged"),
         (lambda content: b"label,image\n1,cat.jpg\n", "is no TFRecord file"),
         (lambda content: b"short", "is no TFRecord file"),
+        (lambda content: bytes(10**5), "is no TFRecord file"),
+        (lambda content: framed(b"x" * 50)[:11], "is no TFRecord file"),
     ],
 )
-def test_damaged_files(file: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_files_that_cannot_be_indexed(
+    file: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(DataError, match=message):
-        index_of(str(file))
-    assert not (file.parent / INDEX).exists()
-
-
-@pytest.mark.parametrize(
-    "content", [b"label,image\n1,cat.jpg\n", b"short", bytes(10**5), framed(b"x" * 50)[:11]]
-)
-def test_a_file_of_another_kind_is_an_error(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    with pytest.raises(DataError, match="is no TFRecord file"):
         Records([str(file)])
     assert not (file.parent / INDEX).exists()
 
 
-def test_an_index_of_the_form_before_is_made_anew(file: Path, walks: list[str]) -> None:
-    first = index_of(str(file))
-    place = file.parent / INDEX
-    table = np.load(place)
-    table[2, 0] -= 1
-    np.save(place, table)
-    assert np.array_equal(index_of(str(file)), first)
-    assert len(walks) == 2
-
-
-def test_damaged_records_are_lost_alike_on_any_number_of_workers(file: Path) -> None:
+def test_damaged_records_are_left_out_on_any_number_of_workers(file: Path) -> None:
     source = numbers(Records([str(file)]))
     for record in (2, 5, 7):
-        place = int(index_of(str(file))[record, 0])
-        file.write_bytes(flip(place)(file.read_bytes()))
+        offset = int(index_of(str(file))[record, 0])
+        file.write_bytes(flip(offset)(file.read_bytes()))
     plan = BatchPlan(8, 8, seed=3)
     with pytest.raises(DataError, match=r"a.tfrecord, record [257]: .* Repair or remove it, or"):
-        next(Loader(source, plan, Alone(), ReadOptions()).batches())
-    (alone,) = read(source, plan, Alone)
-    workers = read(source, plan, *(worker(rank, 3) for rank in range(3)))
+        next(Loader(source, plan, WorkerReplicas(), ReadOptions()).batches())
+    (alone,) = read(source, plan, WorkerReplicas())
+    workers = read(source, plan, *(WorkerReplicas(rank, 3) for rank in range(3)))
     rows = [n for batch in workers for n in batch.data[0][0][: batch.own_rows[0]].tolist()]
     assert rows == alone.data[0][0].tolist()
     assert sorted(rows) == sorted(len(RECORDS[i]) for i in (0, 1, 3, 4, 6))
-    lost = sorted(words for batch in workers for words in batch.lost)
+    lost = sorted(sentence for batch in workers for sentence in batch.lost)
     assert lost == sorted(alone.lost)
-    assert [words.partition(": ")[0][-8:] for words in lost] == [f"record {i}" for i in (2, 5, 7)]
+    assert [sentence.partition(": ")[0][-8:] for sentence in lost] == [
+        f"record {i}" for i in (2, 5, 7)
+    ]
 
 
-def read(source: EncodedSource, plan: BatchPlan, *places: Any) -> list[Batch]:
+def read(source: EncodedSource, plan: BatchPlan, *workers: WorkerReplicas) -> list[Batch]:
     """Returns the first batch of each worker."""
-    return [next(Loader(source, plan, place(), ReadOptions(0, 9)).batches()) for place in places]
+    return [next(Loader(source, plan, worker, ReadOptions(0, 9)).batches()) for worker in workers]
 
 
-def worker(rank: int, workers: int) -> type[Alone]:
-    class One(Alone):
-        first_replica, replicas = rank, workers
-
-    return One
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a: No such file or directory. Give a readable file."):
         index_of(str(tmp_path / "a"))
 
@@ -267,18 +252,14 @@ def test_files_without_records(tmp_path: Path) -> None:
 def numbers(records: Records) -> EncodedSource:
     """A source of which an example is the length of its record."""
 
-    def parse(found: object, out: dict[str, np.ndarray]) -> None:
-        out["n"][:] = [len(data) for data in found]  # type: ignore[attr-defined]
+    def parse(contents: object, out: dict[str, np.ndarray]) -> None:
+        out["n"][:] = [len(data) for data in contents]  # type: ignore[attr-defined]
 
     return EncodedSource(records, Decoder(("n", "n"), {"n": Leaf((), "int64")}, parse))  # type: ignore[arg-type]
 
 
-class Alone:
-    first_replica, local_replicas, replicas = 0, 1, 1
-
-
 @pytest.mark.parametrize("at", [20, -2])
-def test_flipped_data_is_told_with_file_and_record(file: Path, at: int) -> None:
+def test_a_flipped_bit_is_named_with_file_and_record(file: Path, at: int) -> None:
     records = Records([str(file)])
     content = bytearray(file.read_bytes())
     content[int(index_of(str(file))[3, 0]) + (at if at > 0 else 4096 - at)] ^= 1
@@ -287,8 +268,8 @@ def test_flipped_data_is_told_with_file_and_record(file: Path, at: int) -> None:
     with pytest.raises(
         DataError, match=r"a.tfrecord, record 3: the checksum is wrong \(the file is damaged\)\."
     ):
-        next(Loader(source, BatchPlan(8, 8), Alone(), ReadOptions()).batches())
-    batch = next(Loader(source, BatchPlan(8, 8), Alone(), ReadOptions(0, 9)).batches())
+        next(Loader(source, BatchPlan(8, 8), WorkerReplicas(), ReadOptions()).batches())
+    batch = next(Loader(source, BatchPlan(8, 8), WorkerReplicas(), ReadOptions(0, 9)).batches())
     assert batch.own_rows == (7,)
     assert batch.data[0][0].tolist() == [len(r) for i, r in enumerate(RECORDS) if i != 3]
 
@@ -307,16 +288,15 @@ def test_one_feature_may_be_input_and_target(file: Path) -> None:
 
 def test_few_files_are_open_at_a_time_and_all_are_closed(tmp_path: Path) -> None:
     paths = [str(write_records(tmp_path / f"{i}", [b"%d" % i])) for i in range(20)]
-    files = OpenFiles(most=3)
-    held = files.get(paths[0])
+    opened = opener(most=3)
+    held = opened(paths[0])
     for path in paths:
-        files.get(path)
-    assert len(files) == 3
-    # The file that `held` refers to is open, too.
+        opened(path)
+    # These are three files, and the one that `held` refers to.
     assert open_below(tmp_path) == 4
     assert held.read_at(12, 1) == b"0"
-    assert files.get(paths[19]) is files.get(paths[19])
-    del held, files
+    assert opened(paths[19]) is opened(paths[19])
+    del held, opened
     gc.collect()
     assert open_below(tmp_path) == 0
 
@@ -333,7 +313,7 @@ def open_below(folder: Path) -> int:
 
 def test_threads_read_while_files_are_opened_and_closed(tmp_path: Path) -> None:
     records = uneven(tmp_path)
-    records._open = OpenFiles(most=1)
+    records._open = opener(most=1)
 
     def work(seed: int) -> bool:
         order = np.random.default_rng(seed).permutation(204)
@@ -343,14 +323,14 @@ def test_threads_read_while_files_are_opened_and_closed(tmp_path: Path) -> None:
         assert all(pool.map(work, range(16)))
 
 
-def test_reading_past_the_end_gives_what_there_is(file: Path) -> None:
-    whole = file.read_bytes()
-    assert LocalFile(str(file)).read_at(len(whole) - 3, 10) == whole[-3:]
-    assert LocalFile(str(file)).read_at(len(whole) + 3, 10) == b""
+def test_a_read_past_the_end_is_shorter(file: Path) -> None:
+    content = file.read_bytes()
+    assert LocalFile(str(file)).read_at(len(content) - 3, 10) == content[-3:]
+    assert LocalFile(str(file)).read_at(len(content) + 3, 10) == b""
 
 
 def test_a_label_out_of_range(tmp_path: Path) -> None:
-    def parse(found: object, out: dict[str, np.ndarray]) -> None:
+    def parse(contents: object, out: dict[str, np.ndarray]) -> None:
         out["n"][:] = 3
 
     records = Records([str(write_records(tmp_path / "a", [b"x"]))])

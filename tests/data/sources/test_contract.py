@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_loader import Place
 from tests.support.made_data import EXAMPLES, KINDS
+from tests.support.sources import WorkerReplicas
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
@@ -61,18 +61,20 @@ def load(name: str, folder: Path) -> Source:
     if data.broadcast is not None:
         # One worker is the chief, so its own result is shared.
         data = data.broadcast(data, lambda make: make())
-    made: Source = data.train
-    return made
+    train: Source = data.train
+    return train
 
 
 @pytest.fixture
-def whole(source: Source) -> list[str]:
+def all_rows(source: Source) -> list[str]:
     """Returns the digests of all examples of two epochs, in order."""
-    return rows_of(read(source, Place(), STEPS))
+    return rows_of(read(source, WorkerReplicas(), STEPS))
 
 
-def read(source: Any, place: Place, steps: int, first: int = 0, threads: int = 0) -> list[Batch]:
-    reader = Loader(source, PLAN, place, ReadOptions(threads))
+def read(
+    source: Any, replicas: WorkerReplicas, steps: int, first: int = 0, threads: int = 0
+) -> list[Batch]:
+    reader = Loader(source, PLAN, replicas, ReadOptions(threads))
     with contextlib.closing(reader.batches(first)) as batches:
         return list(itertools.islice(batches, steps))
 
@@ -82,17 +84,17 @@ def rows_of(batches: list[Batch]) -> list[str]:
     return [
         digest(data, row)
         for batch in batches
-        for data, own in zip(batch.data, batch.own_rows, strict=True)
-        for row in range(own)
+        for data, count in zip(batch.data, batch.own_rows, strict=True)
+        for row in range(count)
     ]
 
 
 def digest(data: Any, row: int) -> str:
-    found = hashlib.sha256()
+    hash_ = hashlib.sha256()
     for leaf in leaves_of(data):
         value = np.asarray(leaf[row])
-        found.update(f"{value.dtype} {value.shape} {value.tolist()}".encode())
-    return found.hexdigest()
+        hash_.update(f"{value.dtype} {value.shape} {value.tolist()}".encode())
+    return hash_.hexdigest()
 
 
 def test_data_has_the_declared_form(source: Source) -> None:
@@ -115,12 +117,14 @@ def test_examples_are_read_at_random(source: Source) -> None:
     some = np.array([EXAMPLES - 1, 0, 7, 7])
     again = source.read(some)
     assert [digest(again, row) for row in range(4)] == [each[i] for i in some]
-    (batch,) = read(source, Place(), 1)
+    (batch,) = read(source, WorkerReplicas(), 1)
     assert rows_of([batch]) == [each[i] for i in PLAN.examples_at(0, 0, BATCH)]
 
 
-def test_each_epoch_has_each_example_once(whole: list[str], request: pytest.FixtureRequest) -> None:
-    first, second = whole[:EXAMPLES], whole[EXAMPLES:]
+def test_each_epoch_has_each_example_once(
+    all_rows: list[str], request: pytest.FixtureRequest
+) -> None:
+    first, second = all_rows[:EXAMPLES], all_rows[EXAMPLES:]
     assert set(Counter(first).values()) == {1}
     assert first != second
     if request.node.callspec.params["source"] == "augmented":
@@ -131,21 +135,23 @@ def test_each_epoch_has_each_example_once(whole: list[str], request: pytest.Fixt
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_reading_resumes_at_every_step(source: Source, whole: list[str], threads: int) -> None:
-    sizes = [0, *(len(b.data[0][1]) for b in read(source, Place(), STEPS))]
+def test_reading_resumes_at_every_step(source: Source, all_rows: list[str], threads: int) -> None:
+    sizes = [0, *(len(b.data[0][1]) for b in read(source, WorkerReplicas(), STEPS))]
     starts = list(itertools.accumulate(sizes))
     for step in range(STEPS):
-        rest = read(source, Place(), STEPS - step, step, threads)
-        assert rows_of(rest) == whole[starts[step] :]
+        rest = read(source, WorkerReplicas(), STEPS - step, step, threads)
+        assert rows_of(rest) == all_rows[starts[step] :]
 
 
 @pytest.mark.parametrize(("workers", "local"), [(2, 1), (3, 1), (2, 3), (7, 1)])
 def test_workers_together_read_each_example(
-    source: Source, whole: list[str], workers: int, local: int
+    source: Source, all_rows: list[str], workers: int, local: int
 ) -> None:
-    parts = [read(source, Place(rank, workers, local), STEPS, 0, 2) for rank in range(workers)]
+    parts = [
+        read(source, WorkerReplicas(rank, workers, local), STEPS, 0, 2) for rank in range(workers)
+    ]
     together = [rows_of([worker[step]]) for step in range(STEPS) for worker in parts]
-    assert list(itertools.chain(*together)) == whole
+    assert list(itertools.chain(*together)) == all_rows
 
 
 def test_many_threads_can_read_at_once(source: Source) -> None:
@@ -156,8 +162,8 @@ def test_many_threads_can_read_at_once(source: Source) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(5):
             rows = rng.permutation(EXAMPLES)
-            found = source.read(rows)
-            wrong.extend(i for k, i in enumerate(rows) if digest(found, k) != expected[i])
+            batch = source.read(rows)
+            wrong.extend(i for k, i in enumerate(rows) if digest(batch, k) != expected[i])
 
     threads = [threading.Thread(target=check, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -167,7 +173,7 @@ def test_many_threads_can_read_at_once(source: Source) -> None:
     assert not wrong
 
 
-def test_each_example_has_its_own_place_in_messages(source: Source) -> None:
+def test_messages_tell_examples_apart(source: Source) -> None:
     assert len({source.where(index) for index in range(EXAMPLES)}) == EXAMPLES
 
 

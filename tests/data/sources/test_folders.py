@@ -13,7 +13,7 @@ PLACE = "--dataset text:here"
 TEXT = (".txt",)
 
 
-def made(root: Path, *names: str) -> str:
+def make_files(root: Path, *names: str) -> str:
     """Makes files, and folders for names that end in a slash. Returns the root."""
     for name in names:
         path = root / name
@@ -24,17 +24,17 @@ def made(root: Path, *names: str) -> str:
 
 
 def test_classes_are_the_sorted_folders(tmp_path: Path) -> None:
-    root = made(tmp_path, "b/2.txt", "b/10.txt", "a/x.TXT", "a/deep/y.txt", "c d/z.txt")
-    made(tmp_path, "a/other.csv", "a/.hidden.txt", ".hidden/h.txt", "readme.txt")
-    found = folders.find_classes(PLACE, root, TEXT)
-    assert found.names == ("a", "b", "c d")
+    root = make_files(tmp_path, "b/2.txt", "b/10.txt", "a/x.TXT", "a/deep/y.txt", "c d/z.txt")
+    make_files(tmp_path, "a/other.csv", "a/.hidden.txt", ".hidden/h.txt", "readme.txt")
+    classes = folders.find_classes(PLACE, root, TEXT)
+    assert classes.names == ("a", "b", "c d")
     expected = ["a/deep/y.txt", "a/x.TXT", "b/10.txt", "b/2.txt", "c d/z.txt"]
-    assert found.paths == [f"{root}/{name}" for name in expected]
-    assert (found.labels.tolist(), found.labels.dtype) == ([0, 0, 1, 1, 2], "int32")
+    assert classes.paths == [f"{root}/{name}" for name in expected]
+    assert (classes.labels.tolist(), classes.labels.dtype) == ([0, 0, 1, 1, 2], "int32")
 
 
 def test_another_part_has_the_labels_of_the_training_part(tmp_path: Path) -> None:
-    root = made(tmp_path, "c/1.txt", "b/1.txt")
+    root = make_files(tmp_path, "c/1.txt", "b/1.txt")
     assert folders.find_classes(PLACE, root, TEXT, ("a", "b", "c")).labels.tolist() == [1, 2]
 
 
@@ -52,7 +52,7 @@ def test_another_part_has_the_labels_of_the_training_part(tmp_path: Path) -> Non
     ],
 )
 def test_parts(tmp_path: Path, names: list[str], parts: dict[str, str]) -> None:
-    root = made(tmp_path, *names)
+    root = make_files(tmp_path, *names)
     expected = {part: f"{root}/{name}".rstrip("/") for part, name in parts.items()}
     assert folders.find_parts(PLACE, root) == expected
 
@@ -67,7 +67,7 @@ def test_parts(tmp_path: Path, names: list[str], parts: dict[str, str]) -> None:
 )
 def test_mistakes_in_parts(tmp_path: Path, names: list[str], message: str) -> None:
     with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
-        folders.find_parts(PLACE, made(tmp_path, *names))
+        folders.find_parts(PLACE, make_files(tmp_path, *names))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_mistakes_in_parts(tmp_path: Path, names: list[str], message: str) -> No
 )
 def test_mistakes_in_classes(tmp_path: Path, names: list[str], message: str) -> None:
     with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
-        folders.find_classes(PLACE, made(tmp_path, *names), TEXT)
+        folders.find_classes(PLACE, make_files(tmp_path, *names), TEXT)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,18 @@ def test_mistakes_in_classes(tmp_path: Path, names: list[str], message: str) -> 
 )
 def test_mistakes_in_other_parts(tmp_path: Path, names: list[str], message: str) -> None:
     with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
-        folders.find_classes(PLACE, made(tmp_path, *names), TEXT, ("cat", "dog"))
+        folders.find_classes(PLACE, make_files(tmp_path, *names), TEXT, ("cat", "dog"))
 
 
-def test_no_folder_and_a_file(tmp_path: Path) -> None:
-    root = made(tmp_path, "file")
+def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
+    root = make_files(tmp_path, "file")
     with pytest.raises(DataError, match="none does not exist"):
         folders.find_parts(PLACE, f"{root}/none")
     with pytest.raises(DataError, match="file is a file"):
         folders.find_parts(PLACE, f"{root}/file")
 
 
-def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -115,17 +115,17 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_patterns_match_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = made(tmp_path, "b.csv", "a.CSV", "c.txt", ".d.csv", "deep/e.csv")
+    root = make_files(tmp_path, "b.csv", "a.CSV", "c.txt", ".d.csv", "deep/e.csv")
 
-    def found(pattern: str) -> list[str]:
+    def matches(pattern: str) -> list[str]:
         return [p.removeprefix(f"{root}/") for p in files.matching(PLACE, pattern, (".csv",))]
 
-    assert found(root) == ["a.CSV", "b.csv"]
-    assert found(f"{root}/c.txt") == ["c.txt"]
-    assert found(f"{root}/*") == ["a.CSV", "b.csv", "c.txt"]
-    assert found(f"{root}/**/*.csv") == ["b.csv", "deep/e.csv"]
+    assert matches(root) == ["a.CSV", "b.csv"]
+    assert matches(f"{root}/c.txt") == ["c.txt"]
+    assert matches(f"{root}/*") == ["a.CSV", "b.csv", "c.txt"]
+    assert matches(f"{root}/**/*.csv") == ["b.csv", "deep/e.csv"]
     monkeypatch.setenv("HOME", root)
-    assert found("~/b.csv") == ["b.csv"]
+    assert matches("~/b.csv") == ["b.csv"]
     # Hidden files and folders are left out.
     every = files.matching(PLACE, root)
     assert [Path(p).name for p in every] == ["a.CSV", "b.csv", "c.txt"]
@@ -133,7 +133,7 @@ def test_patterns_match_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_pattern_matches_no_folder(tmp_path: Path) -> None:
-    root = made(tmp_path, "data/", "data-1")
+    root = make_files(tmp_path, "data/", "data-1")
     assert files.matching(PLACE, f"{root}/d*") == [f"{root}/data-1"]
 
 
@@ -144,12 +144,12 @@ def test_a_pattern_matches_no_folder(tmp_path: Path) -> None:
         ("empty", "empty holds no file that ends in .csv. Give"),
     ],
 )
-def test_patterns_without_files(tmp_path: Path, pattern: str, message: str) -> None:
-    root = made(tmp_path, "empty/")
+def test_a_pattern_without_files_is_an_error(tmp_path: Path, pattern: str, message: str) -> None:
+    root = make_files(tmp_path, "empty/")
     with pytest.raises(DataError, match=f"{PLACE}: .*{message}"):
         files.matching(PLACE, f"{root}/{pattern}", (".csv",))
 
 
-def test_an_empty_folder_of_any_files(tmp_path: Path) -> None:
+def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{PLACE}: the folder .* holds no file. Give a file"):
-        files.matching(PLACE, made(tmp_path, "sub/"))
+        files.matching(PLACE, make_files(tmp_path, "sub/"))

@@ -74,18 +74,18 @@ def test_resizing() -> None:
 
 @pytest.mark.parametrize("ending", [".png", ".jpg"])
 @pytest.mark.parametrize("keep", [0, 3, 0.3, 0.9, -1])
-def test_images_that_are_cut_off(ending: str, keep: float) -> None:
-    whole = encoded(picture(1), ending)
-    at = int(len(whole) * keep) if 0 < keep < 1 else int(keep)
+def test_cut_off_images_are_errors(ending: str, keep: float) -> None:
+    content = encoded(picture(1), ending)
+    at = int(len(content) * keep) if 0 < keep < 1 else int(keep)
     with pytest.raises(ValueError, match=r"cut off after|is empty|no image"):
-        pixels.decode(whole[:at])
+        pixels.decode(content[:at])
 
 
 def test_a_thumbnail_does_not_hide_that_a_jpeg_is_cut_off() -> None:
-    whole, inner = encoded(picture(1), ".jpg"), encoded(picture(2, 8, 8), ".jpg")
+    content, inner = encoded(picture(1), ".jpg"), encoded(picture(2, 8, 8), ".jpg")
     block = b"\xff\xe1" + (len(inner) + 2).to_bytes(2, "big") + inner
-    with_thumbnail = whole[:2] + block + whole[2:]
-    assert np.array_equal(pixels.decode(with_thumbnail), pixels.decode(whole))
+    with_thumbnail = content[:2] + block + content[2:]
+    assert np.array_equal(pixels.decode(with_thumbnail), pixels.decode(content))
     with pytest.raises(ValueError, match="cut off"):
         pixels.decode(with_thumbnail[:-100])
 
@@ -136,7 +136,7 @@ def test_mistakes_in_options(options: str, message: str, tmp_path: Path) -> None
         images.load(f"{make_folder(tmp_path)}{options}", 0)
 
 
-def test_without_opencv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_opencv_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cv2", None)
     with pytest.raises(DataError, match=r"needs OpenCV, .*pip install 'tfmulti\[images\]'"):
         images.load(str(make_folder(tmp_path)), 0)
@@ -172,9 +172,9 @@ def test_augmentations_change_images_as_described() -> None:
     flipped = image.copy()
     CHANGES["flip"](flipped, np.array([0.4, 0, 0, 0]))
     assert np.array_equal(flipped, image[:, ::-1])
-    kept = image.copy()
-    CHANGES["flip"](kept, np.array([0.6, 0, 0, 0]))
-    assert np.array_equal(kept, image)
+    unchanged = image.copy()
+    CHANGES["flip"](unchanged, np.array([0.6, 0, 0, 0]))
+    assert np.array_equal(unchanged, image)
     moved = image.copy()
     # The numbers shift the image by 3 rows up and by no column.
     CHANGES["shift"](moved, np.array([0.999, 0.5, 0, 0]))
@@ -188,12 +188,12 @@ def test_augmentations_change_images_as_described() -> None:
     flat = np.full((4, 4, 3), 90, np.uint8)
     CHANGES["contrast"](flat, np.array([0.9, 0, 0, 0]))
     assert flat.tolist() == np.full((4, 4, 3), 90).tolist()
-    whole = image.copy()
-    CHANGES["crop"](whole, np.array([1.0, 0.5, 0, 0]))
-    assert np.abs(whole.astype(int) - image).mean() < 30
+    content = image.copy()
+    CHANGES["crop"](content, np.array([1.0, 0.5, 0, 0]))
+    assert np.abs(content.astype(int) - image).mean() < 30
 
 
-def test_the_names_of_augmentations() -> None:
+def test_augmentations_are_parsed_by_name() -> None:
     assert parse_changes("crop,flip") == ("flip", "crop")
     assert parse_changes("flip+shift") == ("flip", "shift")
     with pytest.raises(ConfigError, match="no change 'flop' for --augment; did you mean 'flip'"):
@@ -223,10 +223,12 @@ def test_only_training_is_augmented_and_a_cache_changes_nothing(tmp_path: Path) 
         config = FitConfig(**options, **more)  # type: ignore[arg-type]
         return prepared(images.load(config.dataset.partition(":")[2], 0), config)
 
-    plain, kept = parts(), parts(cache="memory")
+    plain, from_cache = parts(), parts(cache="memory")
     rows = np.arange(len(plain.train))
     for epoch in (0, 0, 1):
-        same = np.array_equal(kept.train.read(rows, epoch)[0], plain.train.read(rows, epoch)[0])
+        same = np.array_equal(
+            from_cache.train.read(rows, epoch)[0], plain.train.read(rows, epoch)[0]
+        )
         assert same
     assert not np.array_equal(plain.train.read(rows, 0)[0], plain.train.read(rows, 1)[0])
     seen = np.arange(len(plain.validation))

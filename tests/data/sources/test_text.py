@@ -1,28 +1,21 @@
-"""Texts before they are tokens: which there are, their labels, and how they can be wrong."""
+"""Tests reading texts and their labels, before they become tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.data.sources.test_folders import made
+from tests.data.sources.test_folders import make_files
+from tests.support.sources import WorkerReplicas
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.loader import Loader
 from tfmulti.data.sources import text
 from tfmulti.data.transforms.splits import with_validation
 from tfmulti.errors import ConfigError, DataError
-
-
-class Alone(NamedTuple):
-    """The place of a process without others."""
-
-    first_replica: int = 0
-    local_replicas: int = 1
-    replicas: int = 1
 
 
 def read(part: Any) -> tuple[list[str], list[int]]:
@@ -32,8 +25,8 @@ def read(part: Any) -> tuple[list[str], list[int]]:
 
 
 def test_folders(tmp_path: Path) -> None:
-    """Each file of `made` holds its name."""
-    root = made(tmp_path, "train/b/1.txt", "train/a/2.txt", "train/a/1.txt", "val/b/3.txt")
+    """Each file of `make_files` holds its name."""
+    root = make_files(tmp_path, "train/b/1.txt", "train/a/2.txt", "train/a/1.txt", "val/b/3.txt")
     data = text.load(f"{root},tokens=7,vocabulary=30", 0)
     assert read(data.train) == (["train/a/1.txt", "train/a/2.txt", "train/b/1.txt"], [0, 0, 1])
     assert read(data.validation) == (["val/b/3.txt"], [1])
@@ -46,9 +39,9 @@ def test_folders(tmp_path: Path) -> None:
         "int32",
     )
     assert data.spec.describe() == "7 tokens of 30, 2 classes: a, b"
-    whole = text.load(f"{root}/train", 0)
-    parts = with_validation(whole, 1 / 3, 0)
-    assert sorted(read(parts.train)[0] + read(parts.validation)[0]) == read(whole.train)[0]
+    unsplit = text.load(f"{root}/train", 0)
+    parts = with_validation(unsplit, 1 / 3, 0)
+    assert sorted(read(parts.train)[0] + read(parts.validation)[0]) == read(unsplit.train)[0]
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -70,21 +63,21 @@ def _write(path: Path, rows: dict[str, list[Any]]) -> None:
     (csv.write_csv if path.suffix == ".csv" else parquet.write_table)(pa.table(rows), str(path))
 
 
-def test_a_file_that_is_no_text_is_named_when_it_is_read(tmp_path: Path) -> None:
-    root = made(tmp_path, "a/1.txt", "a/2.txt", "b/1.txt")
+def test_an_unreadable_text_file_is_named_when_it_is_read(tmp_path: Path) -> None:
+    root = make_files(tmp_path, "a/1.txt", "a/2.txt", "b/1.txt")
     data = text.load(root, 0)
     for damage, reason in (
         (lambda file: file.write_bytes(b"abc\xff"), r"it is not UTF-8 text \(byte 3\)"),
         (Path.unlink, "No such file or directory"),
     ):
         damage(tmp_path / "a" / "2.txt")
-        reader = Loader(data.train, BatchPlan(3, 3), Alone(), ReadOptions())
+        reader = Loader(data.train, BatchPlan(3, 3), WorkerReplicas(), ReadOptions())
         with pytest.raises(DataError, match=f"{root}/a/2.txt: {reason}"):
             next(reader.batches())
 
 
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
-    root = made(tmp_path, "a/1.txt", "b/1.txt")
+def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
+    root = make_files(tmp_path, "a/1.txt", "b/1.txt")
     (tmp_path / "a" / "1.txt").write_bytes(b"\xef\xbb\xbfword")
     assert read(text.load(root, 0).train)[0][0] == "word"
 
@@ -111,7 +104,7 @@ TABLE = "t,y\nx,u\nz,v\n"
     ],
 )
 def test_mistakes(tmp_path: Path, options: str, message: str) -> None:
-    root = made(tmp_path, "a/1.txt")
+    root = make_files(tmp_path, "a/1.txt")
     for name, table in (("t", TABLE), ("one", "t,y\nx,u\nz,u\n"), ("gap", "t,y\nx,u\n,v\n")):
         (tmp_path / f"{name}.csv").write_text(table)
     with pytest.raises((ConfigError, DataError), match=f"--dataset text:.*{message}"):
@@ -130,6 +123,6 @@ def test_rows_of_tables_that_are_left_out(tmp_path: Path) -> None:
     assert [len(data.train), len(data.test)] == [2, 2]
 
 
-def test_no_path() -> None:
+def test_a_missing_path_is_an_error() -> None:
     with pytest.raises(DataError, match=r"--dataset text: needs a folder. Write"):
         text.load("", 0)

@@ -1,4 +1,4 @@
-"""Data sets of tensorflow-datasets in both file formats, and data sets that are missing."""
+"""Tests data sets of tensorflow-datasets in both file formats, and the errors for others."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def numbered(i: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each kind of files."""
-    made = tmp_path_factory.mktemp("tfds")
+    root = tmp_path_factory.mktemp("tfds")
     for kind in ("tfrecord", "array_record"):
-        Tiny(data_dir=str(made / kind), file_format=kind).download_and_prepare()
-    return made
+        Tiny(data_dir=str(root / kind), file_format=kind).download_and_prepare()
+    return root
 
 
 def read(data: DataSet) -> tuple[np.ndarray, np.ndarray]:
-    """All training examples, in an order of which the first is not the first."""
+    """Returns all training examples in reverse order."""
     x, y = data.train.read(np.arange(20)[::-1])
     return x, y
 
@@ -105,17 +105,17 @@ def test_the_order_is_that_of_the_files(folder: Path, kind: str) -> None:
     assert np.array_equal(again, x[[7, 2]])
 
 
-def test_a_file_that_is_cut_off(folder: Path, tmp_path: Path) -> None:
+def test_a_cut_off_file_is_an_error(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "tfrecord", tmp_path, dirs_exist_ok=True)
     (path,) = tmp_path.glob("tiny/1.0.0/tiny-train*")
     path.write_bytes(path.read_bytes()[:-1])
-    place = f"tiny,data_dir={tmp_path},size=8x8"
+    dataset = f"tiny,data_dir={tmp_path},size=8x8"
     with pytest.raises(DataError, match="is cut off in record 19, after 19 whole ones"):
-        tfds.load(place, 0)
+        tfds.load(dataset, 0)
 
 
 def with_a_bad_record(folder: Path, kind: str, target: Path) -> str:
-    """Copies a data set, of which a byte of record 13 is wrong then; returns the file's path."""
+    """Copies a data set with a wrong byte in record 13, and returns the path of the file."""
     shutil.copytree(folder / kind, target)
     (path,) = target.glob("tiny/1.0.0/tiny-train*")
     content = bytearray(path.read_bytes())
@@ -131,26 +131,28 @@ def with_a_bad_record(folder: Path, kind: str, target: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["tfrecord", "array_record"])
-def test_a_record_that_cannot_be_read(
+def test_an_unreadable_record_is_an_error_or_left_out(
     folder: Path, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By default it is an error that names file and record; else each epoch leaves it out."""
+    """By default it is an error that names file and record; --skip_bad_records leaves it out."""
     path = with_a_bad_record(folder, kind, tmp_path / "bad")
-    place = f"tfds:tiny,data_dir={tmp_path}/bad,x=fixed"
-    config = FitConfig(dataset=place, validation_fraction=0.0, global_batch_size=5)
-    words = f"{path}, record 13: "
+    dataset = f"tfds:tiny,data_dir={tmp_path}/bad,x=fixed"
+    config = FitConfig(dataset=dataset, validation_fraction=0.0, global_batch_size=5)
+    origin = f"{path}, record 13: "
     with pytest.raises(
-        DataError, match=rf"^{words}.*\. Repair or remove it, or give --skip_bad_reco"
+        DataError, match=rf"^{origin}.*\. Repair or remove it, or give --skip_bad_reco"
     ):
         epochs_of(config, batches=1)
-    with pytest.raises(DataError, match=rf"^{words}"):
+    with pytest.raises(DataError, match=rf"^{origin}"):
         validation.load_data(replace(config, class_weight="balanced"))
-    whole = epochs_of(replace(config, dataset=place.replace(f"{tmp_path}/bad", f"{folder}/{kind}")))
-    found = epochs_of(replace(config, skip_bad_records=1, class_weight="balanced"))
-    assert [len(epoch) for epoch in found] == [19, 19]
-    assert set(whole[0]) - set(found[0]) == set(whole[1]) - set(found[1])
-    assert set(found[0]) < set(whole[0]) == set(range(20))
-    assert capfd.readouterr().err.count(f"left out {words}") == 1
+    all_epochs = epochs_of(
+        replace(config, dataset=dataset.replace(f"{tmp_path}/bad", f"{folder}/{kind}"))
+    )
+    epochs = epochs_of(replace(config, skip_bad_records=1, class_weight="balanced"))
+    assert [len(epoch) for epoch in epochs] == [19, 19]
+    assert set(all_epochs[0]) - set(epochs[0]) == set(all_epochs[1]) - set(epochs[1])
+    assert set(epochs[0]) < set(all_epochs[0]) == set(range(20))
+    assert capfd.readouterr().err.count(f"left out {origin}") == 1
 
 
 def epochs_of(config: FitConfig, batches: int = 4) -> list[list[int]]:
@@ -160,21 +162,21 @@ def epochs_of(config: FitConfig, batches: int = 4) -> list[list[int]]:
     plan = BatchPlan(len(data.train), 20 // batches, seed=1)
     here = Placement(0, 1, 1)
     reading = ReadOptions(0, config.skip_bad_records)
-    found: list[list[int]] = [[], []]
+    epochs: list[list[int]] = [[], []]
     with contextlib.closing(prefetcher_of(data.train, plan, here, 0, reading)) as stream:
         for step in range(2 * batches):
             shards = stream.take()
             rows = int(shards.own_rows[0])
-            found[step // batches] += shards.data[0][0].numpy()[:rows, 0, 0, 0].tolist()
-    return found
+            epochs[step // batches] += shards.data[0][0].numpy()[:rows, 0, 0, 0].tolist()
+    return epochs
 
 
 def test_other_features(folder: Path) -> None:
-    place = f"tiny,data_dir={folder}/tfrecord"
-    x, y = read(tfds.load(f"{place},x=values,y=count,classes=20", 0))
+    dataset = f"tiny,data_dir={folder}/tfrecord"
+    x, y = read(tfds.load(f"{dataset},x=values,y=count,classes=20", 0))
     assert np.array_equal(x[:, 0], y)
-    assert tfds.load(f"{place},x=fixed,y=values", 0).spec.describe() == "6×5×1, 2 values"  # type: ignore[union-attr]
-    data = tfds.load(f"{place},x=name,y=count", 0)
+    assert tfds.load(f"{dataset},x=fixed,y=values", 0).spec.describe() == "6×5×1, 2 values"  # type: ignore[union-attr]
+    data = tfds.load(f"{dataset},x=name,y=count", 0)
     assert data.spec is None
     assert data.train.specs == (Leaf((), "str"), Leaf((), "int64"))
     x, y = read(data)
@@ -203,7 +205,7 @@ def test_labels_are_read_alone_and_have_names(
 
 
 def test_loading_prints_nothing(folder: Path, tmp_path: Path) -> None:
-    """What TensorFlow greets with is held back wherever it is imported."""
+    """TensorFlow's start-up messages are hidden wherever it is imported."""
     load = f"tfds.load('tiny,data_dir={folder}/array_record,size=8x8', 0).train.where(0)"
     program = f"from tfmulti.data.sources import tfds; {load}"
     done = run(["-c", program], tmp_path / "logs", limit_s=100, env=ONE_THREAD)
@@ -211,10 +213,10 @@ def test_loading_prints_nothing(folder: Path, tmp_path: Path) -> None:
 
 
 def test_splits_have_names(folder: Path) -> None:
-    place = f"tiny,data_dir={folder}/tfrecord,size=8x8"
-    data = tfds.load(f"{place},validation=test", 0)
+    dataset = f"tiny,data_dir={folder}/tfrecord,size=8x8"
+    data = tfds.load(f"{dataset},validation=test", 0)
     assert (len(data.train), len(data.validation), data.test) == (20, 5, None)
-    assert len(tfds.load(f"{place},train=test", 0).train) == 5
+    assert len(tfds.load(f"{dataset},train=test", 0).train) == 5
 
 
 def test_the_last_version_and_the_config(folder: Path, tmp_path: Path) -> None:
@@ -286,8 +288,8 @@ def test_no_module_of_a_data_set_is_imported(
     (tmp_path / "crafted.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(tmp_path)
     described = copied(folder, tmp_path) / "features.json"
-    whole = json.loads(described.read_text())
-    described.write_text(json.dumps(crafted if "type" in crafted else whole | crafted))
+    description = json.loads(described.read_text())
+    described.write_text(json.dumps(crafted if "type" in crafted else description | crafted))
     with pytest.raises(DataError, match=r"names the class 'crafted\.Class'|by JSON in the text"):
         tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
 
@@ -346,22 +348,22 @@ def unusual(i: int) -> dict[str, Any]:
     }
 
 
-def test_other_images_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_images_have_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Unusual(data_dir=str(tmp_path), file_format="tfrecord").download_and_prepare()
-    place = f"unusual,data_dir={tmp_path}"
+    dataset = f"unusual,data_dir={tmp_path}"
     for name, one in (("image", 1), ("depth", 1000)):
-        x, y = tfds.load(f"{place},x={name}", 0).train.read(np.arange(3))
+        x, y = tfds.load(f"{dataset},x={name}", 0).train.read(np.arange(3))
         assert np.array_equal(x[:, 0, 0, 0], one * y)
     for name in ("packed", "images"):
         with pytest.raises(DataError, match="whose size is not known before it is decoded"):
-            tfds.load(f"{place},x={name}", 0)
+            tfds.load(f"{dataset},x={name}", 0)
     monkeypatch.setattr(pixels, "_most_pixels", 63)
     for name in ("image", "depth"):
         with pytest.raises(DataError, match="has more than 63 pixels"):
-            tfds.load(f"{place},x={name}", 0).train.read(np.arange(3))
+            tfds.load(f"{dataset},x={name}", 0).train.read(np.arange(3))
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorflow_datasets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(DataError, match=r"Install it: pip install 'tfmulti\[tfds\]'"):
         tfds.load("tiny", 0)

@@ -1,4 +1,4 @@
-"""`--dataset tfrecord:…`: the files that it finds, the form of its examples, and every mistake."""
+"""Tests `--dataset tfrecord:…`: its files, the form of its examples, and the errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ NUMBER = {"type": "float32"}
         (features(a={"type": "int64", "shape": [3]}, b={"type": "int64"}), None),
     ],
 )
-def test_what_a_model_is_told(tmp_path: Path, content: dict[str, object], kind: str | None) -> None:
+def test_features_decide_the_form_of_the_data(
+    tmp_path: Path, content: dict[str, object], kind: str | None
+) -> None:
     write_records(tmp_path / "a", [b"x"])
     names = {"x": "a", "y": "b", "classes": None}
     if "w" in content["features"]:  # type: ignore[operator]
@@ -132,7 +134,7 @@ def test_mistakes_in_the_options(tmp_path: Path, options: str, message: str) -> 
         tfrecord.load(options.replace("{}", str(tmp_path)), 0)
 
 
-def test_without_features(tmp_path: Path) -> None:
+def test_missing_features_are_an_error(tmp_path: Path) -> None:
     write_records(tmp_path / "a", [b"x"])
     with pytest.raises(
         DataError, match=r'no .*/features.json says.*Write such a file: {"features"'
@@ -153,9 +155,9 @@ def test_features_are_a_small_file(tmp_path: Path) -> None:
 
 def test_damaged_files_are_errors(tmp_path: Path) -> None:
     write_features(tmp_path)
-    whole = write_records(tmp_path / "train", [b"x"] * 5).read_bytes()
-    (tmp_path / "train").write_bytes(whole[:-1])
-    (tmp_path / "val").write_bytes(whole[:17] + b"damaged" + whole[24:])
+    content = write_records(tmp_path / "train", [b"x"] * 5).read_bytes()
+    (tmp_path / "train").write_bytes(content[:-1])
+    (tmp_path / "val").write_bytes(content[:17] + b"damaged" + content[24:])
     options = f"{tmp_path},validation=val"
     with pytest.raises(DataError, match="train is cut off in record 4, after 4 whole ones"):
         tfrecord.load(options, 0)
@@ -197,7 +199,7 @@ def test_gzip_files_are_a_stream_and_do_not_mix(tmp_path: Path) -> None:
         ("class_weight", "balanced"),
     ],
 )
-def test_what_needs_random_access_is_refused_for_gzip_files(
+def test_gzip_files_refuse_transforms_with_random_access(
     tmp_path: Path, flag: str, value: object
 ) -> None:
     write_features(tmp_path)
@@ -207,15 +209,15 @@ def test_what_needs_random_access_is_refused_for_gzip_files(
     data = load_data(config)
     assert data is not None
     assert data.finish is not None
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as caught:
         load_data(replace(config, **{flag: value}))
-    assert str(found.value) == (
+    assert str(caught.value) == (
         f"--{flag} needs files that are read at random, but those of --dataset {dataset} are GZIP "
         f"files, which are streamed. gunzip them, or leave --{flag} out."
     )
 
 
-def test_a_record_whose_length_looks_like_gzip(tmp_path: Path) -> None:
+def test_a_record_length_that_looks_like_gzip_is_read(tmp_path: Path) -> None:
     write_features(tmp_path)
     (length,) = struct.unpack("<H", b"\x1f\x8b")
     write_records(tmp_path / "a", [bytes(length)])

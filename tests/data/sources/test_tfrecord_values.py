@@ -1,4 +1,4 @@
-"""Records that TensorFlow wrote, as examples: every type, every path, and GZIP streams."""
+"""Tests reading records that TensorFlow wrote: all types, file systems, and GZIP streams."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tests.support.processes import run
 from tests.support.records import framed, write_features
+from tests.support.sources import WorkerReplicas
 from tfmulti import prepare
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.reading import ReadOptions
@@ -23,7 +24,7 @@ from tfmulti.data.formats.examples import parse_into, parse_numbers_into
 from tfmulti.data.formats.features import Feature
 from tfmulti.data.formats.record_index import index_of, index_paths
 from tfmulti.data.io.files import matching, stamp_of
-from tfmulti.data.io.open_files import OpenFiles
+from tfmulti.data.io.open_files import open_file
 from tfmulti.data.loader import Loader
 from tfmulti.data.sources import tfrecord
 from tfmulti.data.transforms.labels import read_labels
@@ -48,7 +49,7 @@ def feature(values: Any) -> tf.train.Feature:
 
 
 def example(**values: Any) -> bytes:
-    features = {name: feature(found) for name, found in values.items()}
+    features = {name: feature(value) for name, value in values.items()}
     content = tf.train.Features(feature=features)
     return tf.train.Example(features=content).SerializeToString()  # type: ignore[no-any-return]
 
@@ -68,10 +69,6 @@ def image(i: int, shape: tuple[int, ...] = (8, 8, 3), ending: str = ".png") -> b
 def images(count: int, first: int = 0) -> list[bytes]:
     """Examples of which the image is its number, and the label its number modulo 3."""
     return [example(image=[image(i)], label=[i % 3]) for i in range(first, first + count)]
-
-
-class Alone:
-    first_replica, local_replicas, replicas = 0, 1, 1
 
 
 def test_every_type_is_read(tmp_path: Path) -> None:
@@ -136,21 +133,23 @@ GOOD: dict[str, Any] = {"image": [image(1)], "label": [1]}
         (None, "the record is no tf.train.Example."),
     ],
 )
-def test_a_record_that_cannot_be_read(tmp_path: Path, values: Any, message: str) -> None:
+def test_an_unreadable_record_is_an_error_or_left_out(
+    tmp_path: Path, values: Any, message: str
+) -> None:
     bad = b"\xff\xff" if values is None else example(**values)
     write(tmp_path / "a", [*images(2), bad, *images(1)])
     write_features(tmp_path)
     source = tfrecord.load(str(tmp_path), 0).train
     with pytest.raises(DataError, match=f"/a, record 2: {message}"):
-        next(Loader(source, BatchPlan(4, 4), Alone(), ReadOptions()).batches())
+        next(Loader(source, BatchPlan(4, 4), WorkerReplicas(), ReadOptions()).batches())
     if "image'" not in message:
         with pytest.raises(DataError, match=f"/a, record 2: {message}"):
             read_labels(source)
-    batch = next(Loader(source, BatchPlan(4, 4), Alone(), ReadOptions(0, 9)).batches())
+    batch = next(Loader(source, BatchPlan(4, 4), WorkerReplicas(), ReadOptions(0, 9)).batches())
     assert batch.data[0][1].tolist() == [0, 1, 0]
 
 
-def test_raw_bytes_of_another_length(tmp_path: Path) -> None:
+def test_raw_bytes_of_a_wrong_length_are_an_error(tmp_path: Path) -> None:
     write(tmp_path / "a", [example(a=[bytes(7)], b=[1.0])])
     types = {"a": {"type": "raw", "dtype": "float32", "shape": [2]}, "b": {"type": "float32"}}
     write_features(tmp_path, features=types, x="a", y="b", classes=None)
@@ -215,8 +214,8 @@ def test_classes_of_records_are_balanced(tmp_path: Path) -> None:
         validation.load_data(replace(config, skip_bad_records=0))
 
 
-def test_paths_of_tensorflow(tmp_path: Path) -> None:
-    """`ram://` keeps its index beside the file too; local features name what it holds."""
+def test_files_in_file_systems_of_tensorflow(tmp_path: Path) -> None:
+    """The index is beside the file in `ram://`, too."""
     folder = f"ram://{tmp_path.name}"
     for name, count in (("train-0", 30), ("train-1", 1), ("test-0", 4)):
         write(f"{folder}/{name}", images(count, first=7))
@@ -239,12 +238,12 @@ def test_paths_of_tensorflow(tmp_path: Path) -> None:
 TRAIN = ("train-0", "train-1")
 
 
-def test_local_files_by_a_path_of_tensorflow(tmp_path: Path) -> None:
+def test_local_files_have_a_file_scheme(tmp_path: Path) -> None:
     path = write(tmp_path / "a", images(3))
     assert stamp_of(f"file://{path}").size == stamp_of(path).size
     assert np.array_equal(index_of(f"file://{path}"), index_of(path))
     content = Path(path).read_bytes()
-    file = OpenFiles().get(f"file://{path}")
+    file = open_file(f"file://{path}")
     assert (file.read_at(5, 9), file.read_at(0, 3)) == (content[5:14], content[:3])
     assert file.read_at(len(content) - 2, 9) == content[-2:]
 
@@ -256,7 +255,7 @@ def test_local_files_by_a_path_of_tensorflow(tmp_path: Path) -> None:
         ("nofs://bucket/a", "nofs.*Give another path"),
     ],
 )
-def test_paths_that_tensorflow_cannot_read(pattern: str, message: str) -> None:
+def test_unknown_paths_are_errors(pattern: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         tfrecord.load(pattern, 0)
     with pytest.raises(DataError, match=f"{pattern}: "):
@@ -294,7 +293,7 @@ def test_gzip_files_are_streamed(tmp_path: Path) -> None:
     assert order_of(other.train) != epochs[0]
 
 
-def test_a_stream_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_prints_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = FitConfig(
         dataset=f"tfrecord:{compressed(tmp_path)}",
         global_batch_size=8,
@@ -329,12 +328,12 @@ def test_a_stream_reads_what_random_access_reads(tmp_path: Path) -> None:
     plain = tfrecord.load(f"{tmp_path}/a", 0).train.read(np.array([0, 1]))
     ((x, *rest),) = tfrecord.load(f"{tmp_path}/a.gz", 0).finish(2).train
     for name, values in plain[0].items():
-        found = x[name].numpy()
-        assert found.dtype == values.dtype
+        streamed = x[name].numpy()
+        assert streamed.dtype == values.dtype
         if name in ("small", "large"):
-            assert np.abs(found.astype(int) - values.astype(int)).max() <= 2, name
+            assert np.abs(streamed.astype(int) - values.astype(int)).max() <= 2, name
         else:
-            assert found.tolist() == values.tolist()
+            assert streamed.tolist() == values.tolist()
     assert [part.numpy().tolist() for part in rest] == [[0.5, 0.5]] * 2
 
 
@@ -356,7 +355,9 @@ def flat_model() -> keras.Model:
         (None, r"a.gz, record 1\d\d: the file is cut off in it\. Repair"),
     ],
 )
-def test_a_stream_tells_what_it_cannot_read(tmp_path: Path, values: Any, message: str) -> None:
+def test_a_stream_names_the_record_that_cannot_be_read(
+    tmp_path: Path, values: Any, message: str
+) -> None:
     write_features(tmp_path)
     more = [example(**values)] if isinstance(values, dict) else [values] if values else images(200)
     path = tmp_path / "a.gz"
@@ -369,7 +370,7 @@ def test_a_stream_tells_what_it_cannot_read(tmp_path: Path, values: Any, message
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    ("offset", "message"),
     [
         (0, "record 1: the checksum of its length is wrong"),
         (20, "record 1: the checksum is wrong"),
@@ -377,12 +378,12 @@ def test_a_stream_tells_what_it_cannot_read(tmp_path: Path, values: Any, message
     ],
 )
 def test_a_stream_names_the_record_whose_checksum_is_wrong(
-    tmp_path: Path, place: int, message: str
+    tmp_path: Path, offset: int, message: str
 ) -> None:
     """The second file's second record."""
     write_features(tmp_path)
     first, second, third = (bytearray(framed(data)) for data in images(3))
-    second[place] ^= 1
+    second[offset] ^= 1
     (tmp_path / "a.gz").write_bytes(gzip.compress(bytes(first + third)))
     (tmp_path / "b.gz").write_bytes(gzip.compress(bytes(first + second + third)))
     data = tfrecord.load(f"{tmp_path}", 0).finish(2)
@@ -391,7 +392,7 @@ def test_a_stream_names_the_record_whose_checksum_is_wrong(
 
 
 def test_a_program_that_fails_while_it_reads_a_stream_ends(tmp_path: Path) -> None:
-    """A function of Python's in the Dataset would hold it for ever."""
+    """A Python function in the Dataset would keep the process from ending."""
     code = (
         "import sys\n"
         "from tfmulti.data.sources import tfrecord\n"

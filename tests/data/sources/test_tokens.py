@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.data.sources.test_folders import made
+from tests.data.sources.test_folders import make_files
 from tfmulti import make_strategy
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.reading import ReadOptions
@@ -38,9 +38,9 @@ TEXTS = {
 
 @pytest.fixture
 def root(tmp_path: Path) -> str:
-    folder = made(tmp_path, *TEXTS)
-    for name, words in TEXTS.items():
-        (tmp_path / name).write_text(words)
+    folder = make_files(tmp_path, *TEXTS)
+    for name, content in TEXTS.items():
+        (tmp_path / name).write_text(content)
     return folder
 
 
@@ -78,8 +78,8 @@ def test_keras_reads_the_vocabulary_that_is_written(root: str, tmp_path: Path) -
     path = RunDir(tmp_path).vocabulary
     write_text(path, "".join(f"{word}\n" for word in data.vocabulary))
     layer = keras.layers.TextVectorization(output_sequence_length=4, vocabulary=str(path))
-    found = layer(tf.constant([TEXTS[name] for name in sorted(TEXTS) if "train" in name]))
-    assert found.numpy().tolist() == tokens_of(data.train)
+    tokens = layer(tf.constant([TEXTS[name] for name in sorted(TEXTS) if "train" in name]))
+    assert tokens.numpy().tolist() == tokens_of(data.train)
 
 
 def test_several_threads_make_tokens(root: str) -> None:
@@ -101,14 +101,14 @@ def test_unreadable_files_are_reported_when_they_are_read(root: str) -> None:
         next(reader.batches())
 
 
-def test_no_words(root: str) -> None:
+def test_texts_without_words_are_an_error(root: str) -> None:
     for name in TEXTS:
         Path(root, name).write_text(" . ")
     with pytest.raises(DataError, match=f"text:{root}: the training texts hold no words.*a/1.txt"):
         on_one_device(root)
 
 
-def test_a_file_system_of_tensorflows() -> None:
+def test_texts_in_a_file_system_of_tensorflow() -> None:
     """`ram://` is used in place of stores such as `gs://`, because TensorFlow reads both."""
     for name in ("b/1", "a/deep/1", "a/2"):
         tf.io.gfile.makedirs(f"ram://texts/{name.rpartition('/')[0]}")
@@ -123,7 +123,7 @@ def test_a_file_system_of_tensorflows() -> None:
 
 def test_the_run_directory_describes_the_inputs(root: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("n,c,y\n1,u,a\n2,v,b\n3,u,a\n4,u,b\n")
-    for dataset, file, words in (
+    for dataset, file, lines in (
         (f"text:{root}", RunDir(tmp_path / "text").vocabulary, ["the", "cat", "dog"]),
         (f"csv:{tmp_path}/t.csv,target=y", RunDir(tmp_path / "csv").features, ["n", "c=u", "c=v"]),
     ):
@@ -136,5 +136,5 @@ def test_the_run_directory_describes_the_inputs(root: str, tmp_path: Path) -> No
         )
         with contextlib.ExitStack() as at_end:
             train.make_run_dir(set_up(validation.check(config, env={})), at_end)
-        assert file.read_text(encoding="utf-8").split("\n")[:3] == words
+        assert file.read_text(encoding="utf-8").split("\n")[:3] == lines
         assert len(list(file.parent.glob("*.txt"))) == 1

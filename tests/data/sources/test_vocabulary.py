@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multiworker
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_the_vocabulary_is_the_chiefs(tmp_path: Path, workers: int) -> None:
+def test_all_workers_have_the_chiefs_vocabulary(tmp_path: Path, workers: int) -> None:
     argv = ["-m", "tests.support.vocabularies", str(tmp_path / "out_RANK.json")]
     run_workers(argv, workers, tmp_path / "logs", limit_s=120, env=ONE_THREAD)
     for rank in range(workers):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_loader import Counting
 from tests.support.mounts import mounted, needs_root
+from tests.support.sources import Counting
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.io.files import cache_folder
 from tfmulti.data.source import SourceSlice
@@ -37,16 +37,16 @@ class Known(Counting):
         return ArraySource.read(self, indices, epoch)
 
 
-def made(kind: str, source: Known, folder: Path) -> Any:
+def cached_source(kind: str, source: Known, folder: Path) -> Any:
     return InMemory(source) if kind == "memory" else OnDisk(source, folder)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_each_example_is_read_once(kind: str, tmp_path: Path) -> None:
     source = Known()
-    kept = made(kind, source, tmp_path)
+    cache_ = cached_source(kind, source, tmp_path)
     for rows in ([3, 4], [4, 5, 3], [19, 0], [0, 19, 7], list(range(20)), list(range(20))):
-        x, y = kept.read(np.array(rows))
+        x, y = cache_.read(np.array(rows))
         assert y.tolist() == rows
         assert x[:, 0].tolist() == [3 * row for row in rows]
     assert set(source.read_rows.values()) == {1}
@@ -54,15 +54,15 @@ def test_each_example_is_read_once(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_many_threads_get_the_same(kind: str, tmp_path: Path) -> None:
-    kept = made(kind, Known(200), tmp_path)
+def test_many_threads_get_the_same_rows(kind: str, tmp_path: Path) -> None:
+    cache_ = cached_source(kind, Known(200), tmp_path)
     wrong: list[Any] = []
 
     def read(seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(30):
             rows = rng.permutation(200)[:40]
-            x, y = kept.read(rows)
+            x, y = cache_.read(rows)
             if y.tolist() != rows.tolist() or not np.array_equal(x[:, 0], 3 * rows):
                 wrong.append(rows)
 
@@ -110,7 +110,7 @@ def test_too_little_memory_is_an_error() -> None:
     assert cache.free_memory() > 1e6
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         DataError, match=r"--cache disk: .*file/.*: Not a directory. Set TFMULTI_CACHE"
@@ -158,6 +158,6 @@ def test_slices_share_the_cache_of_the_whole(tmp_path: Path) -> None:
     assert sorted(again.read_rows) == list(range(12, 20))
 
 
-def test_where_the_cache_is() -> None:
+def test_the_cache_folder_is_in_the_home_folder_by_default() -> None:
     assert cache_folder({"TFMULTI_CACHE": "/x"}) == Path("/x")
     assert cache_folder({}) == Path("~/.cache/tfmulti").expanduser()

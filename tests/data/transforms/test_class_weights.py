@@ -22,7 +22,7 @@ def test_the_form_of_a_flag() -> None:
 @pytest.mark.parametrize(
     "text", ["", "balance", "0=1", "0:1,", "0:x", "-1:2", "0:-1", "0:nan", "1:inf"]
 )
-def test_other_forms(text: str) -> None:
+def test_other_forms_of_a_flag_are_errors(text: str) -> None:
     with pytest.raises(
         ConfigError, match=r"is no list of weights\. Write balanced, or CLASS:WEIGHT"
     ):
@@ -57,6 +57,6 @@ def test_each_example_has_its_class_weight(shape: tuple[int, ...]) -> None:
         ((LABELS, np.eye(6)), "needs data with one class label"),
     ],
 )
-def test_data_without_classes(data: Any, message: str) -> None:
+def test_data_without_classes_is_an_error(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Weighted(ArraySource(data), {0: 1.0})

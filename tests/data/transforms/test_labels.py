@@ -55,8 +55,8 @@ def test_labels_are_read_alone(tmp_path: Path) -> None:
 def test_transforms_of_a_source_keep_the_labels(tmp_path: Path) -> None:
     train = source(tmp_path, "01234")
     part = SourceSlice(train, 1, 4, Backwards())
-    for made in (part, InMemory(part), Augmented(part, ("flip",), 0), Weighted(part, {0: 1.0})):
-        labels = read_labels(made)
+    for changed in (part, InMemory(part), Augmented(part, ("flip",), 0), Weighted(part, {0: 1.0})):
+        labels = read_labels(changed)
         assert labels is not None
         assert labels.values.tolist() == [3, 2, 1]
     arrays = read_labels(ArraySource((np.zeros(3), np.array([2, 0, 1], np.uint8))))
@@ -78,7 +78,7 @@ def test_reading_labels_has_a_time_limit_and_the_order_of_the_plan(tmp_path: Pat
     assert labels.values[:8].tolist() == [6, 5, 4, 3, 2, 1, 0, 6]
 
 
-def test_one_round_is_read_even_without_time(tmp_path: Path) -> None:
+def test_one_block_is_read_even_without_time(tmp_path: Path) -> None:
     labels = read_labels(source(tmp_path, "0123456" * 500), limit_s=0)
     assert labels is not None
     assert labels.examples == 32 * cores()
@@ -95,7 +95,7 @@ def test_unreadable_labels_are_reported_or_left_out(tmp_path: Path) -> None:
         read_labels(SourceSlice(source(tmp_path, "0102", classes=2), 1, 4))
 
 
-def test_labels_are_not_read_if_whole_examples_would_be_read(tmp_path: Path) -> None:
+def test_labels_are_not_read_together_with_inputs(tmp_path: Path) -> None:
     assert read_labels(source(tmp_path, "0", classes=None)) is None
 
     class Own(Source):

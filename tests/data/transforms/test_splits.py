@@ -26,13 +26,13 @@ def source(rows: int) -> ArraySource:
 
 
 def examples(part: Any) -> list[int]:
-    found: list[int] = part.read(np.arange(len(part)))[0].tolist()
-    return found
+    values: list[int] = part.read(np.arange(len(part)))[0].tolist()
+    return values
 
 
 def split(rows: int, seed: int = 0, /, **splits: str | None) -> DataSet:
-    asked = {"train": None, "validation": None, "test": None} | splits
-    return with_splits(data(rows), asked, seed)
+    slices = {"train": None, "validation": None, "test": None} | splits
+    return with_splits(data(rows), slices, seed)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_slices_select_examples(text: str, bounds: tuple[int, int]) -> None:
 
 
 @given(rows=st.integers(2, 300), percent=st.integers(0, 100), seed=st.integers(0, 2**32))
-def test_the_two_sides_of_a_bound_are_the_whole(rows: int, percent: int, seed: int) -> None:
+def test_the_two_sides_of_a_bound_have_all_examples(rows: int, percent: int, seed: int) -> None:
     left = parse_split("training_split", f"train[:{percent}%]").bounds(rows)
     right = parse_split("validation_split", f"train[{percent}%:]").bounds(rows)
     assert left[1] == right[0]
@@ -64,12 +64,18 @@ def test_the_two_sides_of_a_bound_are_the_whole(rows: int, percent: int, seed: i
 
 
 @given(rows=st.integers(2, 300), fraction=st.floats(0.01, 0.99), seed=st.integers(0, 2**32))
-def test_a_fraction_is_taken_off_once(rows: int, fraction: float, seed: int) -> None:
+def test_a_fraction_is_split_off(rows: int, fraction: float, seed: int) -> None:
     if not 0 < round(rows * fraction) < rows:
         return
     both = with_validation(data(rows), fraction, seed)
     assert len(both.validation) == round(rows * fraction)
     assert sorted(examples(both.train) + examples(both.validation)) == list(range(rows))
+
+
+def test_a_fraction_that_takes_no_example() -> None:
+    assert with_validation(data(), 0.0, seed=1).validation is None
+    with pytest.raises(DataError, match="leaves one part empty"):
+        with_validation(data(), 0.001, seed=1)
 
 
 def test_the_seed_draws_the_split() -> None:
@@ -86,7 +92,7 @@ def test_each_example_is_equally_likely_to_be_held_out() -> None:
     check_uniform(np.sqrt(4 / 3) * (counts - 375) + 375, 375, freedom=39)
 
 
-def test_a_split_has_the_labels_and_places_of_its_examples() -> None:
+def test_a_split_has_the_labels_and_origins_of_its_examples() -> None:
     both = split(50, 3, train="train[:80%]")
     assert both.train.labels().tolist() == examples(both.train)
     assert both.train.where(7) == f"example {examples(both.train)[7]}"
@@ -116,7 +122,7 @@ def test_a_split_has_the_labels_and_places_of_its_examples() -> None:
         ),
     ],
 )
-def test_mistakes(splits: dict[str, str], message: str) -> None:
+def test_mistakes_in_splits(splits: dict[str, str], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message) as caught:
         split(100, 0, **splits)
     assert "\n" not in str(caught.value)
@@ -127,10 +133,10 @@ def test_batches_cannot_be_sliced() -> None:
         with_splits(DataSet(object()), {"train": "train[:9%]"}, 0)
 
 
-def test_parts_of_other_names() -> None:
-    given = data(100, test=30)
-    found = with_splits(
-        given, {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}, 0
+def test_a_part_may_come_from_another_part() -> None:
+    unsplit = data(100, test=30)
+    parts = with_splits(
+        unsplit, {"train": "train", "validation": "test[:50%]", "test": "test[50%:]"}, 0
     )
-    assert (len(found.train), len(found.validation), len(found.test)) == (100, 15, 15)
-    assert not set(examples(found.validation)) & set(examples(found.test))
+    assert (len(parts.train), len(parts.validation), len(parts.test)) == (100, 15, 15)
+    assert not set(examples(parts.validation)) & set(examples(parts.test))

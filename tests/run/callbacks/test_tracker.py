@@ -12,6 +12,7 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support import forked
 from tests.support.launching import wait_for
 from tests.support.processes import processes, run
 from tfmulti import ConfigError, Tracker
@@ -98,7 +99,7 @@ def test_a_job_that_is_killed_goes_on_with_the_same_run(
 def test_only_the_chief_runs_callbacks_of_trackers(
     tmp_path: Path, env: dict[str, str], store: Any
 ) -> None:
-    words = [*TWO_WORKERS, "--log-dir", str(tmp_path / "logs")]
+    words = [*TWO_WORKERS, "--no-standby", "--log-dir", str(tmp_path / "logs")]
     words += ["-m", "tests.support.tracked_script", str(tmp_path)]
     done = run(words, tmp_path / "launcher", env=env, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
@@ -112,7 +113,8 @@ def test_only_the_chief_runs_callbacks_of_trackers(
 def test_a_server_that_does_not_answer_costs_a_line(tmp_path: Path, env: dict[str, str]) -> None:
     env |= {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     words = ["-m", "tfmulti.fit", "--epochs", "2", "--run_dir", str(tmp_path / "run")]
-    done = run([*words, "--tracker", "mlflow"], tmp_path / "fit", env=env, limit_s=LIMIT_S)
+    words += ["--tracker", "mlflow"]
+    done = forked.run(words, tmp_path / "fit", env=env, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tfmulti: mlflow does not take this run: ") == 1
     assert (tmp_path / "run" / "report.json").exists()
@@ -121,7 +123,7 @@ def test_a_server_that_does_not_answer_costs_a_line(tmp_path: Path, env: dict[st
 
 def test_tensorboard_has_the_hyper_parameters_and_the_configuration(tmp_path: Path) -> None:
     words = ["-m", "tfmulti.fit", "--epochs", "1", "--run_dir", str(tmp_path / "run")]
-    done = run(words, tmp_path / "fit", limit_s=LIMIT_S)
+    done = forked.run(words, tmp_path / "fit", limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()

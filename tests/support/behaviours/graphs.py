@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, here
 from tfmulti.distribution import collectives
 from tfmulti.training.input.feed import GivenData, make_feed
-from tfmulti.training.loop.stop_votes import VOTES
+from tfmulti.training.loop.stop_votes import Votes
 
 
 def graph_of(model: keras.Model, steps: int) -> Any:
@@ -20,7 +20,7 @@ def graph_of(model: keras.Model, steps: int) -> Any:
         feed.begin_pass()
         source = feed.source(steps)
         execution = tf.function(
-            lambda: model.train_function(source, steps, [0.0] * len(VOTES)).rows, autograph=False
+            lambda: model.train_function(source, steps, Votes()).rows, autograph=False
         )
         return execution.get_concrete_function().graph.as_graph_def()
 

@@ -126,7 +126,7 @@ def test_a_pydataset_that_changes_its_order_resumes_in_it(is_training: bool) -> 
         if not (is_training and passes):
             feed.begin_call()
         feed.begin_pass()
-        feed.end_pass(whole=True)
+        feed.end_pass(complete=True)
     resumed = make_feed(GivenData(again), Placement(0, 1, 1), is_training=is_training)
     if is_training:
         resumed.begin_call()

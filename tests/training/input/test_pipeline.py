@@ -28,7 +28,7 @@ pytestmark = pytest.mark.mirrored
 ALONE = Placement(0, 1, 1)
 
 
-def shards_of(
+def batches_of(
     source: Any,
     plan: BatchPlan,
     place: Placement,
@@ -39,7 +39,7 @@ def shards_of(
     with contextlib.closing(
         prefetcher_of(source, plan, place, first, ReadOptions(threads))
     ) as stream:
-        return [stream.shards.take() for _ in range(steps)]
+        return [stream.queue.take() for _ in range(steps)]
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +62,8 @@ def test_workers_read_each_row_of_an_epoch_once(
     without_rows = 0
     for rank in range(workers):
         place = Placement(rank, workers, local)
-        for step, shards in enumerate(shards_of(source, plan, place, 4, threads=threads)):
-            for (x,), own in zip(shards.data, shards.own_rows, strict=True):
+        for step, batch in enumerate(batches_of(source, plan, place, 4, threads=threads)):
+            for (x,), own in zip(batch.data, batch.own_rows, strict=True):
                 batches[step] += x.numpy()[: int(own)].tolist()
                 read += x.numpy().tolist()
                 without_rows += int(own) == 0
@@ -81,7 +81,7 @@ def test_an_iterator_starts_at_any_step(threads: int) -> None:
     place = Placement(0, 1, 2)
 
     def second(steps: int, first: int = 0) -> list[Any]:
-        found = shards_of(source, plan, place, steps, first, threads)
+        found = batches_of(source, plan, place, steps, first, threads)
         return [s.data[1][0].numpy().tolist() for s in found]
 
     whole = second(9)
@@ -100,8 +100,8 @@ def test_nests_of_all_types_are_passed_on() -> None:
         rows.astype(np.int64),
         rows.astype(np.float64),
     )
-    (shards,) = shards_of(ArraySource(data), BatchPlan(6, 6), ALONE, 1)
-    x, y, weight = shards.data[0]
+    (batch,) = batches_of(ArraySource(data), BatchPlan(6, 6), ALONE, 1)
+    x, y, weight = batch.data[0]
     assert list(x) == ["b", "a", "text"]
     assert x["b"].dtype == tf.uint8
     assert x["b"].shape == (6, 1)
@@ -130,9 +130,9 @@ def test_an_evaluation_begins_where_the_last_one_ended() -> None:
     feed = make_feed(GivenData(source, batch_size=4), ALONE)
     for _ in range(3):
         feed.begin_pass()
-        shards = feed.source(1)
-        assert [shards.take().data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]
-        feed.end_pass(whole=True)
+        queue = feed.source(1)
+        assert [queue.take().data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]
+        feed.end_pass(complete=True)
     feed.begin_pass()
     next(feed)
     # The pass ends early, and the next one begins at the start.
@@ -160,8 +160,8 @@ def test_an_unreadable_example_is_named_in_its_step(threads: int) -> None:
     with contextlib.closing(
         prefetcher_of(source, BatchPlan(12, 4), ALONE, 0, ReadOptions(threads))
     ) as stream:
-        assert stream.shards.take().data[0][0].numpy().tolist() == [0, 1, 2, 3]
+        assert stream.queue.take().data[0][0].numpy().tolist() == [0, 1, 2, 3]
         with pytest.raises(tf.errors.OpError):
-            stream.shards.take()
+            stream.queue.take()
         assert isinstance(stream.error, DataError)
         assert str(stream.error).startswith("some.file, record 7: Input/output error. Repair")

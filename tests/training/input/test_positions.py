@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.training.input import dataset_feed as feeds
 from tfmulti.training.input import positions
 from tfmulti.training.input.feed import GivenData, make_feed
 from tfmulti.training.input.replay import Trial
@@ -94,10 +93,8 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     real = tf.data.Dataset.__iter__
-    set_it, get_it = positions.set_position, positions.position_of
-    monkeypatch.setattr(feeds, "set_position", lambda it, p: set_it(it.inner, p))
-    monkeypatch.setattr(feeds, "position_of", lambda it: get_it(it.inner))
-    monkeypatch.setattr(positions, "position_of", lambda it: get_it(it.inner))
+    checkpoint = tf.train.Checkpoint
+    monkeypatch.setattr(tf.train, "Checkpoint", lambda iterator: checkpoint(it=iterator.inner))
     monkeypatch.setattr(tf.data.Dataset, "__iter__", lambda self: Watched(real(self)))
 
 
@@ -241,7 +238,7 @@ def test_finite_data_resumes_from_every_batch(name: str) -> None:
         feed = new_feed(ENDING[name])
         feed.begin_pass()
         assert rest_of_pass(feed) == whole[0]
-        feed.end_pass(whole=True)
+        feed.end_pass(complete=True)
         iterator = begun(feed)
         assert values(iterator, batches) == whole[1][:batches]
         state = feed.get_state(batches)
@@ -254,11 +251,11 @@ def test_finite_data_resumes_from_every_batch(name: str) -> None:
         # As long as the iterator exists, TensorFlow continues its sequence of random numbers.
         del iterator
         assert rest_of_pass(again) == whole[1][batches:]
-        again.end_pass(whole=True)
+        again.end_pass(complete=True)
         for number in range(2, PASSES):
             again.begin_pass()
             assert rest_of_pass(again) == whole[number]
-            again.end_pass(whole=True)
+            again.end_pass(complete=True)
     if name == "not shuffled":
         assert not any(reads)
     elif name not in (*NEVER_AT_ONCE, "one after the other"):
@@ -271,7 +268,7 @@ def test_a_position_of_an_older_version_is_resumed() -> None:
     feed = new_feed(ENDING["shuffled"])
     feed.begin_pass()
     rest_of_pass(feed)
-    feed.end_pass(whole=True)
+    feed.end_pass(complete=True)
     values(begun(feed), 2)
     state = feed.get_state(2)
     of_all_passes = positions.position_of(iter(numbers().batch(8).repeat()))
@@ -282,7 +279,7 @@ def test_a_position_of_an_older_version_is_resumed() -> None:
 
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled twice", "side by side", "drawn by a seed"])
-def test_the_state_of_each_part_that_draws_is_in_a_whole_position(name: str) -> None:
+def test_the_state_of_each_part_that_draws_is_in_a_complete_position(name: str) -> None:
     options = tf.data.Options()
     # The autotuner would read ahead, up to the end.
     options.autotune.enabled = False
@@ -291,8 +288,8 @@ def test_the_state_of_each_part_that_draws_is_in_a_whole_position(name: str) -> 
     next(iterator)
     position = positions.position_of(iterator)
     assert position is not None
-    assert positions.is_whole(position, dataset)
-    assert not positions.is_whole(position, tf.data.Dataset.zip(dataset, numbers().shuffle(2)))
+    assert positions.is_complete(position, dataset)
+    assert not positions.is_complete(position, tf.data.Dataset.zip(dataset, numbers().shuffle(2)))
 
 
 def test_texts_of_the_data_are_not_counted_as_states() -> None:
@@ -303,7 +300,7 @@ def test_texts_of_the_data_are_not_counted_as_states() -> None:
     next(iterator)
     position = positions.position_of(iterator)
     assert position is not None
-    assert positions.is_whole(position, dataset)
+    assert positions.is_complete(position, dataset)
 
 
 @pytest.mark.usefixtures("watched")
@@ -321,7 +318,7 @@ def test_finite_data_resumes_between_two_passes(name: str, known: bool) -> None:
         else:
             rest_of_pass(feed)
         state = feed.get_state(last)
-        feed.end_pass(whole=True)
+        feed.end_pass(complete=True)
 
     again = new_feed(ENDING[name])
     before = Watched.reads_of_all
@@ -330,7 +327,7 @@ def test_finite_data_resumes_between_two_passes(name: str, known: bool) -> None:
     is_told = not known or again.data.steps is not None
     assert Watched.reads_of_all == before or name in MUST_BE_READ or not is_told
     assert next(again, None) is None
-    again.end_pass(whole=True)
+    again.end_pass(complete=True)
     again.begin_pass()
     assert rest_of_pass(again) == whole[2]
 
@@ -443,17 +440,17 @@ def test_a_pydataset_resumes_without_reading_earlier_batches(
     whole = []
     for _ in range(4):
         whole.append(rest_of(begun(feed)))
-        feed.end_pass(whole=True)
+        feed.end_pass(complete=True)
     inner = Batches(workers)
     again = make_feed(GivenData(inner, shuffle=shuffle), ALONE, is_training=True)
     inner.read.clear()
     again.set_state({"passes": 1})
     assert not inner.read
     assert rest_of(begun(again, 7)) == whole[1][7:]
-    again.end_pass(whole=True)
+    again.end_pass(complete=True)
     for expected in whole[2:]:
         assert rest_of(begun(again)) == expected
-        again.end_pass(whole=True)
+        again.end_pass(complete=True)
     values(begun(again), 3)
     # The pass ends before all batches were read.
     again.end_pass()

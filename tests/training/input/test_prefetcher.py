@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_loader import Gated
 from tests.support.processes import run
+from tests.support.sources import Gated
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.loader import Loader

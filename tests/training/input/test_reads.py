@@ -99,11 +99,11 @@ def test_bad_examples_are_left_out_alike(found: Any, workers: int) -> None:
 @WORKERS
 @pytest.mark.parametrize("part", ["", " of validation", " of evaluation", " of prediction"])
 def test_a_bad_example_ends_the_call_on_all_workers(found: Any, workers: int, part: str) -> None:
-    """All name it, whoever read it, where none may be left out."""
-    (words,) = {worker[f"any{part}"] for worker in found(workers)}
-    assert words.startswith(tuple(f"some.file, record {example}: " for example in BAD))
+    """Where no example may be left out, all workers name it, although one of them read it."""
+    (message,) = {worker[f"any{part}"] for worker in found(workers)}
+    assert message.startswith(tuple(f"some.file, record {example}: " for example in BAD))
     predicts = part == " of prediction"
-    assert ("has a row for each" if predicts else "or give --skip_bad_records N") in words
+    assert ("has a row for each" if predicts else "or give --skip_bad_records N") in message
 
 
 @WORKERS

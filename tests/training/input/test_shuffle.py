@@ -74,10 +74,10 @@ def test_a_seed_of_prepare_gives_each_epoch_its_own_order() -> None:
         model = prepare(new_model(), seed=3)
         model.compile(keras.optimizers.SGD(0.0), "mse")
     losses = []
-    told = keras.callbacks.LambdaCallback(
+    recorder = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
     )
-    model.fit(X, X, batch_size=8, epochs=2, verbose=0, callbacks=[told])
+    model.fit(X, X, batch_size=8, epochs=2, verbose=0, callbacks=[recorder])
     assert losses[:4] != losses[5:9]
 
 

@@ -1,4 +1,4 @@
-"""Tests votes to stop, and signals that become votes."""
+"""Tests the votes of workers, and signals that become votes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,32 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tfmulti.errors import ConfigError
 from tfmulti.launch.signals import SignalWatch, sigterm_grace_s
-from tfmulti.training.loop.stop_votes import compares, verdict, votes, wants_checkpoint
+from tfmulti.training.loop.stop_votes import Votes
+from tfmulti.training.step.steps_per_execution import SHORTEST_STEP_S, TARGET_S
 
 
-def test_votes_and_verdicts() -> None:
-    assert votes(False, None) == [0, 0, 0, 0, 0, 0]
-    assert votes(True, "SIGTERM") == [1, 0, 1, 0, 0, 0]
-    assert votes(False, "SIGINT", wants_checkpoint=True) == [0, 1, 0, 1, 0, 0]
-    assert votes(False, None, wants_comparison=True) == [0, 0, 0, 0, 0, 1]
-    assert [compares([1, 1, 1, 1, 9, 0]), compares([0, 0, 0, 0, 0, 2])] == [False, True]
-    assert verdict([0, 0, 0, 1, 9]) is None
-    assert verdict([2, 0, 0, 0, 0]) == "requested"
-    assert verdict([1, 1, 0, 0, 0]) == "SIGINT"
-    assert [wants_checkpoint([1, 1, 1, 0, 1]), wants_checkpoint([0, 0, 0, 2, 0])] == [False, True]
+def test_the_weightiest_reason_to_stop_counts() -> None:
+    assert Votes(checkpoint=1, steps=9, comparison=2).reason_to_stop() is None
+    assert Votes(requested=2).reason_to_stop() == "requested"
+    assert Votes(requested=1, sigint=1).reason_to_stop() == "SIGINT"
+    assert Votes(requested=1, sigint=1, sigterm=1).reason_to_stop() == "SIGTERM"
+
+
+@pytest.mark.parametrize("local_replicas", [1, 2, 8])
+def test_only_the_chiefs_number_of_steps_counts(local_replicas: int) -> None:
+    """All sums are exact in float32, in which votes travel."""
+    largest = round(TARGET_S / SHORTEST_STEP_S)
+    for steps in (37, largest - 1, largest):
+        chief, other = np.float32(Votes(steps=steps)), np.float32(Votes())
+        summed = Votes(*sum([chief] * local_replicas + [other] * 64).tolist())
+        assert summed.agreed_steps(local_replicas) == steps
+        assert summed.reason_to_stop() is None
+        assert not summed.checkpoint
 
 
 def wait_for(condition: Callable[[], object]) -> None:

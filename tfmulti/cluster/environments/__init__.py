@@ -95,12 +95,12 @@ def described(env: Env, name: str = AUTO) -> Described | None:
                 f"has started. It would set {', '.join(module.VARIABLES)}."
             )
         return _read(module, env)
-    here = [module for module in ENVIRONMENTS.values() if module.is_here(env)]
-    if not here:
+    recognised = [module for module in ENVIRONMENTS.values() if module.is_here(env)]
+    if not recognised:
         return None
-    first = _read(here[0], env)
-    if here[0] is not tf_config:
-        for other in here[1:]:
+    first = _read(recognised[0], env)
+    if recognised[0] is not tf_config:
+        for other in recognised[1:]:
             if other.NAME not in _ALLOCATIONS.get(first.name, ()):
                 _check_same(first, _read(other, env))
     return first
@@ -123,20 +123,20 @@ def find_cluster(env: Env, name: str = AUTO) -> tuple[Cluster | None, str]:
         ClusterError: the description is wrong, or the processes do not find each other.
         ConfigError: there is no environment of that name.
     """
-    found = described(env, name)
-    if found is None:
+    environment = described(env, name)
+    if environment is None:
         if name == AUTO and (hint := why_alone(env)) and hint not in _hints:
             _hints.add(hint)
             print(f"tfmulti: {hint}", file=sys.stderr, flush=True)
         return None, ""
-    if isinstance(found.job, Cluster):
-        return found.job, found.name
-    if found.job not in _agreed:
-        gpus = len(gpus_of_task(env, found.job.local_rank, found.job.local_size))
-        is_complete = found.job.chief_hosts and found.job.job
-        job = found.job if is_complete else mpi.completed(found.job, env)
-        _agreed[found.job] = port_agreement.agree(job, env, gpus=gpus)
-    return _agreed[found.job], found.name
+    if isinstance(environment.job, Cluster):
+        return environment.job, environment.name
+    if environment.job not in _agreed:
+        gpus = len(gpus_of_task(env, environment.job.local_rank, environment.job.local_size))
+        is_complete = environment.job.chief_hosts and environment.job.job
+        job = environment.job if is_complete else mpi.completed(environment.job, env)
+        _agreed[environment.job] = port_agreement.agree(job, env, gpus=gpus)
+    return _agreed[environment.job], environment.name
 
 
 # TensorFlow joins a cluster once in a process, and so do the processes agree once.
@@ -184,15 +184,15 @@ def _read(module: ModuleType, env: Mapping[str, str]) -> Described:
     return Described(module.NAME, variables, module.read(env))
 
 
-def _check_same(one: Described, other: Described) -> None:
+def _check_same(first: Described, other: Described) -> None:
     """Checks that two environments describe a job of the same size, and the same rank in it.
 
     Raises:
         ClusterError: they do not.
     """
-    if (one.job.size, one.job.rank) != (other.job.size, other.job.rank):
+    if (first.job.size, first.job.rank) != (other.job.size, other.job.rank):
         raise ClusterError(
-            f"{one.name} says that this is process {one.job.rank} of {one.job.size}, and "
+            f"{first.name} says that this is process {first.job.rank} of {first.job.size}, and "
             f"{other.name} that it is process {other.job.rank} of {other.job.size}. Say which one "
-            f"counts: --environment {one.name} or --environment {other.name}."
+            f"counts: --environment {first.name} or --environment {other.name}."
         )

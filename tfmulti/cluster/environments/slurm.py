@@ -51,10 +51,10 @@ def read(env: Env) -> Layout | Cluster:
             f"slurm: SLURM_NODEID is {node}, but SLURM_STEP_NODELIST has {len(nodes)} nodes "
             f"({', '.join(nodes)}). Start the processes by one srun."
         )
-    order = _nodes_by_rank(env, nodes, counts)
-    if order and rank < size and order[rank] != node:
+    nodes_by_rank = _nodes_by_rank(env, nodes, counts)
+    if nodes_by_rank and rank < size and nodes_by_rank[rank] != node:
         # Another distribution than was told. The processes still agree on who is where.
-        order = ()
+        nodes_by_rank = ()
     return Layout(
         NAME,
         rank,
@@ -64,7 +64,7 @@ def read(env: Env) -> Layout | Cluster:
         host=nodes[node],
         chief_hosts=_chief_hosts(env, nodes),
         job=f"slurm {env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}",
-        hosts=tuple(nodes[number] for number in order),
+        hosts=tuple(nodes[number] for number in nodes_by_rank),
     )
 
 

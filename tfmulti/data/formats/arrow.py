@@ -21,9 +21,3 @@ def arrow(module: str = "pyarrow") -> Any:
             "reading tables needs pyarrow, which is not installed. "
             "Install it: pip install 'tfmulti[tables]'."
         ) from None
-
-
-def reason_of(error: Exception) -> str:
-    """Returns what pyarrow's error says in one line, without a full stop."""
-    reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-    return reason.rstrip(".") or type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfmulti.data.formats.arrow import arrow, reason_of
+from tfmulti.data.formats.arrow import arrow
 from tfmulti.data.formats.csv_tables import read_csv
 from tfmulti.data.formats.parquet_tables import read_parquet
 from tfmulti.data.io import files
@@ -157,7 +157,7 @@ def _read(prefix: str, form: str, path: str) -> Table:
     except UnicodeDecodeError:
         reason = "it is not UTF-8 text"
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        reason = reason_of(error)
+        reason = files.reason_of(error)
     raise DataError(f"{prefix}: {path} cannot be read: {reason}. Repair or remove it.")
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfmulti.data.formats.arrow import arrow, reason_of
-from tfmulti.data.io.files import most_unpacked
+from tfmulti.data.formats.arrow import arrow
+from tfmulti.data.io.files import most_unpacked, reason_of
 
 # Training uses each value as a float32.
 _BYTES_OF_A_VALUE = 4

@@ -10,7 +10,7 @@ import numpy as np
 
 from tfmulti.data.formats.record_index import FOOTER, check_data, index_of
 from tfmulti.data.io import files
-from tfmulti.data.io.open_files import OpenFiles
+from tfmulti.data.io.open_files import opener
 from tfmulti.errors import DataError
 
 # The indices of this many files are made at a time, because remote files answer slowly.
@@ -55,7 +55,7 @@ class Records(ByteStrings):
         with ThreadPoolExecutor(_INDEX_THREADS, "tfmulti-index") as thread_pool:
             self._indices = list(thread_pool.map(index_of, self.paths))
         self._ends = np.cumsum([len(rows) for rows in self._indices])
-        self._open = OpenFiles()
+        self._open = opener()
         if not len(self):
             names = self.paths[0] if len(self.paths) == 1 else f"all {len(self.paths)} files of it"
             raise DataError(f"there are no records in {names}. Give files that hold some.")
@@ -76,7 +76,7 @@ class Records(ByteStrings):
     def _read_one(self, file: int, row: int) -> bytes:
         """Returns the data of one record; raises DataError if it is damaged."""
         offset, length = self._indices[file][row].tolist()
-        content = self._open.get(self.paths[file]).read_at(offset, length + FOOTER)
+        content = self._open(self.paths[file]).read_at(offset, length + FOOTER)
         data, footer = content[:length], content[length:]
         if len(footer) != FOOTER:
             raise DataError("the file has become shorter since it was opened")

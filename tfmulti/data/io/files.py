@@ -151,7 +151,7 @@ def in_folder(prefix: str, path: str) -> tuple[list[str], list[str]]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{prefix}: {path}: {_reason_of(error)}. Give a readable folder.") from None
+        raise DataError(f"{prefix}: {path}: {reason_of(error)}. Give a readable folder.") from None
     visible = sorted(name for name in is_dir if name and not name.startswith("."))
     return [n for n in visible if is_dir[n]], [n for n in visible if not is_dir[n]]
 
@@ -194,7 +194,7 @@ def matching(prefix: str, pattern: str, extensions: tuple[str, ...] = ("",)) -> 
         raise
     except Exception as error:
         # TensorFlow's file systems raise many types of exceptions.
-        raise DataError(f"{prefix}: {pattern}: {_reason_of(error)}. Give another path.") from None
+        raise DataError(f"{prefix}: {pattern}: {reason_of(error)}. Give another path.") from None
     if not paths:
         raise DataError(f"{prefix}: no file {pattern}. Give a file, a folder of files or a glob.")
     return paths
@@ -255,7 +255,7 @@ def tensorflow() -> Any:
     return sys.modules["tensorflow"]
 
 
-def _reason_of(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Returns the reason of an error in one line, without a full stop."""
     reason = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
     return " ".join(str(reason).split()).rstrip(".") or type(error).__name__

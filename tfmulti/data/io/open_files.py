@@ -8,11 +8,12 @@ TensorFlow is imported only when the first remote path is used.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import uuid
 import weakref
-from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -64,38 +65,6 @@ class RemoteFile(File):
             return data
 
 
-class OpenFiles:
-    """Keeps open the files that were read last, at most `most` of them.
-
-    A file that is dropped is closed when the threads that read it are done.
-    """
-
-    def __init__(self, most: int = MOST_OPEN) -> None:
-        self._most, self._files = most, OrderedDict[str, File]()
-        self._change = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def get(self, path: str) -> File:
-        """Returns the open file of a path.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
-        with self._change:
-            if path in self._files:
-                self._files.move_to_end(path)
-                return self._files[path]
-        # The lock is free here: opening a file may take long, and other threads must go on.
-        file = open_file(path)
-        with self._change:
-            file = self._files.setdefault(path, file)
-            while len(self._files) > self._most:
-                self._files.popitem(last=False)
-        return file
-
-
 def open_file(path: str) -> File:
     """Returns a file that is open for reading.
 
@@ -103,6 +72,15 @@ def open_file(path: str) -> File:
         OSError: the file cannot be opened.
     """
     return RemoteFile(path) if is_remote(path) else LocalFile(path)
+
+
+def opener(most: int = MOST_OPEN) -> Callable[[str], File]:
+    """Returns a function like `open_file` that keeps open the files that were read last.
+
+    At most `most` files stay open. A file that is dropped is closed when the threads that read it
+    are done. Any thread may call the function.
+    """
+    return functools.lru_cache(most)(open_file)
 
 
 def write_atomically(path: str, data: bytes) -> None:

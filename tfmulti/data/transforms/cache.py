@@ -16,6 +16,7 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
+import psutil
 
 from tfmulti.data.io.files import cache_folder
 from tfmulti.data.source import Leaf, OverSource, Source, leaves_of, map_nest
@@ -191,10 +192,7 @@ def cached(
 
 def free_memory() -> int:
     """Returns the bytes of memory that are free, or that the system can make free."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return int(psutil.virtual_memory().available)
 
 
 def _copy(arrays: Any, indices: np.ndarray, out: Any, rows: np.ndarray) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfmulti.config.notebook_output import NotebookOutput, in_notebook
-from tfmulti.run.artifacts import curves_svg
+from tfmulti.run.curves import curves_svg
 
 # A picture of more curves cannot be read.
 _MOST_NAMES = 64

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.connections import made_channel
 from tfmulti.distribution.strategies import placement_of
+from tfmulti.run.callbacks.scalars import WritesScalars
 from tfmulti.run.straggler import Straggler, straggler_of
 from tfmulti.training.state.trainer_state import state_of
 
@@ -27,7 +25,7 @@ _LEAST_S, _LEAST_EXECUTIONS = 1.0, 10
 EVERY_S = 30.0
 
 
-class Stragglers(keras.callbacks.Callback):
+class Stragglers(WritesScalars):
     """Finds out for which worker the others wait, each half minute and at the end of each epoch.
 
     Every worker must have it, because the workers compare their times by a collective. The figures
@@ -54,13 +52,12 @@ class Stragglers(keras.callbacks.Callback):
         every_s: float = EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__()
+        super().__init__(folder)
         self.found: Straggler | None = None
         self.others_share: float | None = None
         self._all_s = self._all_waited_s = 0.0
-        self._folder, self._say = folder, say
+        self._say = say
         self._told: tuple[str, int | None] | None = None
-        self._writer: Any = None
         self._waited_s = self._before_s = 0.0
         self._executions = 0
         self._every_s, self._clock = every_s, clock
@@ -68,17 +65,8 @@ class Stragglers(keras.callbacks.Callback):
         # The figures of this worker in the epoch, up to the last comparison.
         self._before: tuple[float, ...] = (0.0,) * 4
 
-    def get_state(self) -> dict[str, Any]:
-        """Returns nothing, because the times are of this process. Writes events to the disk."""
-        if self._writer is not None:
-            self._writer.flush()
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing, because `get_state` returns nothing."""
-
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the file for TensorBoard."""
+        """Takes the connections to the other workers, if there are any yet."""
         self._channel = made_channel(placement_of(self.model.distribute_strategy))
         self._is_traced = False
 
@@ -121,8 +109,13 @@ class Stragglers(keras.callbacks.Callback):
         self._all_waited_s += self._waited_s
         if self._channel is not None and self._all_s:
             self.others_share = min(1.0, self._all_waited_s / self._all_s)
-        if self._compare(figures) and self._folder is not None:
-            self._write(epoch)
+        if self._compare(figures):
+            worker = None if self.found is None else self.found.worker
+            scalars = {
+                "straggler/worker": -1 if worker is None else worker,
+                "straggler/slowdown": self.found.slowdown if self.found else 1.0,
+            }
+            self.write_scalars(epoch, scalars)
 
     def _figures(self) -> tuple[float, ...]:
         """Returns this worker's figures of the epoch so far.
@@ -159,20 +152,6 @@ class Stragglers(keras.callbacks.Callback):
             self._say("straggler", self.found.words())
         self._told = now
         return True
-
-    def _write(self, epoch: int) -> None:
-        """Writes the figures of an epoch for TensorBoard."""
-        if self._writer is None:
-            self._writer = tf.summary.create_file_writer(str(self._folder))
-        worker = None if self.found is None else self.found.worker
-        with self._writer.as_default(step=epoch):
-            tf.summary.scalar("straggler/worker", -1 if worker is None else worker)
-            tf.summary.scalar("straggler/slowdown", self.found.slowdown if self.found else 1.0)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Closes the file for TensorBoard."""
-        if self._writer is not None:
-            self._writer.close()
 
     def as_dict(self) -> dict[str, Any] | None:
         """Returns what stood out in the last epoch, for report.json."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.run.callbacks.flops import peak_of_devices, training_flops
+from tfmulti.run.callbacks.scalars import WritesScalars
 from tfmulti.run.callbacks.step_times import PERCENTILES, StepTimes
 from tfmulti.training.state.trainer_state import is_prepared, state_of
 
@@ -32,7 +32,7 @@ LOGS = (
 )
 
 
-class Throughput(keras.callbacks.Callback):
+class Throughput(WritesScalars):
     """Measures examples per second, the time of steps, and the used part of the devices' peak.
 
     The callback works with prepared models. Every worker gives it to `fit`. The time of an
@@ -72,7 +72,7 @@ class Throughput(keras.callbacks.Callback):
         peak_tflops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__()
+        super().__init__(folder)
         if peak_tflops is not None and not peak_tflops > 0:
             raise ConfigError(f"Throughput(peak_tflops={peak_tflops}) must be above 0.")
         self.first_s = 0.0
@@ -83,17 +83,16 @@ class Throughput(keras.callbacks.Callback):
         self.times = StepTimes()
         self.flops_per_example: int | None = None
         self.peak_tflops = peak_tflops
-        self._folder, self._in_logs, self._clock = folder, in_logs, clock
+        self._in_logs, self._clock = in_logs, clock
         self._keeps_times = in_logs or keep_times
         self._devices = 1
         self._since = self._started = 0.0
         self._before = (0, 0, 0)
         self._epoch = (0.0, 0, 0)
         self._epoch_times = StepTimes()
-        self._writer: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Counts the operations of the model, and opens the file for TensorBoard.
+        """Counts the operations of the model.
 
         Raises:
             ModelError: the model is not prepared.
@@ -109,17 +108,8 @@ class Throughput(keras.callbacks.Callback):
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(self.model).specs)
             self.flops_per_example = training_flops(self.model, inputs)
             self.peak_tflops = self.peak_tflops or peak_of_devices(self.model, place.gpus)
-        if self._folder is not None and place.is_chief:
-            self._writer = tf.summary.create_file_writer(str(self._folder))
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns nothing, because the figures are of this process. Writes them to the disk."""
-        if self._writer is not None:
-            self._writer.flush()
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Ignores `state`, because `get_state` returns nothing."""
+        if not place.is_chief:
+            self._folder = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the figures of an epoch."""
@@ -154,18 +144,10 @@ class Throughput(keras.callbacks.Callback):
         self.times.merge(self._epoch_times)
         self._add_to(logs)
         seconds, examples, steps = self._of_epoch()
-        if self._writer is None or not seconds:
-            return
-        found = self._figures(seconds, examples, self._epoch_times)
-        with self._writer.as_default(step=epoch):
-            for name, value in found.items():
-                tf.summary.scalar(_tag(name), value)
-            tf.summary.scalar("throughput/steps_per_sec", steps / seconds)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Closes the file for TensorBoard."""
-        if self._writer is not None:
-            self._writer.close()
+        if seconds:
+            figures = self._figures(seconds, examples, self._epoch_times)
+            tagged = {_tag(name): value for name, value in figures.items()}
+            self.write_scalars(epoch, tagged | {"throughput/steps_per_sec": steps / seconds})
 
     def figures(self) -> dict[str, float]:
         """Returns the figures of all epochs by the names of `LOGS`, and what they were computed of.

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from tfmulti.data.advice import HIGH_SHARE, advice
 from tfmulti.data.loader import cores
+from tfmulti.run.callbacks.scalars import WritesScalars
 from tfmulti.training.state.trainer_state import state_of
 
 
-class Waiting(keras.callbacks.Callback):
+class Waiting(WritesScalars):
     """Measures the share of the time of the steps in which they waited for data.
 
     The share is the mean over all replicas. It does not include the first execution, which is
@@ -34,30 +32,15 @@ class Waiting(keras.callbacks.Callback):
         *,
         cached: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(folder)
         self.seconds = 0.0
         self.waited_s = 0.0
-        self._folder, self._say, self._cached = folder, say, cached
-        self._writer: Any = None
+        self._say, self._cached = say, cached
 
     @property
     def share(self) -> float:
         """The share of the time of all steps that was waiting, from 0 to 1."""
         return min(1.0, self.waited_s / self.seconds) if self.seconds else 0.0
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns nothing, because the times are of this process. Writes events to the disk."""
-        if self._writer is not None:
-            self._writer.flush()
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing, because `get_state` returns nothing."""
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the file for TensorBoard."""
-        if self._folder is not None:
-            self._writer = tf.summary.create_file_writer(str(self._folder))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Writes the share of the epoch, and prints advice if it is large."""
@@ -67,16 +50,9 @@ class Waiting(keras.callbacks.Callback):
         if not state.epoch.seconds:
             return
         share = min(1.0, state.epoch.waited_s / state.epoch.seconds)
-        if self._writer is not None:
-            with self._writer.as_default(step=epoch):
-                tf.summary.scalar("data/waiting_share", share)
+        self.write_scalars(epoch, {"data/waiting_share": share})
         if self._say is not None and share > HIGH_SHARE:
             self._say(
                 "waiting",
                 advice(share, state.epoch.reader_threads, cached=self._cached, cores=cores()),
             )
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Closes the file for TensorBoard."""
-        if self._writer is not None:
-            self._writer.close()

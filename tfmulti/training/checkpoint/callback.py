@@ -14,17 +14,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
+from tfmulti.config.console import speaker
 from tfmulti.config.training_options import RESUME
 from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat, saved_before
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import NotOwnerError, ownership_of
+
+
+def callbacks_in(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks of what `fit` takes: one callback, several, a CallbackList or None."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    given = callbacks if isinstance(callbacks, Collection) else [callbacks]
+    return [callback for callback in given if callback is not None]
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -147,19 +156,17 @@ class Checkpoint(keras.callbacks.Callback):
             if self._checkpoints.files():
                 raise ResumeError(
                     f"{folder} holds checkpoints of a run, and resume is 'never'. Give a new "
-                    "folder, "
-                    "or resume='auto' to go on with that run."
+                    "folder, or resume='auto' to go on with that run."
                 )
             return None
         record, wrong = self._checkpoints.newest()
-        for words in wrong:
+        for message in wrong:
             older = f"going on from step {record.step}" if record else "no older one is whole"
-            say(f"the checkpoint {words}; {older}.")
+            say(f"the checkpoint {message}; {older}.")
         if record is None and (self.resume == "must" or wrong):
             raise ResumeError(
                 f"there is no whole checkpoint in {folder} to resume from. Give the folder of a "
-                "run "
-                "that has one, or begin a new run in a new folder."
+                "run that has one, or begin a new run in a new folder."
             )
         saved = saved_before(str(folder.absolute()))
         if saved > (record.step if record else -1) and not wrong:
@@ -168,6 +175,8 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{socket.gethostname()} does not see. Put the folder where all machines see it, "
                 "such as on NFS."
             )
+        if record is not None:
+            speaker(True)("resumed", f"after step {record.step}, from {folder}")
         return record
 
     @property
@@ -190,7 +199,7 @@ class Checkpoint(keras.callbacks.Callback):
         """
         return self._needs_no_folder or not token or self._ownership.is_written(token)
 
-    def keep(self, record: Record, *, wait: bool) -> None:
+    def write(self, record: Record, *, wait: bool) -> None:
         """Writes a record in a thread. Only the chief calls it.
 
         Args:
@@ -242,10 +251,6 @@ class Checkpoint(keras.callbacks.Callback):
 Backup = Checkpoint
 
 
-def say(words: str) -> None:
-    """Prints a sentence on stderr.
-
-    Args:
-        words: the sentence.
-    """
-    print(f"tfmulti: {words}", file=sys.stderr, flush=True)
+def say(message: str) -> None:
+    """Prints a sentence on stderr."""
+    print(f"tfmulti: {message}", file=sys.stderr, flush=True)

@@ -65,7 +65,7 @@ class CallbackStates:
         """Returns the state of each callback, by the callback's name."""
         self.left_out = []
         return {
-            name: self._told(c) if _speaks(c) else self._changes(name, c)
+            name: self._given_state(c) if _has_own_state(c) else self._changes(name, c)
             for name, c in self._callbacks.items()
         }
 
@@ -79,7 +79,7 @@ class CallbackStates:
             state = saved.get(name)
             if state is None:
                 continue
-            if _speaks(callback):
+            if _has_own_state(callback):
                 callback.set_state(state)
                 continue
             before = self._before[name]
@@ -90,7 +90,7 @@ class CallbackStates:
                 else:
                     self._leave_out(f"attribute {key!r}", callback, reason)
 
-    def _told(self, callback: Any) -> Any:
+    def _given_state(self, callback: Any) -> Any:
         """Returns a copy of what a callback's `get_state` returns, or None if it is not plain."""
         try:
             return copied(callback.get_state(), "get_state()")
@@ -124,18 +124,12 @@ class CallbackStates:
 
 
 def _reason_to_refuse(before: Tree, key: str, value: Any) -> str | None:
-    """Returns why an attribute must not get a value, or None if it may.
-
-    Args:
-        before: the callback's attributes when training began.
-        key: the name of the attribute.
-        value: the value.
-    """
-    if isinstance(value, _Other):
+    """Returns why an attribute must not get a value, or None if it may."""
+    if isinstance(value, _NotPlain):
         return str(value.error)
     if key not in before:
         return "it was not there when training began"
-    if isinstance(before[key], _Other):
+    if isinstance(before[key], _NotPlain):
         return str(before[key].error)
     texts = [*_texts_in(before[key]), *_texts_in(value)]
     if texts and (_PATHS.search(key) or any(_looks_like_a_path(text) for text in texts)):
@@ -159,8 +153,8 @@ def _texts_in(value: Any) -> Iterator[str | bytes]:
 
 def _looks_like_a_path(text: str | bytes) -> bool:
     """Returns whether a text has a character that separates folders, or a null character."""
-    whole = text.decode(errors="replace") if isinstance(text, bytes) else text
-    return any(sign in whole for sign in ("/", "\\", "\0"))
+    decoded = text.decode(errors="replace") if isinstance(text, bytes) else text
+    return any(sign in decoded for sign in ("/", "\\", "\0"))
 
 
 def _kind(value: Any) -> type:
@@ -170,12 +164,12 @@ def _kind(value: Any) -> type:
     return float if isinstance(value, (int, float, np.number)) else type(value)
 
 
-def _speaks(callback: Any) -> bool:
+def _has_own_state(callback: Any) -> bool:
     """Returns whether a callback gives and takes its own state."""
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
-class _Other:
+class _NotPlain:
     """Stands for an attribute whose value is not plain.
 
     `objects` has the ids of the value and of the items that it holds. Two are the same if these ids
@@ -191,27 +185,27 @@ class _Other:
 
 def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, Any]:
     """Returns callbacks by names such as `EarlyStopping 1`: the class and a number within it."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for callback in callbacks:
         if isinstance(callback, _STATELESS):
             continue
         name, count = type(callback).__qualname__, 1
-        while f"{name} {count}" in found:
+        while f"{name} {count}" in named:
             count += 1
-        found[f"{name} {count}"] = callback
-    return found
+        named[f"{name} {count}"] = callback
+    return named
 
 
 def _attributes(callback: Any) -> Tree:
-    """Returns copies of a callback's attributes, with an `_Other` for each that is not plain."""
-    found: Tree = {}
+    """Returns copies of a callback's attributes, with an `_NotPlain` for each that is not plain."""
+    attributes: Tree = {}
     for key, value in vars(callback).items():
         if key not in _SETTINGS:
             try:
-                found[key] = copied(_base(value), key)
+                attributes[key] = copied(_base(value), key)
             except NotPlainError as error:
-                found[key] = _Other(value, error)
-    return found
+                attributes[key] = _NotPlain(value, error)
+    return attributes
 
 
 def _base(value: Any) -> Any:
@@ -251,8 +245,8 @@ def _like(current: Any, saved: Any) -> Any:
 
 def _same(left: Any, right: Any) -> bool:
     """Returns whether two values of `_attributes` have the same type and are equal."""
-    if isinstance(left, _Other) or isinstance(right, _Other):
-        both = isinstance(left, _Other) and isinstance(right, _Other)
+    if isinstance(left, _NotPlain) or isinstance(right, _NotPlain):
+        both = isinstance(left, _NotPlain) and isinstance(right, _NotPlain)
         return both and left.objects == right.objects
     return type(left) is type(right) and _same_values(left, right)
 

@@ -79,9 +79,6 @@ def to_bytes(record: Record) -> bytes:
 def from_bytes(data: bytes) -> Record:
     """Returns the record that a file holds.
 
-    Args:
-        data: the content of the file.
-
     Raises:
         DamagedCheckpointError: the file is cut off, a bit has changed, a part is missing, or the
             file has another format.
@@ -153,17 +150,14 @@ class Checkpoints:
             return []
         named = (path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
         # Reading a named pipe or a device of that name might never end.
-        found = [path for path in named if path.is_file()]
-        return sorted(found, key=_step_of, reverse=True)
+        files = [path for path in named if path.is_file()]
+        return sorted(files, key=_step_of, reverse=True)
 
     def write(self, record: Record) -> Path:
         """Writes a record, reads it again, removes older ones beyond `keep`, and returns the path.
 
         Damaged files that `newest` has found are removed, too, even if they are newer, because the
         run went on from an older checkpoint. Files that another process has written since stay.
-
-        Args:
-            record: the record.
 
         Raises:
             Exception: `check` raised it; nothing was written or removed after that.
@@ -194,12 +188,12 @@ class Checkpoints:
     def newest(self) -> tuple[Record | None, list[str]]:
         """Returns the newest whole record, or None, and what is wrong with the newer files."""
         wrong: list[str] = []
-        found = self.files()
-        for number, path in enumerate(found):
+        files = self.files()
+        for number, path in enumerate(files):
             try:
                 # A file that is larger than the memory is sparse, or no checkpoint of this machine.
                 record = from_bytes(read_small(path, memory_bytes()))
-                self._own.update(found[number:])
+                self._own.update(files[number:])
                 return record, wrong
             except DamagedCheckpointError as error:
                 self._damaged.add(path)

@@ -37,7 +37,7 @@ from pathlib import Path
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import open_regular, read_small
 from tfmulti.config.run_directory import remove_partial, write_text
-from tfmulti.config.troubleshooting import print_error
+from tfmulti.config.troubleshooting import documented, print_error
 from tfmulti.errors import EXIT_FAILED, ResumeError, TfmultiError
 
 FILE = "owner.json"
@@ -141,8 +141,8 @@ class Ownership:
         until = time.monotonic() + (SEEN_S if token else 0.0)
         while True:
             with contextlib.suppress(OSError):
-                found = _read(self._path)
-                if found is not None and found.token == (token or self._mine.token):
+                owner = _read(self._path)
+                if owner is not None and owner.token == (token or self._mine.token):
                     return True
             if time.monotonic() >= until:
                 return False
@@ -207,12 +207,11 @@ class Ownership:
                 raise
             # The file names an owner that has ended.
             self._path.unlink(missing_ok=True)
-            print(
+            words = (
                 f"tfmulti: no {FILE} in {self._folder}: {error.strerror}. Until there is room "
-                "for it, a second start there is not noticed.",
-                file=sys.stderr,
-                flush=True,
+                "for it, a second start there is not noticed."
             )
+            print(documented(words), file=sys.stderr, flush=True)
 
     def release(self) -> None:
         """Gives the folder back, once it was released as often as it was taken."""
@@ -227,10 +226,10 @@ class Ownership:
             NotOwnerError: another process owns the folder, and is no earlier attempt of this job.
             OSError: the file cannot be read.
         """
-        found = _read(self._path)
-        if found is not None and found != self._mine and not self._is_earlier(found):
+        owner = _read(self._path)
+        if owner is not None and owner != self._mine and not self._is_earlier(owner):
             raise NotOwnerError(
-                f"{self._folder} now belongs to {found.in_words()}: this process (attempt "
+                f"{self._folder} now belongs to {owner.in_words()}: this process (attempt "
                 f"{self._mine.attempt}) ends without saving."
             )
 
@@ -327,29 +326,26 @@ def ownership_of(folder: Path) -> Ownership:
     Args:
         folder: the folder. Other paths to the same folder give the same object.
     """
-    place = Path(os.path.realpath(folder))
-    return _known.setdefault(place, Ownership(place))
+    real_path = Path(os.path.realpath(folder))
+    return _known.setdefault(real_path, Ownership(real_path))
 
 
 def fence_of(folder: Path) -> Callable[[], None]:
     """Returns a check that raises NotOwnerError once the folder has another owner than now.
 
     It is for the workers that own no folder, and write files of their own beside it.
-
-    Args:
-        folder: the folder of the record.
     """
     path, token = folder / FILE, ""
 
     def check() -> None:
         nonlocal token
-        found = _read(path)
-        if found is None:
+        owner = _read(path)
+        if owner is None:
             return
-        token = token or found.token
-        if found.token != token:
+        token = token or owner.token
+        if owner.token != token:
             raise NotOwnerError(
-                f"{folder} now belongs to {found.in_words()}: this process writes nothing more "
+                f"{folder} now belongs to {owner.in_words()}: this process writes nothing more "
                 "there."
             )
 
@@ -401,8 +397,8 @@ def _read(path: Path) -> Owner | None:
         OSError: the file cannot be read.
     """
     try:
-        found: Owner = json_values.build(Owner, json_values.parse(read_small(path, _MOST_BYTES)))
-        return found
+        owner: Owner = json_values.build(Owner, json_values.parse(read_small(path, _MOST_BYTES)))
+        return owner
     except ValueError:
         return None
     except OSError as error:

@@ -42,7 +42,7 @@ from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError, RunDirErro
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.launch.signals import SignalWatch, is_watched
 from tfmulti.training.checkpoint import file_format
-from tfmulti.training.checkpoint.callback import Checkpoint, say
+from tfmulti.training.checkpoint.callback import Checkpoint, callbacks_in, say
 from tfmulti.training.checkpoint.callback_states import CallbackStates
 from tfmulti.training.checkpoint.file_format import Record
 from tfmulti.training.input.interface import Feed, State
@@ -80,44 +80,34 @@ class Progress:
 def checkpoint_in(callbacks: Any) -> Iterator[Checkpoint | None]:
     """Gives the Checkpoint among the callbacks, or None, and releases it after the context.
 
-    Args:
-        callbacks: the callbacks that `fit` was given.
-
     Raises:
         ConfigError: there are several Checkpoint callbacks.
     """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    found = [callback for callback in given if isinstance(callback, Checkpoint)]
-    if len(found) > 1:
-        raise ConfigError(f"fit was given {len(found)} Checkpoint callbacks. Give one.")
-    if not found:
+    checkpoints = [each for each in callbacks_in(callbacks) if isinstance(each, Checkpoint)]
+    if len(checkpoints) > 1:
+        raise ConfigError(f"fit was given {len(checkpoints)} Checkpoint callbacks. Give one.")
+    if not checkpoints:
         yield None
         return
     try:
-        yield found[0]
+        yield checkpoints[0]
     finally:
-        found[0].release()
+        checkpoints[0].release()
 
 
 @contextlib.contextmanager
-def saving_at_signals(model: keras.Model, keeper: Checkpoint | None) -> Iterator[None]:
+def saving_at_signals(model: keras.Model, checkpoint: Checkpoint | None) -> Iterator[None]:
     """Lets SIGINT and SIGTERM end the training with a checkpoint inside the context.
 
     This is for a user's own program. It changes nothing without a Checkpoint, or if tfmulti's
     command watches the signals already.
-
-    Args:
-        model: the prepared model.
-        keeper: the Checkpoint callback, or None.
 
     Raises:
         KeyboardInterrupt: SIGINT stopped the training.
         SystemExit: SIGTERM stopped the training. The exit code 143 says that everything is saved
             and that the program may be started again.
     """
-    if keeper is None or is_watched():
+    if checkpoint is None or is_watched():
         yield
         return
     with SignalWatch() as watch:
@@ -131,55 +121,51 @@ def saving_at_signals(model: keras.Model, keeper: Checkpoint | None) -> Iterator
         raise SystemExit(EXIT_TERMINATED)
 
 
-def find_record(model: keras.Model, keeper: Checkpoint | None) -> Record | None:
+def find_record(model: keras.Model, checkpoint: Checkpoint | None) -> Record | None:
     """Returns the chief's record to resume from on every worker, or None to begin anew.
 
     Every worker calls it: it broadcasts the record.
-
-    Args:
-        model: the prepared model.
-        keeper: the Checkpoint callback, or None.
 
     Raises:
         ResumeError: the chief cannot take a record from the folder. All workers raise it.
         RunDirError: a worker does not see the chief's folder. All workers raise it.
     """
-    if keeper is None:
+    if checkpoint is None:
         return None
     strategy = model.distribute_strategy
-    found: Record | None = None
+    record: Record | None = None
     error: Exception | None = None
     if placement_of(strategy).is_chief:
         try:
-            found = keeper.newest()
+            record = checkpoint.newest()
         # The other workers wait in the broadcast, so the chief must not raise the error before.
-        except Exception as wrong:
-            error = wrong
-    why = None if error is None else str(error) or type(error).__name__
-    words = broadcast(strategy, None if why is None else why.encode())
-    if words is not None:
-        raise ResumeError(words.decode()) from None
+        except Exception as raised:
+            error = raised
+    reason = None if error is None else str(error) or type(error).__name__
+    message = broadcast(strategy, None if reason is None else reason.encode())
+    if message is not None:
+        raise ResumeError(message.decode()) from None
     if placement_of(strategy).workers == 1:
-        return found
-    _check_seen(strategy, keeper)
-    data = broadcast(strategy, file_format.to_bytes(found) if found else None)
+        return record
+    _check_seen(strategy, checkpoint)
+    data = broadcast(strategy, file_format.to_bytes(record) if record else None)
     return None if data is None else file_format.from_bytes(data)
 
 
-def _check_seen(strategy: tf.distribute.Strategy, keeper: Checkpoint) -> None:
+def _check_seen(strategy: tf.distribute.Strategy, checkpoint: Checkpoint) -> None:
     """Raises RunDirError on all workers if one of them does not see the chief's folder.
 
     The next attempt may have another chief, which would find no checkpoint and begin anew.
     """
-    place = placement_of(strategy)
-    token = broadcast(strategy, keeper.token().encode() if place.is_chief else None)
+    placement = placement_of(strategy)
+    token = broadcast(strategy, checkpoint.token().encode() if placement.is_chief else None)
     assert token is not None
-    seen = gather(strategy, [place.is_chief or keeper.sees(token.decode())])
+    seen = gather(strategy, [placement.is_chief or checkpoint.sees(token.decode())])
     blind = [str(rank) for rank, (sees,) in enumerate(seen) if not sees]
     if blind:
         workers = f"worker{'s' if len(blind) > 1 else ''} {', '.join(blind)}"
         raise RunDirError(
-            f"{workers} cannot see worker 0's folder of checkpoints ({keeper.folder}). Give a "
+            f"{workers} cannot see worker 0's folder of checkpoints ({checkpoint.folder}). Give a "
             "folder that all machines share, such as on NFS. If worker 0 never moves to another "
             "machine, give --shared_run_dir=false, or Checkpoint(None) on the others."
         )
@@ -233,8 +219,8 @@ def _of_known_form() -> Iterator[None]:
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ResumeError(
             "the newest checkpoint does not have the format of this version "
-            f"({type(error).__name__}: {error})."
-            " Begin a new run in a new folder, or remove that checkpoint."
+            f"({type(error).__name__}: {error}). Begin a new run in a new folder, or remove that "
+            "checkpoint."
         ) from error
 
 
@@ -329,7 +315,7 @@ class CheckpointManager:
         chief = placement_of(self._model.distribute_strategy).is_chief
         return chief and self._checkpoint.wants(state_of(self._model).run.steps, count)
 
-    def keep(self, progress: Progress, *, wait: bool = False) -> None:
+    def save(self, progress: Progress, *, wait: bool = False) -> None:
         """Makes a checkpoint of the current position, which the chief writes.
 
         Every worker calls it: capturing the variables is a collective.
@@ -341,7 +327,7 @@ class CheckpointManager:
         state = state_of(self._model)
         # All workers take part here, so the launcher must know that they may wait for each other.
         with heartbeat().working(self):
-            moving = self._before or self._moving(progress.batches)
+            changed = self._before or self._changed_by_evaluation(progress.batches)
             trained = run_state.capture_trained(self._model)
         record = Record(
             state.run.steps,
@@ -352,26 +338,23 @@ class CheckpointManager:
                 "keras_seed": self._shuffle and self._shuffle.keras_seed,
                 "data": self._data,
                 "trained": trained,
-                **moving,
+                **changed,
             },
         )
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
-            self._checkpoint.keep(record, wait=wait)
+            self._checkpoint.write(record, wait=wait)
         self._checkpoint.kept(progress.epoch, progress.step, progress.logs)
 
     def end_epoch(self, progress: Progress) -> None:
         """Makes a checkpoint after an epoch, if the callback asks for one after each.
 
         Every worker calls it.
-
-        Args:
-            progress: the current position.
         """
         if self._checkpoint.every_epoch:
-            self.keep(progress)
+            self.save(progress)
 
-    def _moving(self, batches: int) -> Tree:
+    def _changed_by_evaluation(self, batches: int) -> Tree:
         """Returns the entries that an evaluation changes; see the module. It is a collective."""
         # The chief's states serve all workers, because all read the same batches.
         chief = placement_of(self._model.distribute_strategy).is_chief
@@ -385,7 +368,7 @@ class CheckpointManager:
         }
 
     @contextlib.contextmanager
-    def again_if_stopped(self, batches: int) -> Iterator[None]:
+    def repeated_if_stopped(self, batches: int) -> Iterator[None]:
         """Makes a resumed run repeat what is inside the context, if training stops there.
 
         The next checkpoint then holds the state from before the context.
@@ -394,7 +377,7 @@ class CheckpointManager:
             batches: the batches that the steps have taken in the pass over the training data.
         """
         with heartbeat().working(self):
-            self._before = self._moving(batches)
+            self._before = self._changed_by_evaluation(batches)
         yield
         if state_of(self._model).run.stopped_by is None:
             self._before = None
@@ -436,9 +419,9 @@ def _check_count(name: str, value: Any, most: int | None = None) -> None:
         raise ValueError(f"{name} is {value!r:.40}, but it must be a whole number from 0{limit}")
 
 
-def _check_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises ResumeError if the sizes of the data differ from the saved ones."""
-    for part, form in now.items():
+    for part, form in current.items():
         for name, value in form.items():
             before = saved.get(part, {}).get(name)
             if before != value:

@@ -151,9 +151,6 @@ def to_npy(array: np.ndarray) -> tuple[str, bytes]:
 
     NumPy's format has no dtypes of other packages, such as bfloat16 and float8. The bits of such an
     array are written as whole numbers.
-
-    Args:
-        array: an array that is plain.
     """
     name = _type_name(array.dtype)
     assert name is not None, f"an array of {array.dtype} is not plain"
@@ -164,12 +161,7 @@ def to_npy(array: np.ndarray) -> tuple[str, bytes]:
 
 
 def from_npy(name: str, data: bytes) -> np.ndarray:
-    """Returns the array from which `to_npy` made a name and a file.
-
-    Args:
-        name: the name of the dtype.
-        data: the content of the `.npy` file.
-    """
+    """Returns the array from which `to_npy` made a name and a file."""
     array = array_of(data)
     return array.view(_BITS[name]) if name else array
 

@@ -19,18 +19,17 @@ import keras
 import tensorflow as tf
 
 from tfmulti.data.formats.gzip_faults import fault_of
-from tfmulti.errors import DataError, ResumeError
+from tfmulti.errors import DataError
 from tfmulti.keras_patches.datasets import batches_of
 from tfmulti.training.input import pipeline
 from tfmulti.training.input.interface import DataDescription, Feed, State
 from tfmulti.training.input.positions import (
     form_of,
-    has_known_names,
-    is_whole,
+    is_complete,
+    iterator_at,
     must_be_read,
     position_of,
     reads_ahead,
-    set_position,
 )
 from tfmulti.training.input.worker_batch import PREFETCH_STEPS
 
@@ -132,10 +131,7 @@ class DatasetFeed(Feed):
     def give_again(self, taken: Sequence[Any]) -> None:
         """Gives the first batches of the pass, which were taken from it, to the steps again.
 
-        The next executions together must take exactly these batches.
-
-        Args:
-            taken: the batches, as Optionals.
+        They are Optionals. The next executions together must take exactly these batches.
         """
         self._again = list(taken)
         self._iterator_again = self.iterator_of([each.get_value() for each in taken])
@@ -147,16 +143,12 @@ class DatasetFeed(Feed):
         return self._iterator_again
 
     def iterator_of(self, batches: Sequence[Any]) -> Any:
-        """Returns an iterator of the given batches, of the same type as the one in use.
-
-        Args:
-            batches: global batches of this feed.
-        """
+        """Returns an iterator of the given global batches, of the same type as the one in use."""
         # This reads nothing, and gives the Dataset the form of all batches.
-        given = self._dataset.take(0)
+        dataset = self._dataset.take(0)
         for batch in batches:
-            given = given.concatenate(tf.data.Dataset.from_tensors(batch))
-        return iter(pipeline.read_ahead(given))
+            dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
+        return iter(pipeline.read_ahead(dataset))
 
     def __next__(self) -> Any:
         if self._again:
@@ -177,15 +169,15 @@ class DatasetFeed(Feed):
             self._without_end.on_epoch_end()
             self._without_end.on_epoch_begin()
 
-    def end_pass(self, whole: bool = False) -> None:
+    def end_pass(self, complete: bool = False) -> None:
         self._passes += 1
         self._adapter.on_epoch_end()
         self._iterator, self._given, self._again, self._has_ended = None, 0, [], False
-        if whole and self.is_dataset and self.data.steps is not None:
+        if complete and self.is_dataset and self.data.steps is not None:
             # Keras makes an iterator at the end of a pass of known length.
-            made = iter(self._batches)
+            following = iter(self._batches)
             if self._next_is_made:
-                self._iterator = made
+                self._iterator = following
             else:
                 self._unread += 1
 
@@ -194,26 +186,21 @@ class DatasetFeed(Feed):
         state = {"passes": self._passes, "unread": self._unread, "has_ended": has_ended}
         if has_ended or self._iterator is None or self._again or not self._saves_position:
             return state
-        found = position_of(self._iterator)
+        position = position_of(self._iterator)
         # To find out that a position is too large takes long, so it is tried once only.
-        self._saves_position = found is not None
-        if found is None or not is_whole(found, self._batches):
+        self._saves_position = position is not None
+        if position is None or not is_complete(position, self._batches):
             return state
-        return state | {"form": form_of(self._batches), "iterator": found, "batches": batches}
+        return state | {"form": form_of(self._batches), "iterator": position, "batches": batches}
 
     def set_state(self, state: State) -> None:
         self._has_ended = state.get("has_ended", False)
-        fits = state.get("iterator") is not None and state.get("form") == form_of(self._batches)
-        if fits and not self._has_ended and has_known_names(state["iterator"]):
+        position = None if self._has_ended else state.get("iterator")
+        if position is not None and state.get("form") == form_of(self._batches):
+            self._iterator = iterator_at(position, self._batches)
+        if self._iterator is not None:
             self._passes, self._unread = state["passes"], state.get("unread", 0)
-            self._given, self._iterator = state["batches"], iter(self._batches)
-            if not set_position(self._iterator, state["iterator"]):
-                # The iterator that was tried has drawn a seed of each shuffle, so the pass cannot
-                # be read again instead.
-                raise ResumeError(
-                    "TensorFlow does not take the position in the data of the newest checkpoint. "
-                    "Remove that file: the run goes on from the checkpoint before it."
-                )
+            self._given = state["batches"]
             return
         for number in range(state["passes"]):
             self._passes += 1
@@ -232,8 +219,15 @@ class DatasetFeed(Feed):
             for _ in iterator:
                 pass
 
-    def find_fault(self) -> str | None:
-        return fault_of(self._x)
+    def find_fault(self, *, in_files: bool = False) -> Exception | None:
+        fault = fault_of(self._x) if in_files else None
+        if fault is None:
+            return None
+        error: DataError = DataError(
+            f"{fault}. Repair or remove it. A GZIP file is read as a stream, from which no record "
+            "is left out: gunzip the files for --skip_bad_records."
+        )
+        return error
 
     def close(self) -> None:
         pass
@@ -266,9 +260,9 @@ class PyDatasetFeed(DatasetFeed):
         rest = self._batches.take(len(self._in_order) - skipped) if skipped else self._batches
         self._iterator = iter(rest)
 
-    def end_pass(self, whole: bool = False) -> None:
-        super().end_pass(whole)
-        if whole:
+    def end_pass(self, complete: bool = False) -> None:
+        super().end_pass(complete)
+        if complete:
             self._is_used = self._in_order.begin_at > 0
 
     def set_state(self, state: State) -> None:

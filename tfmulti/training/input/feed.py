@@ -38,10 +38,10 @@ class SourceFeed(Feed):
     """The feed of a source with random access.
 
     Args:
-        source: the examples.
-        plan: the order of the examples.
+        source: the examples, which are the attribute `examples`.
+        plan: the order of the examples, an attribute, too.
         placement: this process' place among the workers.
-        reading: how the examples are read.
+        reading: how the examples are read, an attribute, too.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class SourceFeed(Feed):
         placement: Placement,
         reading: ReadOptions = DEFAULT,
     ) -> None:
-        self._source, self._plan, self._placement = source, plan, placement
-        self._reading = reading
+        self.examples, self.plan, self.reading = source, plan, reading
+        self._placement = placement
         self.data = DataDescription(
             specs=specs_of(source.specs, plan.global_batch_size),
             steps=plan.steps_per_epoch,
@@ -61,57 +61,36 @@ class SourceFeed(Feed):
             sizes={"examples": plan.examples, "global_batch_size": plan.global_batch_size},
             digest=source.digest,
         )
-        self._stream: Prefetcher | None = None
-        self._taken: Any = None
+        self._prefetcher: Prefetcher | None = None
+        self._queue: Any = None
         self._is_at_start = False
-
-    @property
-    def examples(self) -> Source:
-        """The examples."""
-        return self._source
-
-    @property
-    def plan(self) -> BatchPlan:
-        """The order of the examples."""
-        return self._plan
-
-    @property
-    def reading(self) -> ReadOptions:
-        """How the examples are read."""
-        return self._reading
 
     def again(self) -> SourceFeed:
         """Returns a new feed of the same batches."""
-        return SourceFeed(self._source, self._plan, self._placement, self._reading)
+        return SourceFeed(self.examples, self.plan, self._placement, self.reading)
 
     def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
-        if self._stream is None or first_step or not self._is_at_start:
+        if self._prefetcher is None or first_step or not self._is_at_start:
             self.close()
-            self._stream = prefetcher_of(
-                self._source, self._plan, self._placement, first_step, self._reading
+            self._prefetcher = prefetcher_of(
+                self.examples, self.plan, self._placement, first_step, self.reading
             )
-            self._taken = self._stream.shards
+            self._queue = self._prefetcher.queue
             if self._placement.gpus:
-                self._taken = Ahead(self._stream.shards, self._placement.gpus)
+                self._queue = Ahead(self._queue, self._placement.gpus)
         self._is_at_start = False
 
     def source(self, steps: int) -> Any:
-        return self._taken
+        return self._queue
 
     def __next__(self) -> Any:
-        assert self._stream is not None
-        return self._stream.shards.take()
+        assert self._prefetcher is not None
+        return self._prefetcher.queue.take()
 
-    def begin_call(self) -> None:
-        pass
-
-    def end_epoch(self) -> None:
-        pass
-
-    def end_pass(self, whole: bool = False) -> None:
+    def end_pass(self, complete: bool = False) -> None:
         # Without a shuffle the next pass has the same order. The batches that were read ahead are
         # then its first ones.
-        self._is_at_start = whole and self._plan.seed is None and self.error is None
+        self._is_at_start = complete and self.plan.seed is None and self.find_fault() is None
         if not self._is_at_start:
             self.close()
 
@@ -122,18 +101,17 @@ class SourceFeed(Feed):
     def set_state(self, state: State) -> None:
         pass
 
-    @property
-    def error(self) -> Exception | None:
-        return self._stream.error if self._stream else None
+    def find_fault(self, *, in_files: bool = False) -> Exception | None:
+        return self._prefetcher.error if self._prefetcher else None
 
     @property
     def threads(self) -> int | None:
-        return self._stream.threads if self._stream else self._reading.threads
+        return self._prefetcher.threads if self._prefetcher else self.reading.threads
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
 
 
 @dataclass(frozen=True)

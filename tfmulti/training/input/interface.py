@@ -70,11 +70,7 @@ class Feed(Iterator[Any]):
 
     @abstractmethod
     def source(self, steps: int) -> Any:
-        """Returns the queue or iterator from which a compiled execution takes its batches itself.
-
-        Args:
-            steps: the number of batches that the execution takes.
-        """
+        """Returns the queue or iterator from which an execution of `steps` takes its batches."""
 
     @abstractmethod
     def __next__(self) -> Any:
@@ -85,11 +81,11 @@ class Feed(Iterator[Any]):
         """
 
     @abstractmethod
-    def end_pass(self, whole: bool = False) -> None:
+    def end_pass(self, complete: bool = False) -> None:
         """Ends the pass.
 
         Args:
-            whole: whether the steps have taken each batch of the pass and were not stopped.
+            complete: whether the steps have taken each batch of the pass and were not stopped.
         """
 
     @abstractmethod
@@ -113,30 +109,28 @@ class Feed(Iterator[Any]):
         """
 
     @abstractmethod
-    def begin_call(self) -> None:
-        """Tells the data that `fit` or an evaluation begins, as Keras does, by `on_epoch_end`."""
-
-    @abstractmethod
-    def end_epoch(self) -> None:
-        """Tells the data that an epoch has ended and that the pass goes on."""
-
-    @abstractmethod
     def close(self) -> None:
         """Ends the threads of the feed. A closed feed may begin another pass."""
 
-    @property
-    def error(self) -> Exception | None:
-        """The reason why the data cannot be read on, or None."""
-        return None
+    def begin_call(self) -> None:
+        """Tells a PyDataset that `fit` or an evaluation begins, as Keras does by `on_epoch_end`."""
 
-    def find_fault(self) -> str | None:
-        """Returns which record cannot be read and why, or None if the files do not tell it."""
-        return None
+    def end_epoch(self) -> None:
+        """Tells a PyDataset without end that an epoch has ended while its pass goes on."""
 
     @property
     def threads(self) -> int | None:
         """The number of threads that read examples, or None if it is not known.
 
         0 says that the thread that feeds the steps reads them.
+        """
+        return None
+
+    def find_fault(self, *, in_files: bool = False) -> Exception | None:
+        """Returns the error that tells why the data cannot be read on, or None.
+
+        Args:
+            in_files: whether to look for the bad record in the files. They are read again for that,
+                so an error of TensorFlow must point at them first.
         """
         return None

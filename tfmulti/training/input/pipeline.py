@@ -45,9 +45,7 @@ def read_ahead(dataset: tf.data.Dataset, batches: int = PREFETCH_STEPS) -> tf.da
 def from_batch(batch: Any, placement: Placement) -> WorkerBatch:
     """Returns this worker's `WorkerBatch` of one global batch.
 
-    Args:
-        batch: a nest of tensors, dense, ragged or sparse, with the rows on the first axis.
-        placement: this process' place among the workers.
+    The batch is a nest of tensors, dense, ragged or sparse, with the rows on the first axis.
     """
     # Without this dependency another operation would fail first, with a message of its own.
     with tf.control_dependencies(_checks(batch)):
@@ -119,12 +117,12 @@ def _digest(batch: Any) -> tf.Tensor:
     It is a hash of the number of rows, of the first and the last row, and of the lengths of texts.
     That is cheap, and a shuffle without a seed changes it.
     """
-    words = []
+    sums = []
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string:
             ends = tf.concat([leaf[:1], leaf[-1:]], 0)
-            words.append(tf.reduce_sum(tf.cast(ends, tf.float64)))
+            sums.append(tf.reduce_sum(tf.cast(ends, tf.float64)))
         elif isinstance(leaf, tf.Tensor):
-            words.append(tf.reduce_sum(tf.cast(tf.strings.length(leaf), tf.float64)))
-    text = tf.strings.as_string(tf.stack([tf.cast(_rows(batch), tf.float64), *words]))
+            sums.append(tf.reduce_sum(tf.cast(tf.strings.length(leaf), tf.float64)))
+    text = tf.strings.as_string(tf.stack([tf.cast(_rows(batch), tf.float64), *sums]))
     return tf.cast(tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), 1 << 24), tf.int32)

@@ -1,9 +1,20 @@
-"""Saves the position of a `tf.data` iterator, and sets another iterator of the Dataset to it.
+"""Saves the position of a `tf.data` iterator, and makes another iterator of the Dataset there.
 
-The position is what `tf.train.Checkpoint` writes of the iterator. TensorFlow writes only the parts
-that exist at that time. A shuffle that has given its last row does not exist any more, so the state
-of its random generator is missing. The order of the next pass is drawn from that state. So a
-position is whole only if it has the states of all parts that draw random numbers.
+The position is what `tf.train.Checkpoint` writes of the iterator
+(https://www.tensorflow.org/guide/data#iterator_checkpointing). There are two ways to resume:
+
+1. The position is complete: the iterator goes on there at once (`position_of`, `iterator_at`).
+2. Otherwise the pass is read again from its start, with the iterators of all earlier passes made
+   again before it.
+
+A position is complete if it has the states of all parts that draw random numbers. TensorFlow writes
+only the parts that exist at that time. A shuffle that has given its last row does not exist any
+more, so the state of its random generator is missing. The order of the next pass is drawn from that
+state (`is_complete`).
+
+For the second way, making the earlier iterators draws the same orders again. In some Datasets
+reading draws them, so the batches of the earlier passes are read, too (`must_be_read`). Without
+this distinction each resumed run would have to read all earlier passes.
 
 A part is a Dataset from which another Dataset was made, such as the one below a `repeat`. A part
 "draws" if it is a shuffle or gives random numbers.
@@ -19,6 +30,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmulti.errors import ResumeError
 from tfmulti.keras_patches.datasets import kind_of, parts_of
 
 # The limit of 64 MiB: a larger position, as of a long shuffle buffer, would make a checkpoint take
@@ -30,6 +42,9 @@ Position = dict[str, np.ndarray]
 
 # The names of TensorFlow's files for `tf.train.Checkpoint.write("position")`.
 _FILE = re.compile(r"position\.(index|data-\d{5}-of-\d{5})")
+
+# TensorFlow raises these errors for an iterator that it cannot save, or a file that it cannot read.
+_ERRORS = (tf.errors.OpError, ValueError, TypeError)
 
 # Of each part that draws, TensorFlow saves the state of the random generator under this name. The
 # bytes before it are of the message `VariantTensorDataProto`, so no text of the data is counted.
@@ -52,31 +67,24 @@ def must_be_read(dataset: tf.data.Dataset) -> bool:
     That is so if a part that draws is below a cache, a repeat or another shuffle, or in a Dataset
     that is made from several Datasets by any operation but a zip. Otherwise making the earlier
     iterators is enough to get the same order again.
-
-    Args:
-        dataset: the Dataset.
     """
     kind, parts = kind_of(dataset), parts_of(dataset)
     if kind in _DRAWN_LATER or (len(parts) > 1 and kind != _AT_ONCE):
-        return any(map(_drawing, parts))
+        return any(map(_count_drawing, parts))
     return any(map(must_be_read, parts))
 
 
 def reads_ahead(dataset: tf.data.Dataset) -> bool:
-    """Returns whether the last operation of a Dataset reads ahead of the steps by itself.
-
-    Args:
-        dataset: the Dataset.
-    """
+    """Returns whether the last operation of a Dataset reads ahead of the steps by itself."""
     kind = kind_of(dataset)
     if kind == "_OptionsDataset":
         return all(map(reads_ahead, parts_of(dataset)))
     return kind == "_PrefetchDataset" or kind.startswith("_Parallel")
 
 
-def _drawing(dataset: tf.data.Dataset) -> int:
+def _count_drawing(dataset: tf.data.Dataset) -> int:
     """Returns how many parts of a Dataset draw, itself included."""
-    below = sum(map(_drawing, parts_of(dataset)))
+    below = sum(map(_count_drawing, parts_of(dataset)))
     return below + (kind_of(dataset) in _DRAWING)
 
 
@@ -85,9 +93,6 @@ def form_of(dataset: tf.data.Dataset) -> str:
 
     The text has TensorFlow's version, the form of the elements, and the kinds of all parts. It is
     compared first, because trying a position takes an iterator, and with it a seed of each shuffle.
-
-    Args:
-        dataset: the Dataset.
     """
 
     def kinds(part: tf.data.Dataset) -> list[Any]:
@@ -96,31 +101,23 @@ def form_of(dataset: tf.data.Dataset) -> str:
     return f"{tf.__version__} {dataset.element_spec} {kinds(dataset)}"
 
 
-def is_whole(position: Position, dataset: tf.data.Dataset) -> bool:
-    """Returns whether a position has the random states of all parts of its Dataset that draw.
-
-    Args:
-        position: what `position_of` returned.
-        dataset: the Dataset of the iterator.
-    """
+def is_complete(position: Position, dataset: tf.data.Dataset) -> bool:
+    """Returns whether a position has the random states of all parts of its Dataset that draw."""
     states = (_RANDOM_STATE.findall(content.tobytes()) for content in position.values())
-    return sum(map(len, states)) == _drawing(dataset)
+    return sum(map(len, states)) == _count_drawing(dataset)
 
 
 def position_of(iterator: Any) -> Position | None:
-    """Returns the position of an iterator with the content of its buffers, or None.
+    """Returns the position of a Dataset's iterator, with the content of its buffers, or None.
 
     It is None if the position has more than `MOST_BYTES`, or if TensorFlow cannot save it. That is
     so for a generator and for random numbers without a seed. The data must then be read again up to
     the position.
-
-    Args:
-        iterator: an iterator of a `tf.data.Dataset`.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
             tf.train.Checkpoint(iterator=iterator).write(f"{folder}/position")
-        except (tf.errors.OpError, ValueError, TypeError):
+        except _ERRORS:
             return None
         files = sorted(Path(folder).iterdir())
         if sum(file.stat().st_size for file in files) > MOST_BYTES:
@@ -128,32 +125,32 @@ def position_of(iterator: Any) -> Position | None:
         return {file.name: np.frombuffer(file.read_bytes(), np.uint8) for file in files}
 
 
-def has_known_names(position: Position) -> bool:
-    """Returns whether all files of a position have names that TensorFlow gives.
+def iterator_at(position: Position, dataset: tf.data.Dataset) -> Any:
+    """Returns an iterator of a Dataset at a position, or None if the position cannot be one.
 
-    A position comes from a checkpoint, so its names must not be used as paths unchecked.
-
-    Args:
-        position: the position.
-    """
-    return all(_FILE.fullmatch(name) for name in position)
-
-
-def set_position(iterator: Any, position: Position) -> bool:
-    """Sets an iterator to a position, and returns whether TensorFlow has accepted it.
+    The names of the files come from a checkpoint. They are checked first, so none of them is used
+    as a path to another folder.
 
     Args:
-        iterator: an iterator of the same Dataset, or of one that is made alike.
-        position: what `position_of` returned.
+        position: what `position_of` returned for an iterator of a Dataset of the same form.
+        dataset: the Dataset.
+
+    Raises:
+        ResumeError: TensorFlow does not accept the position. The iterator that was tried has drawn
+            a seed of each shuffle, so the pass cannot be read again instead.
     """
-    if not has_known_names(position):
-        return False
+    if not position or not all(_FILE.fullmatch(name) for name in position):
+        return None
+    iterator = iter(dataset)
     with tempfile.TemporaryDirectory() as folder:
         for name, content in position.items():
             Path(folder, name).write_bytes(content.tobytes())
         try:
-            found = tf.train.Checkpoint(iterator=iterator).read(f"{folder}/position")
-            found.assert_existing_objects_matched()
-        except (tf.errors.OpError, ValueError, TypeError, AssertionError):
-            return False
-    return True
+            status = tf.train.Checkpoint(iterator=iterator).read(f"{folder}/position")
+            status.assert_existing_objects_matched()
+        except (*_ERRORS, AssertionError):
+            raise ResumeError(
+                "TensorFlow does not take the position in the data of the newest checkpoint. "
+                "Remove that file: the run goes on from the checkpoint before it."
+            ) from None
+    return iterator

@@ -77,27 +77,27 @@ class Prefetcher(ABC):
         queue: TensorFlow's queue.
 
     Attributes:
-        shards: the `BatchQueue` or `IndexQueue` from which the step takes the batches.
+        queue: the `BatchQueue` or `IndexQueue` from which the step takes the batches.
         error: the reason why the data cannot be read on, or None.
         lost: one sentence for each example that could not be read and was left out.
         is_closed: whether `close` was called.
     """
 
-    shards: Any
+    queue: Any
 
     def __init__(self, queue: tf.queue.QueueBase) -> None:
         self.error: Exception | None = None
         self.lost: set[str] = set()
         self.is_closed = False
-        self._queue = queue
+        self._tf_queue = queue
         self._reader: Loader | None = None
 
-    def _start(self, filled: Iterator[Any]) -> None:
+    def _start(self, elements: Iterator[Any]) -> None:
         """Starts the thread that puts the given elements into the queue."""
         # The thread has only a weak reference, so that a prefetcher that nobody uses is collected.
         self._thread = threading.Thread(
             target=_fill,
-            args=(weakref.ref(self), filled, self._queue),
+            args=(weakref.ref(self), elements, self._tf_queue),
             name="tfmulti-feeder",
             daemon=True,
         )
@@ -116,12 +116,12 @@ class Prefetcher(ABC):
             tf.errors.OutOfRangeError: the prefetcher was closed.
         """
         try:
-            found: WorkerBatch = self.shards.take()
+            batch: WorkerBatch = self.queue.take()
         except tf.errors.OutOfRangeError:
             if self.error is not None:
                 raise self.error from None
             raise
-        return found
+        return batch
 
     def close(self) -> None:
         """Ends the threads, and drops the batches in the queue."""
@@ -134,8 +134,8 @@ class Prefetcher(ABC):
             if self._thread is not threading.current_thread():
                 self._wait_for_thread()
             # The thread has closed the queue itself if the data could not be read on.
-            if not self._queue.is_closed():
-                self._queue.close()
+            if not self._tf_queue.is_closed():
+                self._tf_queue.close()
 
     def _wait_for_thread(self) -> None:
         """Takes from the queue until the thread that fills it has seen `is_closed` and ended.
@@ -144,8 +144,8 @@ class Prefetcher(ABC):
         that as an error.
         """
         while self._thread.is_alive():
-            if self._queue.size():
-                self._queue.dequeue()
+            if self._tf_queue.size():
+                self._tf_queue.dequeue()
             else:
                 self._thread.join(0.001)
 
@@ -177,14 +177,14 @@ class RowPrefetcher(Prefetcher):
         first_step: int = 0,
         reading: ReadOptions = DEFAULT,
     ) -> None:
-        alike = plan.is_even and not reading.skip_bad_records
-        form = specs_of(source.specs, _known_rows(placement, plan.global_batch_size, alike))
+        are_even = plan.is_even and not reading.skips_bad
+        form = specs_of(source.specs, _known_rows(placement, plan.global_batch_size, are_even))
         types = [spec.dtype for spec in leaves_of(form)] * placement.local_replicas
         with tf.device("CPU:0"):
             super().__init__(tf.queue.FIFOQueue(PREFETCH_STEPS, [*types, tf.int64]))
-        self.shards: BatchQueue = queue_of(self._queue, form, placement.local_replicas)
+        self.queue: BatchQueue = queue_of(self._tf_queue, form, placement.local_replicas)
         reader = self._reader = Loader(source, plan, placement, reading)
-        self._start(_components(weakref.ref(self), reader, first_step))
+        self._start(_rows_read(weakref.ref(self), reader, first_step))
 
     @property
     def threads(self) -> int | None:
@@ -218,10 +218,10 @@ class IndexPrefetcher(Prefetcher):
             shapes = [[local, most], [3 * local + 1]]
             super().__init__(tf.queue.FIFOQueue(2 * at_a_time, [tf.int64, tf.int64], shapes))
         known = _known_rows(placement, plan.global_batch_size, plan.is_even)
-        self.shards: IndexQueue = index_queue_of(
-            self._queue, data, specs_of(arrays.specs, known), local
+        self.queue: IndexQueue = index_queue_of(
+            self._tf_queue, data, specs_of(arrays.specs, known), local
         )
-        self._start(_numbers(arrays, plan, placement, first_step, at_a_time))
+        self._start(_indices(arrays, plan, placement, first_step, at_a_time))
 
 
 def _copied(array: np.ndarray) -> tf.Tensor:
@@ -233,88 +233,88 @@ def _copied(array: np.ndarray) -> tf.Tensor:
     return as_tensor(copy)
 
 
-def _known_rows(placement: Placement, rows: int, alike: bool) -> int | None:
+def _known_rows(placement: Placement, rows: int, are_even: bool) -> int | None:
     """Returns the number of rows of each batch, or None if a traced step must not know it.
 
-    With one replica it is known if all batches are `alike`. With several it stays unknown: an axis
-    of known size is then no axis of rows (`randomness`).
+    With one replica it is known if all batches have as many rows. With several it stays unknown: an
+    axis of known size is then no axis of rows (`randomness`).
     """
-    return rows if alike and placement.replicas == 1 else None
+    return rows if are_even and placement.replicas == 1 else None
 
 
 def _fill(
-    stream: weakref.ref[Prefetcher], filled: Iterator[Any], queue: tf.queue.QueueBase
+    reference: weakref.ref[Prefetcher], elements: Iterator[Any], queue: tf.queue.QueueBase
 ) -> None:
     """Puts elements into the queue until the prefetcher is closed; runs in the thread."""
-    with contextlib.closing(filled):  # type: ignore[type-var]
+    with contextlib.closing(elements):  # type: ignore[type-var]
         try:
-            for components, several in filled:
+            for components, several in elements:
                 (queue.enqueue_many if several else queue.enqueue)(components)
-                holder = stream()
-                if holder is None or holder.is_closed:
+                prefetcher = reference()
+                if prefetcher is None or prefetcher.is_closed:
                     return
-                del holder
+                del prefetcher
         except (tf.errors.CancelledError, CancelledError):
             # The prefetcher was closed.
             pass
         except Exception as error:
-            holder = stream()
+            prefetcher = reference()
             # Reading that is stopped halfway may raise an error, too.
-            if holder is None or holder.is_closed:
+            if prefetcher is None or prefetcher.is_closed:
                 return
-            holder.error = error
+            prefetcher.error = error
             # The step still gets the batches in the queue. After these it finds that there are no
             # more.
             queue.close()
 
 
-def _components(
-    stream: weakref.ref[RowPrefetcher], reader: Loader, first_step: int
+def _rows_read(
+    reference: weakref.ref[RowPrefetcher], reader: Loader, first_step: int
 ) -> Iterator[Any]:
     """Yields one element of a `BatchQueue` at a time, and False: it is one element."""
     with contextlib.closing(reader.batches(first_step)) as batches:
         for batch in batches:
             if reader.skips_bad:
-                _say_lost(stream(), batch)
+                _print_lost(reference(), batch)
             else:
-                _note_error(stream(), batch, reader.next_step)
+                _note_error(reference(), batch, reader.next_step)
             tensors = [as_tensor(leaf) for data in batch.data for leaf in leaves_of(data)]
             counts = [*batch.own_rows, *batch.first_rows, batch.rows, len(batch.lost)]
             yield [*tensors, tf.constant(counts, tf.int64)], False
 
 
-def _numbers(
+def _indices(
     arrays: Arrays, plan: BatchPlan, placement: Placement, step: int, at_a_time: int
 ) -> Iterator[Any]:
     """Yields `at_a_time` elements of an `IndexQueue` at a time, and True: they are several."""
     local, replicas = placement.local_replicas, placement.replicas
     most = -(-plan.global_batch_size // replicas)
     while True:
-        numbers = np.zeros((at_a_time, local, most), np.int64)
+        indices = np.zeros((at_a_time, local, most), np.int64)
         counts = np.zeros((at_a_time, 3 * local + 1), np.int64)
         for i in range(at_a_time):
             part = plan.part(step + i, placement.first_replica, local, replicas)
             examples = arrays.rows_of(plan.examples_of(part))
             for k, (first, last, counted) in enumerate(part.slices):
-                numbers[i, k, : last - first] = examples[first - part.begin : last - part.begin]
+                indices[i, k, : last - first] = examples[first - part.begin : last - part.begin]
                 counts[i, k::local][:3] = last - first, (last - first) * counted, first
             counts[i, -1] = part.rows
         step += at_a_time
-        yield [numbers, counts], True
+        yield [indices, counts], True
 
 
-def _say_lost(stream: RowPrefetcher | None, batch: Batch) -> None:
+def _print_lost(prefetcher: RowPrefetcher | None, batch: Batch) -> None:
     """Prints once for each example that it was left out."""
-    for words in batch.lost:
-        if stream is not None and words not in stream.lost:
-            stream.lost.add(words)
-            left_out(words)
+    for message in batch.lost:
+        if prefetcher is not None and message not in prefetcher.lost:
+            prefetcher.lost.add(message)
+            left_out(message)
 
 
-def _note_error(stream: RowPrefetcher | None, batch: Batch, next_step: str) -> None:
+def _note_error(prefetcher: RowPrefetcher | None, batch: Batch, next_step: str) -> None:
     """Notes the first example that cannot be read as the error; the step tells other workers."""
-    if batch.lost and stream is not None and stream.error is None:
-        stream.error = DataError(f"{batch.lost[0]} {next_step}")
+    if batch.lost and prefetcher is not None and prefetcher.error is None:
+        prefetcher.error = DataError(f"{batch.lost[0]} {next_step}")
 
 
 def as_tensor(array: Any) -> tf.Tensor:
@@ -324,8 +324,8 @@ def as_tensor(array: Any) -> tf.Tensor:
         array: a NumPy array, or anything else that TensorFlow converts. Nothing may write to it
             afterwards.
     """
-    plain = isinstance(array, np.ndarray) and array.dtype.kind in "iuf" and array.size
-    if plain and array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous:
+    is_numeric = isinstance(array, np.ndarray) and array.dtype.kind in "iuf" and array.size
+    if is_numeric and array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     with tf.device("CPU:0"):
         return tf.convert_to_tensor(array)

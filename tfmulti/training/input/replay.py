@@ -43,7 +43,7 @@ class Trial:
             sure: whether the iterator is known to have enough batches, so that executions take from
                 the iterator itself.
         """
-        self._given, self.draws = feed, False
+        self._feed, self.draws = feed, False
         self._iterator: Any = None
         self._close: Callable[[], None] = lambda: None
         self._optionals: Sequence[Any] = ()
@@ -64,19 +64,18 @@ class Trial:
     def begin_again(self) -> None:
         """Makes `source` give the batches again, from the first one on."""
         self._close()
-        if isinstance(self._given, SourceFeed):
-            again = self._given.again()
+        if isinstance(self._feed, SourceFeed):
+            again = self._feed.again()
             again.begin_pass()
             self._iterator = again.source(1)
             self._close = again.close
-        elif isinstance(self._given, DatasetFeed) and not self._optionals:
-            self._iterator = self._given.iterator_of(self.batches)
+        elif isinstance(self._feed, DatasetFeed) and not self._optionals:
+            self._iterator = self._feed.iterator_of(self.batches)
 
     def source(self, step: int) -> Any:
-        """Returns what an execution takes its batches from, of the same type as in the training.
+        """Returns what the execution that begins with a step takes its batches from.
 
-        Args:
-            step: the first step of the execution.
+        It has the same type as in the training.
         """
         return self._optionals[step] if self._optionals else self._iterator
 
@@ -90,9 +89,9 @@ def _read_apart(feed: SourceFeed, count: int) -> list[Any]:
     # With one worker and one replica, the rows of that replica are the whole batch.
     reader = Loader(feed.examples, feed.plan, Placement(0, 1, 1), feed.reading)
     with contextlib.closing(reader.batches()) as batches:
-        found = [batch.data[0] for batch in itertools.islice(batches, count)]
+        given = [batch.data[0] for batch in itertools.islice(batches, count)]
 
     def tensor(value: Any, spec: tf.TensorSpec) -> tf.Tensor:
         return tf.constant(value, spec.dtype)
 
-    return [tf.nest.map_structure(tensor, batch, feed.data.specs) for batch in found]
+    return [tf.nest.map_structure(tensor, batch, feed.data.specs) for batch in given]

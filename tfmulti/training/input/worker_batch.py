@@ -52,9 +52,6 @@ class WorkerBatch(NamedTuple):
         """Returns which part of the global batch's rows a local replica has, float64 scalar.
 
         It is 0 if all rows of the global batch were lost.
-
-        Args:
-            local: the index of the replica on this worker.
         """
         return part_of(self.own_rows[local], self.rows)
 
@@ -66,7 +63,7 @@ class WorkerBatch(NamedTuple):
         """
         return self._replace(data=of_any_rows(self.data))
 
-    def share(self, local: int, *, alone: bool, sync_batch_norm: bool) -> ReplicaSlice:
+    def slice_of(self, local: int, *, alone: bool, sync_batch_norm: bool) -> ReplicaSlice:
         """Returns the replica slice of a local replica.
 
         Args:
@@ -92,13 +89,13 @@ def of_any_rows(data: Any) -> Any:
         data: a nest of tensors whose first axis is the rows.
     """
 
-    def loosened(leaf: Any) -> Any:
+    def with_unknown_rows(leaf: Any) -> Any:
         known = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None
         if not known:
             return leaf
         return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 
-    return tf.nest.map_structure(loosened, data)
+    return tf.nest.map_structure(with_unknown_rows, data)
 
 
 class BatchQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
@@ -193,27 +190,22 @@ class Ahead:
     """A queue whose next batch is copied to the replicas' GPUs while a step runs.
 
     Args:
-        outlet: the queue.
+        queue: the queue.
         gpus: the devices of the local replicas.
 
     Attributes:
-        outlet: the queue.
+        queue: the queue.
         gpus: the devices of the local replicas.
         held: the batch that was taken from the queue and copied, or None before the first step.
     """
 
-    def __init__(self, outlet: BatchQueue | IndexQueue, gpus: Sequence[str]) -> None:
-        self.outlet, self.gpus = outlet, gpus
+    def __init__(self, queue: BatchQueue | IndexQueue, gpus: Sequence[str]) -> None:
+        self.queue, self.gpus = queue, gpus
         self.held: WorkerBatch | None = None
 
 
-def on_devices(shards: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
-    """Returns the same batch with each replica's rows on its device; text stays on the host.
-
-    Args:
-        shards: the batch.
-        devices: the devices of the local replicas.
-    """
+def on_devices(batch: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
+    """Returns the same batch with each replica's rows on its device; text stays on the host."""
 
     def copied(tensor: tf.Tensor, device: str) -> tf.Tensor:
         # A GPU cannot hold text.
@@ -224,20 +216,16 @@ def on_devices(shards: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
 
     data = tuple(
         tf.nest.map_structure(lambda t, device=device: copied(t, device), own)
-        for own, device in zip(shards.data, devices, strict=True)
+        for own, device in zip(batch.data, devices, strict=True)
     )
-    return shards._replace(data=data)
+    return batch._replace(data=data)
 
 
-def with_any_rows(shards: WorkerBatch) -> WorkerBatch:
-    """Returns a batch with specs in place of its data, so that it stands for any number of rows.
-
-    Args:
-        shards: any batch of the data.
-    """
-    return shards._replace(
+def with_any_rows(batch: WorkerBatch) -> WorkerBatch:
+    """Returns a batch with specs in place of its data, so that it stands for any number of rows."""
+    return batch._replace(
         data=tf.nest.map_structure(
-            lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), shards.data
+            lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), batch.data
         )
     )
 

@@ -23,7 +23,7 @@ FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
 
 
 @contextlib.contextmanager
-def told_by(feed: Feed) -> Iterator[None]:
+def data_faults_explained(feed: Feed) -> Iterator[None]:
     """Raises, for an error of TensorFlow inside the context, the reason that lies in the data.
 
     Args:
@@ -37,18 +37,19 @@ def told_by(feed: Feed) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        if feed.error is not None:
-            raise feed.error from None
-        if isinstance(error, FAULTS_OF_DATA):
-            _raise_as_data_error(error, feed)
-        raise
+        fault = feed.find_fault() or _fault_behind(error, feed)
+        if fault is None:
+            raise
+        raise fault from None
     except UnicodeDecodeError:
         # TensorFlow's message quotes the bytes of the record, and may not be UTF-8 text.
-        _raise_fault(feed.find_fault())
-        raise
+        fault = feed.find_fault(in_files=True)
+        if fault is None:
+            raise
+        raise fault from None
 
 
-def found_by_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
+def fault_of_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
     """Returns why a worker cannot read the data, alike on all workers.
 
     Every worker calls it: it is a collective. If several workers cannot read on, the one with the
@@ -56,33 +57,29 @@ def found_by_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
 
     Args:
         strategy: the strategy of the run.
-        feed: this worker's feed, which may have no error.
+        feed: this worker's feed, which may have no fault.
     """
-    own = None if feed.error is None else str(feed.error).encode()
-    reasons = [words for words in gather_bytes(strategy, own) if words is not None]
-    error: DataError = DataError(reasons[0].decode())
+    own = feed.find_fault()
+    messages = gather_bytes(strategy, None if own is None else str(own).encode())
+    first = next(message for message in messages if message is not None)
+    error: DataError = DataError(first.decode())
     return error
 
 
-def _raise_as_data_error(error: tf.errors.OpError, feed: Feed) -> None:
-    """Raises DataError if an error's text tells that the data is wrong; returns otherwise."""
-    if DIFFERENT_ROWS in error.message:
-        raise DataError(different_rows()) from None
-    first = error.message.partition("\n")[0]
-    reason = re.sub(r"^.*Iterator::\S+ |\{\{.*?\}\}", "", first).strip(" .")
+def _fault_behind(error: tf.errors.OpError, feed: Feed) -> Exception | None:
+    """Returns the fault of the data that an error of a step tells of, or None."""
+    if not isinstance(error, FAULTS_OF_DATA):
+        return None
     is_damaged = isinstance(error, tf.errors.DataLossError)
-    found = feed.find_fault() if is_damaged or f"{SCOPE}/" in error.message else None
-    _raise_fault(found)
-    if is_damaged:
-        raise DataError(
-            f"a file of the data is damaged: {reason}. Find it, and copy it anew."
-        ) from None
-
-
-def _raise_fault(found: str | None) -> None:
-    """Raises DataError if a fault was found in the files of a stream; returns otherwise."""
-    if found is not None:
-        raise DataError(
-            f"{found}. Repair or remove it. A GZIP file is read as a stream, from which no record "
-            "is left out: gunzip the files for --skip_bad_records."
-        ) from None
+    if DIFFERENT_ROWS in error.message:
+        message = different_rows()
+    else:
+        in_files = is_damaged or f"{SCOPE}/" in error.message
+        found = feed.find_fault(in_files=True) if in_files else None
+        if found is not None or not is_damaged:
+            return found
+        first_line = error.message.partition("\n")[0]
+        reason = re.sub(r"^.*Iterator::\S+ |\{\{.*?\}\}", "", first_line).strip(" .")
+        message = f"a file of the data is damaged: {reason}. Find it, and copy it anew."
+    fault: Exception = DataError(message)
+    return fault

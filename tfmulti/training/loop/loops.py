@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -21,21 +20,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.config.console import speaker
-from tfmulti.config.reading import ReadOptions
-from tfmulti.distribution.agreement import gather, gather_bytes
+from tfmulti.config.troubleshooting import documented
+from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.model_structure import initial_epoch_of
-from tfmulti.keras_patches.random_numbers import global_seed
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
-from tfmulti.training.input.dataset_feed import PyDatasetFeed
 from tfmulti.training.input.interface import Feed
-from tfmulti.training.input.shuffle import Shuffle
-from tfmulti.training.loop import stop_votes
-from tfmulti.training.loop.data_faults import found_by_any, told_by
+from tfmulti.training.loop.data_faults import data_faults_explained, fault_of_any
 from tfmulti.training.loop.step_clock import StepClock
+from tfmulti.training.loop.stop_votes import Votes
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.step_result import StepResult
@@ -58,8 +53,8 @@ class Training:
         validation_steps: the steps of a validation; None takes each batch once.
         validation_freq: the number of epochs from one validation to the next, or a list of the
             epochs that end with one, counted from 1.
-        keeper: makes the checkpoints, or None.
-        pace: the number of steps of each execution.
+        manager: makes the checkpoints, or None.
+        steps_per_execution: the number of steps of each execution.
     """
 
     feed: Feed
@@ -70,8 +65,8 @@ class Training:
     validation: Feed | None = None
     validation_steps: int | None = None
     validation_freq: Any = 1
-    keeper: CheckpointManager | None = None
-    pace: StepsPerExecution = field(default_factory=lambda: StepsPerExecution(1))
+    manager: CheckpointManager | None = None
+    steps_per_execution: StepsPerExecution = field(default_factory=lambda: StepsPerExecution(1))
 
     @property
     def steps(self) -> int | None:
@@ -83,17 +78,26 @@ class Training:
         """The steps of one pass if the iterator goes on over all epochs, or None."""
         return self.feed.data.steps if self.feed.data.endless else None
 
-    def is_over(self, at: Progress) -> bool:
-        """Returns whether the next epoch begins a new pass of the data.
+    def first_step(self, progress: Progress) -> int:
+        """Returns the next step, counted over all epochs."""
+        return progress.epoch * (self.steps or 0) + progress.step
 
-        Args:
-            at: the position at the end of an epoch.
-        """
+    def steps_left(self, progress: Progress) -> int:
+        """Returns the steps until the end of `fit`, or a number below 1 if it is unknown."""
+        return (self.epochs - progress.epoch) * (self.steps or 0) - progress.step
+
+    def has_all_batches(self, progress: Progress) -> bool:
+        """Returns whether the iterator in use is known to have all batches left of the epoch."""
+        rest = None if self.steps is None else self.steps - progress.step
+        return self.feed.data.holds(None if rest is None else progress.batches + rest)
+
+    def is_over(self, progress: Progress) -> bool:
+        """Returns whether the next epoch begins a new pass of the data."""
         data = self.feed.data
         if data.endless:
             return False
-        whole = data.steps is not None and at.batches >= data.steps
-        return self.steps_per_epoch is None or whole
+        is_complete = data.steps is not None and progress.batches >= data.steps
+        return self.steps_per_epoch is None or is_complete
 
     def validates(self, epoch: int) -> bool:
         """Returns whether an epoch ends with a validation.
@@ -119,43 +123,43 @@ def train(model: keras.Model, training: Training) -> Logs:
     Raises:
         DataError: the data cannot be read, has no batches, or differs between workers.
     """
-    callbacks, state, keeper = training.callbacks, state_of(model), training.keeper
-    resumed = keeper.start() if keeper else None
-    at = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
-    logs, is_open = dict(at.logs), False
+    callbacks, state, manager = training.callbacks, state_of(model), training.manager
+    resumed = manager.start() if manager else None
+    progress = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
+    logs, is_open = dict(progress.logs), False
     heartbeat().begin()
     trained, clock = False, StepClock()
-    has_ended = at.epoch >= training.epochs
-    if keeper is not None and resumed and (not at.step or has_ended):
-        keeper.restore(has_ended=has_ended)
-    while at.epoch < training.epochs and not at.is_over:
-        if at.step:
-            callbacks.on_epoch_begin(at.epoch)
-            assert keeper is not None
+    has_ended = progress.epoch >= training.epochs
+    if manager is not None and resumed and (not progress.step or has_ended):
+        manager.restore(has_ended=has_ended)
+    while progress.epoch < training.epochs and not progress.is_over:
+        if progress.step:
+            callbacks.on_epoch_begin(progress.epoch)
+            assert manager is not None
             # `on_epoch_begin` was called before the checkpoint, too. What it changes, such as a
             # learning rate, is in the checkpoint already, so the state is restored after it.
-            keeper.restore()
+            manager.restore()
         else:
             model.reset_metrics()
-            callbacks.on_epoch_begin(at.epoch)
+            callbacks.on_epoch_begin(progress.epoch)
         if not is_open:
-            training.feed.begin_pass(_first_step(training, at), at.batches)
-            is_open = at.goes_on = True
-        if keeper is not None and resumed:
+            training.feed.begin_pass(training.first_step(progress), progress.batches)
+            is_open = progress.goes_on = True
+        if manager is not None and resumed:
             # Reading the data again may have drawn random numbers, so this comes last.
-            keeper.restore_random_states()
+            manager.restore_random_states()
         resumed, trained = None, True
-        ended, stopped = _epoch(model, training, at, clock)
-        logs = dict(at.logs)
+        ended, stopped = _epoch(model, training, progress, clock)
+        logs = dict(progress.logs)
         # Histories hold whole epochs only.
         if state.run.stopped_by is not None:
             break
-        over = ended or training.is_over(at)
-        validates = training.validates(at.epoch)
-        again = keeper.again_if_stopped(at.batches) if keeper and validates else None
+        over = ended or training.is_over(progress)
+        validates = training.validates(progress.epoch)
+        again = manager.repeated_if_stopped(progress.batches) if manager and validates else None
         with again or contextlib.nullcontext():
             if over:
-                training.feed.end_pass(whole=not stopped)
+                training.feed.end_pass(complete=not stopped)
                 is_open = False
             else:
                 training.feed.end_epoch()
@@ -163,76 +167,60 @@ def train(model: keras.Model, training: Training) -> Logs:
                 logs |= _validated(model, training)
         if state.run.stopped_by is not None:
             break
-        callbacks.on_epoch_end(at.epoch, logs)
-        at.epoch, at.step, at.logs = at.epoch + 1, 0, logs
+        callbacks.on_epoch_end(progress.epoch, logs)
+        progress.epoch, progress.step, progress.logs = progress.epoch + 1, 0, logs
         if over:
-            at.goes_on, at.batches = False, 0
-        wish = bool(model.stop_training)
-        if _stops(model, wish, _votes_of_all(model, wish)):
-            at.is_over = state.run.stopped_by is None
+            progress.goes_on, progress.batches = False, 0
+        votes = votes_of(model, stop=bool(model.stop_training))
+        if _stops(model, votes, _summed(model, votes)):
+            progress.is_over = state.run.stopped_by is None
             break
         # After the last epoch a checkpoint is made in any case.
-        if keeper is not None and at.epoch < training.epochs:
-            keeper.end_epoch(at)
-    if keeper is not None and trained:
-        keeper.keep(at, wait=True)
+        if manager is not None and progress.epoch < training.epochs:
+            manager.end_epoch(progress)
+    if manager is not None and trained:
+        manager.save(progress, wait=True)
     if is_open:
         training.feed.end_pass()
     return logs
 
 
-def _is_whole(feed: Feed, batches: int) -> bool:
+def _is_whole_pass(feed: Feed, batches: int) -> bool:
     """Returns whether a number of batches is known to be a whole pass."""
     return feed.data.steps is not None and batches == feed.data.steps
 
 
 def _validated(model: keras.Model, training: Training) -> Logs:
     """Returns the logs of a validation, with `val_` before their names."""
-    found = model.evaluate(
+    logs = model.evaluate(
         training.validation,
         steps=training.validation_steps,
         callbacks=training.callbacks,
         return_dict=True,
     )
-    return {f"val_{name}": value for name, value in found.items()}
+    return {f"val_{name}": value for name, value in logs.items()}
 
 
-def _is_sure(feed: Feed, count: int | None, at: Progress) -> bool:
-    """Returns whether the iterator in use is known to have all batches left of the epoch."""
-    return feed.data.holds(None if count is None else at.batches + count - at.step)
-
-
-def _lost(model: keras.Model, feed: Feed, outcome: StepResult, before: int) -> int:
+def _lost(model: keras.Model, feed: Feed, result: StepResult, before: int) -> int:
     """Returns how many examples of a pass could not be read so far, alike on all workers.
 
     Raises:
         DataError: these are too many, together with those that were lost when the data was loaded.
-            Without `skip_bad_records` one is too many.
+            If no example may be left out, one is too many.
     """
     reading = state_of(model).reading
-    if not reading.skip_bad_records:
+    if not reading.skips_bad:
         several = placement_of(model.distribute_strategy).workers > 1
         # With one worker the step fails instead, because it gets no batch.
-        if several and int(outcome.lost):
-            raise found_by_any(model.distribute_strategy, feed)
+        if several and int(result.lost):
+            raise fault_of_any(model.distribute_strategy, feed)
         return 0
-    now = int(outcome.lost)
-    state_of(model).run.lost += now
-    lost = before + now
-    if now and lost + reading.lost_at_loading > reading.skip_bad_records:
-        raise DataError(_too_many_lost(lost, reading))
+    more = int(result.lost)
+    state_of(model).run.lost += more
+    lost = before + more
+    if more:
+        reading.check_lost(lost)
     return lost
-
-
-def _too_many_lost(lost: int, reading: ReadOptions) -> str:
-    """Returns the message for too many examples that cannot be read."""
-    loaded = reading.lost_at_loading
-    besides = f" and {loaded} when it was loaded," if loaded else ","
-    return (
-        f"{lost} examples of this pass over the data could not be read{besides} more than "
-        f"--skip_bad_records {reading.skip_bad_records} allows; each was named when it was read. "
-        "Repair the data, or raise --skip_bad_records."
-    )
 
 
 def _source(feed: Feed, steps: int | None) -> Any:
@@ -240,72 +228,69 @@ def _source(feed: Feed, steps: int | None) -> Any:
 
     That is the queue or iterator of the feed for a known number of steps, and one batch otherwise.
     """
-    with told_by(feed):
+    with data_faults_explained(feed):
         return next(feed, None) if steps is None else feed.source(steps)
 
 
-def _steps_left(training: Training, at: Progress) -> int:
-    """Returns the steps until the end of `fit`, or a number below 1 if it is unknown."""
-    return (training.epochs - at.epoch) * (training.steps or 0) - at.step
-
-
-def _first_step(training: Training, at: Progress) -> int:
-    """Returns the next step, counted over all epochs."""
-    return at.epoch * (training.steps or 0) + at.step
-
-
 def _epoch(
-    model: keras.Model, training: Training, at: Progress, clock: StepClock
+    model: keras.Model, training: Training, progress: Progress, clock: StepClock
 ) -> tuple[bool, bool]:
     """Trains the rest of an epoch.
 
     Returns:
         Whether the data has ended, and whether the votes have stopped the training.
     """
-    state, keeper = state_of(model), training.keeper
+    state, manager = state_of(model), training.manager
+    placement = placement_of(model.distribute_strategy)
     clock.begin()
     stops = False
-    sure = _is_sure(training.feed, training.steps, at)
-    pace = training.pace if sure else StepsPerExecution(1)
-    per_pass = training.steps_per_pass if state.reading.skip_bad_records else None
-    before = _first_step(training, at) - at.step
-    for first, last in _executions(training.steps, pace, at.step, per_pass, before):
+    is_long_enough = training.has_all_batches(progress)
+    per_execution = training.steps_per_execution if is_long_enough else StepsPerExecution(1)
+    per_pass = training.steps_per_pass if state.reading.skips_bad else None
+    before = training.first_step(progress) - progress.step
+    for first, last in _executions(training.steps, per_execution, progress.step, per_pass, before):
         if per_pass and (before + first) % per_pass == 0:
-            at.lost = 0
+            progress.lost = 0
         count = last - first + 1
-        take = functools.partial(_source, training.feed, count if sure else None)
+        take = functools.partial(_source, training.feed, count if is_long_enough else None)
         source = clock.waiting(take)
         if source is None:
             _check_data_was_enough(training.steps, first, state.run.steps)
-            at.logs = as_floats(at.logs)
+            progress.logs = as_floats(progress.logs)
             clock.stop(state, training.feed)
             return True, False
         training.callbacks.on_train_batch_begin(first)
-        wish = bool(model.stop_training)
-        due = keeper is not None and keeper.wants(count)
+        votes = votes_of(
+            model,
+            stop=bool(model.stop_training),
+            checkpoint=manager is not None and manager.wants(count),
+            steps=_steps_wanted(model, per_execution),
+        )
         clock.start()
-        with told_by(training.feed):
-            outcome = run(model, model.train_function, source, count, Wishes(wish, due, pace))
+        with data_faults_explained(training.feed):
+            result = run(model, model.train_function, source, count, votes)
+        per_execution.agree(result.votes.agreed_steps(placement.local_replicas))
         state.run.steps += count
-        state.run.examples += int(outcome.rows)
-        clock.add(outcome)
-        pace.add(clock.period_s, clock.inside_s, _steps_left(training, at) - count)
-        at.lost = _lost(model, training.feed, outcome, at.lost)
-        at.step, at.batches, at.logs = last + 1, at.batches + count, outcome.epoch_logs
+        state.run.examples += int(result.rows)
+        clock.add(result)
+        per_execution.add(clock.period_s, clock.inside_s, training.steps_left(progress) - count)
+        progress.lost = _lost(model, training.feed, result, progress.lost)
+        progress.step, progress.batches = last + 1, progress.batches + count
+        progress.logs = result.epoch_logs
         heartbeat().step(state.run.steps)
-        state.compares = stop_votes.compares(outcome.votes)
+        state.compares = result.votes.comparison > 0
         if state.compares:
             state.wants_comparison = False
             clock.stop(state, training.feed)
-        training.callbacks.on_train_batch_end(last, outcome.logs)
-        stops = _stops(model, bool(model.stop_training), outcome.votes)
-        if keeper is not None and stop_votes.wants_checkpoint(outcome.votes):
-            at.logs = as_floats(at.logs)
-            keeper.keep(at)
+        training.callbacks.on_train_batch_end(last, result.logs)
+        stops = _stops(model, votes_of(model, stop=bool(model.stop_training)), result.votes)
+        if manager is not None and result.votes.checkpoint:
+            progress.logs = as_floats(progress.logs)
+            manager.save(progress)
         if stops:
             model.stop_training = True
             break
-    at.logs = as_floats(at.logs)
+    progress.logs = as_floats(progress.logs)
     clock.stop(state, training.feed)
     return False, stops
 
@@ -329,27 +314,27 @@ def evaluate(
     model.reset_metrics()
     logs: Logs = {}
     feed.begin_pass()
-    sure, taken, lost = feed.data.holds(count), 0, 0
+    is_long_enough, taken, lost = feed.data.holds(count), 0, 0
     stops = False
     for first, last in _executions(
-        count, StepsPerExecution(model.steps_per_execution if sure else 1)
+        count, StepsPerExecution(model.steps_per_execution if is_long_enough else 1)
     ):
         steps = last - first + 1
-        source = _source(feed, steps if sure else None)
+        source = _source(feed, steps if is_long_enough else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
         callbacks.on_test_batch_begin(first)
-        wish = bool(model.stop_evaluating)
-        with told_by(feed):
-            outcome = run(model, model.test_function, source, steps, Wishes(wish))
-        logs, taken = outcome.epoch_logs, last + 1
-        lost = _lost(model, feed, outcome, lost)
-        callbacks.on_test_batch_end(last, outcome.logs)
-        stops = _stops(model, bool(model.stop_evaluating), outcome.votes)
+        votes = votes_of(model, stop=bool(model.stop_evaluating))
+        with data_faults_explained(feed):
+            result = run(model, model.test_function, source, steps, votes)
+        logs, taken = result.epoch_logs, last + 1
+        lost = _lost(model, feed, result, lost)
+        callbacks.on_test_batch_end(last, result.logs)
+        stops = _stops(model, votes_of(model, stop=bool(model.stop_evaluating)), result.votes)
         if stops:
             break
-    feed.end_pass(whole=_is_whole(feed, taken) and not stops)
+    feed.end_pass(complete=_is_whole_pass(feed, taken) and not stops)
     logs = as_floats(logs)
     callbacks.on_test_end(logs)
     return logs
@@ -374,47 +359,28 @@ def predict(
     batches = []
     several = placement_of(model.distribute_strategy).workers > 1
     feed.begin_pass()
-    sure = feed.data.holds(count)
+    is_long_enough = feed.data.holds(count)
     for first, last in _executions(count, StepsPerExecution(1)):
-        source = _source(feed, 1 if sure else None)
+        source = _source(feed, 1 if is_long_enough else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
         callbacks.on_predict_batch_begin(first)
-        with told_by(feed):
-            found = model.predict_function(source)
-        if several and int(found.lost):
-            raise found_by_any(model.distribute_strategy, feed)
-        batches.append(found.outputs)
-        callbacks.on_predict_batch_end(last, {"outputs": found.outputs})
+        with data_faults_explained(feed):
+            predicted = model.predict_function(source)
+        if several and int(predicted.lost):
+            raise fault_of_any(model.distribute_strategy, feed)
+        batches.append(predicted.outputs)
+        callbacks.on_predict_batch_end(last, {"outputs": predicted.outputs})
         if model.stop_predicting:
             break
-    feed.end_pass(whole=_is_whole(feed, len(batches)) and not model.stop_predicting)
+    feed.end_pass(complete=_is_whole_pass(feed, len(batches)) and not model.stop_predicting)
     callbacks.on_predict_end()
     return tf.nest.map_structure(concatenated, *batches)
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What a worker votes for with an execution.
-
-    Args:
-        stop: whether it wants to stop.
-        checkpoint: whether it wants a checkpoint after the execution.
-        pace: takes the number of steps of the next execution, on which all workers agree.
-    """
-
-    stop: bool
-    checkpoint: bool = False
-    pace: StepsPerExecution | None = None
-
-
 def run(
-    model: keras.Model,
-    execute: Execution,
-    source: Any,
-    count: int,
-    wishes: Wishes,
+    model: keras.Model, execute: Execution, source: Any, count: int, votes: Votes
 ) -> StepResult:
     """Runs an execution and returns its result. Every worker calls it.
 
@@ -423,34 +389,47 @@ def run(
         execute: the compiled function.
         source: what the execution takes its batches from.
         count: the number of its steps.
-        wishes: what this worker votes for.
+        votes: what this worker votes for.
+
+    Returns:
+        The result, whose `votes` are `Votes` of whole numbers.
 
     Raises:
         DataError: the workers have read different batches. All workers raise it.
     """
     with heartbeat().working(execute):
-        place = placement_of(model.distribute_strategy)
-        steps_wanted = 0
-        # Steps that gather rows run one by one (`Execution`), so several steps in an execution
-        # would gain nothing.
-        pace = wishes.pace
-        if pace is not None and place.is_chief and not state_of(model).traced.gathers:
-            steps_wanted = pace.wish
-        votes = _votes(model, wishes.stop, wishes.checkpoint, steps_wanted)
-        outcome = execute(source, count, votes)
+        result = execute(source, count, votes)
         # Reading the digests waits for the end of the execution.
-        digests = outcome.digests.numpy() if place.workers > 1 else [0]
-    # The votes are read from the device once, for all who use them below.
-    outcome = outcome._replace(votes=np.asarray(outcome.votes).tolist())
-    if pace is not None:
-        pace.agree(stop_votes.agreed_pace(outcome.votes, place.local_replicas))
+        several = placement_of(model.distribute_strategy).workers > 1
+        digests = result.digests.numpy() if several else [0]
     if any(digest != digests[0] for digest in digests):
         raise DataError(
             "the workers read different batches: the data is shuffled without a seed, or is not "
             "the same on all workers. Give shuffle(seed=...), or pass arrays, which tfmulti "
             "shuffles alike everywhere."
         )
-    return outcome
+    # The votes are read from the device once, for all who use them.
+    return result._replace(votes=Votes(*np.asarray(result.votes).tolist()))
+
+
+def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps: int = 0) -> Votes:
+    """Returns this worker's votes, with the signal that it got.
+
+    Args:
+        model: the prepared model.
+        stop: whether this worker wants to stop.
+        checkpoint: whether it wants a checkpoint after the execution.
+        steps: the number of steps that it wants for each execution; 0 wants no change.
+    """
+    state = state_of(model)
+    return Votes(
+        requested=float(stop),
+        sigint=float(state.interrupted == "SIGINT"),
+        sigterm=float(state.interrupted == "SIGTERM"),
+        checkpoint=float(checkpoint),
+        steps=float(steps),
+        comparison=float(state.wants_comparison),
+    )
 
 
 def as_floats(logs: Logs) -> Logs:
@@ -473,72 +452,9 @@ def concatenated(*parts: Any) -> Any:
     return joined.numpy() if isinstance(joined, tf.Tensor) else joined
 
 
-def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
-    """Returns the seeds of the data order, the same on all workers. Every worker calls it.
-
-    The seed is the one that `prepare` was given. Without one, arrays have the order that plain
-    Keras has by the chief's seed of TensorFlow. Other data, and arrays without such a seed, have an
-    order that follows from the state of the chief's global NumPy generator and from how
-    many seeds the model has drawn. The generator keeps its state.
-
-    Args:
-        model: the prepared model.
-        kind: the argument `shuffle` of `fit`.
-    """
-    state = state_of(model)
-    if state.options.seed is not None:
-        return Shuffle(state.options.seed)
-    state.seeds_drawn += 1
-    generator = np.random.RandomState()
-    generator.set_state(np.random.get_state())
-    drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
-    seed = global_seed()
-    # The first worker is the chief.
-    told = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])[0]
-    return Shuffle(told[0], told[2] if told[1] else None, kind == "batch")
-
-
-def tell_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
-    """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras.
-
-    Args:
-        model: the prepared model.
-        feed: the training data.
-        shuffle: the seeds of its order; None without a shuffle.
-    """
-    state = state_of(model)
-    if shuffle is None or not isinstance(feed, PyDatasetFeed) or state.has_told_order:
-        return
-    state.has_told_order = True
-    speaker(placement_of(model.distribute_strategy).is_chief)(
-        "order",
-        f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), not that "
-        "of plain Keras; fit(shuffle=False) keeps the order of the batches",
-    )
-
-
-def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
-    """Raises an error if the workers have different data. Every worker calls it.
-
-    Args:
-        model: the prepared model.
-        *feeds: the feeds; None stands for a feed that there is not.
-
-    Raises:
-        DataError: the workers have different data. All workers raise it.
-    """
-    told = str([(type(feed).__name__, feed.data.digest()) if feed else None for feed in feeds])
-    of_all = gather_bytes(model.distribute_strategy, hashlib.sha256(told.encode()).digest())
-    if any(each != of_all[0] for each in of_all):
-        raise DataError(
-            "the workers have different data: another kind of it, another number of examples, "
-            "other shapes, labels or values. Give all workers the same files."
-        )
-
-
 def _executions(
     count: int | None,
-    pace: StepsPerExecution,
+    per_execution: StepsPerExecution,
     start: int = 0,
     per_pass: int | None = None,
     before: int = 0,
@@ -556,41 +472,36 @@ def _executions(
         yield from ((step, step) for step in itertools.count(start))
         return
     while start < count:
-        end = min(start + pace.at_once, count)
+        end = min(start + per_execution.at_once, count)
         if per_pass:
             end = min(end, start + per_pass - (before + start) % per_pass)
         first, start = start, end
         yield first, end - 1
 
 
-def _votes(
-    model: keras.Model, wish: bool, checkpoint: bool = False, steps_wanted: int = 0
-) -> list[float]:
-    """Returns this worker's votes, with the signal that it got."""
-    state = state_of(model)
-    return stop_votes.votes(
-        wish,
-        state.interrupted,
-        wants_checkpoint=checkpoint,
-        pace=steps_wanted,
-        wants_comparison=state.wants_comparison,
-    )
+def _steps_wanted(model: keras.Model, per_execution: StepsPerExecution) -> int:
+    """Returns the steps that this worker wants for each execution; only the chief wants any.
+
+    Steps that gather rows run one by one (`Execution`), so more of them would gain nothing.
+    """
+    is_chief = placement_of(model.distribute_strategy).is_chief
+    return per_execution.wish if is_chief and not state_of(model).traced.gathers else 0
 
 
-def _votes_of_all(model: keras.Model, wish: bool) -> list[int]:
+def _summed(model: keras.Model, votes: Votes) -> Votes:
     """Returns each vote summed over all workers, for decisions outside of an execution."""
-    of_each = gather(model.distribute_strategy, [int(vote) for vote in _votes(model, wish)])
-    return [sum(votes) for votes in zip(*of_each, strict=True)]
+    of_each = gather(model.distribute_strategy, [int(vote) for vote in votes])
+    return Votes(*map(sum, zip(*of_each, strict=True)))
 
 
-def _stops(model: keras.Model, wish: bool, counted: Any) -> bool:
+def _stops(model: keras.Model, own: Votes, summed: Votes) -> bool:
     """Returns whether to stop here, alike on all workers at the same step.
 
-    With one worker its wish counts at once. With several workers only the counted votes decide, so
-    a wish counts when it has travelled with an execution.
+    With one worker its own votes count at once. With several workers only the summed votes decide,
+    so a vote counts when it has travelled with an execution.
     """
     alone = placement_of(model.distribute_strategy).workers == 1
-    reason = stop_votes.verdict(_votes(model, wish) if alone else counted)
+    reason = (own if alone else summed).reason_to_stop()
     if reason in ("SIGINT", "SIGTERM"):
         state_of(model).run.stopped_by = reason
         model.stop_training = True
@@ -603,7 +514,9 @@ def _check_data_was_enough(count: int | None, seen: int, ever: int) -> None:
         raise DataError("the data has no batches. Give a Dataset that yields at least one.")
     if count is not None:
         warnings.warn(
-            f"the data ended after {seen} of {count} steps. "
-            "Use Dataset.repeat(), or ask for fewer steps.",
+            documented(
+                f"the data ended after {seen} of {count} steps. "
+                "Use Dataset.repeat(), or ask for fewer steps."
+            ),
             stacklevel=4,
         )

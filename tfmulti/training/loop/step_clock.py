@@ -51,12 +51,8 @@ class StepClock:
         """Marks the begin of an execution."""
         self._started = time.perf_counter()
 
-    def add(self, outcome: StepResult) -> None:
-        """Counts an execution that has just ended.
-
-        Args:
-            outcome: the result of the execution.
-        """
+    def add(self, result: StepResult) -> None:
+        """Counts an execution that has just ended."""
         now = time.perf_counter()
         self.period_s, self.inside_s = now - self._began, now - self._started
         if self._traced:
@@ -64,7 +60,7 @@ class StepClock:
             self._read()
             self._waited_s += self._outside_s
             self._own_waited_s += self._outside_s
-            self._unread = outcome.waits_s
+            self._unread = result.waits_s
         self._traced, self._began, self._outside_s = True, now, 0.0
 
     def _read(self) -> None:
@@ -77,11 +73,6 @@ class StepClock:
         self._unread = None
 
     def stop(self, state: TrainerState, feed: Feed) -> None:
-        """Stores the seconds of the epoch so far, and the reader threads, in the model's state.
-
-        Args:
-            state: the state of the prepared model.
-            feed: the feed of the training.
-        """
+        """Stores the seconds of the epoch so far, and the reader threads, in the model's state."""
         self._read()
         state.epoch = EpochTimes(self._seconds, self._waited_s, self._own_waited_s, feed.threads)

@@ -86,7 +86,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
     These may be attributes, may stand in lists and dicts of attributes, or in sub-models.
     """
-    found: dict[int, keras.optimizers.Optimizer] = {}
+    optimizers: dict[int, keras.optimizers.Optimizer] = {}
     seen: set[int] = set()
 
     def look(thing: Any) -> None:
@@ -94,7 +94,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
             return
         seen.add(id(thing))
         if isinstance(thing, keras.optimizers.Optimizer):
-            found[id(thing)] = thing
+            optimizers[id(thing)] = thing
         elif isinstance(thing, Mapping):
             list(map(look, thing.values()))
         elif isinstance(thing, (list, tuple)):
@@ -104,7 +104,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
             list(map(look, list(vars(thing).values())))
 
     look(model)
-    return list(found.values())
+    return list(optimizers.values())
 
 
 @contextlib.contextmanager
@@ -196,13 +196,14 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
 
     The value is None for an optimizer that the step does not use. If the step fails, the optimizers
     that it would have used later are missing. Layers that the trace builds get their variables in
-    the scope. No optimizer builds itself. The result is kept in `TrainerState.taken`.
+    the scope. No optimizer builds itself. The result is stored in
+    `TracedStep.optimizer_variables`.
     """
-    found: dict[Any, Any] = {}
-    state_of(model).traced.optimizer_variables = found
+    variables_of: dict[Any, Any] = {}
+    state_of(model).traced.optimizer_variables = variables_of
 
     def note(optimizer: Any, gradients: Any, variables: Any) -> bool:
-        found[optimizer] = variables
+        variables_of[optimizer] = variables
         return True
 
     for optimizer in optimizers_of(model):
@@ -214,11 +215,11 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
     # An error of the step is raised again when the step itself is traced.
     with outside, contextlib.suppress(Exception):
         tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
-        found |= {each: None for each in optimizers_of(model) if each not in found}
+        variables_of |= {each: None for each in optimizers_of(model) if each not in variables_of}
     with model.distribute_strategy.scope():
         # The scope makes the layers' variables when it ends.
         without_effect.__exit__()
-    return found
+    return variables_of
 
 
 def _spec(leaf: Any) -> Any:

@@ -80,7 +80,7 @@ class State:
 
     Attributes:
         variables: the Keras variables.
-        places: the places that hold a `tf.Variable` directly.
+        holders: the places that hold a `tf.Variable` directly.
         models: the models.
         optimizers: the optimizers.
         metrics: the metrics.
@@ -89,7 +89,7 @@ class State:
     """
 
     variables: list[Any] = field(default_factory=list)
-    places: list[VariableHolder] = field(default_factory=list)
+    holders: list[VariableHolder] = field(default_factory=list)
     models: list[keras.Model] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     metrics: list[keras.metrics.Metric] = field(default_factory=list)
@@ -98,20 +98,20 @@ class State:
 
     def named(self) -> dict[str, Any]:
         """Returns every `tf.Variable` once, by a unique name that a user understands."""
-        found: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         seen: set[int] = set()
         pairs = [(v.path, tf_variable_of(v)) for v in self.variables]
-        pairs += [(place.name, place.variable) for place in self.places]
+        pairs += [(holder.name, holder.variable) for holder in self.holders]
         for name, variable in pairs:
             if variable is None or id(variable) in seen:
                 continue
             seen.add(id(variable))
             unique, count = name, 1
-            while unique in found:
+            while unique in named:
                 count += 1
                 unique = f"{name} ({count})"
-            found[unique] = variable
-        return found
+            named[unique] = variable
+        return named
 
 
 def find(*roots: Any) -> State:
@@ -146,7 +146,7 @@ class _Search:
                 self.state.variables.append(thing)
         elif isinstance(thing, tf.Variable):
             # Every place of a variable is noted, since each must get the new variable.
-            self.state.places.append(VariableHolder(name, thing, put))
+            self.state.holders.append(VariableHolder(name, thing, put))
         elif isinstance(thing, (list, tuple, set, frozenset, Mapping)):
             if not self._is_known(thing):
                 self._look_into(thing, name, put)
@@ -170,17 +170,17 @@ class _Search:
         self._seen[id(thing)] = thing
         return known
 
-    def _add(self, found: Sequence[tuple[Any, str, Callable[[Any], None]]]) -> None:
+    def _add(self, things: Sequence[tuple[Any, str, Callable[[Any], None]]]) -> None:
         """Adds objects to the stack, so that the first of them is looked at next."""
-        self._waiting += found[::-1]
+        self._waiting += things[::-1]
 
     def _look_into(self, box: Any, name: str, put: Callable[[Any], None]) -> None:
         """Adds the items of a container to the stack."""
         first = next(iter(box), None)
-        plain = isinstance(first, (int, float, str, bytes, np.ndarray, np.generic))
+        is_data = isinstance(first, (int, float, str, bytes, np.ndarray, np.generic))
         if isinstance(box, Mapping):
             items = [(v, f"{name}[{k!r}]", _putter(box, k)) for k, v in list(box.items())]
-        elif len(box) > _SHORT_LIST and plain:
+        elif len(box) > _SHORT_LIST and is_data:
             return
         elif isinstance(box, tuple):
             items = [(v, f"{name}[{i}]", _tuple_putter(box, i, put)) for i, v in enumerate(box)]
@@ -193,17 +193,17 @@ class _Search:
     def _look_at_function(self, function: types.FunctionType) -> None:
         """Adds what a function of the user's own takes from its closure and its globals."""
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        found: list[Any] = []
+        things: list[Any] = []
         for name, cell in cells:
             # An empty cell raises ValueError.
             with contextlib.suppress(ValueError):
-                found.append((cell.cell_contents, name, _cell_putter(cell)))
+                things.append((cell.cell_contents, name, _cell_putter(cell)))
         outside = function.__globals__
         kinds = (keras.Variable, tf.Variable, *_OF_KERAS)
         for name in function.__code__.co_names:
             if isinstance(outside.get(name), kinds):
-                found.append((outside[name], name, _putter(outside, name)))
-        self._add(found)
+                things.append((outside[name], name, _putter(outside, name)))
+        self._add(things)
 
     def _look_at_object(self, thing: Any) -> None:
         """Notes an object by its kind, and adds its attributes and the user's methods."""
@@ -218,15 +218,15 @@ class _Search:
         if isinstance(thing, keras.metrics.Metric):
             state.metrics.append(thing)
         attributes = vars(thing)
-        found = [
+        things = [
             (value, f"{name} of {type(thing).__name__}", _putter(attributes, name))
             for name, value in attributes_of(thing)
             if name != trainer_state.ATTRIBUTE
         ]
         for cls in type(thing).__mro__:
             if not _is_of_library(cls.__module__):
-                found += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
-        self._add(found)
+                things += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
+        self._add(things)
 
 
 def _is_of_library(module: Any) -> bool:
@@ -264,11 +264,11 @@ def _putter(box: Any, key: Any) -> Callable[[Any], None]:
 
 def _tuple_putter(box: Any, at: int, put: Callable[[Any], None]) -> Callable[[Any], None]:
     """Returns a `put` for an item of a tuple, which puts a new tuple into the tuple's place."""
-    now = list(box)
+    current = list(box)
 
     def put_one(value: Any) -> None:
-        now[at] = value
-        items = list(now)
+        current[at] = value
+        items = list(current)
         put(type(box)(*items) if hasattr(box, "_fields") else type(box)(items))
 
     return put_one
@@ -341,30 +341,30 @@ def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[i
         Each plain variable, by the id of the `tf.Variable` that it replaces.
     """
     old = [(v, tf_variable_of(v)) for v in state.variables]
-    old = [(v, now) for v, now in old if now is not None]
+    old = [(v, tf_variable) for v, tf_variable in old if tf_variable is not None]
     strategies = [(each, strategy_of(each)) for each in _with_strategy(state)]
     with without_strategy(device):
-        made: dict[int, tf.Variable] = {}
+        plain: dict[int, tf.Variable] = {}
         keys = variable_keys(state.optimizers, state.variables)
         exchanged: list[Any] = []
         try:
-            for variable, now in old:
-                if id(now) not in made:
-                    made[id(now)] = _plain(now, variable)
-                set_tf_variable(variable, made[id(now)])
-            for place in state.places:
-                if id(place.variable) not in made:
-                    made[id(place.variable)] = _plain(place.variable, place.variable)
-                place.put(made[id(place.variable)])
+            for variable, tf_variable in old:
+                if id(tf_variable) not in plain:
+                    plain[id(tf_variable)] = _plain(tf_variable, variable)
+                set_tf_variable(variable, plain[id(tf_variable)])
+            for holder in state.holders:
+                if id(holder.variable) not in plain:
+                    plain[id(holder.variable)] = _plain(holder.variable, holder.variable)
+                holder.put(plain[id(holder.variable)])
             for each, _ in strategies:
                 set_strategy(each, None)
             exchanged = exchange_keys(state.optimizers, keys)
-            yield made
+            yield plain
         finally:
-            for variable, now in old:
-                set_tf_variable(variable, now)
-            for place in state.places:
-                place.put(place.variable)
+            for variable, tf_variable in old:
+                set_tf_variable(variable, tf_variable)
+            for holder in state.holders:
+                holder.put(holder.variable)
             for each, strategy in strategies:
                 set_strategy(each, strategy)
             restore_keys(exchanged)
@@ -401,14 +401,14 @@ def enter(model: keras.Model) -> None:
     if strategy is not None:
         adopt(model, strategy)
     elif not strategies.is_alone():
-        found = described(os.environ)
-        is_evaluator = found is not None and getattr(found.job, "is_evaluator", False)
-        if found is not None and found.job.size > 1 and not is_evaluator:
-            name = "TF_CONFIG" if found.name == "tf_config" else found.name
+        environment = described(os.environ)
+        is_evaluator = environment and getattr(environment.job, "is_evaluator", False)
+        if environment is not None and environment.job.size > 1 and not is_evaluator:
+            name = "TF_CONFIG" if environment.name == "tf_config" else environment.name
             raise ClusterError(
-                f"{name} names {found.job.size} workers, but this process has made no strategy, so "
-                "each worker would train alone. Call 'strategy = tfmulti.make_strategy()' first, "
-                "before any other TensorFlow operation."
+                f"{name} names {environment.job.size} workers, but this process has made no "
+                "strategy, so each worker would train alone. Call 'strategy = "
+                "tfmulti.make_strategy()' first, before any other TensorFlow operation."
             )
 
 
@@ -420,10 +420,6 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
     several workers a new variable gets the chief's value. If all variables are in the scope, no
     variable changes.
 
-    Args:
-        model: the model.
-        strategy: the strategy that the model gets.
-
     Raises:
         ModelError: a variable was made in the scope of another strategy.
     """
@@ -433,35 +429,34 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
             set_strategy(each, strategy)
     created = strategy.extended.variable_created_in_scope
     outside = [
-        v for v in state.variables if (now := tf_variable_of(v)) is not None and not created(now)
+        v for v in state.variables if (old := tf_variable_of(v)) is not None and not created(old)
     ]
-    places = [place for place in state.places if not created(place.variable)]
-    if not outside and not places:
+    holders = [holder for holder in state.holders if not created(holder.variable)]
+    if not outside and not holders:
         return 0
-    _check_plain([tf_variable_of(v) for v in outside])
-    _check_plain([place.variable for place in places])
+    _check_plain([*map(tf_variable_of, outside), *(holder.variable for holder in holders)])
     placement = placement_of(strategy)
     keys = variable_keys(state.optimizers, state.variables)
     with strategy.scope():
-        made: dict[int, tf.Variable] = {}
+        new: dict[int, tf.Variable] = {}
         for variable in outside:
-            now = tf_variable_of(variable)
-            if id(now) not in made:
-                made[id(now)] = _in_scope(variable, np.asarray(now), placement)
-            set_tf_variable(variable, made[id(now)])
-        for place in places:
-            now = place.variable
-            if id(now) not in made:
-                made[id(now)] = tf.Variable(
-                    np.asarray(now),
-                    dtype=now.dtype,
-                    trainable=now.trainable,
-                    synchronization=now.synchronization,
-                    aggregation=now.aggregation,
+            old = tf_variable_of(variable)
+            if id(old) not in new:
+                new[id(old)] = _in_scope(variable, np.asarray(old), placement)
+            set_tf_variable(variable, new[id(old)])
+        for holder in holders:
+            old = holder.variable
+            if id(old) not in new:
+                new[id(old)] = tf.Variable(
+                    np.asarray(old),
+                    dtype=old.dtype,
+                    trainable=old.trainable,
+                    synchronization=old.synchronization,
+                    aggregation=old.aggregation,
                 )
-            place.put(made[id(now)])
+            holder.put(new[id(old)])
     exchange_keys(state.optimizers, keys)
-    return len(made)
+    return len(new)
 
 
 def _in_scope(variable: Any, value: np.ndarray, placement: Placement) -> tf.Variable:

@@ -90,8 +90,8 @@ def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> boo
     """Returns whether a saved variable is a seed of a layer that exists but is not built yet."""
     if name in variables or not re.search(rf"/{SEED}( \d+)?$", name):
         return False
-    within = [(place, layer) for place, layer in places_of(model).items() if name.startswith(place)]
-    return any(not layer.built for place, layer in within if name[len(place)] == "/")
+    within = [(path, layer) for path, layer in places_of(model).items() if name.startswith(path)]
+    return any(not layer.built for path, layer in within if name[len(path)] == "/")
 
 
 def restore_late(model: keras.Model) -> None:
@@ -104,12 +104,12 @@ def restore_late(model: keras.Model) -> None:
 def _check_same(variables: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raises ResumeError where names, types or shapes of variables differ from the saved ones."""
     for name in [*variables, *saved]:
-        here = _form(variables[name]) if name in variables else "not there"
-        there = _form(saved[name]) if name in saved else "not there"
-        if here != there:
+        current = _form(variables[name]) if name in variables else "not there"
+        before = _form(saved[name]) if name in saved else "not there"
+        if current != before:
             raise ResumeError(
-                f"the model has changed: its variable {name!r} is {there} in the checkpoint and "
-                f"{here} now. Build the same model and optimizer, or give a new folder."
+                f"the model has changed: its variable {name!r} is {before} in the checkpoint and "
+                f"{current} now. Build the same model and optimizer, or give a new folder."
             )
 
 
@@ -167,9 +167,9 @@ def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Calla
 
 
 def _set_metric_states(model: keras.Model, saved: Tree) -> None:
-    """Restores each replica's part of the metrics; see `_shared_out` for another number of them."""
+    """Restores each replica's part of the metrics, on any number of replicas."""
     strategy = model.distribute_strategy
-    place = placement_of(strategy)
+    placement = placement_of(strategy)
     variables = replica_context.metric_variables(model)
     names = _names(variables)
     if set(names) != set(saved):
@@ -178,18 +178,19 @@ def _set_metric_states(model: keras.Model, saved: Tree) -> None:
             f"{', '.join(sorted(names))} now. Compile with the same, or give a new folder."
         )
     parts = {
-        n: _shared_out(saved[n], v, place.replicas) for n, v in zip(names, variables, strict=True)
+        name: _of_replicas(saved[name], variable, placement.replicas)
+        for name, variable in zip(names, variables, strict=True)
     }
 
     def on_replica() -> None:
-        number = place.first_replica + replica_context.local_index(place.local_replicas)
+        number = placement.first_replica + replica_context.local_index(placement.local_replicas)
         for name, variable in zip(names, variables, strict=True):
             variable.assign(parts[name][number])
 
     strategy.run(on_replica)
 
 
-def _shared_out(states: np.ndarray, variable: Any, count: int) -> np.ndarray:
+def _of_replicas(states: np.ndarray, variable: Any, count: int) -> np.ndarray:
     """Returns a metric variable's value for each of `count` replicas, [count, …].
 
     If the number of replicas has changed, the first replica gets the sum of the saved values. A
@@ -213,10 +214,10 @@ def _names(variables: Sequence[Any]) -> list[str]:
 def random_states() -> Tree:
     """Returns the states of Python's and NumPy's generators, for `set_random_states`."""
     kind, numbers, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, words, following = random.getstate()
+    version, python_numbers, following = random.getstate()
     return {
         "numpy": [str(kind), np.asarray(numbers), int(position), int(has_gauss), float(gauss)],
-        "python": [version, np.array(words, np.uint64), following],
+        "python": [version, np.array(python_numbers, np.uint64), following],
     }
 
 
@@ -224,5 +225,5 @@ def set_random_states(saved: Tree) -> None:
     """Sets Python's and NumPy's generators to the states that `random_states` returned."""
     kind, numbers, position, has_gauss, gauss = saved["numpy"]
     np.random.set_state((kind, numbers, position, has_gauss, gauss))
-    version, words, following = saved["python"]
-    random.setstate((version, tuple(int(word) for word in words), following))
+    version, python_numbers, following = saved["python"]
+    random.setstate((version, tuple(int(number) for number in python_numbers), following))

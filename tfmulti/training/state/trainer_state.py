@@ -98,7 +98,7 @@ class TrainerState:
         interrupted: the signal that `interrupt` has noted in this process, or None.
         specs: the shapes and dtypes of a global batch of the last `fit`.
         seeds_drawn: how many seeds of the data order `fit` has drawn, where `seed` is None.
-        has_told_order: whether `fit` has printed that a PyDataset has an order of tfmulti's own.
+        has_printed_order: whether `fit` has printed that a PyDataset has an order of tfmulti's own.
         saved_variables: the states, from the checkpoint of a resumed run, of seeds whose layers are
             not built yet.
     """
@@ -114,7 +114,7 @@ class TrainerState:
     interrupted: str | None = None
     specs: Any = None
     seeds_drawn: int = 0
-    has_told_order: bool = False
+    has_printed_order: bool = False
     saved_variables: dict[str, Any] = field(default_factory=dict)
 
 

@@ -26,9 +26,15 @@ from tfmulti.training.input.worker_batch import (
 )
 from tfmulti.training.state import run_state
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step.step import agreed, make_step, taken, warn_of_unknown, without_autograph
+from tfmulti.training.step.step import (
+    make_step,
+    next_batch,
+    taking_agreed_rows,
+    warn_of_unknown,
+    without_autograph,
+)
 from tfmulti.training.step.step_logs import StepLogs
-from tfmulti.training.step.step_result import StepResult, Summary, Taken, time_of
+from tfmulti.training.step.step_result import StepResult, Summary, Totals, time_of
 
 
 class Execution:
@@ -65,12 +71,12 @@ class Execution:
         logs = StepLogs(model)
         self._step = make_step(model, placement, seeds, logs, training=training)
         self._summary = Summary(model, placement, logs, training=training)
-        alone = agreed(model, placement)
-        self._agreed = alone or self._taken
-        # The collective of `agreed` must not run beside the collectives of another step. So no
-        # batch is taken ahead where it is needed.
+        next_agreed_batch = taking_agreed_rows(model, placement)
+        self._take = next_agreed_batch or self._next_batch
+        # The collective of `next_agreed_batch` must not run beside the collectives of another step.
+        # So no batch is taken ahead where it is needed.
         compiles = not model.run_eagerly
-        self._goes_ahead = compiles and alone is None and model.steps_per_execution == 1
+        self._goes_ahead = compiles and next_agreed_batch is None and model.steps_per_execution == 1
         self._may_gather = compiles and placement.replicas > 1
         self.one: Any = self._one
         self.several: Any = self._several
@@ -79,15 +85,15 @@ class Execution:
             self.several = without_autograph(self._several)
         self.one_and_next = without_autograph(self._one_and_next)
         self._first = without_autograph(
-            lambda outlet: on_devices(self._taken(outlet), placement.gpus)
+            lambda queue: on_devices(self._next_batch(queue), placement.gpus)
         )
 
     def __call__(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
         with connections.own_errors(self._placement):
-            found = self._call(source, steps, votes)
+            result = self._call(source, steps, votes)
         name = "train_step" if self._training else "test_step"
         warn_of_unknown(self._model, self._placement, name)
-        return found
+        return result
 
     def _call(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
         """Runs the compiled function that fits the source and the number of steps."""
@@ -95,29 +101,30 @@ class Execution:
         if isinstance(source, Ahead):
             if self._goes_ahead:
                 return self._ahead(source, vote)
-            source = source.outlet
-        found: StepResult
+            source = source.queue
+        function, inputs = self._function_for(source, steps, vote)
+        result: StepResult
         traced = self._traced_for(source)
         if traced is not None:
-            found = traced(source, vote) if steps == 1 else traced(source, tf.constant(steps), vote)
-            return found
+            result = traced(*inputs)
+            return result
         if self._state.saved_variables and not self._model.run_eagerly:
-            if steps == 1:
-                self._build_by(self.one, source, vote)
-            else:
-                self._build_by(self.several, source, tf.constant(steps), vote)
+            self._build_by(function, *inputs)
+        if steps > 1 and self._may_gather:
+            if function.experimental_get_tracing_count() == 0:
+                # Tracing tells whether the steps gather rows. A collective within a function takes
+                # one shape in each call, so batches of different sizes need a call each.
+                function.get_concrete_function(*inputs)
+            if self._state.traced.gathers:
+                return self._one_by_one(source, steps, vote)
+        result = function(*inputs)
+        return result
+
+    def _function_for(self, source: Any, steps: int, vote: tf.Tensor) -> tuple[Any, list[Any]]:
+        """Returns the function that runs a number of steps, and its inputs."""
         if steps == 1:
-            found = self.one(source, vote)
-            return found
-        count = tf.constant(steps)
-        if self._may_gather and self.several.experimental_get_tracing_count() == 0:
-            # Tracing tells whether the steps gather rows. A collective within a function takes one
-            # shape in each call, so batches of different sizes need a call each.
-            self.several.get_concrete_function(source, count, vote)
-        if self._may_gather and self._state.traced.gathers:
-            return self._one_by_one(source, steps, vote)
-        found = self.several(source, count, vote)
-        return found
+            return self.one, [source, vote]
+        return self.several, [source, tf.constant(steps), vote]
 
     def trace(self, source: Any, steps: int, votes: Sequence[float]) -> None:
         """Traces an execution without running it, and so builds the layers that its steps use.
@@ -134,87 +141,84 @@ class Execution:
             return
         vote = tf.constant(votes, tf.float32)
         if isinstance(source, Ahead) and self._goes_ahead:
-            source.held = self._first(source.outlet) if source.held is None else source.held
+            source.held = self._first(source.queue) if source.held is None else source.held
             held = with_any_rows(source.held)
-            concrete = self.one_and_next.get_concrete_function(source.outlet, held, vote)
-            self._traced = source.outlet, concrete
+            concrete = self.one_and_next.get_concrete_function(source.queue, held, vote)
+            self._traced = source.queue, concrete
             return
-        source = source.outlet if isinstance(source, Ahead) else source
-        if steps == 1:
-            self._traced = source, self.one.get_concrete_function(source, vote)
-        else:
-            count = tf.constant(steps)
-            self._traced = source, self.several.get_concrete_function(source, count, vote)
+        source = source.queue if isinstance(source, Ahead) else source
+        function, inputs = self._function_for(source, steps, vote)
+        self._traced = source, function.get_concrete_function(*inputs)
 
     def _traced_for(self, source: Any) -> Any:
         """Returns the function that `trace` made for this source, once, or None."""
         traced, self._traced = self._traced, None
         return traced[1] if traced is not None and traced[0] is source else None
 
-    def _taken(self, source: Any) -> WorkerBatch:
+    def _next_batch(self, source: Any) -> WorkerBatch:
         """Returns the next batch of a source."""
-        return taken(source, self._placement)
+        return next_batch(source, self._placement)
 
     def _one(self, source: Any, votes: tf.Tensor) -> StepResult:
         """Runs one step."""
-        _tell_of_trace()
+        _report_trace()
         before = self._summary.before()
         # The time that the step waits for data is measured from here.
-        taken = Taken.nothing(self._placement)
-        shards = self._agreed(source)
-        taken = taken.counted(shards).waited_for(time_of(shards))
-        return self._summary.after(shards, self._step(shards), votes, before, taken)
+        totals = Totals.nothing(self._placement)
+        batch = self._take(source)
+        totals = totals.counted(batch).waited_for(time_of(batch))
+        return self._summary.after(batch, self._step(batch), votes, before, totals)
 
     def _one_and_next(
-        self, source: Any, shards: WorkerBatch, votes: tf.Tensor
+        self, source: Any, batch: WorkerBatch, votes: tf.Tensor
     ) -> tuple[StepResult, WorkerBatch]:
         """Runs a step on a batch that is on the GPUs, and copies the next one there meanwhile."""
-        _tell_of_trace()
+        _report_trace()
         before = self._summary.before()
-        taken = Taken.nothing(self._placement).counted(shards)
-        following = on_devices(self._taken(source), self._placement.gpus)
-        found = self._step(shards)
-        taken = taken.after(found).waited_for(time_of(following))
-        return self._summary.after(shards, found, votes, before, taken), following
+        totals = Totals.nothing(self._placement).counted(batch)
+        following = on_devices(self._next_batch(source), self._placement.gpus)
+        results = self._step(batch)
+        totals = totals.after(results).waited_for(time_of(following))
+        return self._summary.after(batch, results, votes, before, totals), following
 
     def _several(self, iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> StepResult:
         """Runs all steps but the last in a loop, and then the last one, whose logs it returns."""
-        _tell_of_trace()
+        _report_trace()
         before = self._summary.before()
-        taken = Taken.nothing(self._placement)
+        totals = Totals.nothing(self._placement)
 
-        def step(number: tf.Tensor, taken: Taken) -> tuple[tf.Tensor, Taken]:
-            shards = self._agreed(iterator)
-            taken = taken.counted(shards).waited_for(time_of(shards))
-            return number + 1, taken.after(self._step(shards))
+        def step(number: tf.Tensor, totals: Totals) -> tuple[tf.Tensor, Totals]:
+            batch = self._take(iterator)
+            totals = totals.counted(batch).waited_for(time_of(batch))
+            return number + 1, totals.after(self._step(batch))
 
         before_last = steps - 1
-        _, taken = tf.while_loop(
-            lambda number, _: number < before_last, step, (0, taken), parallel_iterations=1
+        _, totals = tf.while_loop(
+            lambda number, _: number < before_last, step, (0, totals), parallel_iterations=1
         )
-        shards = self._agreed(iterator)
-        taken = taken.counted(shards).waited_for(time_of(shards))
-        return self._summary.after(shards, self._step(shards), votes, before, taken)
+        batch = self._take(iterator)
+        totals = totals.counted(batch).waited_for(time_of(batch))
+        return self._summary.after(batch, self._step(batch), votes, before, totals)
 
     def _one_by_one(self, source: Any, steps: int, vote: tf.Tensor) -> StepResult:
         """Runs several steps by one call each."""
-        found = [self.one(source, vote) for _ in range(steps)]
+        results = [self.one(source, vote) for _ in range(steps)]
         summed = ("rows", "lost", "waits_s")
-        sums = {name: tf.add_n([getattr(each, name) for each in found]) for name in summed}
-        last: StepResult = found[-1]
+        sums = {name: tf.add_n([getattr(each, name) for each in results]) for name in summed}
+        last: StepResult = results[-1]
         return last._replace(**sums)
 
     def _ahead(self, ahead: Ahead, vote: tf.Tensor) -> StepResult:
         """Runs a step on the batch that `ahead` holds, and lets it hold the next one."""
-        held = self._first(ahead.outlet) if ahead.held is None else ahead.held
+        held = self._first(ahead.queue) if ahead.held is None else ahead.held
         if self.one_and_next.experimental_get_tracing_count() == 0:
             # This trace is for any number of rows, so the last batch needs no trace of its own.
-            self.one_and_next.get_concrete_function(ahead.outlet, with_any_rows(held), vote)
+            self.one_and_next.get_concrete_function(ahead.queue, with_any_rows(held), vote)
             run_state.restore_late(self._model)
-        found: StepResult
-        run = self._traced_for(ahead.outlet) or self.one_and_next
-        found, ahead.held = run(ahead.outlet, held, vote)
-        return found
+        result: StepResult
+        run = self._traced_for(ahead.queue) or self.one_and_next
+        result, ahead.held = run(ahead.queue, held, vote)
+        return result
 
     def _build_by(self, function: Any, *inputs: Any) -> None:
         """Builds the layers that a step calls, and restores their states from the checkpoint."""
@@ -224,7 +228,7 @@ class Execution:
             run_state.restore_late(self._model)
 
 
-def _tell_of_trace() -> None:
+def _report_trace() -> None:
     """Tells the launcher that an execution is being traced.
 
     Python code of a compiled function runs only when TensorFlow traces it.

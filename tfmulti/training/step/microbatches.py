@@ -1,11 +1,15 @@
 """Microbatches: one update from several passes, for a replica slice that is too large for memory.
 
-Each pass computes forward and backward for a part of the replica's rows. Its gradients, weighted by
-its rows, are added up here. After the last pass the sums are reduced over the replicas, and the
-optimizer updates as it would for the whole batch. Unlike with Keras' `gradient_accumulation_steps`,
-a step stays one step: schedules, logs and callbacks count it once.
+Each pass computes forward and backward for a part of the replica's rows. If pass p has n_p of the n
+rows of the global batch, then the gradient of the step is a sum over the passes of all replicas:
 
-The divisor of a weighted mean is known only after all passes. So the losses' divisors are measured
+    gradient = Σ_p (n_p / n) · gradient_p
+
+The passes of this replica are added up here. After the last pass the sums are reduced over the
+replicas, and the optimizer updates once. Unlike with Keras' `gradient_accumulation_steps`, a step
+stays one step: schedules, logs and callbacks count it once.
+
+The divisor of a weighted mean is known only after all passes. So the losses' divisors are computed
 first (`distribution.losses.Divisors`).
 """
 
@@ -51,11 +55,11 @@ class Collector:
         self._optimizer: Any = None
         self._variables: Any = None
         self._sums: list[Any] = []
-        self._taken = 0
+        self._updates = 0
 
     def taking(self) -> contextlib.AbstractContextManager[Taker | None]:
         """Returns a context for one pass, in which gradients come here and not to `apply`."""
-        self._taken = 0
+        self._updates = 0
         return giving_gradients_to(self)
 
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
@@ -69,15 +73,15 @@ class Collector:
         Raises:
             ModelError: the pass updates a second time, which needs the weights of the first update.
         """
-        self._taken += 1
-        if self._taken > 1:
+        self._updates += 1
+        if self._updates > 1:
             raise ModelError(
                 "the train_step updates more than once a step, and the second update needs the "
                 "first one's weights, which --microbatches delays. Leave --microbatches out."
             )
-        share = current()
-        assert share is not None
-        new = [None if g is None else weighed(g, share.weight) for g in gradients]
+        replica_slice = current()
+        assert replica_slice is not None
+        new = [None if g is None else weighed(g, replica_slice.weight) for g in gradients]
         self._optimizer, self._variables = optimizer, variables
         self._sums = [
             _added(a, b) for a, b in zip(self._sums or [None] * len(new), new, strict=True)
@@ -114,7 +118,7 @@ def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
 
 
 def run(
-    model: keras.Model, step: Step, data: Any, share: ReplicaSlice, passes: int
+    model: keras.Model, step: Step, data: Any, replica_slice: ReplicaSlice, passes: int
 ) -> dict[str, Any]:
     """Runs a step in several passes over a replica's rows, and returns its logs.
 
@@ -122,14 +126,14 @@ def run(
         model: the prepared model.
         step: computes one part of the rows, and updates the metrics by them.
         data: the replica's rows.
-        share: the replica slice.
+        replica_slice: the replica slice.
         passes: the number of passes.
 
     Returns:
         The mean of the passes' logs, by rows.
     """
-    parts = [_part(data, share, passes, number) for number in range(passes)]
-    divisors = _measured(model, step, parts)
+    parts = [_part(data, replica_slice, passes, number) for number in range(passes)]
+    divisors = _divisors_of(model, step, parts)
     seeds = seed_variables(model)
     drawn = [tf.identity(seed.value) for seed in seeds]
     sums, logs = Collector(), []
@@ -145,28 +149,30 @@ def run(
     return _combined(logs, [part.weight for _, part in parts])
 
 
-def _part(data: Any, share: ReplicaSlice, passes: int, number: int) -> tuple[Any, ReplicaSlice]:
+def _part(
+    data: Any, replica_slice: ReplicaSlice, passes: int, number: int
+) -> tuple[Any, ReplicaSlice]:
     """Returns the rows of one pass, and the pass's own `ReplicaSlice`."""
     start, stop = sharding.slice_bounds(
-        share.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
+        replica_slice.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
     )
-    read = tf.maximum(share.own_rows, 1)
+    read = tf.maximum(replica_slice.own_rows, 1)
     begin, end = sharding.rows_to_read(start, stop, read, tf.minimum)
     known = None
-    if share.read_rows is not None and share.read_rows % passes == 0:
-        known = share.read_rows // passes
+    if replica_slice.read_rows is not None and replica_slice.read_rows % passes == 0:
+        known = replica_slice.read_rows // passes
         begin, end = number * known, (number + 1) * known
-    part = share._replace(
-        weight=part_of(stop - start, share.global_rows),
+    part = replica_slice._replace(
+        weight=part_of(stop - start, replica_slice.global_rows),
         own_rows=stop - start,
-        first_row=share.first_row + tf.cast(begin, tf.int64),
+        first_row=replica_slice.first_row + tf.cast(begin, tf.int64),
         read_rows=known,
         is_whole=False,
     )
     return rows_of(data, begin, end), part
 
 
-def _measured(
+def _divisors_of(
     model: keras.Model, step: Step, parts: Sequence[tuple[Any, ReplicaSlice]]
 ) -> Divisors:
     """Returns the divisors of the losses, summed over all passes and replicas.
@@ -200,20 +206,17 @@ def _added(sum_so_far: Any, gradient: Any) -> Any:
 def _combined(logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]) -> dict[str, Any]:
     """Returns the mean of the passes' logs, weighted by their rows."""
     total = tf.add_n(list(weights))
-    return {
-        name: tf.math.divide_no_nan(
-            tf.add_n(
-                [
-                    tf.math.multiply_no_nan(found[name], tf.cast(weight, found[name].dtype))
-                    for found, weight in zip(
-                        (_as_floats(found) for found in logs), weights, strict=True
-                    )
-                ]
-            ),
-            tf.cast(total, _as_floats(logs[-1])[name].dtype),
-        )
-        for name in logs[-1]
-    }
+    floats = [_as_floats(of_pass) for of_pass in logs]
+
+    def mean(values: Sequence[tf.Tensor]) -> tf.Tensor:
+        dtype = values[-1].dtype
+        weighted = [
+            tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
+            for value, weight in zip(values, weights, strict=True)
+        ]
+        return tf.math.divide_no_nan(tf.add_n(weighted), tf.cast(total, dtype))
+
+    return {name: mean([of_pass[name] for of_pass in floats]) for name in logs[-1]}
 
 
 def _as_floats(logs: dict[str, Any]) -> dict[str, tf.Tensor]:

@@ -22,7 +22,7 @@ from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step.step import step_of, taken, warn_of_unknown, without_autograph
+from tfmulti.training.step.step import next_batch, step_of, warn_of_unknown, without_autograph
 from tfmulti.training.step.step_result import first_local
 
 
@@ -43,10 +43,6 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
 
     Every worker must call it, and gets the outputs of all rows. The source is a queue, an iterator
     of global batches, a `WorkerBatch`, or an Optional of a batch.
-
-    Args:
-        model: the prepared model.
-        placement: this process' place among the workers.
     """
     strategy = model.distribute_strategy
     installation.install()
@@ -56,52 +52,52 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     step = step_of(model, "predict_step")
 
     def predict(source: Any) -> Predicted:
-        shards = taken(source, placement)
-        shards = shards.of_any_rows() if any_rows else shards
+        batch = next_batch(source, placement)
+        batch = batch.of_any_rows() if any_rows else batch
         # A single worker ends its reading at the first example that it cannot read.
         may_lose = placement.workers > 1 and isinstance(source, BatchQueue)
 
         def replica_step() -> Predicted:
             with collectives.serving("prediction", placement):
-                return predicted_by_replica()
+                return predict_rows()
 
-        def predicted_by_replica() -> Predicted:
+        def predict_rows() -> Predicted:
             index = replica_context.local_index(placement.local_replicas)
-            alone = placement.replicas == 1
-            share = shards.share(index, alone=alone, sync_batch_norm=state.options.sync_batch_norm)
-            share = share._replace(
+            alone, sync = placement.replicas == 1, state.options.sync_batch_norm
+            replica_slice = batch.slice_of(index, alone=alone, sync_batch_norm=sync)
+            replica_slice = replica_slice._replace(
                 seeds=seeds, note_unknown=lambda reason: state.traced.unknown.setdefault(reason)
             )
-            if not share.is_whole:
-                row_labels.begin(shards.data[index], [])
-            with computing(share):
-                outputs = step(shards.data[index])
+            if not replica_slice.is_whole:
+                row_labels.begin(batch.data[index], [])
+            with computing(replica_slice):
+                outputs = step(batch.data[index])
                 if not alone:
-                    own_rows = functools.partial(global_values.own_rows, share)
+                    own_rows = functools.partial(global_values.own_rows, replica_slice)
                     outputs = tf.nest.map_structure(own_rows, outputs)
             if placement.workers == 1:
-                return Predicted(outputs, shards.lost)
-            lost = tf.cast(shards.lost if index == 0 else 0, tf.float32)
+                return Predicted(outputs, batch.lost)
+            lost = tf.cast(batch.lost if index == 0 else 0, tf.float32)
             if may_lose:
                 (lost,) = replica_context.sum_together([lost])
             return Predicted(tf.nest.map_structure(replica_context.gather_rows, outputs), lost)
 
-        found = strategy.run(replica_step)
+        by_replica = strategy.run(replica_step)
         share_generator(seeds)
         if placement.workers > 1:
-            of_all: Predicted = first_local(strategy, found)
+            of_all: Predicted = first_local(strategy, by_replica)
             return of_all
         outputs = tf.nest.map_structure(
-            lambda v: tf.concat(strategy.experimental_local_results(v), axis=0), found.outputs
+            lambda v: tf.concat(strategy.experimental_local_results(v), axis=0), by_replica.outputs
         )
-        return Predicted(outputs, shards.lost)
+        return Predicted(outputs, batch.lost)
 
-    called = predict if model.run_eagerly else without_autograph(predict)
+    function = predict if model.run_eagerly else without_autograph(predict)
 
     @connections.own_errors(placement)
     def call(source: Any) -> Predicted:
-        found: Predicted = called(source.outlet if isinstance(source, Ahead) else source)
+        predicted: Predicted = function(source.queue if isinstance(source, Ahead) else source)
         warn_of_unknown(model, placement, "predict_step")
-        return found
+        return predicted
 
     return call

@@ -1,4 +1,15 @@
-"""One step on all local replicas: how it gets a batch, and how each replica computes its slice."""
+"""One step on all local replicas: how it gets a batch, and how each replica computes its slice.
+
+Of a global batch with n rows, replica r gets n_r rows, and runs the model's own `train_step` on
+them as one device would. Its gradient is that of the mean over its rows. When the step calls the
+optimizer, the gradients are summed over the replicas, weighted by rows
+(`distribution.replica_context.reduce_gradients`):
+
+    gradient = Σ_r (n_r / n) · gradient_r
+
+This is the gradient of the mean over the global batch. A replica without rows computes one row that
+does not count, because layers need at least one. Its weight is 0, and its metrics are put back.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +64,7 @@ def step_of(model: keras.Model, name: str) -> Callable[[Any], Any]:
     return step if is_keras or model.run_eagerly else by_autograph(step)
 
 
-def taken(source: Any, placement: Placement) -> WorkerBatch:
+def next_batch(source: Any, placement: Placement) -> WorkerBatch:
     """Returns the next `WorkerBatch` of a source.
 
     A source of global batches gives this worker's rows of the next one, which stay on the host.
@@ -66,52 +77,52 @@ def taken(source: Any, placement: Placement) -> WorkerBatch:
         return source
     if isinstance(source, (BatchQueue, IndexQueue)):
         return source.take()
-    found: Any = source if isinstance(source, tf.experimental.Optional) else next(source)
-    batch = found.get_value() if isinstance(found, tf.experimental.Optional) else found
+    element: Any = source if isinstance(source, tf.experimental.Optional) else next(source)
+    is_optional = isinstance(element, tf.experimental.Optional)
     with tf.device("CPU:0"):
-        shards: WorkerBatch = from_batch(batch, placement)
-    return shards
+        batch: WorkerBatch = from_batch(element.get_value() if is_optional else element, placement)
+    return batch
 
 
-def agreed(model: keras.Model, placement: Placement) -> Callable[[Any], WorkerBatch] | None:
-    """Returns a function that takes a batch and corrects its row numbers, or None if not needed.
+def taking_agreed_rows(
+    model: keras.Model, placement: Placement
+) -> Callable[[Any], WorkerBatch] | None:
+    """Returns a function that takes a batch with corrected row numbers, or None if not needed.
 
-    With `skip_bad_records` each worker leaves out the examples that it cannot read. So no worker
-    knows how many rows the others have. The workers exchange these numbers in one small collective
+    With `skips_bad` each worker leaves out the examples that it cannot read. So no worker knows how
+    many rows the others have. The workers exchange these numbers in one small collective
     for each step.
     """
-    if not state_of(model).reading.skip_bad_records or placement.workers == 1:
+    if not state_of(model).reading.skips_bad or placement.workers == 1:
         return None
     strategy = model.distribute_strategy
     local = range(placement.first_replica, placement.first_replica + placement.local_replicas)
 
-    def take(source: Any) -> WorkerBatch:
-        shards = taken(source, placement)
+    def next_agreed_batch(source: Any) -> WorkerBatch:
+        batch = next_batch(source, placement)
 
         def rows_of_all() -> tf.Tensor:
             replica = placement.first_replica + replica_context.local_index(
                 placement.local_replicas
             )
-            own = shards.own_rows[replica - placement.first_replica]
-            mine = tf.one_hot(
-                replica, placement.replicas, tf.cast(own, tf.int32), 0, dtype=tf.int32
-            )
-            return replica_context.sum_together([mine])[0]
+            rows = tf.cast(batch.own_rows[replica - placement.first_replica], tf.int32)
+            in_its_place = tf.one_hot(replica, placement.replicas, rows, 0, dtype=tf.int32)
+            return replica_context.sum_together([in_its_place])[0]
 
         counts = tf.cast(first_local(strategy, strategy.run(rows_of_all)), tf.int64)
         ends, rows = tf.cumsum(counts), tf.reduce_sum(counts)
         first_rows = tf.minimum(ends - counts, tf.maximum(rows - 1, 0))
-        own = tuple(first_rows[replica] for replica in local)
-        return shards._replace(first_rows=own, rows=rows)
+        local_first_rows = tuple(first_rows[replica] for replica in local)
+        return batch._replace(first_rows=local_first_rows, rows=rows)
 
-    return take
+    return next_agreed_batch
 
 
 def states_of_its_own(model: keras.Model) -> dict[int, str]:
     """Returns the variables that the user's own code changes in a step (`ReplicaSlice.states`)."""
     # The user may also hold variables that are plain `tf.Variable`s.
-    places = relocation.find(model).places
-    return layers.states_of_its_own(model) | {id(p.variable): "layer" for p in places}
+    holders = relocation.find(model).holders
+    return layers.states_of_its_own(model) | {id(h.variable): "layer" for h in holders}
 
 
 def make_step(
@@ -137,33 +148,33 @@ def make_step(
     if training:
         step = xla.xla_compiled(model, step, placement)
 
-    def compute(data: Any, share: ReplicaSlice) -> Any:
-        # A replica without rows reads one that does not count. Its metrics are put back after the
-        # step. Where the number of rows is known when the step is traced, every replica has rows.
-        fixed = share.read_rows is not None and not model.run_eagerly
-        variables = [] if fixed or share.is_whole else replica_context.metric_variables(model)
+    def compute(data: Any, replica_slice: ReplicaSlice) -> Any:
+        # Where the number of rows is known when the step is traced, every replica has rows.
+        has_rows = replica_slice.read_rows is not None and not model.run_eagerly
+        has_rows = has_rows or replica_slice.is_whole
+        variables = [] if has_rows else replica_context.metric_variables(model)
         before = [tf.identity(v.value) for v in variables]
-        if not share.is_whole:
+        if not replica_slice.is_whole:
             row_labels.begin(data, all_metric_variables(model))
-        with computing(share):
+        with computing(replica_slice):
             if logs is None:
-                found = step(data)
+                results = step(data)
             else:
                 with logs.recorded():
-                    found = logs.taken(step(data), share)
+                    results = logs.taken(step(data), replica_slice)
         for variable, value in zip(variables, before, strict=True):
-            counts = share.own_rows > 0
+            counts = replica_slice.own_rows > 0
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
-        return found
+        return results
 
     has_labels = placement.replicas > 1 and not model.run_eagerly
 
-    def replica_step(shards: WorkerBatch, states: dict[int, str]) -> Any:
-        shards = shards.of_any_rows() if has_labels else shards
+    def replica_step(batch: WorkerBatch, states: dict[int, str]) -> Any:
+        batch = batch.of_any_rows() if has_labels else batch
         local = replica_context.local_index(placement.local_replicas)
         alone, sync = placement.replicas == 1, state.options.sync_batch_norm
-        share = shards.share(local, alone=alone, sync_batch_norm=sync)
-        share = share._replace(
+        replica_slice = batch.slice_of(local, alone=alone, sync_batch_norm=sync)
+        replica_slice = replica_slice._replace(
             seeds=seeds,
             model=model,
             states=states,
@@ -172,26 +183,26 @@ def make_step(
         )
         with collectives.serving("step", placement):
             if passes == 1:
-                found = compute(shards.data[local], share)
+                results = compute(batch.data[local], replica_slice)
             else:
-                found = microbatches.run(model, compute, shards.data[local], share, passes)
+                results = microbatches.run(model, compute, batch.data[local], replica_slice, passes)
         # The metrics' values are read here, so they wait for nothing else in the step. Their sums
         # travel between workers while the weights are updated.
-        return found, [tf.identity(v.value) for v in replica_context.metric_variables(model)]
+        return results, [tf.identity(v.value) for v in replica_context.metric_variables(model)]
 
-    def one_step(shards: WorkerBatch) -> Any:
+    def one_step(batch: WorkerBatch) -> Any:
         python = random.getstate()
         states = states_of_its_own(model) if has_labels else {}
 
-        def alike(shards: WorkerBatch = shards) -> Any:
+        def alike(batch: WorkerBatch = batch) -> Any:
             # A layer of the user's own may draw from Python's generator when a replica is traced.
             # All replicas must draw the same.
             random.setstate(python)
-            return replica_step(shards, states)
+            return replica_step(batch, states)
 
-        found = strategy.run(alike)
+        results = strategy.run(alike)
         share_generator(seeds)
-        return found
+        return results
 
     return one_step if model.run_eagerly else without_autograph(one_step)
 
@@ -213,8 +224,8 @@ def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None
     state = state_of(model)
     if not state.traced.unknown or state.traced.is_compared_now:
         return
-    found = state.verification
-    is_compared = found is not None and found.verdict == "same" and step == "train_step"
+    result = state.verification
+    is_compared = result is not None and result.verdict == "same" and step == "train_step"
     reasons = [r for r in state.traced.unknown if not is_compared or row_labels.is_of_condition(r)]
     state.traced.unknown.clear()
     if not reasons or not placement.is_chief:

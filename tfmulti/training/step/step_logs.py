@@ -82,11 +82,11 @@ class StepLogs:
         """Returns a metric's `result` that notes what it returns."""
 
         def noting() -> Any:
-            found = result()
+            returned = result()
             count = self._count(number)
-            parts = found.items() if isinstance(found, Mapping) else [(None, found)]
+            parts = returned.items() if isinstance(returned, Mapping) else [(None, returned)]
             self._seen += [(value, _Result(number, key), count) for key, value in parts]
-            return found
+            return returned
 
         return noting
 
@@ -103,7 +103,7 @@ class StepLogs:
         """Returns how often this thread has updated a metric."""
         return self._updates.get((threading.get_ident(), number), 0)
 
-    def taken(self, logs: Any, share: ReplicaSlice) -> Logs:
+    def taken(self, logs: Any, replica_slice: ReplicaSlice) -> Logs:
         """Returns a replica's logs of a step by name, and notes which are results of metrics.
 
         Call it inside `recorded`, before the metrics change again. A metric's result is replaced by
@@ -112,21 +112,21 @@ class StepLogs:
 
         Args:
             logs: what the model's step returned.
-            share: the replica slice.
+            replica_slice: the replica slice.
         """
         self.overrides = isinstance(logs, Mapping) and set(logs) == set(
             self._model.get_metrics_result()
         )
-        found = {}
+        by_name = {}
         for name, value in flattened(logs).items():
             result = self._result_of(value)
             if result is None:
                 self.results.pop(name, None)
-                found[name] = global_values.averaged(share, tf.convert_to_tensor(value))
+                by_name[name] = global_values.averaged(replica_slice, tf.convert_to_tensor(value))
             else:
                 self.results[name] = result
-                found[name] = tf.zeros([])
-        return found
+                by_name[name] = tf.zeros([])
+        return by_name
 
     def _result_of(self, value: Any) -> _Result | None:
         """Returns the metric's result that a value is, if the metric has not been updated since."""
@@ -151,9 +151,9 @@ class StepLogs:
             result = self.results.get(name)
             if result is None:
                 return means[name]
-            found = computed[result.metric]
+            values = computed[result.metric]
             # A metric may return its variable, which has the summed state only inside this call.
-            return tf.convert_to_tensor(found if result.key is None else found[result.key])
+            return tf.convert_to_tensor(values if result.key is None else values[result.key])
 
         logs = {name: value(name) for name in means}
         if self.overrides and set(self.results) != set(logs):
@@ -172,7 +172,7 @@ def flattened(logs: Any) -> dict[str, Any]:
     >>> flattened({"loss": 2.0, "of_parts": {"a": 1, "b": 3}})
     {'loss': 2.0, 'a': 1, 'b': 3}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in (logs or {}).items() if isinstance(logs, Mapping) else ():
-        found.update(flattened(value) if isinstance(value, Mapping) else {name: value})
-    return found
+        flat.update(flattened(value) if isinstance(value, Mapping) else {name: value})
+    return flat

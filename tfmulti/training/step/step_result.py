@@ -3,6 +3,12 @@
 The collective carries the metrics' states, the workers' votes, a digest of the batch, and the moves
 of the moving statistics. So all workers get the same logs, decide alike, and hold the same state
 after each execution.
+
+Votes, digests and counts are whole numbers, and travel as float32 beside the metrics. Their sums
+are exact in any order: a float32 holds each whole number up to 2**24, and these numbers and their
+sums are smaller. A digest is below 2**24, and is added to zeros. As int32 they would need a
+collective of their own, which is one more message between the workers in each execution. Decisions
+outside of a step use int32 (`distribution.agreement`).
 """
 
 from __future__ import annotations
@@ -26,8 +32,8 @@ class StepResult(NamedTuple):
     Attributes:
         logs: the logs of the last step, over the data of all replicas.
         epoch_logs: the logs of an epoch that ends with this execution (`StepLogs.final`).
-        votes: each vote of `stop_votes.VOTES`, summed over all replicas. A tensor, and a list of
-            floats once `loops.run` has read it.
+        votes: each vote summed over all replicas. A tensor, and `stop_votes.Votes` once `loops.run`
+            has read it.
         digests: the digest of each worker's last batch, by rank.
         rows: the number of examples of all steps of the execution.
         lost: how many examples of the execution could not be read.
@@ -44,7 +50,7 @@ class StepResult(NamedTuple):
     waits_s: tf.Tensor
 
 
-class Taken(NamedTuple):
+class Totals(NamedTuple):
     """The totals of what the steps of an execution took from their source, on this worker.
 
     Attributes:
@@ -60,22 +66,22 @@ class Taken(NamedTuple):
     free_since: tf.Tensor
 
     @classmethod
-    def nothing(cls, placement: Placement) -> Taken:
+    def nothing(cls, placement: Placement) -> Totals:
         """Returns the totals before the first step, which waits from this time on."""
         rows = tuple(tf.constant(0, tf.int64) for _ in range(placement.local_replicas + 1))
         return cls(rows, tf.constant(0, tf.int64), tf.constant(0, tf.float64), now())
 
-    def counted(self, shards: WorkerBatch) -> Taken:
+    def counted(self, batch: WorkerBatch) -> Totals:
         """Returns the totals with the rows of one more step."""
-        more = (*shards.own_rows, shards.rows)
+        more = (*batch.own_rows, batch.rows)
         rows = tuple(a + b for a, b in zip(self.rows, more, strict=True))
-        return self._replace(rows=rows, lost=self.lost + shards.lost)
+        return self._replace(rows=rows, lost=self.lost + batch.lost)
 
-    def waited_for(self, came: tf.Tensor) -> Taken:
+    def waited_for(self, came: tf.Tensor) -> Totals:
         """Returns the totals with the time that a step waited for data, which came at `came`."""
         return self._replace(waited_s=self.waited_s + tf.maximum(came - self.free_since, 0))
 
-    def after(self, logs: Any) -> Taken:
+    def after(self, logs: Any) -> Totals:
         """Returns the totals with the end of a step, whose logs are given."""
         # TensorFlow may take the next step's data while this step runs, which is no waiting. On a
         # GPU a step has ended when its results can be copied to the host.
@@ -96,12 +102,12 @@ def now() -> tf.Tensor:
     return tf.timestamp()
 
 
-def time_of(shards: WorkerBatch) -> tf.Tensor:
+def time_of(batch: WorkerBatch) -> tf.Tensor:
     """Returns the time in seconds at which a batch has come."""
-    leaves = tf.nest.flatten(shards.data[0], expand_composites=True)
+    leaves = tf.nest.flatten(batch.data[0], expand_composites=True)
     data = [leaf for leaf in leaves if leaf is not None][:1]
     # The number of rows alone may be known before the batch comes.
-    with tf.control_dependencies([shards.rows, *data]):
+    with tf.control_dependencies([batch.rows, *data]):
         return now()
 
 
@@ -168,65 +174,65 @@ class Summary:
         return self._statistics.now() if self._statistics else ()
 
     def after(
-        self, shards: WorkerBatch, found: Any, votes: tf.Tensor, before: Any, taken: Taken
+        self, batch: WorkerBatch, results: Any, votes: tf.Tensor, before: Any, totals: Totals
     ) -> StepResult:
         """Returns the result of an execution, and gives all replicas the same state.
 
         Args:
-            shards: the batch of the last step.
-            found: the logs and the metrics' states of each replica, as the last step returned them.
+            batch: the batch of the last step.
+            results: the logs and the metrics' states of each replica, as the last step gave them.
             votes: this worker's votes.
             before: what `before` returned.
-            taken: the totals of all steps of the execution.
+            totals: the totals of all steps of the execution.
         """
         strategy = self._model.distribute_strategy
         if self._traces:
             # This line runs once for each traced function of an execution.
             state_of(self._model).traced.count += 1
 
-        def on_replica(found: Any, before: Any) -> StepResult:
-            with collectives.serving("outcome", self._placement):
-                return self._on_replica(shards, found, votes, taken, before)
+        def on_replica(results: Any, before: Any) -> StepResult:
+            with collectives.serving("result", self._placement):
+                return self._on_replica(batch, results, votes, totals, before)
 
-        outcome: StepResult = first_local(strategy, strategy.run(on_replica, args=(found, before)))
-        return outcome
+        result: StepResult = first_local(strategy, strategy.run(on_replica, args=(results, before)))
+        return result
 
     def _on_replica(
         self,
-        shards: WorkerBatch,
-        found: Any,
+        batch: WorkerBatch,
+        results: Any,
         votes: tf.Tensor,
-        taken: Taken,
+        totals: Totals,
         before: list[tf.Tensor],
     ) -> StepResult:
         """Does the work of `after` on one replica, in replica context."""
         local = replica_context.local_index(self._placement.local_replicas)
         weight = tf.math.divide_no_nan(
-            tf.cast(taken.rows[local], tf.float64), tf.cast(taken.rows[-1], tf.float64)
+            tf.cast(totals.rows[local], tf.float64), tf.cast(totals.rows[-1], tf.float64)
         )
         moved = self._statistics.moved(before, weight) if self._statistics else []
-        outcome, moved = self._summed(found, shards, local, votes, taken, moved)
+        result, moved = self._summed(results, batch, local, votes, totals, moved)
         if self._statistics:
             self._statistics.set(before, moved)
-        return outcome
+        return result
 
     def _summed(
         self,
-        found: tuple[Logs, list[tf.Tensor]],
-        shards: WorkerBatch,
+        results: tuple[Logs, list[tf.Tensor]],
+        batch: WorkerBatch,
         local: int,
         votes: tf.Tensor,
-        taken: Taken,
+        totals: Totals,
         moved: list[tf.Tensor],
     ) -> tuple[StepResult, list[tf.Tensor]]:
         """Returns the result of all replicas, and `moved` summed over them, by one collective."""
-        logs, metrics = found
-        weight = shards.weight(local)
-        place = self._placement
-        digest = tf.cast(shards.digest if local == 0 else 0, tf.float32)
-        digests = tf.one_hot(place.rank, place.workers) * digest
-        own_waited_s = waited_s = tf.cast(taken.waited_s, tf.float32)
-        lost = tf.cast(taken.lost if local == 0 else 0, tf.float32)
+        logs, metrics = results
+        weight = batch.weight(local)
+        placement = self._placement
+        digest = tf.cast(batch.digest if local == 0 else 0, tf.float32)
+        digests = tf.one_hot(placement.rank, placement.workers) * digest
+        own_waited_s = waited_s = tf.cast(totals.waited_s, tf.float32)
+        lost = tf.cast(totals.lost if local == 0 else 0, tf.float32)
         parts = [_part(value, weight) for value in logs.values()]
         final, sums = replica_context.global_metrics(
             replica_context.metric_variables(self._model),
@@ -235,9 +241,9 @@ class Summary:
             [*parts, votes, digests, lost, waited_s, *moved],
         )
         counted, digests, lost, waited_s = sums[len(parts) : len(parts) + 4]
-        waits_s = tf.stack([waited_s / place.replicas, own_waited_s])
-        outcome = StepResult(*final, counted, digests, taken.rows[-1], lost, waits_s)
-        return outcome, sums[len(parts) + 4 :]
+        waits_s = tf.stack([waited_s / placement.replicas, own_waited_s])
+        result = StepResult(*final, counted, digests, totals.rows[-1], lost, waits_s)
+        return result, sums[len(parts) + 4 :]
 
 
 def _part(value: Any, weight: tf.Tensor) -> tf.Tensor:

@@ -17,6 +17,8 @@ TRIALS = 8
 # A call of the smallest network hides this cost: a clock outside the call cannot tell it from the
 # steps.
 CALL_S = 0.0005
+# A step counts as at least so long.
+SHORTEST_STEP_S = 1e-6
 
 
 class StepsPerExecution:
@@ -69,7 +71,7 @@ class StepsPerExecution:
         step_s = statistics.median(self._periods[2:])
         call_s = max(statistics.median(self._outside[2:]), 0.0) + CALL_S
         # The steps alone, without the cost of their calls, should take `TARGET_S`.
-        steps = int(TARGET_S / max(step_s - call_s, 1e-6))
+        steps = int(TARGET_S / max(step_s - call_s, SHORTEST_STEP_S))
         steps = min(steps, steps_left, self._most or steps)
         if steps < 2:
             return 0
@@ -77,10 +79,6 @@ class StepsPerExecution:
         return steps if saved_s > self._compiled_s else 0
 
     def agree(self, steps: int) -> None:
-        """Takes the number of steps on which all workers have agreed; 0 changes nothing.
-
-        Args:
-            steps: the number that the chief voted for.
-        """
+        """Takes the number of steps on which all workers have agreed; 0 changes nothing."""
         if steps:
             self.at_once, self._wish = steps, 0

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.replica_slice import compiling
 from tfmulti.distribution.strategies import Placement
 from tfmulti.keras_patches.model_structure import layers_of
@@ -32,11 +33,6 @@ def xla_compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
 
     The user asks for XLA by `prepare(jit_compile=True)` or by `compile`. On GPUs XLA is the
     default. A warning tells why XLA cannot compile a step for which the user asked.
-
-    Args:
-        model: the prepared model.
-        step: the model's `train_step`.
-        placement: this process' place among the workers.
     """
     chosen = state_of(model).options.jit_compile
     asked = bool(model.jit_compile) if chosen is None else chosen
@@ -67,13 +63,13 @@ def _by_xla(step: Step, asked: bool) -> Step:
 
     def run(data: Any) -> Any:
         hindrances: list[str] = []
-        kept = _Kept()
+        taker = _GradientTaker()
 
         @tf.function(jit_compile=True, autograph=False)  # type: ignore[untyped-decorator]
         def passes(data: Any) -> Any:
-            with compiling(hindrances), giving_gradients_to(kept):
+            with compiling(hindrances), giving_gradients_to(taker):
                 logs = step(data)
-            return logs, kept.gradients
+            return logs, taker.gradients
 
         try:
             logs, gradients = passes(data)
@@ -85,15 +81,15 @@ def _by_xla(step: Step, asked: bool) -> Step:
             if asked:
                 _warn(f"it {hindrances[0]}")
             return step(data)
-        if kept.optimizer is not None:
-            kept.optimizer.apply(gradients, kept.variables)
+        if taker.optimizer is not None:
+            taker.optimizer.apply(gradients, taker.variables)
         return logs
 
     return run
 
 
-class _Kept:
-    """Keeps the gradients of a step, with the optimizer and the variables that they are for."""
+class _GradientTaker:
+    """Holds the gradients of a step, with the optimizer and the variables that they are for."""
 
     def __init__(self) -> None:
         self.optimizer: Any = None
@@ -101,10 +97,11 @@ class _Kept:
         self.variables: Any = None
 
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
-        """Keeps the gradients, as a `microbatches.Taker`."""
+        """Stores the gradients, as a `microbatches.Taker`."""
         self.optimizer, self.gradients, self.variables = optimizer, list(gradients), variables
 
 
 def _warn(reason: str) -> None:
     """Warns the user who asked for XLA that it does not compile the step."""
-    warnings.warn(f"XLA does not compile this step (jit_compile): {reason}.", stacklevel=2)
+    words = f"XLA does not compile this step (jit_compile): {reason}."
+    warnings.warn(documented(words), stacklevel=2)

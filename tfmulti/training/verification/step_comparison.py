@@ -37,7 +37,7 @@ from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import loops
-from tfmulti.training.loop.stop_votes import VOTES
+from tfmulti.training.loop.stop_votes import Votes
 from tfmulti.training.state import model_checks, relocation, run_state
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import step as steps
@@ -64,7 +64,7 @@ ELSEWHERE = 2.0**-10
 # itself.
 MOST_SENSITIVE = 0.1
 # No votes, for executions that are traced.
-_NOTHING: Sequence[float] = [0.0] * len(VOTES)
+_NOTHING = Votes()
 
 
 class StepComparison:
@@ -178,9 +178,9 @@ class StepComparison:
         model, begun = self._model, time.perf_counter()
         for step in range(0, self.steps, self._at_once):
             source = self._trial.source(step)
-            wishes = loops.Wishes(stop=False)
-            outcome = loops.run(model, model.train_function, source, self._at_once, wishes)
-        logs = {name: np.asarray(value) for name, value in flat(outcome.logs)}
+            votes = loops.votes_of(model, stop=False)
+            result = loops.run(model, model.train_function, source, self._at_once, votes)
+        logs = {name: np.asarray(value) for name, value in flat(result.logs)}
         return logs, time.perf_counter() - begun
 
     def _after_replicas(self) -> Values:

@@ -28,7 +28,7 @@ from tfmulti.keras_patches.variables import strategy_of
 from tfmulti.training.input.feed import GivenData, SourceFeed, make_feed
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.replay import Trial
-from tfmulti.training.loop import loops
+from tfmulti.training.loop import same_data
 from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import is_prepared, state_of
 from tfmulti.training.verification import comparison
@@ -78,7 +78,7 @@ def reason_to_skip(model: keras.Model) -> str | None:
         and not state.options.sync_batch_norm,
         "with microbatches BatchNormalization sees one pass at a time": normalizes
         and state.options.microbatches > 1,
-        "skip_bad_records leaves out other rows on each worker": state.reading.skip_bad_records > 0,
+        "skip_bad_records leaves out other rows on each worker": state.reading.skips_bad,
     }
     return next((words for words, holds in reasons.items() if holds), None)
 
@@ -210,7 +210,7 @@ def verify(
     relocation.enter(model)
     given = GivenData(x, y, sample_weight, batch_size, class_weight)
     feed = make_feed(given, placement_of(model.distribute_strategy), state_of(model).reading)
-    loops.check_same_data(model, feed)
+    same_data.check_same_data(model, feed)
     model_checks.build(model, feed.data.specs, optimizers=True)
     state_of(model).specs = feed.data.specs
     model.make_train_function()

@@ -7,11 +7,8 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from tfmulti.data.data_set import DataSpec, fitted
-from tfmulti.data.io import files
-from tfmulti.data.sources import tables
+from tfmulti.data.data_set import DataSpec
 from tfmulti.run.models.building import model_input
 from tfmulti.run.models.dense import mlp
 
@@ -42,17 +39,3 @@ def test_the_saved_model_takes_raw_columns(tmp_path: Path) -> None:
     assert not np.array_equal(
         loaded.predict(ROWS, verbose=0)[0], loaded.predict(ROWS, verbose=0)[1]
     )
-
-
-def test_tables_on_a_file_system_of_tensorflow() -> None:
-    """`ram://` is used in place of stores such as `gs://`, because TensorFlow reads both."""
-    gfile = tf.io.gfile
-    gfile.makedirs("ram://tables/in")
-    for name, rows in (("1", "1,a\n2,b\n"), ("2", "3,a\n")):
-        with gfile.GFile(f"ram://tables/in/{name}.csv", "w") as file:
-            file.write("n,y\n" + rows)
-    for pattern in ("ram://tables/in", "ram://tables/in/*.csv"):
-        data = fitted(tables.load_csv(f"{pattern},target=y", 0))
-        assert data.train.data[0].tolist() == [[1], [2], [3]]
-    with pytest.raises(OSError, match="no such file"):
-        files.read_bytes("ram://tables/none")

@@ -1,0 +1,93 @@
+"""Tests that a worker whose peers do not join names them, and writes what it waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tfmulti.config.run_directory import write_text
+from tfmulti.launch import joining
+from tfmulti.launch.addresses import reserved
+from tfmulti.launch.joining import Join, hang_file, report, watch
+from tfmulti.training.watchdog import read
+
+STACKS = """Current thread 0x00000000000000ff (most recent call first):
+  File "/a/reader.py", line 7 in read
+
+Thread 0x0000000000000010 (most recent call first):
+  File "/b/context.py", line 745 in ensure_initialized
+  File "/b/train.py", line 3 in <module>
+"""
+
+
+@pytest.fixture
+def join(tmp_path: Path) -> Iterator[Join]:
+    """Gives worker 0 of three, of which worker 1 listens and worker 2 does not."""
+    with reserved(2) as (own, silent), socket.create_server(("127.0.0.1", 0)) as other:
+        addresses = (own, f"127.0.0.1:{other.getsockname()[1]}", silent)
+        yield Join(0, addresses, str(tmp_path / "run"), os.getpid(), 16, None)
+
+
+def test_the_missing_worker_and_the_stacks_are_told(
+    join: Join, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(join, False, 61.0, STACKS)
+    assert join.folder is not None
+    path = Path(join.folder) / hang_file(0)
+    assert capsys.readouterr().err == (
+        "tfmulti: worker 0: it has waited for 61 s for the others to join; worker 2 does not "
+        f"listen at {join.addresses[2]}. See {path} (docs: troubleshooting#no-port)\n"
+    )
+    found = json.loads(path.read_text())
+    assert found["waits"] == [{"what": "the rendezvous", "missing": [2], "seconds": 61.0}]
+    assert found["stacks"] == {
+        "thread 255": ["/a/reader.py:7 read"],
+        "MainThread": ["/b/train.py:3 <module>", "/b/context.py:745 ensure_initialized"],
+    }
+    # The watchdog of `fit` reads the files of other workers.
+    assert read(path) == found
+
+
+@pytest.mark.parametrize(("rank", "prints"), [(0, True), (1, False), (2, False)])
+def test_the_first_late_worker_prints(
+    join: Join, capsys: pytest.CaptureFixture[str], rank: int, prints: bool
+) -> None:
+    addresses = (join.addresses[1], *join.addresses[1:])
+    report(dataclasses.replace(join, rank=rank, addresses=addresses), False, 61.0, "")
+    assert bool(capsys.readouterr().err) == prints
+    assert join.folder is not None
+    assert (Path(join.folder) / hang_file(rank)).exists()
+
+
+def test_a_late_worker_is_told_once_until_the_input_ends(
+    join: Join, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "_LOOK_S", 0.01)
+    reader, writer = os.pipe()
+    told = threading.Event()
+
+    def tells(path: Path, text: str) -> None:
+        write_text(path, text)
+        told.set()
+
+    monkeypatch.setattr(joining, "write_text", tells)
+    with os.fdopen(reader) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        thread = threading.Thread(target=watch, args=(join, 0.0))
+        thread.start()
+        assert told.wait(30)
+        # It would tell again in the next looks.
+        thread.join(0.1)
+        assert thread.is_alive()
+        os.close(writer)
+        thread.join(30)
+        assert not thread.is_alive()
+    assert capsys.readouterr().err.count("it has waited for") == 1

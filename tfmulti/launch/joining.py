@@ -1,0 +1,244 @@
+"""Says which workers are missing while a worker waits in TensorFlow for the others to join.
+
+TensorFlow holds Python's global lock while it waits, so no thread of the worker can look. A process
+of its own does it, which `watching_join` starts and ends:
+
+    python -m tfmulti.launch.joining JSON
+
+When the worker has waited for a minute, and when it gets SIGUSR1, this process tries the address of
+every other worker. It writes hang_worker_K.json with the workers at whose address nothing listens,
+and with the stacks of the waiting worker, and prints a line. It ends when its standard input does,
+so it does not outlive the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tfmulti.config.run_directory import write_text
+from tfmulti.config.troubleshooting import documented
+from tfmulti.launch.addresses import answers
+from tfmulti.launch.stacks import file_of_stacks, own_stderr
+
+LATE_S = 60.0
+_LOOK_S, _CALL_S, _END_S = 0.5, 2.0, 2.0
+_CALLS_AT_ONCE = 32
+_SHOWN = 3
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.M)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+
+
+@dataclass(frozen=True)
+class Join:
+    """A worker that waits for the others to join.
+
+    Attributes:
+        rank: its rank.
+        addresses: the `host:port` of each worker.
+        folder: the folder of hang_worker_K.json. Without one only the line is printed.
+        pid: the id of its process.
+        main_thread: the identifier of its main thread.
+        stacks: the descriptor of the file to which SIGUSR1 adds its stacks, or None.
+    """
+
+    rank: int
+    addresses: tuple[str, ...]
+    folder: str | None
+    pid: int
+    main_thread: int
+    stacks: int | None
+
+
+def hang_file(rank: int | str) -> str:
+    """Returns the name of the file in which a worker says what it waits for."""
+    return f"hang_worker_{rank}.json"
+
+
+@contextlib.contextmanager
+def watching_join(rank: int, addresses: Sequence[str], folder: str | None) -> Iterator[None]:
+    """A context in which a process of its own watches how long this one waits for the others.
+
+    Args:
+        rank: the rank of this worker.
+        addresses: the `host:port` of each worker.
+        folder: the folder of hang_worker_K.json, or None.
+    """
+    with file_of_stacks() as stacks:
+        main_thread = threading.main_thread().ident or 0
+        join = Join(rank, tuple(addresses), folder, os.getpid(), main_thread, stacks)
+        process = _started(join)
+        try:
+            yield
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                # It may be writing to a file server that is gone.
+                process.kill()
+                process.wait()
+
+
+def _started(join: Join) -> subprocess.Popen[bytes]:
+    """Starts the process that watches a worker."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        # With -P no module of the current folder takes the place of one of Python's own.
+        [sys.executable, "-P", "-m", __name__, json.dumps(asdict(join))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=own_stderr(),
+        pass_fds=() if join.stacks is None else (join.stacks,),
+        # Ctrl-C is for the worker.
+        start_new_session=True,
+    )
+
+
+def watch(join: Join, late_s: float = LATE_S) -> None:
+    """Watches a worker until the standard input of this process ends.
+
+    Args:
+        join: the worker.
+        late_s: after how many seconds the worker has waited too long.
+    """
+    began, size, is_late = time.monotonic(), _size(join), False
+    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+        before, size = size, _size(join)
+        asked, waited_s = size > before, time.monotonic() - began
+        if not asked and (is_late or waited_s < late_s):
+            continue
+        if not asked:
+            is_late = True
+            if join.stacks is not None:
+                os.kill(join.pid, signal.SIGUSR1)
+                time.sleep(_LOOK_S)
+                size = _size(join)
+        report(join, asked, waited_s, _stacks_since(join, before))
+
+
+def report(join: Join, asked: bool, waited_s: float, stacks: str) -> None:
+    """Writes hang_worker_K.json, and prints for which workers the worker waits.
+
+    Of several workers that are late, the first one prints.
+
+    Args:
+        join: the worker.
+        asked: whether SIGUSR1 has asked for it.
+        waited_s: how long the worker has waited.
+        stacks: its stacks, as faulthandler writes them.
+    """
+    missing = not_listening(join)
+    path = None if join.folder is None else Path(join.folder) / hang_file(join.rank)
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(content(join, waited_s, missing, stacks), indent=1) + "\n")
+        except OSError:
+            path = None
+    elif asked:
+        # As SIGUSR1 does without this process.
+        print(stacks, end="", file=sys.stderr)
+    if asked or all(rank in missing for rank in range(join.rank)):
+        named = [f"worker {rank} does not listen at {join.addresses[rank]}" for rank in missing]
+        words = ", ".join(named[:_SHOWN]) + (", …" if len(named) > _SHOWN else "")
+        line = (
+            f"tfmulti: worker {join.rank}: it has waited for {waited_s:.0f} s for the others to "
+            f"join; {words or 'all of them listen'}{f'. See {path}' if path else ''}"
+        )
+        print(documented(line), file=sys.stderr, flush=True)
+
+
+def content(join: Join, waited_s: float, missing: Sequence[int], stacks: str) -> dict[str, object]:
+    """Returns what hang_worker_K.json holds, in the form that the watchdog of `fit` gives it.
+
+    Args:
+        join: the worker.
+        waited_s: how long it has waited.
+        missing: the ranks of the workers that do not listen.
+        stacks: its stacks, as faulthandler writes them.
+    """
+    waits = {"what": "the rendezvous", "missing": list(missing), "seconds": round(waited_s, 3)}
+    return {
+        "worker": join.rank,
+        "host": os.uname().nodename,
+        "pid": join.pid,
+        "time": time.time(),
+        "step": 0,
+        "phase": "joining",
+        "seconds": round(waited_s, 3),
+        "usual_step_s": 0.0,
+        "at": "",
+        "reads": "",
+        "waits": [waits] if missing else [],
+        "last_collectives": [],
+        "stacks": parsed_stacks(stacks, join.main_thread),
+    }
+
+
+def parsed_stacks(text: str, main_thread: int) -> dict[str, list[str]]:
+    r"""Returns the stack of each thread that faulthandler has written, the innermost call last.
+
+    Args:
+        text: what it has written.
+        main_thread: the identifier of the main thread.
+
+    >>> parsed_stacks('Thread 0x2 (most recent call first):\n  File "a.py", line 3 in f\n', 2)
+    {'MainThread': ['a.py:3 f']}
+    """
+    _, *parts = _THREAD.split(text)
+    return {
+        "MainThread" if int(thread, 16) == main_thread else f"thread {int(thread, 16)}": [
+            f"{file}:{line} {name}" for file, line, name in reversed(_FRAME.findall(frames))
+        ]
+        for thread, frames in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def not_listening(join: Join) -> list[int]:
+    """Returns the ranks of the other workers at whose address nothing listens."""
+
+    def listens(rank: int) -> bool:
+        return answers(join.addresses[rank], _CALL_S)
+
+    others = [rank for rank in range(len(join.addresses)) if rank != join.rank]
+    with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool:
+        return [
+            rank for rank, is_up in zip(others, pool.map(listens, others), strict=True) if not is_up
+        ]
+
+
+def _size(join: Join) -> int:
+    """Returns the size of the file to which SIGUSR1 adds the stacks."""
+    return 0 if join.stacks is None else os.fstat(join.stacks).st_size
+
+
+def _stacks_since(join: Join, begin: int) -> str:
+    """Returns the stacks that were added to the file since it had so many bytes."""
+    if join.stacks is None:
+        return ""
+    return os.pread(join.stacks, _size(join) - begin, begin).decode(errors="replace")
+
+
+def main() -> None:
+    """Runs the command."""
+    values = json.loads(sys.argv[1])
+    watch(Join(**values | {"addresses": tuple(values["addresses"])}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Draws the metrics of a run over its epochs, with matplotlib."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfmulti.config.run_directory import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def curves_figure(history: dict[str, list[float]], title: str = "") -> Figure:
+    """Returns a figure of each metric over the epochs, with training and validation in one plot.
+
+    Args:
+        history: one list for each metric, with an entry for each epoch.
+        title: the title of the picture.
+    """
+    # The import takes half a second.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    names = [name for name in history if not name.startswith("val_")]
+    figure = Figure(figsize=(5.0 * max(1, len(names)), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, name in enumerate(names, start=1):
+        axes = figure.add_subplot(1, len(names), place)
+        for key, label in ((name, "training"), (f"val_{name}", "validation")):
+            values = history.get(key, [])
+            if values:
+                axes.plot(range(1, len(values) + 1), values, marker=".", label=label)
+        axes.set(xlabel="epoch")
+        # A user's metric may be called "$x$", which is no formula of matplotlib.
+        axes.set_title(name, parse_math=False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    if title:
+        figure.suptitle(title, parse_math=False)
+    return figure
+
+
+def curves_svg(history: dict[str, list[float]]) -> str:
+    """Returns the figure of `curves_figure` as an SVG element.
+
+    Args:
+        history: one list for each metric, with an entry for each epoch.
+    """
+    # The import takes half a second.
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        curves_figure(history).savefig(text, format="svg")
+    picture = text.getvalue()
+    # The lines before belong to a file of its own.
+    return picture[picture.index("<svg") :]
+
+
+def draw_curves(path: Path, history: dict[str, list[float]], title: str) -> None:
+    """Draws each metric over the epochs into a file.
+
+    Args:
+        path: the file. Its ending gives the format.
+        history: one list for each metric, with an entry for each epoch.
+        title: the title of the picture.
+    """
+    figure = curves_figure(history, title)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=110)

@@ -1,0 +1,82 @@
+"""What the workers agree on before they read: the order of the data, and that it is the same.
+
+The chief draws the seeds of the order, and all workers use them. Then the workers compare digests
+of their data. Both are collectives of exact whole numbers or bytes (`distribution.agreement`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import keras
+import numpy as np
+
+from tfmulti.config.console import speaker
+from tfmulti.distribution.agreement import gather, gather_bytes
+from tfmulti.distribution.strategies import placement_of
+from tfmulti.errors import DataError
+from tfmulti.keras_patches.random_numbers import global_seed
+from tfmulti.training.input.dataset_feed import PyDatasetFeed
+from tfmulti.training.input.interface import Feed
+from tfmulti.training.input.shuffle import Shuffle
+from tfmulti.training.state.trainer_state import state_of
+
+
+def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
+    """Returns the seeds of the data order, the same on all workers. Every worker calls it.
+
+    The seed is the one that `prepare` was given. Without one, arrays have the order that plain
+    Keras has by the chief's seed of TensorFlow. Other data, and arrays without such a seed, have an
+    order that follows from the state of the chief's global NumPy generator and from how
+    many seeds the model has drawn. The generator keeps its state.
+    """
+    state = state_of(model)
+    if state.options.seed is not None:
+        return Shuffle(state.options.seed)
+    state.seeds_drawn += 1
+    generator = np.random.RandomState()
+    generator.set_state(np.random.get_state())
+    drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
+    seed = global_seed()
+    # The first worker is the chief.
+    seeds = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])
+    drawn, has_seed, seed = seeds[0]
+    return Shuffle(drawn, seed if has_seed else None, kind == "batch")
+
+
+def print_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
+    """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras.
+
+    Args:
+        model: the prepared model.
+        feed: the training data.
+        shuffle: the seeds of its order; None without a shuffle.
+    """
+    state = state_of(model)
+    if shuffle is None or not isinstance(feed, PyDatasetFeed) or state.has_printed_order:
+        return
+    state.has_printed_order = True
+    speaker(placement_of(model.distribute_strategy).is_chief)(
+        "order",
+        f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), not that "
+        "of plain Keras; fit(shuffle=False) keeps the order of the batches",
+    )
+
+
+def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
+    """Raises an error if the workers have different data. Every worker calls it.
+
+    Args:
+        model: the prepared model.
+        *feeds: the feeds; None stands for a feed that there is not.
+
+    Raises:
+        DataError: the workers have different data. All workers raise it.
+    """
+    forms = str([(type(feed).__name__, feed.data.digest()) if feed else None for feed in feeds])
+    digests = gather_bytes(model.distribute_strategy, hashlib.sha256(forms.encode()).digest())
+    if any(digest != digests[0] for digest in digests):
+        raise DataError(
+            "the workers have different data: another kind of it, another number of examples, "
+            "other shapes, labels or values. Give all workers the same files."
+        )
