@@ -55,6 +55,9 @@ BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "a value for each row": lambda x: tf.fill([tf.shape(x)[0]], 7.0),
     "token broadcast": lambda x: tf.broadcast_to(TABLE[:1], tf.shape(x)),
     "token tiled": lambda x: tf.tile(TABLE[None, :2], [tf.shape(x)[0], 1, 1]),
+    "token tiled by joined amounts": lambda x: tf.tile(
+        TABLE[None, :2], tf.concat([tf.expand_dims(tf.shape(x)[0], -1), [1, 1]], 0)
+    ),
     "token repeated": lambda x: tf.repeat(TABLE[None, :1], tf.shape(x)[0], axis=0),
     "token before": lambda x: tf.concat([tf.ones((tf.shape(x)[0], 1)), x], 1),
     "lookup": lambda x: tf.gather(TABLE, tf.argmax(x, -1)),

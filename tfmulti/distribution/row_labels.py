@@ -266,7 +266,7 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
     op = size.op
     if op.type == "Shape":
         return label_of(op.inputs[0]).parts or None
-    is_number = op.type == "Reshape" and op.inputs[0].shape.rank == 0
+    is_number = op.type in ("Reshape", "ExpandDims") and op.inputs[0].shape.rank == 0
     if is_number or op.type in ("Identity", "Cast", "ConcatV2", "Pack"):
         return parts_counted(op.inputs[0])
     if op.type == "StridedSlice":
