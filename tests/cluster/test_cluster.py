@@ -65,7 +65,7 @@ TWO = ["a:1", "b:2"]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no JSON .* character 1"),
+        ("{", "not JSON .* character 1"),
         ("[]", "must be a JSON object"),
         ("{}", r"\['cluster'\] is None"),
         (config({}), r"\['cluster'\] is {}"),

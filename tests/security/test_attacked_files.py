@@ -192,7 +192,7 @@ def picture(folder: Path, size: tuple[int, int]) -> None:
     [
         (npz_of_terabytes, "declares 35,184,372,088,832 bytes"),
         (code_in_an_npz, "x.npz"),
-        (pipes_and_devices, "no regular file"),
+        (pipes_and_devices, "not a regular file"),
         (large_pictures, "megapixels"),
         (large_pictures_in_packed_records, "a.gz, record 0: feature 'image': the image has more"),
         (code_in_a_prepared_data_set, "names the class 'crafted_module.Class', which is none of"),

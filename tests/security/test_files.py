@@ -219,7 +219,7 @@ def test_what_is_no_regular_file_is_a_bad_record(tmp_path: Path, kind: str) -> N
     source = images.load(f"{folder},size=8x8", 0).train
     assert len(source) == 3
     lost = [index for index in range(3) if source.where(index) == str(odd)]
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         source.read(np.array(lost))
     whole = Loader(source, BatchPlan(3, 3), Placement(0, 1, 1), ReadOptions(0, 1))
     batch = next(whole.batches())
@@ -237,7 +237,7 @@ def test_a_named_pipe_is_no_data_set(tmp_path: Path, kind: str) -> None:
         "npy": lambda: import_module("tfmulti.data.sources.npy").load(str(tmp_path), 0),
         "tfrecord": lambda: open_files.LocalFile(pipe),
     }
-    with pytest.raises((DataError, OSError), match="no regular file"):
+    with pytest.raises((DataError, OSError), match="not a regular file"):
         load[kind]()
 
 

@@ -358,7 +358,7 @@ def test_an_agent_without_a_valid_hello_is_unreachable(hello: Any) -> None:
     """The launcher tries it again later, like any machine that does not answer."""
     connection, theirs = over_pair()
     theirs.sendall(json.dumps({"hello": hello}).encode() + b"\n")
-    with pytest.raises(Unreachable, match="no agent"):
+    with pytest.raises(Unreachable, match="not an agent"):
         RemoteMachine("b", connection, {}, lambda *line: None, lambda: "")
 
 

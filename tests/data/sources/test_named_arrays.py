@@ -61,8 +61,8 @@ def test_arrays_are_read_from_any_file_system(folder: str) -> None:
     ("content", "message"),
     [
         (b"", "the file is empty. Write it anew"),
-        (b"no archive", "no .npz file, or a truncated one. Save with"),
-        (bytes_by(np.savez, x=X, y=Y)[:-9], "no .npz file, or a truncated one"),
+        (b"no archive", "not an .npz file, or a truncated one. Save with"),
+        (bytes_by(np.savez, x=X, y=Y)[:-9], "not an .npz file, or a truncated one"),
         (bytes_by(np.savez, x=X, y=np.array([{}] * 20)), "holds pickled Python objects"),
         (bytes_by(np.savez, x=X), "lacks the array 'y'. Add it"),
     ],

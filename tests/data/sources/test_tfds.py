@@ -313,7 +313,7 @@ def test_descriptions_are_small_regular_files(folder: Path, tmp_path: Path, name
         tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         tfds.load(f"tiny,data_dir={tmp_path},size=8x8", 0)
 
 

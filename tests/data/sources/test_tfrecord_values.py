@@ -175,7 +175,7 @@ def test_labels_are_read_without_the_images(
     labels = read_labels(train)
     assert labels is not None
     assert labels.values.tolist() == [0, 2, 1]
-    with pytest.raises(ValueError, match="no image"):
+    with pytest.raises(ValueError, match="not an image"):
         train.read(np.array([0]))
 
 

@@ -115,8 +115,8 @@ def names_of(gathered: bytes) -> tuple[str, ...]:
     for rank, name in enumerate(names):
         if not _NAME.fullmatch(name):
             raise ClusterError(
-                f"mpi: the host of process {rank} calls itself {name[:60]!r}, which is not the name "
-                "of a host. Set its host name, or TFMULTI_CHIEF_HOST (mpirun -x)."
+                f"mpi: the host of process {rank} calls itself {name[:60]!r}, which is not the "
+                "name of a host. Set its host name, or TFMULTI_CHIEF_HOST (mpirun -x)."
             )
     return tuple(name.decode() for name in names)
 
