@@ -67,6 +67,26 @@ def test_the_first_late_worker_prints(
     assert (Path(join.folder) / hang_file(rank)).exists()
 
 
+def test_a_signal_before_the_watching_process_has_started_counts(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_LOOK_S", 0.01)
+    (tmp_path / "stacks").write_text(STACKS)
+    reader, writer = os.pipe()
+    asked = []
+
+    def reports(join: Join, is_asked: bool, waited_s: float, stacks: str) -> None:
+        asked.append((is_asked, stacks))
+        os.close(writer)
+
+    monkeypatch.setattr(joining, "report", reports)
+    with os.fdopen(reader) as stdin, open(tmp_path / "stacks") as stacks:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        # A watch that misses the signal reports the worker as late.
+        watch(dataclasses.replace(join, stacks=stacks.fileno()), 1.0)
+    assert asked == [(True, STACKS)]
+
+
 def test_a_late_worker_is_told_once_until_the_input_ends(
     join: Join, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

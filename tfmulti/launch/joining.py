@@ -52,6 +52,8 @@ class Join:
         pid: the id of its process.
         main_thread: the identifier of its main thread.
         stacks: the descriptor of the file to which SIGUSR1 adds its stacks, or None.
+        size: the bytes of that file when the worker began to wait. The signal may come before the
+            process that watches has started.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class Join:
     pid: int
     main_thread: int
     stacks: int | None
+    size: int = 0
 
 
 def hang_file(rank: int | str) -> str:
@@ -78,7 +81,8 @@ def watching_join(rank: int, addresses: Sequence[str], folder: str | None) -> It
     """
     with file_of_stacks() as stacks:
         main_thread = threading.main_thread().ident or 0
-        join = Join(rank, tuple(addresses), folder, os.getpid(), main_thread, stacks)
+        size = 0 if stacks is None else os.fstat(stacks).st_size
+        join = Join(rank, tuple(addresses), folder, os.getpid(), main_thread, stacks, size)
         process = _started(join)
         try:
             yield
@@ -116,7 +120,7 @@ def watch(join: Join, late_s: float = LATE_S) -> None:
         join: the worker.
         late_s: after how many seconds the worker has waited too long.
     """
-    began, size, is_late = time.monotonic(), _size(join), False
+    began, size, is_late = time.monotonic(), join.size, False
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         before, size = size, _size(join)
         asked, waited_s = size > before, time.monotonic() - began
