@@ -31,7 +31,7 @@ def part(rows: int, *, counts: bool = True) -> ReplicaSlice:
 
 
 def gradients_of(
-    layer: Any, x: np.ndarray, upstream: np.ndarray, share: ReplicaSlice | None = None
+    layer: Any, x: np.ndarray, upstream: np.ndarray, replica_slice: ReplicaSlice | None = None
 ) -> tuple[Any, set[str]]:
     """Returns the gradients in a slice (None: the whole batch), and the types of the operations."""
     installation.install()
@@ -45,7 +45,7 @@ def gradients_of(
         weights = [v.value for v in layer.trainable_variables]
         return tape.gradient(loss, [x, *weights])
 
-    with computing(share or whole(len(x))):
+    with computing(replica_slice or whole(len(x))):
         graph = step.get_concrete_function(tf.constant(x)).graph
         found = [g.numpy() for g in step(tf.constant(x))]
     return found, {operation.type for operation in graph.get_operations()}
@@ -79,8 +79,8 @@ def test_a_replicas_own_statistics_also_use_the_kernel(counts: bool) -> None:
     x = (2 + np.random.default_rng(0).standard_normal((ROWS, 4, 5, 3))).astype(np.float32)
     upstream = np.random.default_rng(1).standard_normal(x.shape).astype(np.float32)
     layer = keras.layers.BatchNormalization(momentum=0.5)
-    share = part(ROWS, counts=counts)._replace(sync_batch_norm=False)
-    found, kinds = gradients_of(layer, x, upstream, share)
+    replica_slice = part(ROWS, counts=counts)._replace(sync_batch_norm=False)
+    found, kinds = gradients_of(layer, x, upstream, replica_slice)
     assert KERNEL in kinds
     for mine, true in zip(found, expected(x, upstream, 1e-3), strict=True):
         assert np.abs(mine - true).max() < 2e-6 * np.abs(true).max()
@@ -119,7 +119,7 @@ def test_a_second_derivative_is_that_of_keras(make: Any) -> None:
     layer.build(x.shape)
 
     @tf.function
-    def penalty(share: ReplicaSlice | None) -> Any:
+    def penalty(replica_slice: ReplicaSlice | None) -> Any:
         with tf.GradientTape() as outer:
             outer.watch(x)
             with tf.GradientTape() as inner:

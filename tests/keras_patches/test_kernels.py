@@ -71,7 +71,9 @@ LEFT: dict[str, tuple[Make, Shapes]] = {
 }
 
 
-def found(make: Make, shapes: Shapes, share: ReplicaSlice | None, dtype: str = "float32") -> Any:
+def found(
+    make: Make, shapes: Shapes, replica_slice: ReplicaSlice | None, dtype: str = "float32"
+) -> Any:
     """Returns outputs, gradients, second derivatives, and the types of their operations.
 
     Without a replica slice they are Keras' own.
@@ -99,7 +101,7 @@ def found(make: Make, shapes: Shapes, share: ReplicaSlice | None, dtype: str = "
             penalty = tf.add_n([tf.reduce_sum(tf.square(g)) for g in gradients])
         return outputs, gradients, second.gradient(penalty, inputs)
 
-    with computing(share) if share else nullcontext():
+    with computing(replica_slice) if replica_slice else nullcontext():
         graph = step.get_concrete_function(*inputs).graph
         return keras.tree.map_structure(np.asarray, step(*inputs)), sorted(
             operation.type for operation in graph.get_operations()
@@ -109,9 +111,9 @@ def found(make: Make, shapes: Shapes, share: ReplicaSlice | None, dtype: str = "
 @pytest.mark.parametrize("share", [whole(6), part(6)], ids=["whole", "part"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_outputs_are_keras_own_and_gradients_those_of_64_bits(
-    name: str, share: ReplicaSlice
+    name: str, replica_slice: ReplicaSlice
 ) -> None:
-    (outputs, *derivatives), kinds = found(*KNOWN[name], share)
+    (outputs, *derivatives), kinds = found(*KNOWN[name], replica_slice)
     (keras_outputs, *keras_derivatives), keras_kinds = found(*KNOWN[name], None)
     (_, *expected), _ = found(*KNOWN[name], None, "float64")
     assert kinds != keras_kinds
@@ -136,7 +138,9 @@ def test_unknown_cases_are_left_to_keras(name: str) -> None:
 
 def test_other_types_are_left_to_keras() -> None:
     for name in ("attention", "layer norm", "dense", "heads"):
-        kinds = [found(*KNOWN[name], share, "float64")[1] for share in (whole(6), None)]
+        kinds = [
+            found(*KNOWN[name], replica_slice, "float64")[1] for replica_slice in (whole(6), None)
+        ]
         assert kinds[0] == kinds[1]
 
 

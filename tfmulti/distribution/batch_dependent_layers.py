@@ -49,7 +49,11 @@ def refuse_choices(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mixed(
-    original: Callable[..., Any], share: ReplicaSlice, layer: Any, data: Any, training: bool = True
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    layer: Any,
+    data: Any,
+    training: bool = True,
 ) -> Any:
     """Returns this replica's rows of what a layer computes from the global batch.
 
@@ -57,7 +61,7 @@ def mixed(
 
     Args:
         original: Keras' `call` of the layer.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         layer: the layer.
         data: a nest of tensors, whose first axis is the rows.
         training: whether the layer is called in training.
@@ -73,11 +77,11 @@ def mixed(
             f"the layer {layer.name!r} looks at all rows of a batch, which --microbatches "
             "splits. Put it into the data (dataset.map), or leave --microbatches out."
         )
-    share.note_gather()
+    replica_slice.note_gather()
     data = tf.nest.map_structure(tf.convert_to_tensor, data)
     read = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]
-    whole = tf.nest.map_structure(lambda value: rows_of_all(share, value), data)
-    with computing(share.alone()):
+    whole = tf.nest.map_structure(lambda value: rows_of_all(replica_slice, value), data)
+    with computing(replica_slice.alone()):
         result = original(layer, whole, training=training)
-    first = share.first_row
+    first = replica_slice.first_row
     return tf.nest.map_structure(lambda value: value[first : first + read], result)

@@ -29,7 +29,7 @@ Original = Callable[..., Any]
 
 def average_loss(
     original: Original,
-    share: ReplicaSlice,
+    replica_slice: ReplicaSlice,
     per_example_loss: Any,
     sample_weight: Any = None,
     global_batch_size: Any = None,
@@ -42,18 +42,18 @@ def average_loss(
 
     Args:
         original: `tf.nn.compute_average_loss`.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         per_example_loss: the losses of this replica's rows.
         sample_weight: the weights of these losses, or None.
         global_batch_size: the number of rows that the user divides by, or None.
     """
     if global_batch_size is None:
-        global_batch_size = tf.maximum(share.own_rows, 1)
+        global_batch_size = tf.maximum(replica_slice.own_rows, 1)
     return original(per_example_loss, sample_weight, global_batch_size)
 
 
 def regularization_loss(
-    original: Original, share: ReplicaSlice, regularization_loss: Any
+    original: Original, replica_slice: ReplicaSlice, regularization_loss: Any
 ) -> tf.Tensor:
     """Returns the sum of regularization losses.
 
@@ -61,14 +61,19 @@ def regularization_loss(
 
     Args:
         original: `tf.nn.scale_regularization_loss`, which is not called.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         regularization_loss: one or more losses.
     """
     return tf.reduce_sum(regularization_loss)
 
 
 def clip_by_global_norm(
-    original: Original, share: ReplicaSlice, t_list: Any, clip_norm: Any, *args: Any, **kwargs: Any
+    original: Original,
+    replica_slice: ReplicaSlice,
+    t_list: Any,
+    clip_norm: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Returns the gradients of the global batch, clipped, and their norm.
 
@@ -76,7 +81,7 @@ def clip_by_global_norm(
 
     Args:
         original: `tf.clip_by_global_norm`.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         t_list: this replica's gradients.
         clip_norm: the largest norm.
         *args: further arguments of `original`.
@@ -85,17 +90,17 @@ def clip_by_global_norm(
     Raises:
         ModelError: the step takes several passes (microbatches).
     """
-    return original(_global(share, t_list), clip_norm, *args, **kwargs)
+    return original(_global(replica_slice, t_list), clip_norm, *args, **kwargs)
 
 
 def global_norm(
-    original: Original, share: ReplicaSlice, t_list: Any, *args: Any, **kwargs: Any
+    original: Original, replica_slice: ReplicaSlice, t_list: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Returns the norm of the gradients of the global batch.
 
     Args:
         original: `tf.linalg.global_norm`.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         t_list: this replica's gradients.
         *args: further arguments of `original`.
         **kwargs: further arguments of `original`.
@@ -103,10 +108,10 @@ def global_norm(
     Raises:
         ModelError: the step takes several passes (microbatches).
     """
-    return original(_global(share, t_list), *args, **kwargs)
+    return original(_global(replica_slice, t_list), *args, **kwargs)
 
 
-def _global(share: ReplicaSlice, gradients: Any) -> list[Any]:
+def _global(replica_slice: ReplicaSlice, gradients: Any) -> list[Any]:
     """Returns the gradients of the global batch.
 
     The mean over the replicas is that of a gradient as the tape gives it. A gradient that the step
@@ -119,19 +124,19 @@ def _global(share: ReplicaSlice, gradients: Any) -> list[Any]:
             "optimizer instead, or leave --microbatches out."
         )
     found: list[Any] = list(gradients)
-    means = [i for i, gradient in enumerate(found) if _is_mean(share, gradient)]
+    means = [i for i, gradient in enumerate(found) if _is_mean(replica_slice, gradient)]
     reduced = reduce_gradients([found[i] for i in means]) if means else []
     for i, gradient in zip(means, reduced, strict=True):
         found[i] = gradient
     for i in set(range(len(found))) - set(means):
-        found[i] = of_one_device(share, found[i])
+        found[i] = of_one_device(replica_slice, found[i])
     return found
 
 
-def _is_mean(share: ReplicaSlice, gradient: Any) -> bool:
+def _is_mean(replica_slice: ReplicaSlice, gradient: Any) -> bool:
     """Returns whether the mean over the replicas is the gradient of one device, or may be it."""
-    note_unknown(share, gradient)
-    known = are_known(share) and isinstance(gradient, tf.Tensor)
+    note_unknown(replica_slice, gradient)
+    known = are_known(replica_slice) and isinstance(gradient, tf.Tensor)
     return not known or label_of(gradient).kind in (Kind.MEAN, Kind.LOCAL)
 
 

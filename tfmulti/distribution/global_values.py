@@ -63,12 +63,12 @@ class _Made:
 _made: weakref.WeakKeyDictionary[tf.Graph, dict[int, _Made]] = weakref.WeakKeyDictionary()
 
 
-def are_known(share: ReplicaSlice) -> bool:
+def are_known(replica_slice: ReplicaSlice) -> bool:
     """Returns whether values of this graph can be made those of the global batch."""
-    return row_labels.are_kept() and not share.is_whole
+    return row_labels.are_kept() and not replica_slice.is_whole
 
 
-def averaged(share: ReplicaSlice, value: Any) -> Any:
+def averaged(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns a value whose mean over the replicas, weighted by rows, is the value of one device.
 
     A value that is not understood stays as it is, and is noted (`note_unknown`).
@@ -76,20 +76,20 @@ def averaged(share: ReplicaSlice, value: Any) -> Any:
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
-    if not are_known(share) or not isinstance(value, tf.Tensor):
+    if not are_known(replica_slice) or not isinstance(value, tf.Tensor):
         return value
     kind = label_of(value).kind
-    note_unknown(share, value)
+    note_unknown(replica_slice, value)
     if kind in (Kind.ALIKE, Kind.MEAN, Kind.LOCAL):
         return value
-    builder = _Builder(share, value.graph)
+    builder = _Builder(replica_slice, value.graph)
     found = builder.average(value) if kind in (Kind.SUM, Kind.COUNT) else builder.whole(value)
     found = builder.on_tape(found)
     row_labels.mark(found, row_labels.MEAN)
     return found
 
 
-def of_one_device(share: ReplicaSlice, value: Any) -> Any:
+def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns the value of one device, the same on every replica.
 
     A value that is not understood stays as it is, and is noted (`note_unknown`).
@@ -97,18 +97,18 @@ def of_one_device(share: ReplicaSlice, value: Any) -> Any:
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
-    if not are_known(share) or not isinstance(value, tf.Tensor):
+    if not are_known(replica_slice) or not isinstance(value, tf.Tensor):
         return value
-    note_unknown(share, value)
+    note_unknown(replica_slice, value)
     if label_of(value).kind in (Kind.ALIKE, Kind.LOCAL):
         return value
-    builder = _Builder(share, value.graph)
+    builder = _Builder(replica_slice, value.graph)
     found = builder.on_tape(builder.whole(value))
     row_labels.mark(found, row_labels.ALIKE)
     return found
 
 
-def part_of_sum(share: ReplicaSlice, value: Any) -> Any:
+def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns a value whose sum over the replicas is the value of one device.
 
     A value for each row stays as it is. So does a value that is not understood, which is noted.
@@ -116,40 +116,40 @@ def part_of_sum(share: ReplicaSlice, value: Any) -> Any:
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
-    if not are_known(share) or not isinstance(value, tf.Tensor):
+    if not are_known(replica_slice) or not isinstance(value, tf.Tensor):
         return value
     if label_of(value).kind in (Kind.ROWS, Kind.MIXED, Kind.LOCAL):
-        note_unknown(share, value)
+        note_unknown(replica_slice, value)
         return value
-    return _Builder(share, value.graph).part(value)
+    return _Builder(replica_slice, value.graph).part(value)
 
 
-def own_rows(share: ReplicaSlice, value: Any) -> Any:
+def own_rows(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns the rows of this replica that count, of a value with rows, as one device has them.
 
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
     if not isinstance(value, tf.Tensor):
-        return value[: share.own_rows]
-    first, of = tf.zeros_like(share.own_rows), tf.maximum(share.own_rows, 1)
-    if are_known(share):
-        note_unknown(share, value)
-        builder = _Builder(share, value.graph)
+        return value[: replica_slice.own_rows]
+    first, of = tf.zeros_like(replica_slice.own_rows), tf.maximum(replica_slice.own_rows, 1)
+    if are_known(replica_slice):
+        note_unknown(replica_slice, value)
+        builder = _Builder(replica_slice, value.graph)
         if label_of(value).kind is Kind.GLOBAL:
             value, first, of = (
                 builder.whole(value),
-                share.first_row,
-                tf.maximum(share.global_rows, 1),
+                replica_slice.first_row,
+                tf.maximum(replica_slice.global_rows, 1),
             )
         else:
             value = builder.rows(value)
     # A row may have several entries of axis 0.
     each = tf.shape(value, tf.int64)[0] // of
-    return value[each * first : each * (first + share.own_rows)]
+    return value[each * first : each * (first + replica_slice.own_rows)]
 
 
-def note_unknown(share: ReplicaSlice, value: Any) -> None:
+def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
     """Notes the reason if it is not known how a value depends on the rows.
 
     A comparison of the first step with one device decides about such a value. It cannot decide
@@ -166,14 +166,14 @@ def note_unknown(share: ReplicaSlice, value: Any) -> None:
             "tf.cond, and choose one by tf.where."
         )
     if label.kind is Kind.LOCAL:
-        share.note_unknown(label.reason)
+        replica_slice.note_unknown(label.reason)
 
 
 Gradient = Callable[..., Any]
 
 
 def gradient(
-    share: ReplicaSlice,
+    replica_slice: ReplicaSlice,
     original: Gradient,
     target: Any,
     sources: Any,
@@ -187,7 +187,7 @@ def gradient(
     are those of one device for these rows.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         original: `GradientTape.gradient` of the tape.
         target: what the user's step takes the gradients of. For a tensor of several values it is
             their sum.
@@ -200,13 +200,13 @@ def gradient(
     """
     targets = [t for t in tf.nest.flatten(target) if isinstance(t, tf.Tensor)]
     with row_labels.kept_in_branch() as is_branch:
-        if is_branch and not share.is_whole:
-            return _gradient_in_branch(share, original, target, sources, **options)
-    if not are_known(share) or options.get("output_gradients") is not None:
+        if is_branch and not replica_slice.is_whole:
+            return _gradient_in_branch(replica_slice, original, target, sources, **options)
+    if not are_known(replica_slice) or options.get("output_gradients") is not None:
         return original(target, sources, **options)
     kinds = {label_of(t).kind for t in targets}
     for value in targets:
-        note_unknown(share, value)
+        note_unknown(replica_slice, value)
     of_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
     # The gradient of each row by itself is that of one device.
     if kinds <= {Kind.ROWS} and of_rows:
@@ -215,7 +215,7 @@ def gradient(
     if kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
         found = original(target, sources, **options)
     else:
-        builder = _Builder(share, targets[0].graph)
+        builder = _Builder(replica_slice, targets[0].graph)
         new = [builder.summed(t) for t in targets]
         leaves = builder.leaves_behind(new)
         seeds = tf.gradients(new, leaves, stop_gradients=leaves)
@@ -224,11 +224,11 @@ def gradient(
             builder.factor_on_tape(seed) if is_recorded else seed for _, seed in pairs
         ]
         found = original([leaf for leaf, _ in pairs], sources, **options)
-    return _by_source(share, sources, found)
+    return _by_source(replica_slice, sources, found)
 
 
 def _gradient_in_branch(
-    share: ReplicaSlice, original: Gradient, target: Any, sources: Any, **options: Any
+    replica_slice: ReplicaSlice, original: Gradient, target: Any, sources: Any, **options: Any
 ) -> Any:
     """Returns a gradient inside a condition or a loop, where replicas cannot exchange values.
 
@@ -239,7 +239,7 @@ def _gradient_in_branch(
     labels = [label_of(t) for t in flat]
     kinds = {label.kind for label in labels}
     for value in flat:
-        note_unknown(share, value)
+        note_unknown(replica_slice, value)
     of_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
     if options.get("output_gradients") is not None:
         return original(target, sources, **options)
@@ -248,12 +248,12 @@ def _gradient_in_branch(
         return tf.nest.map_structure(_labelled_rows, sources, found)
     if kinds <= {Kind.ROWS, Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
         # The sum over all replicas is the mean over the replicas of the sums divided by weights.
-        over = tf.math.reciprocal_no_nan(share.weight)
+        over = tf.math.reciprocal_no_nan(replica_slice.weight)
         options["output_gradients"] = [
             tf.ones_like(t) * (tf.cast(over, t.dtype) if label.kind is Kind.ROWS else 1)
             for t, label in zip(flat, labels, strict=True)
         ]
-        return _by_source(share, sources, original(target, sources, **options))
+        return _by_source(replica_slice, sources, original(target, sources, **options))
     raise ModelError(
         "the train_step takes a gradient inside a condition or a loop, of a value that needs the "
         "rows of all replicas, which cannot meet there. Compute the value in the condition, and "
@@ -273,7 +273,7 @@ def _labelled_rows(source: tf.Tensor, value: Any) -> Any:
     return value
 
 
-def _by_source(share: ReplicaSlice, sources: Any, gradients: Any) -> Any:
+def _by_source(replica_slice: ReplicaSlice, sources: Any, gradients: Any) -> Any:
     """Labels gradients, and gives those by rows the value that they have on one device."""
     flat_sources, flat = tf.nest.flatten(sources), tf.nest.flatten(gradients)
     if len(flat_sources) != len(flat):
@@ -285,7 +285,7 @@ def _by_source(share: ReplicaSlice, sources: Any, gradients: Any) -> Any:
             continue
         label = label_of(source) if isinstance(source, tf.Tensor) else row_labels.ALIKE
         if _is_of_rows(source):
-            value = _labelled_rows(source, value * tf.cast(share.weight, value.dtype))
+            value = _labelled_rows(source, value * tf.cast(replica_slice.weight, value.dtype))
         elif label.kind in (Kind.ALIKE, Kind.MEAN):
             row_labels.mark(value, row_labels.MEAN)
         else:
@@ -298,8 +298,8 @@ def _by_source(share: ReplicaSlice, sources: Any, gradients: Any) -> Any:
 class _Builder:
     """Builds values of the global batch in the graph of one replica's step."""
 
-    def __init__(self, share: ReplicaSlice, graph: tf.Graph) -> None:
-        self._share = share
+    def __init__(self, replica_slice: ReplicaSlice, graph: tf.Graph) -> None:
+        self._replica_slice = replica_slice
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         number = int(tf.get_static_value(replica))
         self._made = _made.setdefault(graph, {}).setdefault(number, _Made())
@@ -372,7 +372,7 @@ class _Builder:
         if kind is Kind.SUM:
             return value if row_labels.is_state_of_metric(value) else self._own_sum(value)
         if kind is Kind.MEAN and value.dtype.is_floating:
-            return tf.math.multiply_no_nan(value, tf.cast(self._share.weight, value.dtype))
+            return tf.math.multiply_no_nan(value, tf.cast(self._replica_slice.weight, value.dtype))
         # Replica 0 gives the whole value and the others give 0, since it has rows in every step.
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         return self.whole(value) * tf.cast(number == 0, value.dtype)
@@ -502,7 +502,7 @@ class _Builder:
     def _own_sum(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a sum over this replica's rows; 0 if it reads a row that does not count."""
         own = self._own_mean(value)
-        counts = tf.cast(self._share.own_rows > 0, own.dtype)
+        counts = tf.cast(self._replica_slice.own_rows > 0, own.dtype)
         return tf.math.multiply_no_nan(own, counts) if own.dtype.is_floating else own * counts
 
     def _own_mean(self, value: tf.Tensor) -> tf.Tensor:
@@ -513,12 +513,14 @@ class _Builder:
 
     def _counted(self, rows: tf.Tensor) -> tf.Tensor:
         """Returns this replica's rows; 0 if it reads a row that does not count."""
-        counts = tf.cast(self._share.own_rows > 0, rows.dtype)
+        counts = tf.cast(self._replica_slice.own_rows > 0, rows.dtype)
         return tf.math.multiply_no_nan(rows, counts)
 
     def _over_weight(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a part of a sum divided by the weight, as a part of a mean over replicas."""
-        weight = tf.cast(self._share.weight, value.dtype if value.dtype.is_floating else tf.float32)
+        weight = tf.cast(
+            self._replica_slice.weight, value.dtype if value.dtype.is_floating else tf.float32
+        )
         return tf.math.divide_no_nan(tf.cast(value, weight.dtype), weight)
 
     def _count(self, value: tf.Tensor) -> tf.Tensor:
@@ -537,8 +539,8 @@ class _Builder:
     def _global_shape(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the shape or size that a tensor with rows has on one device."""
         of = value.op.inputs[0]
-        read = tf.cast(tf.maximum(self._share.own_rows, 1), value.dtype)
-        rows = tf.cast(self._share.global_rows, value.dtype)
+        read = tf.cast(tf.maximum(self._replica_slice.own_rows, 1), value.dtype)
+        rows = tf.cast(self._replica_slice.global_rows, value.dtype)
         shape = tf.shape(of, value.dtype)
         # A row has the same number of entries of axis 0 on every replica.
         first = shape[0] // read * rows
@@ -548,8 +550,8 @@ class _Builder:
     def _all_rows(self, rows: tf.Tensor, label: Label) -> tf.Tensor:
         """Returns the rows of all replicas, in the order of one device."""
         self._check_one_pass()
-        share = self._share
-        read = tf.maximum(share.own_rows, 1)
+        replica_slice = self._replica_slice
+        read = tf.maximum(replica_slice.own_rows, 1)
         if len(label.parts) == 1:
             return self._gathered(rows, tf.shape(rows, tf.int64)[0] // read)
         sizes = [tf.cast(k, tf.int64) * read for k in label.parts]
@@ -564,24 +566,24 @@ class _Builder:
 
     def _gathered(self, rows: tf.Tensor, each: tf.Tensor) -> tf.Tensor:
         """Returns the rows of all replicas, with `each` entries of axis 0 for a row."""
-        share = self._share
-        share.note_gather()
-        of_all = functools.partial(_of_all_replicas, share, self._made)
-        return rows_of_all(share, rows, each, of_all)
+        replica_slice = self._replica_slice
+        replica_slice.note_gather()
+        of_all = functools.partial(_of_all_replicas, replica_slice, self._made)
+        return rows_of_all(replica_slice, rows, each, of_all)
 
     def _total(self, value: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
         """Returns the sum of all replicas' parts of a sum, or their mean weighted by rows."""
         self._check_one_pass()
-        share, made = self._share, self._made
+        replica_slice, made = self._replica_slice, self._made
         if not value.dtype.is_floating:
             return total(value)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def summed(value: tf.Tensor) -> Any:
-            weight = tf.cast(share.weight, value.dtype)
+            weight = tf.cast(replica_slice.weight, value.dtype)
 
             def back(upstream: tf.Tensor) -> tf.Tensor:
-                of_all = _of_all_replicas(share, made, upstream)
+                of_all = _of_all_replicas(replica_slice, made, upstream)
                 return tf.math.divide_no_nan(of_all, weight) if is_sum else of_all
 
             own = value if is_sum else tf.math.multiply_no_nan(value, weight)
@@ -627,7 +629,7 @@ class _Builder:
         return made.outputs[value.value_index]
 
 
-def _of_all_replicas(share: ReplicaSlice, made: _Made, upstream: tf.Tensor) -> tf.Tensor:
+def _of_all_replicas(replica_slice: ReplicaSlice, made: _Made, upstream: tf.Tensor) -> tf.Tensor:
     """Returns the gradient of the global batch by a value that is the same on every replica.
 
     If all that depends on the value is alike on all replicas, each replica has this gradient
@@ -635,4 +637,4 @@ def _of_all_replicas(share: ReplicaSlice, made: _Made, upstream: tf.Tensor) -> t
     """
     # A lookup of rows (`tf.gather`) has a gradient with gaps, tf.IndexedSlices.
     upstream = tf.convert_to_tensor(upstream)
-    return of_all_replicas(share, upstream) if made.mixes else upstream
+    return of_all_replicas(replica_slice, upstream) if made.mixes else upstream

@@ -83,12 +83,15 @@ def in_passes() -> bool:
 
 
 def scaled_to_global(
-    share: ReplicaSlice, loss: Any, reduction: str | None, divisor: Callable[[], tf.Tensor | None]
+    replica_slice: ReplicaSlice,
+    loss: Any,
+    reduction: str | None,
+    divisor: Callable[[], tf.Tensor | None],
 ) -> Any:
     """Returns a replica's loss, scaled so that the mean over the replicas is the global loss.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         loss: the loss that Keras computed from the values of this replica's rows.
         reduction: Keras' name of the reduction.
         divisor: returns what Keras divided the sum by, or None if that is the number of rows.
@@ -107,19 +110,19 @@ def scaled_to_global(
                 "cannot tell whether it is divided by the rows afterwards. Use "
                 "reduction='sum_over_batch_size' there, or self.compute_loss(...)."
             )
-        part = tf.ones_like(share.weight)
+        part = tf.ones_like(replica_slice.weight)
     else:
         own = divisor()
         if own is None:
             return loss
-        own = tf.where(share.own_rows > 0, own, 0.0)
+        own = tf.where(replica_slice.own_rows > 0, own, 0.0)
         divisors = _divisors.get()
         total = divisors.total_of(own) if divisors else sum_together([own])[0]
-        part = tf.cast(tf.math.divide_no_nan(own, total), share.weight.dtype)
-    return loss * tf.cast(tf.math.divide_no_nan(part, share.weight), loss.dtype)
+        part = tf.cast(tf.math.divide_no_nan(own, total), replica_slice.weight.dtype)
+    return loss * tf.cast(tf.math.divide_no_nan(part, replica_slice.weight), loss.dtype)
 
 
-def summed_gradient(share: ReplicaSlice, loss: Any) -> Any:
+def summed_gradient(replica_slice: ReplicaSlice, loss: Any) -> Any:
     """Returns the same vector of losses, with a gradient like that of a part of one long vector.
 
     The gradient of a vector is that of the sum over all replicas, so it is divided by the replica's
@@ -127,10 +130,10 @@ def summed_gradient(share: ReplicaSlice, loss: Any) -> Any:
     """
     if not tf.is_tensor(loss) or not loss.shape.rank:
         return loss
-    return _with_gradient_times(loss, tf.math.reciprocal_no_nan(share.weight))
+    return _with_gradient_times(loss, tf.math.reciprocal_no_nan(replica_slice.weight))
 
 
-def added_loss(share: ReplicaSlice, loss: Any) -> Any:
+def added_loss(replica_slice: ReplicaSlice, loss: Any) -> Any:
     """Returns a loss that `add_loss` was given, as a part of the global sum that Keras makes.
 
     A single number stays as it is. It is taken for a mean over rows, or for a value that does not
@@ -138,7 +141,7 @@ def added_loss(share: ReplicaSlice, loss: Any) -> Any:
     """
     if loss.shape.rank == 0:
         return loss
-    return loss * tf.cast(tf.math.reciprocal_no_nan(share.weight), loss.dtype)
+    return loss * tf.cast(tf.math.reciprocal_no_nan(replica_slice.weight), loss.dtype)
 
 
 @dataclass
@@ -168,7 +171,7 @@ def note_reduction(of_one_number: bool) -> None:
 
 
 def from_all_rows(
-    share: ReplicaSlice,
+    replica_slice: ReplicaSlice,
     compute: Callable[..., Any],
     y_true: Any,
     y_pred: Any,
@@ -182,7 +185,7 @@ def from_all_rows(
     over the replicas is the gradient of the global batch.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         compute: the function of all rows.
         y_true: a nest of targets.
         y_pred: a nest of predictions.
@@ -197,37 +200,39 @@ def from_all_rows(
             "a loss or metric function needs all rows of a batch together, which --microbatches "
             "splits. Return a value for each example from its own row, or leave --microbatches out."
         )
-    share.note_gather()
+    replica_slice.note_gather()
     y_true, weights = (
-        tf.nest.map_structure(lambda v: _all_rows(share, v), v) for v in (y_true, weights)
+        tf.nest.map_structure(lambda v: _all_rows(replica_slice, v), v) for v in (y_true, weights)
     )
-    y_pred = tf.nest.map_structure(lambda v: _all_rows_of_variable(share, v, attached), y_pred)
+    y_pred = tf.nest.map_structure(
+        lambda v: _all_rows_of_variable(replica_slice, v, attached), y_pred
+    )
     # All rows are there, so a loss inside this one must not be scaled.
-    with computing(share.alone()):
+    with computing(replica_slice.alone()):
         loss = compute(y_true, y_pred, weights)
-    return _with_gradient_times(loss, tf.math.reciprocal_no_nan(share.weight))
+    return _with_gradient_times(loss, tf.math.reciprocal_no_nan(replica_slice.weight))
 
 
-def _all_rows(share: ReplicaSlice, value: Any) -> Any:
+def _all_rows(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns the rows of all replicas; a value without rows stays as it is."""
     if value is None:
         return None
     value = tf.convert_to_tensor(value)
-    return gather_rows(value[: share.own_rows]) if value.shape.rank else value
+    return gather_rows(value[: replica_slice.own_rows]) if value.shape.rank else value
 
 
-def _all_rows_of_variable(share: ReplicaSlice, value: Any, attached: Sequence[str]) -> Any:
+def _all_rows_of_variable(replica_slice: ReplicaSlice, value: Any, attached: Sequence[str]) -> Any:
     """Returns the rows of all replicas; this replica's own rows carry the gradient."""
     value = tf.convert_to_tensor(value)
     if not value.shape.rank:
         return value
-    gathered = tf.stop_gradient(_all_rows(share, value))
-    last = share.first_row + share.own_rows
-    own = value[: share.own_rows]
-    rows = tf.concat([gathered[: share.first_row], own, gathered[last:]], 0)
+    gathered = tf.stop_gradient(_all_rows(replica_slice, value))
+    last = replica_slice.first_row + replica_slice.own_rows
+    own = value[: replica_slice.own_rows]
+    rows = tf.concat([gathered[: replica_slice.first_row], own, gathered[last:]], 0)
     for name in attached:
         if hasattr(value, name):
-            setattr(rows, name, _all_rows_of_variable(share, getattr(value, name), ()))
+            setattr(rows, name, _all_rows_of_variable(replica_slice, getattr(value, name), ()))
     return rows
 
 

@@ -31,15 +31,15 @@ from tfmulti.distribution.replica_slice import ReplicaSlice
 
 
 def normalized(
-    share: ReplicaSlice, x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, epsilon: float
+    replica_slice: ReplicaSlice, x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, epsilon: float
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns normalized values, and the count, mean and variance that they were normalized by.
 
     These three are for each channel, over the rows of all replicas, or over the rows of `x` alone
-    if `share` is the whole batch. The variance is Keras', without Bessel's correction.
+    if `replica_slice` is the whole batch. The variance is Keras', without Bessel's correction.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         x: this replica's values, float32, with the channels on the last axis.
         gamma: what each normalized channel is multiplied by.
         beta: what is then added to each channel.
@@ -53,7 +53,7 @@ def normalized(
     # The statistics are computed outside the function with the custom gradient. If the step used
     # more of that function than `y`, TensorFlow would not fuse what follows, such as a sum or a
     # rectifier, with the kernel that makes `y`.
-    found = count, *_ = _statistics(share, x, _moments if of_images else _keras_moments)
+    found = count, *_ = _statistics(replica_slice, x, _moments if of_images else _keras_moments)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def normalize(*given: tf.Tensor) -> Any:
@@ -61,10 +61,10 @@ def normalized(
 
         def gradient(dy: tf.Tensor) -> tuple[tf.Tensor | None, ...]:
             of = (count, mean, variance)
-            if share.is_whole:
+            if replica_slice.is_whole:
                 found = _kernel_gradients(dy, x, gamma, of, epsilon, is_training=True)
             else:
-                found = _gradients_of_share(share, dy, x, gamma, of, epsilon)
+                found = _gradients_of_slice(replica_slice, dy, x, gamma, of, epsilon)
             # The gradient of `x` contains what mean and variance add.
             return (*found, None, None)
 
@@ -114,17 +114,17 @@ def _keras_moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _statistics(
-    share: ReplicaSlice, x: tf.Tensor, moments: Moments
+    replica_slice: ReplicaSlice, x: tf.Tensor, moments: Moments
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance of each channel over the rows of all replicas."""
     mean, variance = moments(x)
     values = tf.size(x, tf.int64) // x.shape[-1]
     count = tf.fill(tf.shape(mean), tf.cast(values, x.dtype))
-    if share.is_whole:
+    if replica_slice.is_whole:
         return count, mean, variance
-    count *= tf.cast(share.own_rows > 0, x.dtype)
+    count *= tf.cast(replica_slice.own_rows > 0, x.dtype)
     mean, variance = (tf.math.multiply_no_nan(part, tf.sign(count)) for part in (mean, variance))
-    return _merged(share, count, mean, variance * count)
+    return _merged(replica_slice, count, mean, variance * count)
 
 
 def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
@@ -158,8 +158,8 @@ _EPSILON = 2.0**-10
 Gradients = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 
 
-def _gradients_of_share(
-    share: ReplicaSlice,
+def _gradients_of_slice(
+    replica_slice: ReplicaSlice,
     dy: tf.Tensor,
     x: tf.Tensor,
     gamma: tf.Tensor,
@@ -171,7 +171,7 @@ def _gradients_of_share(
     Source: Ioffe and Szegedy, Batch normalization, 2015 (arXiv:1502.03167), section 3.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         dy: this replica's gradient by the normalized values.
         x: this replica's values.
         gamma: what each channel is multiplied by.
@@ -183,8 +183,8 @@ def _gradients_of_share(
     dx, dgamma, dbeta = _frozen_gradients(dy, x, gamma, mean, variance, epsilon)
     # The loss of every replica depends on the rows of all, and counts by that replica's weight.
     # What is returned here will be multiplied by this replica's weight, which is 0 without rows.
-    weight = tf.cast(share.weight, x.dtype)
-    of_all = replica_context.of_all_replicas(share, tf.stack([dgamma, dbeta]))
+    weight = tf.cast(replica_slice.weight, x.dtype)
+    of_all = replica_context.of_all_replicas(replica_slice, tf.stack([dgamma, dbeta]))
     by_gamma, by_beta = tf.unstack(tf.math.divide_no_nan(of_all, weight))
     scale = tf.math.rsqrt(variance + epsilon)
     slope = tf.math.divide_no_nan(gamma * scale * scale * by_gamma, total)
@@ -252,18 +252,18 @@ def _kernel_gradients(
 
 
 def global_moments(
-    share: ReplicaSlice, x: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]
+    replica_slice: ReplicaSlice, x: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns mean and variance over the given axes and the rows of all replicas.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         x: this replica's values, in a floating point type of 32 bits or more.
         mask: which values count, with the shape of `x` without its last axis; None means all.
         axes: the axes to reduce; the first one is that of the rows.
     """
     counts = tf.ones_like(x) if mask is None else tf.cast(mask, x.dtype)[..., tf.newaxis]
-    counts = counts * tf.cast(share.own_rows > 0, x.dtype)
+    counts = counts * tf.cast(replica_slice.own_rows > 0, x.dtype)
     counts = tf.broadcast_to(counts, tf.shape(x))
     axes = list(axes)
 
@@ -272,16 +272,16 @@ def global_moments(
         count = tf.reduce_sum(counts, axes, keepdims=True)
         mean = tf.math.divide_no_nan(tf.reduce_sum(x * counts, axes, keepdims=True), count)
         squares = tf.reduce_sum(tf.square(x - mean) * counts, axes, keepdims=True)
-        total, mean, variance = _merged(share, count, mean, squares)
+        total, mean, variance = _merged(replica_slice, count, mean, squares)
 
         def gradient(mean_upstream: tf.Tensor, variance_upstream: tf.Tensor) -> tf.Tensor:
             # The loss of every replica depends on the rows of all, and counts by that replica's
             # weight. What is returned here will be multiplied by this replica's weight.
-            weight = tf.cast(share.weight, x.dtype)
+            weight = tf.cast(replica_slice.weight, x.dtype)
             upstream = tf.stack(
                 [tf.reshape(mean_upstream, [-1]), tf.reshape(variance_upstream, [-1])]
             )
-            of_all = replica_context.of_all_replicas(share, upstream)
+            of_all = replica_context.of_all_replicas(replica_slice, upstream)
             by_mean, by_variance = tf.unstack(of_all)
             by_mean, by_variance = (
                 tf.math.divide_no_nan(tf.reshape(part, tf.shape(mean)), total)
@@ -297,11 +297,11 @@ def global_moments(
 
 
 def _merged(
-    share: ReplicaSlice, count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor
+    replica_slice: ReplicaSlice, count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance over all replicas, from one collective."""
     found: tuple[tf.Tensor, tf.Tensor, tf.Tensor] = _of_all(
-        replica_context.of_each(share, tf.stack([count, mean, squares]))
+        replica_context.of_each(replica_slice, tf.stack([count, mean, squares]))
     )
     return found
 

@@ -31,16 +31,19 @@ _BITS = 128
 
 
 def by_parts(
-    draw: Callable[..., Any], share: ReplicaSlice, seed: tf.Tensor, arguments: dict[str, Any]
+    draw: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    seed: tf.Tensor,
+    arguments: dict[str, Any],
 ) -> Any:
-    """Returns `draw(share, seed, **arguments)`, part by part if rows were concatenated.
+    """Returns `draw(replica_slice, seed, **arguments)`, part by part if rows were concatenated.
 
     A batch may be concatenated with another one along the rows, as for a discriminator. Then each
     part has its own place among the numbers that one device draws.
 
     Args:
         draw: one of `DRAWS` with Keras' function.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         seed: the seed of this draw.
         arguments: the arguments of Keras' function without the seed, by name.
     """
@@ -48,7 +51,7 @@ def by_parts(
     shape = arguments.get("shape")
     parts = _parts_of(tensor if tensor is not None else shape)
     if parts is None or len(parts) == 1 or 0 in parts or "x" in arguments:
-        drawn = draw(share, seed, **arguments)
+        drawn = draw(replica_slice, seed, **arguments)
         if parts is not None and "x" not in arguments:
             row_labels.mark(drawn, row_labels.rows(parts))
         elif tensor is None:
@@ -56,7 +59,7 @@ def by_parts(
             reason = "random numbers of a shape that does not count the rows of the batch"
             row_labels.mark(drawn, row_labels.ALIKE if known else row_labels.local(reason))
         return drawn
-    read = tf.maximum(share.own_rows, 1)
+    read = tf.maximum(replica_slice.own_rows, 1)
     before, drawn = 0, []
     # Parameters may have rows, too, such as a mean for each row.
     pieces = {
@@ -72,9 +75,9 @@ def by_parts(
     ]
     for number, k in enumerate(parts):
         # The draws multiply these by `k`, the number of entries of an example in this part.
-        first = share.first_row + before * share.global_rows // k
-        rows = share.global_rows * sum(parts) // k
-        own = share._replace(first_row=first, global_rows=rows)
+        first = replica_slice.first_row + before * replica_slice.global_rows // k
+        rows = replica_slice.global_rows * sum(parts) // k
+        own = replica_slice._replace(first_row=first, global_rows=rows)
         given = arguments | {name: piece[number] for name, piece in pieces.items()}
         for name in counting:
             given[name] = [tf.cast(k * read, tf.int32), *_as_list(arguments[name])[1:]]
@@ -99,7 +102,7 @@ def _parts_of(value: Any) -> tuple[int, ...] | None:
 
 
 def uniform(
-    share: ReplicaSlice,
+    replica_slice: ReplicaSlice,
     seed: tf.Tensor,
     shape: Any,
     minval: Any,
@@ -112,7 +115,7 @@ def uniform(
     tensor of the global batch. Otherwise all replicas draw the same numbers.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         seed: the seed of this draw.
         shape: the shape for this replica's rows.
         minval: the least number.
@@ -123,15 +126,15 @@ def uniform(
     low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
     if dtype.is_integer:
         draw = tf.raw_ops.StatelessRandomUniformIntV2
-        return _aligned(share, shape, dtype.size, seed, draw, minval=low, maxval=high)
+        return _aligned(replica_slice, shape, dtype.size, seed, draw, minval=low, maxval=high)
     unit = _aligned(
-        share, shape, dtype.size, seed, tf.raw_ops.StatelessRandomUniformV2, dtype=dtype
+        replica_slice, shape, dtype.size, seed, tf.raw_ops.StatelessRandomUniformV2, dtype=dtype
     )
     return unit * (high - low) + low
 
 
 def randint(
-    share: ReplicaSlice,
+    replica_slice: ReplicaSlice,
     seed: tf.Tensor,
     shape: Any,
     minval: Any,
@@ -141,7 +144,7 @@ def randint(
     """Returns whole numbers in [minval, maxval); see `uniform`.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         seed: the seed of this draw.
         shape: the shape for this replica's rows.
         minval: the least number.
@@ -150,11 +153,11 @@ def randint(
     """
     known = keras.backend.standardize_dtype(dtype) in ("int32", "int64")
     drawn = dtype if known else "int64"
-    return tf.cast(uniform(share, seed, shape, minval, maxval, drawn), dtype)
+    return tf.cast(uniform(replica_slice, seed, shape, minval, maxval, drawn), dtype)
 
 
 def normal(
-    share: ReplicaSlice,
+    replica_slice: ReplicaSlice,
     seed: tf.Tensor,
     shape: Any,
     mean: Any,
@@ -164,7 +167,7 @@ def normal(
     """Returns normal numbers, as `tf.random.stateless_normal` draws them; see `uniform`.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         seed: the seed of this draw.
         shape: the shape for this replica's rows.
         mean: the mean of the distribution.
@@ -173,19 +176,24 @@ def normal(
     """
     dtype = tf.as_dtype(dtype)
     numbers = _aligned(
-        share, shape, dtype.size, seed, tf.raw_ops.StatelessRandomNormalV2, dtype=dtype
+        replica_slice, shape, dtype.size, seed, tf.raw_ops.StatelessRandomNormalV2, dtype=dtype
     )
     return numbers * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
 
 
 def dropout(
-    original: Draw, share: ReplicaSlice, seed: tf.Tensor, inputs: Any, rate: float, noise_shape: Any
+    original: Draw,
+    replica_slice: ReplicaSlice,
+    seed: tf.Tensor,
+    inputs: Any,
+    rate: float,
+    noise_shape: Any,
 ) -> tf.Tensor:
     """Returns the inputs with some elements 0 and the others scaled by 1 / (1 - rate).
 
     Args:
         original: Keras' function, which is not called.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         seed: the seed of this draw.
         inputs: this replica's rows.
         rate: the part of the elements that become 0.
@@ -198,81 +206,88 @@ def dropout(
     def sample(shape: Any, dtype: Any) -> Any:
         # These are the same sizes, but all unknown.
         del shape
-        return uniform(share, seed, sizes, 0, 1, dtype)
+        return uniform(replica_slice, seed, sizes, 0, 1, dtype)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, sizes)
 
 
 def from_whole(
-    original: Draw, share: ReplicaSlice, seed: tf.Tensor, shape: Any, **parameters: Any
+    original: Draw, replica_slice: ReplicaSlice, seed: tf.Tensor, shape: Any, **parameters: Any
 ) -> tf.Tensor:
     """Returns this replica's rows of the numbers that one device draws for the global batch.
 
     This is for distributions whose numbers cannot be drawn without those before them. So each
     replica draws the numbers of all rows, and keeps its own. If a parameter is a tensor, it has the
-    values of this replica alone. Then the replica draws with a seed of its own (`seed_of_share`).
+    values of this replica alone. Then the replica draws with a seed of its own (`seed_of_slice`).
 
     Args:
         original: Keras' function.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         seed: the seed of this draw.
         shape: the shape for this replica's rows.
         **parameters: further arguments of Keras' function.
     """
     shape = _as_list(shape)
-    rows = _rows_per_row(share, shape)
+    rows = _rows_per_row(replica_slice, shape)
     own = any(getattr(value, "shape", ()) for value in parameters.values())
     if rows is None:
         return original(shape, **parameters, seed=_Drawn(seed))
     if own:
-        return original(shape, **parameters, seed=_Drawn(seed_of_share(share, seed, shape)))
+        return original(shape, **parameters, seed=_Drawn(seed_of_slice(replica_slice, seed, shape)))
     # If the first axis counts no rows after all, all replicas draw the same numbers.
-    size = tf.where(rows > 0, share.global_rows * rows, tf.cast(shape[0], tf.int64))
+    size = tf.where(rows > 0, replica_slice.global_rows * rows, tf.cast(shape[0], tf.int64))
     whole = original([tf.cast(size, tf.int32), *shape[1:]], **parameters, seed=_Drawn(seed))
-    first = share.first_row * rows
+    first = replica_slice.first_row * rows
     return tf.reshape(whole[first : first + tf.cast(shape[0], tf.int64)], shape)
 
 
 def categorical(
-    original: Draw, share: ReplicaSlice, seed: tf.Tensor, logits: Any, num_samples: int, dtype: Any
+    original: Draw,
+    replica_slice: ReplicaSlice,
+    seed: tf.Tensor,
+    logits: Any,
+    num_samples: int,
+    dtype: Any,
 ) -> tf.Tensor:
     """Returns samples for each row of `logits`, as one device draws them for the global batch.
 
     Args:
         original: Keras' function.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         seed: the seed of this draw.
         logits: this replica's rows.
         num_samples: the number of samples for each row.
         dtype: the type of the result.
     """
     logits = tf.convert_to_tensor(logits)
-    rows = _rows_per_row(share, shape_of(logits))
+    rows = _rows_per_row(replica_slice, shape_of(logits))
     if rows is None:
         return original(logits, num_samples, dtype, seed=_Drawn(seed))
     # The kernel's numbers for a row depend on its position, and not on the values of other rows.
-    before = tf.cast(share.first_row * rows, tf.int32)
+    before = tf.cast(replica_slice.first_row * rows, tf.int32)
     padded = tf.pad(logits, [[before, 0], [0, 0]])
     return original(padded, num_samples, dtype, seed=_Drawn(seed))[before:]
 
 
-def shuffle(original: Draw, share: ReplicaSlice, seed: tf.Tensor, x: Any, axis: int) -> tf.Tensor:
+def shuffle(
+    original: Draw, replica_slice: ReplicaSlice, seed: tf.Tensor, x: Any, axis: int
+) -> tf.Tensor:
     """Returns `x` in another order along `axis`; each replica shuffles its own rows.
 
     Args:
         original: Keras' function.
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         seed: the seed of this draw.
         x: this replica's values.
         axis: the axis to shuffle.
     """
     size = shape_of(tf.convert_to_tensor(x))[axis]
-    return original(x, axis, seed=_Drawn(seed_of_share(share, seed, [size])))
+    return original(x, axis, seed=_Drawn(seed_of_slice(replica_slice, seed, [size])))
 
 
 def _of_our_own(draw: Draw) -> Draw:
     """Returns a draw that gets Keras' function, like the others of `DRAWS`, and ignores it."""
-    return lambda original, share, seed, **arguments: draw(share, seed, **arguments)
+    return lambda original, replica_slice, seed, **arguments: draw(replica_slice, seed, **arguments)
 
 
 # The draws by the names of the functions in Keras' TensorFlow backend.
@@ -290,12 +305,12 @@ DRAWS: dict[str, Draw] = {
 }
 
 
-def seed_of_share(share: ReplicaSlice, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
+def seed_of_slice(replica_slice: ReplicaSlice, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
     """Returns a seed of this replica's own if a shape begins with rows; else the same seed."""
-    rows = _rows_per_row(share, shape)
+    rows = _rows_per_row(replica_slice, shape)
     if rows is None:
         return seed
-    return tf.where(rows > 0, tf.random.fold_in(seed, share.first_row), seed)
+    return tf.where(rows > 0, tf.random.fold_in(seed, replica_slice.first_row), seed)
 
 
 class _Drawn(keras.random.SeedGenerator):
@@ -315,7 +330,7 @@ def shape_of(value: Any) -> list[Any]:
 
 
 def _aligned(
-    share: ReplicaSlice,
+    replica_slice: ReplicaSlice,
     shape: Any,
     bytes_each: int,
     seed: tf.Tensor,
@@ -325,7 +340,7 @@ def _aligned(
     """Returns what `draw` draws for a shape, from the position where this replica's rows begin.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         shape: the shape for this replica's rows.
         bytes_each: the size of one number.
         seed: the seed of this draw.
@@ -336,11 +351,11 @@ def _aligned(
     count = (
         tf.reduce_prod(tf.cast(tf.stack(shape), tf.int64)) if shape else tf.constant(1, tf.int64)
     )
-    rows = _rows_per_row(share, shape)
+    rows = _rows_per_row(replica_slice, shape)
     if rows is None:
         start = tf.constant(0, tf.int64)
     else:
-        start = share.first_row * rows * tf.math.floordiv(count, _at_least_one(shape[0]))
+        start = replica_slice.first_row * rows * tf.math.floordiv(count, _at_least_one(shape[0]))
     # So many numbers come from one value of the counter.
     together = _BITS // max(32, 8 * bytes_each)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
@@ -369,7 +384,7 @@ def _at_least_one(size: Any) -> tf.Tensor:
     return tf.maximum(tf.cast(size, tf.int64), 1)
 
 
-def _rows_per_row(share: ReplicaSlice, shape: list[Any]) -> tf.Tensor | None:
+def _rows_per_row(replica_slice: ReplicaSlice, shape: list[Any]) -> tf.Tensor | None:
     """Returns how many entries of axis 0 an example has; None or 0 if the axis counts no rows.
 
     Axis 0 counts no rows if its size is known before the step runs and the number of rows is not.
@@ -379,9 +394,9 @@ def _rows_per_row(share: ReplicaSlice, shape: list[Any]) -> tf.Tensor | None:
         return None
     size = tf.get_static_value(shape[0])
     if size is None:
-        read = tf.maximum(share.own_rows, 1)
+        read = tf.maximum(replica_slice.own_rows, 1)
         size = tf.cast(shape[0], tf.int64)
         return tf.where(size % read == 0, size // read, 0)
-    if share.read_rows is None or int(size) % share.read_rows:
+    if replica_slice.read_rows is None or int(size) % replica_slice.read_rows:
         return None
-    return tf.constant(int(size) // share.read_rows, tf.int64)
+    return tf.constant(int(size) // replica_slice.read_rows, tf.int64)

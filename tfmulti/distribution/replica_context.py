@@ -57,11 +57,11 @@ def reduce_gradients(
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return list(gradients)
-    share = current()
+    replica_slice = current()
     present = [g for g in gradients if g is not None]
     named = [n for n, g in zip(names, gradients, strict=True) if g is not None] if names else None
-    if share is not None:
-        present = [weighed(g, share.weight) for g in present]
+    if replica_slice is not None:
+        present = [weighed(g, replica_slice.weight) for g in present]
     try:
         reduced = iter(_summed_by_lookups(present, wire, by_bytes, named))
     except RuntimeError as error:
@@ -310,7 +310,7 @@ def _total(value: tf.Tensor) -> tf.Tensor:
     return _all_reduced([value])[0] if begun is None else begun()[0]
 
 
-def of_all_replicas(share: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
+def of_all_replicas(replica_slice: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
     """Returns the gradient of the global batch by a value that is the same on all replicas.
 
     The gradient of the global batch is the mean over the replicas, weighted by their rows
@@ -318,17 +318,17 @@ def of_all_replicas(share: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
     `upstream`, as in a gradient of a gradient, is such a mean, too.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         upstream: this replica's part of the gradient.
     """
     # A lookup of rows (`tf.gather`) has a gradient with gaps, tf.IndexedSlices.
     upstream = tf.convert_to_tensor(upstream)
-    own = tf.math.multiply_no_nan(upstream, tf.cast(share.weight, upstream.dtype))
-    return _with_gradient(upstream, _total(own), functools.partial(of_all_replicas, share))
+    own = tf.math.multiply_no_nan(upstream, tf.cast(replica_slice.weight, upstream.dtype))
+    return _with_gradient(upstream, _total(own), functools.partial(of_all_replicas, replica_slice))
 
 
 def rows_of_all(
-    share: ReplicaSlice,
+    replica_slice: ReplicaSlice,
     rows: tf.Tensor,
     each: Any = 1,
     of_all: Callable[[tf.Tensor], tf.Tensor] | None = None,
@@ -336,13 +336,13 @@ def rows_of_all(
     """Returns the rows of all replicas; the gradient of a row goes back to the replica that has it.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         rows: the rows that this replica reads.
         each: how many entries of axis 0 a row has.
         of_all: returns the gradient by the rows of all replicas, from this replica's part of it.
             None means `of_all_replicas`.
     """
-    of_all = of_all or functools.partial(of_all_replicas, share)
+    of_all = of_all or functools.partial(of_all_replicas, replica_slice)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(rows: tf.Tensor) -> Any:
@@ -350,20 +350,20 @@ def rows_of_all(
 
         def back(upstream: tf.Tensor) -> tf.Tensor:
             # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
-            first = each * share.first_row
+            first = each * replica_slice.first_row
             own = of_all(upstream)[first : first + read]
-            return tf.math.divide_no_nan(own, tf.cast(share.weight, own.dtype))
+            return tf.math.divide_no_nan(own, tf.cast(replica_slice.weight, own.dtype))
 
-        return gather_rows(rows[: each * share.own_rows]), back
+        return gather_rows(rows[: each * replica_slice.own_rows]), back
 
     return tf.ensure_shape(gather(rows), [None, *rows.shape[1:]])
 
 
-def of_each(share: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
+def of_each(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     """Returns every replica's value, `[replicas, ...]` in the order of the replicas.
 
     Args:
-        share: this replica's slice.
+        replica_slice: this replica's slice.
         value: a tensor whose shape is known when the step is traced.
 
     Raises:
@@ -381,8 +381,8 @@ def of_each(share: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
 
     def back(upstream: tf.Tensor) -> tf.Tensor:
         # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
-        own = of_all_replicas(share, upstream)[number]
-        return tf.math.divide_no_nan(own, tf.cast(share.weight, own.dtype))
+        own = of_all_replicas(replica_slice, upstream)[number]
+        return tf.math.divide_no_nan(own, tf.cast(replica_slice.weight, own.dtype))
 
     return _with_gradient(value, found, back)
 

@@ -1,7 +1,7 @@
 """Describes the slice of the global batch that one replica computes in a step.
 
-A replica's step runs inside `computing(share)`. Some code must know about the other rows of the
-global batch while the user's code runs: losses, gradients, random numbers, normalization and
+A replica's step runs inside `computing(replica_slice)`. Some code must know about the other rows of
+the global batch while the user's code runs: losses, gradients, random numbers, normalization and
 metrics. That code asks `current()`. Everything here runs in replica context.
 """
 
@@ -94,23 +94,25 @@ class PerThread(Generic[Value]):
             self._thread.value = before
 
 
-_share: PerThread[ReplicaSlice | None] = PerThread(None)
+_current: PerThread[ReplicaSlice | None] = PerThread(None)
 
 
-def computing(share: ReplicaSlice) -> contextlib.AbstractContextManager[ReplicaSlice | None]:
+def computing(
+    replica_slice: ReplicaSlice,
+) -> contextlib.AbstractContextManager[ReplicaSlice | None]:
     """Makes `current()` return this slice in this thread, inside the context."""
-    return _share.set_to(share)
+    return _current.set_to(replica_slice)
 
 
 def current() -> ReplicaSlice | None:
     """Returns the slice that this thread computes, or None outside a prepared model's step."""
-    return _share.get()
+    return _current.get()
 
 
 def partial() -> ReplicaSlice | None:
     """Returns the slice that this thread computes, or None if it is always the whole batch."""
-    share = current()
-    return None if share is None or share.is_whole else share
+    replica_slice = current()
+    return None if replica_slice is None or replica_slice.is_whole else replica_slice
 
 
 class CannotCompileError(Exception):

@@ -33,7 +33,7 @@ from tfmulti.keras_patches.patching import replace
 
 def install() -> None:
     """Patches BatchNormalization, and the loop of recurrent layers that may contain one."""
-    replace(keras.layers.BatchNormalization, "_moments", _moments_of_share)
+    replace(keras.layers.BatchNormalization, "_moments", _moments_of_slice)
     replace(keras.layers.BatchNormalization, "call", _fused)
     replace(keras.layers.RNN, "inner_loop", _unrolled)
 
@@ -65,20 +65,20 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        share = current()
-        if share is None or mask is not None or not _can_be_fused(self, inputs, training):
+        replica_slice = current()
+        if replica_slice is None or mask is not None or not _can_be_fused(self, inputs, training):
             return original(self, inputs, training=training, mask=mask)
         channels = inputs.shape[-1]
         gamma = tf.convert_to_tensor(self.gamma) if self.scale else tf.ones([channels])
         beta = tf.convert_to_tensor(self.beta) if self.center else tf.zeros([channels])
         # The statistics are of this replica's rows alone where neither the layer nor the user asks
         # for those of all replicas.
-        of_all = self.synchronized or share.sync_batch_norm
-        by_itself = not share.is_whole and not of_all
-        group = share.alone() if by_itself else share
+        of_all = self.synchronized or replica_slice.sync_batch_norm
+        by_itself = not replica_slice.is_whole and not of_all
+        group = replica_slice.alone() if by_itself else replica_slice
         outputs, count, *found = normalization.normalized(group, inputs, gamma, beta, self.epsilon)
         if by_itself:
-            count *= tf.cast(share.own_rows > 0, count.dtype)
+            count *= tf.cast(replica_slice.own_rows > 0, count.dtype)
         moving = (self.moving_mean, self.moving_variance)
         for variable, value in zip(moving, found, strict=True):
             before = tf.convert_to_tensor(variable.value)
@@ -136,26 +136,26 @@ def _normalizes(cell: Any) -> bool:
     )
 
 
-def _moments_of_share(original: Callable[..., Any]) -> Callable[..., Any]:
+def _moments_of_slice(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `_moments` that takes mean and variance over the rows of all replicas."""
 
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
-        share = current()
-        if share is None or (mask is not None and share.is_whole):
+        replica_slice = current()
+        if replica_slice is None or (mask is not None and replica_slice.is_whole):
             return original(self, inputs, mask)
         context = tf.distribute.get_replica_context()
-        synchronized = self.synchronized or share.sync_batch_norm
+        synchronized = self.synchronized or replica_slice.sync_batch_norm
         if synchronized and context.num_replicas_in_sync > 1:
-            return normalization.global_moments(share, inputs, mask, self._reduction_axes)
+            return normalization.global_moments(replica_slice, inputs, mask, self._reduction_axes)
         # Keras' own method for several replicas loses digits, and the whole batch can do without.
-        if share.is_whole:
+        if replica_slice.is_whole:
             return keras.ops.moments(inputs, self._reduction_axes)
         # A replica without rows reads one that does not count. It returns the moving statistics,
         # so that they stay as they are.
         known = (tf.cast(v, inputs.dtype) for v in (self.moving_mean, self.moving_variance))
         own = original(self, inputs, mask)
         return tuple(
-            tf.where(share.own_rows > 0, found, before)
+            tf.where(replica_slice.own_rows > 0, found, before)
             for found, before in zip(own, known, strict=True)
         )
 

@@ -43,20 +43,22 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             "output_gradients": output_gradients,
             "unconnected_gradients": unconnected_gradients,
         }
-        share = partial()
-        if share is None or output_gradients is not None:
+        replica_slice = partial()
+        if replica_slice is None or output_gradients is not None:
             return original(self, target, sources, **options)
         # Without labels a vector is taken for the losses of rows, and its gradient for that of
         # their sum over all replicas.
         with row_labels.kept_in_branch() as is_branch:
             has_labels = is_branch or row_labels.are_kept()
         if not has_labels:
-            target = tf.nest.map_structure(lambda t: losses.summed_gradient(share, t), target)
+            target = tf.nest.map_structure(
+                lambda t: losses.summed_gradient(replica_slice, t), target
+            )
         compute = functools.partial(original, self)
         # Outside its own context this tape records nothing any more, but an outer tape may.
         recorded = record.could_possibly_record()
         return global_values.gradient(
-            share, compute, target, sources, is_recorded=recorded, **options
+            replica_slice, compute, target, sources, is_recorded=recorded, **options
         )
 
     return gradient

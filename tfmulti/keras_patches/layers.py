@@ -80,14 +80,14 @@ def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an assigning method that stores the value of the global batch in a custom state."""
 
     def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        share = partial()
+        replica_slice = partial()
         # Assignments within Keras' own layers stay: other patches handle the states of those.
-        asks = share is not None and not _in_layer_of_keras.get()
-        kind = share.states.get(id(self)) if share is not None and asks else None
-        if share is not None and kind == "layer":
-            value = global_values.of_one_device(share, value)
-        elif share is not None and kind == "metric":
-            value = global_values.part_of_sum(share, value)
+        asks = replica_slice is not None and not _in_layer_of_keras.get()
+        kind = replica_slice.states.get(id(self)) if replica_slice is not None and asks else None
+        if replica_slice is not None and kind == "layer":
+            value = global_values.of_one_device(replica_slice, value)
+        elif replica_slice is not None and kind == "metric":
+            value = global_values.part_of_sum(replica_slice, value)
         return original(self, value, *args, **kwargs)
 
     return assign
@@ -101,10 +101,10 @@ def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def merge_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        share = partial()
-        if share is None or share.model is None or tf.executing_eagerly():
+        replica_slice = partial()
+        if replica_slice is None or replica_slice.model is None or tf.executing_eagerly():
             return original(self, *args, **kwargs)
-        left = [(layer, _left_by_trace(layer)) for layer in layers_of(share.model)]
+        left = [(layer, _left_by_trace(layer)) for layer in layers_of(replica_slice.model)]
         found = original(self, *args, **kwargs)
         for layer, state in left:
             vars(layer).update(state)

@@ -71,13 +71,13 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         loss = original(values, sample_weight, mask, reduction, dtype)
         one_number = tf.convert_to_tensor(values).shape.rank == 0
         losses.note_reduction(one_number)
-        share = partial()
+        replica_slice = partial()
         # `_loss_of_all_rows` makes a loss of one number the loss of the global batch.
-        if share is None or one_number or not _is_by_rows(share, values):
+        if replica_slice is None or one_number or not _is_by_rows(replica_slice, values):
             return loss
         same_rank = loss_module.squeeze_or_expand_to_same_rank
         part = losses.scaled_to_global(
-            share,
+            replica_slice,
             loss,
             reduction,
             lambda: losses.divisor_of(values, sample_weight, mask, reduction, same_rank),
@@ -89,12 +89,12 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
-def _is_by_rows(share: ReplicaSlice, values: Any) -> bool:
+def _is_by_rows(replica_slice: ReplicaSlice, values: Any) -> bool:
     """Returns whether a loss has a value for each row, or it is unknown how it depends on rows."""
     kinds = (Kind.ROWS, Kind.LOCAL)
     return (
         of_keras_by_rows.get()
-        or not global_values.are_known(share)
+        or not global_values.are_known(replica_slice)
         or row_labels.label_of(values).kind in kinds
     )
 
@@ -122,10 +122,10 @@ def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        share = partial()
-        if share is None:
+        replica_slice = partial()
+        if replica_slice is None:
             return original(self, y_true, y_pred, sample_weight)
-        if global_values.are_known(share):
+        if global_values.are_known(replica_slice):
             function = getattr(self, "fn", type(self))
             with of_keras_by_rows.set_to(is_of_keras(function) and have_rows(y_true, y_pred)):
                 found = original(self, y_true, y_pred, sample_weight)
@@ -134,16 +134,16 @@ def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             if kind is not Kind.LOCAL and found.shape.rank != 0:
                 return found
             if kind is not Kind.LOCAL:
-                return global_values.averaged(share, found)
+                return global_values.averaged(replica_slice, found)
         seen = losses.Seen()
         # The result of this call is not used in the step. It only shows how the loss is computed.
-        with losses.watching(seen), computing(share.alone()):
+        with losses.watching(seen), computing(replica_slice.alone()):
             found = original(self, y_true, y_pred, sample_weight)
         by_rows = not seen.scalar and (seen.reduced or found.shape.rank)
         if by_rows and is_of_keras(getattr(self, "fn", type(self))):
             return original(self, y_true, y_pred, sample_weight)
         compute = functools.partial(original, self)
-        return losses.from_all_rows(share, compute, y_true, y_pred, sample_weight, ATTACHED)
+        return losses.from_all_rows(replica_slice, compute, y_true, y_pred, sample_weight, ATTACHED)
 
     return call
 
@@ -152,9 +152,9 @@ def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an `_aggregate_additional_loss` that makes a vector a part of the global sum."""
 
     def aggregate(self: Any, loss: Any) -> Any:
-        share = partial()
-        if share is not None and not global_values.are_known(share):
-            loss = losses.added_loss(share, loss)
+        replica_slice = partial()
+        if replica_slice is not None and not global_values.are_known(replica_slice):
+            loss = losses.added_loss(replica_slice, loss)
         return original(self, loss)
 
     return aggregate

@@ -47,15 +47,15 @@ def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an `update_state` for metrics that keep the mean of a function's values."""
 
     def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        share = partial()
-        if share is None:
+        replica_slice = partial()
+        if replica_slice is None:
             return original(self, y_true, y_pred, sample_weight)
         values = functools.partial(self._fn, **self._fn_kwargs)
         # This call only finds out whether the function returns a value for each row.
-        with computing(share.alone()):
+        with computing(replica_slice.alone()):
             found = tf.convert_to_tensor(values(y_true, y_pred))
         one_number = found.shape.rank == 0
-        known = global_values.are_known(share)
+        known = global_values.are_known(replica_slice)
         kind = row_labels.label_of(found).kind if known else Kind.LOCAL
         unknown = kind is Kind.LOCAL
         trusted = is_of_keras(self._fn) and (unknown or have_rows(y_true, y_pred))
@@ -77,7 +77,7 @@ def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, y_true, y_pred, counts * tf.cast(weights, tf.float32))
             return tf.zeros([])
 
-        return losses.from_all_rows(share, update, y_true, y_pred, sample_weight, ATTACHED)
+        return losses.from_all_rows(replica_slice, update, y_true, y_pred, sample_weight, ATTACHED)
 
     return update_state
 
@@ -86,15 +86,15 @@ def _mean_of_shares(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an `update_state` for metrics that keep a sum of values or their weighted mean."""
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        share = partial()
-        if share is not None:
-            values, sample_weight = _counted_once(share, values, sample_weight)
+        replica_slice = partial()
+        if replica_slice is not None:
+            values, sample_weight = _counted_once(replica_slice, values, sample_weight)
         return original(self, values, sample_weight)
 
     return update_state
 
 
-def _counted_once(share: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, Any]:
+def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, Any]:
     """Returns the values and weights by which this replica's state becomes its part of the sum.
 
     A value for each row stays. A value of the whole batch, such as its loss, is made the value of
@@ -103,33 +103,33 @@ def _counted_once(share: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, A
     tensor = tf.convert_to_tensor(values)
     if of_keras_by_rows.get() and tensor.shape.rank != 0:
         return values, weight
-    if not global_values.are_known(share):
-        return values, share.weight if tensor.shape.rank == 0 and weight is None else weight
+    if not global_values.are_known(replica_slice):
+        return values, replica_slice.weight if tensor.shape.rank == 0 and weight is None else weight
     kind = row_labels.label_of(tensor).kind
     if kind is Kind.LOCAL:
-        share.note_unknown(row_labels.label_of(tensor).reason)
+        replica_slice.note_unknown(row_labels.label_of(tensor).reason)
     if kind is Kind.ROWS or (kind is Kind.LOCAL and tensor.shape.rank != 0):
         return values, weight
     weighs = Kind.ALIKE if weight is None else row_labels.label_of(weight).kind
     # The weight's dependence on the rows may be unknown, as for the rows of a ragged tensor.
     if weighs is Kind.LOCAL:
-        global_values.note_unknown(share, weight)
+        global_values.note_unknown(replica_slice, weight)
     # A weight that counts this replica's rows asks for the replicas' mean by rows. A weight that
     # is not understood is treated alike.
     if weighs in (Kind.COUNT, Kind.LOCAL):
-        return global_values.averaged(share, tensor), weight
+        return global_values.averaged(replica_slice, tensor), weight
     if weighs is Kind.ALIKE:
-        found = global_values.averaged(share, tensor)
+        found = global_values.averaged(replica_slice, tensor)
         if weight is not None:
-            return found, share.weight * tf.cast(weight, share.weight.dtype)
+            return found, replica_slice.weight * tf.cast(weight, replica_slice.weight.dtype)
         # Without weights each value of a vector counts by itself, so each gets the part as its
         # weight. With one weight for all of them, Keras would count their mean once.
         return found, tf.fill(
-            tf.shape(found)[:1], share.weight
-        ) if found.shape.rank else share.weight
+            tf.shape(found)[:1], replica_slice.weight
+        ) if found.shape.rank else replica_slice.weight
     # Each replica holds a part of the whole weight.
     if weighs is Kind.SUM:
-        return global_values.of_one_device(share, tensor), weight
-    whole = global_values.of_one_device(share, weight)
-    part = tf.cast(whole, share.weight.dtype) * share.weight
-    return global_values.of_one_device(share, tensor), part
+        return global_values.of_one_device(replica_slice, tensor), weight
+    whole = global_values.of_one_device(replica_slice, weight)
+    part = tf.cast(whole, replica_slice.weight.dtype) * replica_slice.weight
+    return global_values.of_one_device(replica_slice, tensor), part

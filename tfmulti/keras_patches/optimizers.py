@@ -140,11 +140,13 @@ def _gradients_of_global_batch(gradients: Gradients) -> list[Any]:
     A gradient stays as the tape gives it. A step may have clipped or normalized a gradient on each
     replica, and the mean of those is wrong. Such a gradient is replaced by one from global values.
     """
-    share = partial()
-    if share is None or not global_values.are_known(share):
+    replica_slice = partial()
+    if replica_slice is None or not global_values.are_known(replica_slice):
         return list(gradients)
     return [
-        global_values.averaged(share, gradient) if isinstance(gradient, tf.Tensor) else gradient
+        global_values.averaged(replica_slice, gradient)
+        if isinstance(gradient, tf.Tensor)
+        else gradient
         for gradient in gradients
     ]
 

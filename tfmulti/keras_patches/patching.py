@@ -29,7 +29,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def in_replica_slice(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns the `make` of `replace` that calls `function(original, share, …)` in a replica slice.
+    """Returns the `make` of `replace` that calls `function(original, replica_slice, …)`.
 
     The original function is called as before outside a prepared model's step, and where the slice
     is the whole global batch.
@@ -40,10 +40,10 @@ def in_replica_slice(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            share = partial()
-            if share is None:
+            replica_slice = partial()
+            if replica_slice is None:
                 return original(*args, **kwargs)
-            return function(original, share, *args, **kwargs)
+            return function(original, replica_slice, *args, **kwargs)
 
         return call
 

@@ -153,17 +153,17 @@ def made_global_generator() -> keras.random.SeedGenerator:
     return global_seed_generator()
 
 
-def _seed(share: ReplicaSlice, seed: Any) -> tf.Tensor:
+def _seed(replica_slice: ReplicaSlice, seed: Any) -> tf.Tensor:
     """Returns the seed of one draw, from the caller's seed or the generator without a seed."""
     if seed is not None:
         return random_module._cast_seed(draw_seed(seed))
-    generator = share.seeds or global_seed_generator()
+    generator = replica_slice.seeds or global_seed_generator()
     _drawn_from.add(generator)
     return random_module._cast_seed(generator.next(ordered=False))
 
 
 def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns the `make` of `replace` whose function calls `draw(original, share, seed, …)`."""
+    """Returns the `make` of `replace` that calls `draw(original, replica_slice, seed, …)`."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -171,16 +171,16 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
             refuse_to_compile("draws random numbers, and XLA would draw other ones")
-            share = partial()
-            if share is None:
+            replica_slice = partial()
+            if replica_slice is None:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             arguments = bound.arguments
             if "dtype" in arguments:
                 arguments["dtype"] = arguments["dtype"] or keras.config.floatx()
-            seed = _seed(share, arguments.pop("seed"))
-            return randomness.by_parts(mine, share, seed, arguments)
+            seed = _seed(replica_slice, arguments.pop("seed"))
+            return randomness.by_parts(mine, replica_slice, seed, arguments)
 
         return drawn
 

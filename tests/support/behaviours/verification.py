@@ -343,7 +343,7 @@ class Patch(NamedTuple):
     parts: list[tuple[Any, str, Any]]
 
 
-NOT_KNOWN = (global_values, "are_known", lambda share: False)
+NOT_KNOWN = (global_values, "are_known", lambda replica_slice: False)
 NOT_DIVIDED = (global_values._Builder, "_over_weight", lambda self, value: value)
 PATCHES = {
     "losses left by other replicas": Patch(
