@@ -173,8 +173,8 @@ def serving(name: str, placement: Placement) -> Iterator[None]:
             compiled function runs.
         placement: this process' place among the workers.
     """
-    links = None if tf.executing_eagerly() else channel_of(placement)
-    token = _serving.set(None if links is None else _Serving(name, placement))
+    channel = None if tf.executing_eagerly() else channel_of(placement)
+    token = _serving.set(None if channel is None else _Serving(name, placement))
     try:
         yield
     finally:

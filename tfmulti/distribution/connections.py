@@ -64,12 +64,12 @@ def channel_now(placement: Placement) -> Channel:
     Raises:
         ChannelError: the connections have ended.
     """
-    links = _connected.get(placement.addresses)
-    if links is None:
+    channel = _connected.get(placement.addresses)
+    if channel is None:
         raise ChannelError(
             "the connections to the other workers have ended, and cannot be made again"
         )
-    return links
+    return channel
 
 
 def made_channel(placement: Placement) -> Channel | None:
@@ -79,8 +79,8 @@ def made_channel(placement: Placement) -> Channel | None:
 
 def last_exchanges(placement: Placement) -> list[ExchangeRecord]:
     """Returns the last exchanges with other workers, of a channel that an error has ended, too."""
-    links = _connected.get(placement.addresses) or _ended.get(placement.addresses)
-    return links.last() if links is not None else []
+    channel = _connected.get(placement.addresses) or _ended.get(placement.addresses)
+    return channel.last() if channel is not None else []
 
 
 def _connect(placement: Placement) -> Channel | None:
@@ -91,23 +91,23 @@ def _connect(placement: Placement) -> Channel | None:
         hosts = [LOOPBACK] * len(hosts)
     listener = listen(hosts[placement.rank], hosts)
     port, token = listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.int32)
-    told = _tell(placement, "where", [placement.rank, port, *token])
+    answers = _tell(placement, "where", [placement.rank, port, *token])
     # TensorFlow orders the workers by their numbers as text: 1, 10, 2.
-    told = told[np.argsort(told[:, 0])]
-    where = list(zip(hosts, told[:, 1].tolist(), strict=True))
+    answers = answers[np.argsort(answers[:, 0])]
+    where = list(zip(hosts, answers[:, 1].tolist(), strict=True))
     # Others can listen to TensorFlow's collectives. So without a secret the key keeps out other
     # jobs only.
-    key = proof(secret_of(os.environ).encode(), b"workers", told[0, 2:].tobytes())
+    key = proof(secret_of(os.environ).encode(), b"workers", answers[0, 2:].tobytes())
     try:
-        found = connect_workers(listener, placement.rank, where, key)
+        connections = connect_workers(listener, placement.rank, where, key)
     except ChannelError as error:
         logging.warning(documented(f"gradients travel by gRPC, which is slower: {error}"))
-        found = None
-    if not _tell(placement, "reached", [found is not None]).all() or found is None:
-        for link in (found or {}).values():
-            link.close()
+        connections = None
+    if not _tell(placement, "reached", [connections is not None]).all() or connections is None:
+        for connection in (connections or {}).values():
+            connection.close()
         return None
-    return Channel(found, lambda: _check(placement))
+    return Channel(connections, lambda: _check(placement))
 
 
 def _check(placement: Placement) -> None:
@@ -223,10 +223,10 @@ def own_errors(placement: Placement) -> Iterator[None]:
     try:
         yield
     except (tf.errors.OpError, KeyboardInterrupt):
-        for addresses, links in list(_connected.items()):
-            if links is not None:
-                links.close()
-                _ended[addresses] = links
+        for addresses, channel in list(_connected.items()):
+            if channel is not None:
+                channel.close()
+                _ended[addresses] = channel
                 del _connected[addresses]
         if not _raised:
             raise

@@ -54,9 +54,9 @@ def make_tuner(
     Raises:
         ConfigError: KerasTuner's own oracle for separate searches (KERASTUNER_ORACLE_IP) is in use.
     """
-    place = placement_of(strategy)
+    placement = placement_of(strategy)
     arguments["distribution_strategy"] = strategy
-    if place.workers == 1:
+    if placement.workers == 1:
         return _restored(kind(**arguments))
     if "KERASTUNER_ORACLE_IP" in os.environ:
         raise ConfigError(
@@ -66,7 +66,7 @@ def make_tuner(
     own_folder = None
     name = arguments.get("project_name") or "untitled_project"
     project = Path(arguments.get("directory") or ".") / name
-    if not place.is_chief:
+    if not placement.is_chief:
         own_folder = tempfile.TemporaryDirectory(prefix="tfmulti-not-chief-")
         arguments["directory"] = own_folder.name
         project = Path(own_folder.name) / name

@@ -37,7 +37,7 @@ import numpy as np
 
 from tfmulti.data.buffers import aligned
 
-THREAD = "tfmulti-links"
+THREAD = "tfmulti-channel"
 # A waiting caller calls `check` this often.
 CHECK_EVERY_S = 1.0
 # A waiting caller polls the connections itself for this long, because waking the receiver thread
@@ -107,8 +107,8 @@ class _Exchange:
 class _Peer:
     """A connection, what waits to be sent on it, and what is being received."""
 
-    def __init__(self, rank: int, link: socket.socket) -> None:
-        self.rank, self.link = rank, link
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection = rank, connection
         self.lost: ChannelError | None = None
         # Held by the thread that sends: the caller of `send`, or the receiver thread.
         self.sending = threading.Lock()
@@ -144,8 +144,8 @@ class Channel:
         self.sent_row_bytes = 0
         # How long `receive` has waited in all, in seconds.
         self.waited_s = 0.0
-        self._peers = [_Peer(rank, link) for rank, link in sorted(connections.items())]
-        self._at = {peer.link.fileno(): peer for peer in self._peers}
+        self._peers = [_Peer(rank, connection) for rank, connection in sorted(connections.items())]
+        self._at = {peer.connection.fileno(): peer for peer in self._peers}
         # Guards what several threads write: the exchanges, and the messages that came early.
         self._lock = threading.Lock()
         self._open: dict[int, deque[_Exchange]] = defaultdict(deque)
@@ -284,7 +284,7 @@ class Channel:
         for peer in self._peers:
             if peer.lost is None:
                 with contextlib.suppress(OSError):
-                    peer.link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+                    peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def close(self) -> None:
         """Closes every connection.
@@ -298,7 +298,7 @@ class Channel:
             with peer.sending:
                 self._send_on(peer)
             with contextlib.suppress(OSError):
-                peer.link.shutdown(socket.SHUT_RDWR)
+                peer.connection.shutdown(socket.SHUT_RDWR)
         with self._lock:
             if self._closing >= 0:
                 os.eventfd_write(self._closing, 1)
@@ -328,7 +328,7 @@ class Channel:
         Another process may hold the same connections open.
         """
         for peer in self._peers:
-            peer.link.close()
+            peer.connection.close()
 
     def _send_on(self, peer: _Peer) -> None:
         """Sends as much as a connection takes now. The caller holds `peer.sending`.
@@ -340,7 +340,7 @@ class Channel:
             while peer.outgoing:
                 parts, exchange = peer.outgoing[0]
                 if peer.lost is None:
-                    _drop(parts, peer.link.sendmsg(parts))
+                    _drop(parts, peer.connection.sendmsg(parts))
                 if not parts or peer.lost is not None:
                     peer.outgoing.popleft()
                     with self._lock:
@@ -356,7 +356,7 @@ class Channel:
             wanted = select.EPOLLIN | (select.EPOLLOUT if is_full else 0)
             with self._lock:
                 if peer.lost is None:
-                    self._epoll.modify(peer.link, wanted)
+                    self._epoll.modify(peer.connection, wanted)
 
     def _read(self, peer: _Peer) -> None:
         """Receives what has arrived on a connection. The caller holds `peer.reading`."""
@@ -365,7 +365,7 @@ class Channel:
         try:
             while True:
                 while len(peer.rest):
-                    count = peer.link.recv_into(peer.rest)
+                    count = peer.connection.recv_into(peer.rest)
                     if not count:
                         raise ConnectionResetError("it has closed the connection")
                     peer.rest = peer.rest[count:]
@@ -402,17 +402,17 @@ class Channel:
             peer.lost = ChannelError(f"worker {peer.rank} is lost: {error}")
             # The connection may have been closed already.
             with contextlib.suppress(OSError, ValueError):
-                self._epoll.unregister(peer.link)
+                self._epoll.unregister(peer.connection)
             for exchange in (e for each in self._open.values() for e in each):
                 if peer.rank not in exchange.received:
                     exchange.end(peer.lost)
 
 
-def _forget(links: weakref.ref[Channel]) -> None:
+def _forget(channel: weakref.ref[Channel]) -> None:
     """Closes a channel's sockets in a forked child, if the channel still exists."""
-    found = links()
-    if found is not None:
-        found.forget()
+    existing = channel()
+    if existing is not None:
+        existing.forget()
 
 
 def _drop(parts: list[memoryview], sent: int) -> None:

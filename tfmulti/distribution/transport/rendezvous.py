@@ -64,19 +64,19 @@ def connect_workers(
             later = set(range(rank + 1, len(addresses)))
             found |= _answer_all(listener, rank, later, key, deadline_s)
     except OSError as error:
-        for link in found.values():
-            link.close()
+        for connection in found.values():
+            connection.close()
         raise ChannelError(f"worker {rank} does not reach all others: {error}") from error
-    for link in found.values():
-        _set_up(link)
+    for connection in found.values():
+        _set_up(connection)
     return found
 
 
-def _set_up(link: socket.socket) -> None:
+def _set_up(connection: socket.socket) -> None:
     """Makes a connection ready for the channel: no delays, probes when idle, no blocking."""
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(link)
-    link.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connection)
+    connection.setblocking(False)
 
 
 def _left(deadline_s: float) -> float:
@@ -91,22 +91,22 @@ def _call(
     other: int, address: tuple[str, int], rank: int, key: bytes, deadline_s: float
 ) -> socket.socket:
     """Returns the connection to a worker of a lower rank, which has proved that it has the key."""
-    link = socket.create_connection(address, timeout=_left(deadline_s))
+    connection = socket.create_connection(address, timeout=_left(deadline_s))
     ours = _HELLO.pack(nonce(), rank)
-    link.sendall(ours)
+    connection.sendall(ours)
     try:
-        theirs = _exactly(link, _HELLO.size, deadline_s)
-        its_proof = _exactly(link, PROOF_BYTES, deadline_s)
+        theirs = _exactly(connection, _HELLO.size, deadline_s)
+        its_proof = _exactly(connection, PROOF_BYTES, deadline_s)
     except ConnectionError:
         theirs = its_proof = b""
     if not is_proof(its_proof, key, b"answers", ours, theirs) or _HELLO.unpack(theirs)[1] != other:
-        link.close()
+        connection.close()
         raise ChannelError(
             f"another program answers at {address[0]}:{address[1]}, or one of a job with another "
             "secret"
         )
-    link.sendall(proof(key, b"calls", ours, theirs))
-    return link
+    connection.sendall(proof(key, b"calls", ours, theirs))
+    return connection
 
 
 def _answer_all(
@@ -117,16 +117,16 @@ def _answer_all(
     places = threading.BoundedSemaphore(_ANSWERED_AT_ONCE)
     found: dict[int, socket.socket] = {}
 
-    def answer(link: socket.socket) -> None:
-        who = _answer(link, rank, ranks, key, deadline_s)
+    def answer(connection: socket.socket) -> None:
+        who = _answer(connection, rank, ranks, key, deadline_s)
         if who is not None:
-            answered.put((who, link))
+            answered.put((who, connection))
         places.release()
 
     while ranks - found.keys():
         listener.settimeout(min(_LOOK_S, _left(deadline_s)))
         try:
-            link, _ = listener.accept()
+            connection, _ = listener.accept()
         except TimeoutError:
             pass
         except OSError:
@@ -134,52 +134,52 @@ def _answer_all(
             time.sleep(_LOOK_S)
         else:
             if places.acquire(blocking=False):
-                _start(answer, link, places)
+                _start(answer, connection, places)
             else:
-                link.close()
+                connection.close()
         while not answered.empty():
-            who, link = answered.get()
-            found[who] = link
+            who, connection = answered.get()
+            found[who] = connection
     return found
 
 
 def _start(
-    answer: Callable[[socket.socket], None], link: socket.socket, places: threading.Semaphore
+    answer: Callable[[socket.socket], None], connection: socket.socket, places: threading.Semaphore
 ) -> None:
     """Answers a call in a thread of its own, or refuses it if the system has none left."""
     try:
-        threading.Thread(target=answer, args=(link,), daemon=True).start()
+        threading.Thread(target=answer, args=(connection,), daemon=True).start()
     except RuntimeError:
         # The system has no more threads.
         places.release()
-        link.close()
+        connection.close()
         time.sleep(_LOOK_S)
 
 
 def _answer(
-    link: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
+    connection: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
 ) -> int | None:
     """Returns the rank of a caller; None if it is a stranger, whose connection it closes."""
     deadline_s = min(deadline_s, time.monotonic() + _STRANGER_S)
     with contextlib.suppress(OSError):
-        theirs = _exactly(link, _HELLO.size, deadline_s)
+        theirs = _exactly(connection, _HELLO.size, deadline_s)
         _, who = _HELLO.unpack(theirs)
         if who in ranks:
             ours = _HELLO.pack(nonce(), rank)
-            link.sendall(ours + proof(key, b"answers", theirs, ours))
-            its_proof = _exactly(link, PROOF_BYTES, deadline_s)
+            connection.sendall(ours + proof(key, b"answers", theirs, ours))
+            its_proof = _exactly(connection, PROOF_BYTES, deadline_s)
             if is_proof(its_proof, key, b"calls", theirs, ours):
                 return int(who)
-    link.close()
+    connection.close()
     return None
 
 
-def _exactly(link: socket.socket, count: int, deadline_s: float) -> bytes:
+def _exactly(connection: socket.socket, count: int, deadline_s: float) -> bytes:
     """Returns `count` received bytes."""
     found = b""
     while len(found) < count:
-        link.settimeout(_left(deadline_s))
-        more = link.recv(count - len(found))
+        connection.settimeout(_left(deadline_s))
+        more = connection.recv(count - len(found))
         if not more:
             raise ChannelError("the connection was closed")
         found += more

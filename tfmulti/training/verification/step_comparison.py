@@ -75,7 +75,7 @@ class StepComparison:
         trial: the first global batches.
 
     Attributes:
-        place: this process' place among the workers.
+        placement: this process' place among the workers.
         steps: the number of steps that are compared.
         draws: the names of the step's operations that draw from TensorFlow's own generators, and
             the line of the user's step that draws first.
@@ -84,15 +84,15 @@ class StepComparison:
 
     def __init__(self, model: keras.Model, trial: Trial) -> None:
         self._model, self._trial = model, trial
-        self.place: Placement = placement_of(model.distribute_strategy)
+        self.placement: Placement = placement_of(model.distribute_strategy)
         self.steps = len(trial.batches)
         self.draws: tuple[tuple[str, ...], str | None] = ((), None)
         self.seconds_apart = 0.0
         self._all_was_noted = False
         self._at_once = self.steps if model.steps_per_execution > 1 else 1
         self._is_one_execution = not model.run_eagerly and self._at_once == self.steps
-        self._device = self.place.gpus[0] if self.place.gpus else "CPU:0"
-        self._unit = _unit_of(model, self.place)
+        self._device = self.placement.gpus[0] if self.placement.gpus else "CPU:0"
+        self._unit = _unit_of(model, self.placement)
 
     @contextlib.contextmanager
     def state_kept(self) -> Iterator[None]:
@@ -194,7 +194,7 @@ class StepComparison:
         """Returns the metrics' variables merged over all replicas, by name."""
         names = {id(variable): name for name, variable in self._state.named().items()}
         variables = metric_variables(self._model)
-        if self.place.workers > 1:
+        if self.placement.workers > 1:
             read = run_state.metric_states(self._model)
             parts = list(read.values())
         else:
@@ -322,7 +322,7 @@ class StepComparison:
             return ""
         unknown = next(iter(state_of(self._model).traced.unknown), None)
         return comparison.in_words(
-            first, replicas=self.place.replicas, steps=self.steps, unknown=unknown
+            first, replicas=self.placement.replicas, steps=self.steps, unknown=unknown
         )
 
     def first_difference(self) -> Difference | None:
@@ -337,14 +337,14 @@ class StepComparison:
         relocation.set_values(self._state, self._begin)
         here: list[recording.Notes] = []
         there: list[recording.Notes] = []
-        shards = from_batch(batch, self.place)
+        worker_batch = from_batch(batch, self.placement)
         with recording.watched():
             step = steps.step_of(model, "train_step")
             seeds = step_generator(model)
             with step_replaced(model, recording.recorded(step, here.append)):
-                one_step = steps.make_step(model, self.place, seeds, None, training=True)
-            found, _ = one_step(shards)
-            locals_ = [self._of_replica(found, i) for i in range(self.place.local_replicas)]
+                one_step = steps.make_step(model, self.placement, seeds, None, training=True)
+            found, _ = one_step(worker_batch)
+            locals_ = [self._of_replica(found, i) for i in range(self.placement.local_replicas)]
             relocation.set_values(self._state, self._begin)
             attributes = attributes_of(self._state)
             try:
@@ -357,7 +357,7 @@ class StepComparison:
                 return None
             finally:
                 set_attributes(attributes)
-        return self._first_note(shards, here, locals_, there[0], values, moved)
+        return self._first_note(worker_batch, here, locals_, there[0], values, moved)
 
     def _of_replica(self, found: Any, local: int) -> list[np.ndarray]:
         """Returns the notes' values on one local replica."""
@@ -366,7 +366,7 @@ class StepComparison:
 
     def _first_note(
         self,
-        shards: Any,
+        worker_batch: Any,
         here: Sequence[recording.Notes],
         locals_: Sequence[Sequence[np.ndarray]],
         there: recording.Notes,
@@ -376,14 +376,14 @@ class StepComparison:
         """Returns the first note that differs, or None. Rows are compared with the same rows."""
         if not here:
             return None
-        at = {key: place for place, key in enumerate(here[0].keys)}
-        rows = int(shards.rows)
-        for place, key in enumerate(there.keys):
+        at = {key: position for position, key in enumerate(here[0].keys)}
+        rows = int(worker_batch.rows)
+        for position, key in enumerate(there.keys):
             if key not in at:
                 continue
             worst: Difference | None = None
             parts = [local[at[key]] for local in locals_]
-            pairs = _pairs(key[0], parts, values[place], moved[place], shards, rows)
+            pairs = _pairs(key[0], parts, values[position], moved[position], worker_batch, rows)
             for mine, alone, other in pairs:
                 one = comparison.compare(Quantity(*key[:2]), mine, alone, other, None, self._unit)
                 if one.limit == 0 and key[0] == "layer" and not alone.size:
@@ -393,7 +393,7 @@ class StepComparison:
             # The rounding of an output is relative to the terms of its sum, which are unknown. So a
             # difference must be ten times above the limit.
             if worst is not None and worst.difference > 10 * worst.limit:
-                return replace(worst, line=there.lines[place])
+                return replace(worst, line=there.lines[position])
         self._all_was_noted = any(kind == "gradient" for kind, _, _ in there.keys)
         return None
 
@@ -403,7 +403,7 @@ def _pairs(
     parts: Sequence[np.ndarray],
     alone: np.ndarray,
     other: np.ndarray,
-    shards: Any,
+    worker_batch: Any,
     rows: int,
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Returns the parts of a note that are compared: replicas, one device, one device moved.
@@ -411,7 +411,7 @@ def _pairs(
     A gradient is the same on all replicas. A scalar is the mean over the replicas by their rows.
     Anything else is cut to the rows of each replica.
     """
-    own_rows = [int(n) for n in shards.own_rows]
+    own_rows = [int(n) for n in worker_batch.own_rows]
     if kind == "gradient":
         return [(part, alone, other) for part in parts if part.shape == alone.shape]
     if alone.ndim == 0:
@@ -427,7 +427,7 @@ def _pairs(
     # An example may have several entries, such as windows or time steps.
     times = alone.shape[0] // rows
     found = []
-    for part, first, count in zip(parts, shards.first_rows, own_rows, strict=True):
+    for part, first, count in zip(parts, worker_batch.first_rows, own_rows, strict=True):
         start, stop = int(first) * times, (int(first) + count) * times
         if count and part.shape[1:] == alone.shape[1:] and part.shape[0] == count * times:
             found.append((part, alone[start:stop], other[start:stop]))
@@ -449,14 +449,14 @@ def _decided(found: Difference) -> Difference:
     return Difference("undecided", found.name, 0.0, found.limit, found.here, found.there)
 
 
-def _unit_of(model: keras.Model, place: Placement) -> float:
+def _unit_of(model: keras.Model, placement: Placement) -> float:
     """Returns the last digit with which the model computes, or 0 if that is float32 or more."""
     types = {layer.compute_dtype for layer in layers_of(model)}
     if "bfloat16" in types:
         return 2.0**-8
     # GPUs may multiply float32 numbers as TensorFloat-32, which has fewer digits.
     short = tf.config.experimental.tensor_float_32_execution_enabled()
-    return 2.0**-11 if place.gpus and short else 0.0
+    return 2.0**-11 if placement.gpus and short else 0.0
 
 
 def _show_updates(state: relocation.State) -> None:

@@ -64,13 +64,13 @@ def reason_to_skip(model: keras.Model) -> str | None:
     Args:
         model: the prepared model.
     """
-    state, place = state_of(model), placement_of(model.distribute_strategy)
-    several = place.replicas > 1
+    state, placement = state_of(model), placement_of(model.distribute_strategy)
+    several = placement.replicas > 1
     layers = layers_of(model)
     policies = {layer.dtype_policy.name for layer in layers}
     normalizes = any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers)
     reasons = {
-        "gradient_compression rounds the gradients between workers": place.workers > 1
+        "gradient_compression rounds the gradients between workers": placement.workers > 1
         and state.options.gradient_compression != "none",
         "mixed_float16 may skip steps that overflow": "mixed_float16" in policies,
         "sync_batch_norm=False takes each replica's own batch statistics": several
@@ -268,7 +268,7 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
     assert message is not None
     if could_not and not required:
         words = f"verify: the first step could not be compared with one device: {message.decode()}"
-        if comparer.place.is_chief:
+        if comparer.placement.is_chief:
             warnings.warn(words, stacklevel=3)
         return Verification(verdict="skipped", reason=message.decode())
     raise VerificationError(message.decode())
@@ -310,7 +310,7 @@ def _report(comparer: StepComparison, found: Sequence[Difference], started: floa
     return Verification(
         verdict="same",
         steps=comparer.steps,
-        replicas=comparer.place.replicas,
+        replicas=comparer.placement.replicas,
         quantities=len(decided),
         undecided=len(found) - len(decided),
         closest=closest.name if closest else "",
