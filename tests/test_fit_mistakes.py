@@ -75,7 +75,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--run_dir", "begun", "--optimizer", "sgd"], {}, "Give --optimizer=adam, or a new"),
     (["--run_dir", "new", "--resume", "must"], {}, "--run_dir new holds no run"),
     (["--resume", "must"], {}, "--resume must, but no --run_dir"),
-    (["--resume", "perhaps"], {}, "Known: auto, must, never"),
+    (["--resume", "perhaps"], {}, "known: auto, must, never"),
     (["--keep_checkpoints", "0"], {}, "--keep_checkpoints is 0, but it must be at least 1"),
     (["--run_dir", "whole.npz"], {}, "is a file"),
     (["--export_dir", "used"], {}, "is not an empty folder"),

@@ -125,7 +125,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     near = get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    if near and len(names) > MOST_LISTED:
-        return hint.rstrip()
-    return f"{hint}Known: {', '.join(names)}."
+    listed = ", ".join(names)
+    if not near:
+        return f"known: {listed}."
+    hint = f"did you mean {near[0]!r}?"
+    return hint if len(names) > MOST_LISTED else f"{hint} Known: {listed}."

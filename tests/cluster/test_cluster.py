@@ -73,7 +73,7 @@ TWO = ["a:1", "b:2"]
         (json.dumps({"cluster": {"worker": TWO}}), r"\['task'\] is None"),
         (
             config({"worker": TWO}, {"type": "worker", "index": 2}),
-            r"index is 2.*2 addresses \(0..1",
+            r"index is 2.*the indices 0 to 1",
         ),
         (config({"worker": TWO}, {"type": "worker", "index": -1}), "index is -1"),
         (config({"worker": TWO}, {"type": "worker", "index": True}), "index is True"),

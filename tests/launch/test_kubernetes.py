@@ -327,7 +327,7 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no document ''; Known: manifest. Write tfmulti kubernetes manifest, and then"),
+        ([], "no document ''; known: manifest. Write tfmulti kubernetes manifest, and then"),
         (["manifst", "--image", "i"], "no document 'manifst'; did you mean 'manifest'?"),
     ],
 )

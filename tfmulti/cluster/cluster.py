@@ -96,7 +96,7 @@ class Cluster:
         if self.task.index >= len(addresses):
             raise ClusterError(
                 f"task.index is {_shown(self.task.index)}, but job {self.task.type!r} has "
-                f"{len(addresses)} addresses (0..{len(addresses) - 1}). "
+                f"the indices 0 to {len(addresses) - 1}. "
                 "Fix TF_CONFIG['task']['index'] on this host."
                 if addresses
                 else f"this task is of type {self.task.type!r}, but TF_CONFIG['cluster'] has no "

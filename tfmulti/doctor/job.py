@@ -100,7 +100,7 @@ def _missing(cluster: Cluster, results: Mapping[int, Result]) -> list[Finding]:
         Finding(
             "worker",
             FAILED,
-            f"nothing was heard of it ({cluster.addresses[rank]})",
+            f"it has sent nothing ({cluster.addresses[rank]})",
             "every worker runs the doctor at the same time",
             "Start it, and read what it prints.",
             rank,

@@ -165,7 +165,7 @@ def over_ssh(
         if any(text in message for text in _HOPELESS):
             raise ConfigError(
                 f"{host.name} does not let SSH in: {message}. Make `{config.ssh} {host.name} true` "
-                "work without a question."
+                "work without a prompt."
             ) from None
         if _has_run(config, lines, ssh.returncode):
             raise ConfigError(

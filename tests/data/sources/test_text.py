@@ -95,7 +95,7 @@ TABLE = "t,y\nx,u\nz,v\n"
         (",test=a", "test=a is for tables. Put the class folders of that part into .*/test"),
         ("/t.csv", "needs text=COLUMN. Known: t, y"),
         ("/t.csv,text=t", "needs target=COLUMN"),
-        ("/t.csv,text=x,target=y", "text=x: no such column; Known: t, y"),
+        ("/t.csv,text=x,target=y", "text=x: no such column; known: t, y"),
         ("/t.csv,text=t,target=why", "target=why: no such column"),
         ("/one.csv,text=t,target=y", "'y' has 1 classes in 2 rows"),
         ("/gap.csv,text=t,target=y", "'t' has no value in row 2 of .*/gap.csv"),

@@ -135,7 +135,7 @@ def test_tensorboard_has_the_hyper_parameters_and_the_configuration(tmp_path: Pa
 def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="unknown name 'mlfow'; did you mean 'mlflow'"):
         FitConfig(tracker="tensorboard,mlfow")
-    with pytest.raises(ConfigError, match=r"Tracker\('tensorboard'\): Known: mlflow, wandb"):
+    with pytest.raises(ConfigError, match=r"Tracker\('tensorboard'\): known: mlflow, wandb"):
         Tracker("tensorboard")
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="wandb is not installed on this machine"):
