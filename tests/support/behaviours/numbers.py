@@ -526,7 +526,7 @@ def types_of_compressed_gradients() -> Any:
 
         def reduce(model: Any = model, gradients: Any = gradients) -> Any:
             with collectives.serving("test", here.placement):
-                return replica_context.reduce_gradients(gradients, **model._wire)
+                return replica_context.reduce_gradients(gradients, **model._reduction)
 
         step = tf.function(lambda reduce=reduce: here.strategy.run(reduce))
         graph = step.get_concrete_function().graph.as_graph_def()
@@ -555,7 +555,7 @@ def sums_of_compressed_gradients() -> Any:
 
         def reduce(model: Any = model, gradients: Any = gradients) -> Any:
             with collectives.serving("test", here.placement):
-                large, _, many, rows = replica_context.reduce_gradients(gradients, **model._wire)
+                large, _, many, rows = replica_context.reduce_gradients(gradients, **model._reduction)
             return [large, many, tf.convert_to_tensor(rows)]
 
         sums = tf.function(lambda reduce=reduce: here.strategy.run(reduce), autograph=False)()
