@@ -93,7 +93,7 @@ def test_a_worker_that_is_frozen_tells_nothing(group: Processes, tmp_path: Path)
     (tmp_path / "end").touch()
     group.wait(LIMIT_S)
     assert "it waits for worker 1 in collective" in line
-    assert "worker 1 tells nothing: its process has ended or stopped, " in line
+    assert "worker 1 has written no report: its process has ended or stopped, " in line
 
 
 def fit(group: Processes, addresses: list[str], rank: int, folder: Path) -> int:
@@ -185,7 +185,7 @@ def test_a_worker_that_does_not_come_to_fit_is_named(group: Processes, tmp_path:
     (tmp_path / "end").touch()
     assert [done.returncode for done in group.wait(LIMIT_S)] == [0, 0]
     assert "no step has ended for" in line
-    assert "worker 1 tells nothing: " in line
+    assert "worker 1 has written no report: " in line
     assert "or it has not come to fit" in line
     assert any("draw_shuffle" in frame for frame in seen["stacks"]["MainThread"])
 

@@ -134,7 +134,9 @@ class _Tagged(list[dict[str, Any]]):
     """Sentences with a tag for each word: a list of records, or by name a list of columns."""
 
     def __getitem__(self, key: Any) -> Any:
-        return [record[key] for record in self] if isinstance(key, str) else super()[key]
+        if isinstance(key, str):
+            return [record[key] for record in self]
+        return super().__getitem__(key)
 
 
 def _load_tagged_sentences(name: str, **options: Any) -> dict[str, _Tagged]:

@@ -105,6 +105,7 @@ def test_synthetic_sets_have_any_split() -> None:
     (part,) = stand_ins._load("stl10", split=["unlabelled"])
     assert part.element_spec["image"].shape == (96, 96, 3)
     sentences = stand_ins._load_tagged_sentences("conll2003")["train"]
+    assert sentences[0]["tokens"] == sentences["tokens"][0]
     assert [len(words) for words in sentences["tokens"]] == [len(r["ner_tags"]) for r in sentences]
 
 

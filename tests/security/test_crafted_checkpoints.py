@@ -117,7 +117,7 @@ def test_a_position_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
         position.update({name: content[:-9] for name, content in position.items()})
 
     crafted(tmp_path, change)
-    with pytest.raises(ResumeError, match="does not take the position in the data of the newest"):
+    with pytest.raises(ResumeError, match="cannot restore the position in the data of the newest"):
         trained(tmp_path, epochs=3)
 
 

@@ -71,7 +71,7 @@ class Report:
 
     def table(self) -> list[str]:
         """Returns the lines of the table, which has one row for each point."""
-        names = ["place", "batch", "ms/step", "p90", "examples/s", "efficiency", *PARTS]
+        names = ["point", "batch", "ms/step", "p90", "examples/s", "efficiency", *PARTS]
         rows = [names, *(self._row(result) for result in self.results)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
         lines = [
@@ -104,7 +104,7 @@ class Report:
         speed = f"{1e-6 / byte_s:,.0f} MB/s" if byte_s else "no limit seen"
         return [
             f"all-reduce: {_latency_text(model.network)}, {speed}; a step "
-            f"has {model.collectives} of {model.gradient_bytes / 1e6:.3g} MB in all"
+            f"has {model.collectives} all-reduces with {model.gradient_bytes / 1e6:.3g} MB in total"
             f"{_row_text(model.example_bytes)}, and "
             f"{model.exposed:.0%} of their time is not hidden by computing; waiting: "
             f"{model.waiting_ms:.3g} ms",

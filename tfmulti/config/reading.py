@@ -66,5 +66,5 @@ class ReadOptions:
     def next_step(self) -> str:
         """The end of an error message: what to do about an example that cannot be read."""
         if self.keeps_each:
-            return "Repair or remove it: predict has a row for each example, so it leaves out none."
+            return "Repair or remove it: predict returns a row for each example."
         return NEXT_STEP

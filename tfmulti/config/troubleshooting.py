@@ -41,7 +41,7 @@ MESSAGES = {
     "feature-class": "features.json names the class",
     "changed-setting": "saved …=…, this run …=…",
     "damaged-checkpoint": "the newest checkpoint does not have the format of this version",
-    "damaged-position": "TensorFlow does not take the position in the data",
+    "damaged-position": "TensorFlow cannot restore the position in the data",
     "cut-off": "ends without saving",
     "memory": "is used up by a training step",
     "worker-lost": "worker … is lost: ",

@@ -161,9 +161,9 @@ def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
     label = label_of(value)
     if label.kind is Kind.LOCAL and row_labels.is_of_condition(label.reason):
         raise ModelError(
-            f"the step uses a value of {label.reason}, a condition on tensors that reads variables "
-            "and whose branches need the rows of all replicas. Compute both values outside of "
-            "tf.cond, and choose one by tf.where."
+            f"the step uses a value of {label.reason}, a condition on tensors that reads "
+            "variables. Its predicate or a branch depends on the rows of all replicas. Compute "
+            "both values outside of tf.cond, and choose one by tf.where."
         )
     if label.kind is Kind.LOCAL:
         replica_slice.note_unknown(label.reason)

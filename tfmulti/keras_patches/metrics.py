@@ -106,8 +106,7 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
     if not global_values.are_known(replica_slice):
         return values, replica_slice.weight if tensor.shape.rank == 0 and weight is None else weight
     kind = row_labels.label_of(tensor).kind
-    if kind is Kind.LOCAL:
-        replica_slice.note_unknown(row_labels.label_of(tensor).reason)
+    global_values.note_unknown(replica_slice, tensor)
     if kind is Kind.ROWS or (kind is Kind.LOCAL and tensor.shape.rank != 0):
         return values, weight
     weighs = Kind.ALIKE if weight is None else row_labels.label_of(weight).kind

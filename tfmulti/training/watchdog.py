@@ -8,7 +8,7 @@ has not come, and the stacks of all threads. On the chief it also prints a line 
 worker all others wait for.
 
 TensorFlow ends a step some seconds after another worker has stopped, which may be sooner. Then the
-file and the line tell for whom the worker had waited when the step failed.
+file and the line say which worker it was waiting for when the step failed.
 
 If the workers share the folder, the file of one worker makes the others write theirs, too, unless
 their own steps go on. So the line also says what the worker was doing for which the others wait.
@@ -183,6 +183,8 @@ class _Watch:
             reporting.start()
             # The process must end also if the file server is gone.
             reporting.join(_FAILED_S)
+        # Another call may have no checkpoints.
+        self._about.fences = []
 
     def _stack_bytes(self) -> int:
         """Returns the size of the file to which SIGUSR1 adds the stacks."""
@@ -275,7 +277,7 @@ class _Watch:
     def _file_of(self, rank: int) -> dict[str, Any] | None:
         """Returns what another worker has written, or None if it has written nothing lately."""
         found = None if self._about.folder is None else read(self._about.folder / hang_file(rank))
-        # A file of an earlier time tells nothing.
+        # An old file says nothing about the present.
         oldest = time.time() - self._about.least_s * _BUSY_TIMES - _OTHERS_S
         return found if found is not None and found["time"] > oldest else None
 
@@ -323,7 +325,7 @@ class _Watch:
             if found is not None:
                 doing = _doing({**found, "waits": ()}, "waited", "was")
                 return f"worker {rank} {doing} (process {found['pid']} on {found['host']})"
-        return f"worker {rank} tells nothing: {_SILENT}"
+        return f"worker {rank} has written no report: {_SILENT}"
 
 
 def _thread(target: Callable[..., None], *given: object) -> threading.Thread:

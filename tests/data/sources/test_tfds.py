@@ -225,7 +225,7 @@ def test_the_last_version_and_the_config(folder: Path, tmp_path: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(folder / "tfrecord" / "tiny" / "1.0.0")
     assert len(tfds.load(f"b,config=warm,data_dir={tmp_path},size=8x8", 0).train) == 20
-    with pytest.raises(DataError, match=r"several configs. Write config=NAME; .*Known: cold, warm"):
+    with pytest.raises(DataError, match=r"several configs. Write config=NAME; .*known: cold, warm"):
         tfds.load(f"b,data_dir={tmp_path}", 0)
     with pytest.raises(DataError, match=r"did you mean 'warm'"):
         tfds.load(f"b,config=wram,data_dir={tmp_path}", 0)

@@ -81,14 +81,14 @@ def test_several_inputs_are_a_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"y": "lable"}, "y is 'lable', no feature; did you mean 'label'"),
+        ({"y": "lable"}, "y is 'lable', which is not a feature; did you mean 'label'"),
         ({"x": None}, 'needs "x": the name of a feature, or a list of names. Known: image, label'),
         ({"x": []}, 'needs "x"'),
         ({"clases": 3}, "no entry 'clases'; did you mean 'classes'"),
         ({"classes": "3"}, "classes is '3', but it must be a number from 1"),
         ({"classes": None}, "labels 'label' is not known. Add \"classes\": N"),
-        ({"y": "image"}, "there are 3 classes, but y is 'image', no single label"),
-        ({"weight": "w"}, "weight is 'w', no feature"),
+        ({"y": "image"}, "there are 3 classes, but y is 'image', which is not a single label"),
+        ({"weight": "w"}, "weight is 'w', which is not a feature"),
         ({"weight": "label"}, "the weight 'label' must be"),
         ({"features": {}}, 'needs "features"'),
         ({"pythonClassName": "FeaturesDict"}, "tensorflow-datasets. Use --dataset tfds:NAME"),
@@ -141,7 +141,7 @@ def test_missing_features_are_an_error(tmp_path: Path) -> None:
     ):
         tfrecord.load(f"{tmp_path}/a", 0)
     (tmp_path / "features.json").write_text("[]")
-    with pytest.raises(DataError, match="holds no object"):
+    with pytest.raises(DataError, match="does not hold a JSON object"):
         tfrecord.load(f"{tmp_path}/a", 0)
 
 

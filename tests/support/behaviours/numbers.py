@@ -555,7 +555,9 @@ def sums_of_compressed_gradients() -> Any:
 
         def reduce(model: Any = model, gradients: Any = gradients) -> Any:
             with collectives.serving("test", here.placement):
-                large, _, many, rows = replica_context.reduce_gradients(gradients, **model._reduction)
+                large, _, many, rows = replica_context.reduce_gradients(
+                    gradients, **model._reduction
+                )
             return [large, many, tf.convert_to_tensor(rows)]
 
         sums = tf.function(lambda reduce=reduce: here.strategy.run(reduce), autograph=False)()

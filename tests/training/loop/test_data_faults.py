@@ -61,7 +61,7 @@ def test_a_text_that_is_not_utf_8_points_at_the_files() -> None:
 @pytest.mark.parametrize("text", [LOSS, "{{function_node x}} corrupted record.\n[[x]] [Op:y]"])
 def test_a_damaged_file_of_a_dataset_of_the_users_own_has_tensorflows_reason(text: str) -> None:
     message = raised(Faults(), loss(text))
-    assert message == "a file of the data is damaged: corrupted record. Find it, and copy it anew."
+    assert message == "a file of the data is damaged: corrupted record. Find it, and copy it again."
 
 
 def test_different_rows_read_no_file() -> None:

@@ -17,7 +17,7 @@ from tfmulti.training.loop.stop_votes import Votes
 from tfmulti.training.step.steps_per_execution import SHORTEST_STEP_S, TARGET_S
 
 
-def test_the_weightiest_reason_to_stop_counts() -> None:
+def test_the_strongest_reason_to_stop_counts() -> None:
     assert Votes(checkpoint=1, steps=9, comparison=2).reason_to_stop() is None
     assert Votes(requested=2).reason_to_stop() == "requested"
     assert Votes(requested=1, sigint=1).reason_to_stop() == "SIGINT"

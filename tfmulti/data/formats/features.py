@@ -96,7 +96,9 @@ def read_features(path: str, text: bytes) -> Features:
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}. Fix that line.") from None
     if not isinstance(content, dict):
-        raise DataError(f'{path} holds no object. Write {{"features": {{…}}, "x": …, "y": …}}.')
+        raise DataError(
+            f'{path} does not hold a JSON object. Write {{"features": {{…}}, "x": …, "y": …}}.'
+        )
     if "pythonClassName" in content:
         raise DataError(
             f"{path} belongs to tensorflow-datasets. Use --dataset tfds:NAME,data_dir=PATH."
@@ -167,7 +169,9 @@ def _names(
         )
     for name in names:
         if name not in features:
-            raise DataError(f"{path}: {key} is {name!r}, no feature; {_near(name, features)}")
+            raise DataError(
+                f"{path}: {key} is {name!r}, which is not a feature; {_near(name, features)}"
+            )
     return named if isinstance(named, str) else tuple(names)
 
 
@@ -176,7 +180,9 @@ def _weight(path: str, features: Mapping[str, Feature], name: Any) -> str | None
     if name is None:
         return None
     if not isinstance(name, str) or name not in features:
-        raise DataError(f"{path}: weight is {name!r}, no feature; {_near(name, features)}")
+        raise DataError(
+            f"{path}: weight is {name!r}, which is not a feature; {_near(name, features)}"
+        )
     if features[name].leaf != Leaf((), "float32"):
         raise DataError(f'{path}: the weight {name!r} must be {{"type": "float32", "shape": []}}.')
     return str(name)

@@ -161,8 +161,8 @@ def _classes(prefix: str, features: Features, option: int | None) -> int | None:
     has_labels = y is not None and is_label(y)
     if classes is not None and not has_labels:
         raise DataError(
-            f"{prefix}: there are {classes} classes, but y is {features.y!r}, no single label. "
-            "Leave classes out, or make y one int64."
+            f"{prefix}: there are {classes} classes, but y is {features.y!r}, which is "
+            "not a single label. Leave classes out, or make y one int64."
         )
     if classes is None and has_labels and spec_of(x, y, classes=2):
         raise DataError(
@@ -190,7 +190,7 @@ def _are_compressed(prefix: str, parts: dict[str, list[str]]) -> bool:
     if len(kinds) > 1:
         raise DataError(
             f"{prefix}: {kinds[True]} is a GZIP file and {kinds[False]} is not. Give files of one "
-            "kind; gunzip them to read at random."
+            "kind; unpack them with gunzip to read in any order."
         )
     return True in kinds
 
@@ -207,7 +207,7 @@ def _streamed(
     warning = (
         f"GZIP files cannot be read at random: every worker decompresses all of them, training "
         f"shuffles within {buffer:,} records alone (buffer=N), and a resumed run reads again up to "
-        "its place. gunzip them to read at random."
+        "its place. unpack them with gunzip to read in any order."
         + ("" if "validation" in parts else " Without validation=PATTERN there is no validation.")
     )
 

@@ -121,6 +121,6 @@ def finite(prefix: str, columns: Columns, name: str) -> np.ndarray:
         row = int(np.argmax(bad))
         raise DataError(
             f"{prefix}: the column {name!r} is {values[row]:g} in {columns.where(row)}, which is "
-            "no finite float32 number. Repair or remove the row."
+            "not a finite float32 number. Repair or remove the row."
         )
     return numbers

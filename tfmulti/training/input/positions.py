@@ -12,9 +12,10 @@ only the parts that exist at that time. A shuffle that has given its last row do
 more, so the state of its random generator is missing. The order of the next pass is drawn from that
 state (`is_complete`).
 
-For the second way, making the earlier iterators draws the same orders again. In some Datasets
-reading draws them, so the batches of the earlier passes are read, too (`must_be_read`). Without
-this distinction each resumed run would have to read all earlier passes.
+In the second way, the earlier iterators are made again, which draws the same orders again. Some
+Datasets draw an order only while they are read, so the batches of their earlier passes are read,
+too (`must_be_read`). Without this distinction each resumed run would have to read all earlier
+passes.
 
 A part is a Dataset from which another Dataset was made, such as the one below a `repeat`. A part
 "draws" if it is a shuffle or gives random numbers.
@@ -150,7 +151,7 @@ def iterator_at(position: Position, dataset: tf.data.Dataset) -> Any:
             status.assert_existing_objects_matched()
         except (*_ERRORS, AssertionError):
             raise ResumeError(
-                "TensorFlow does not take the position in the data of the newest checkpoint. "
+                "TensorFlow cannot restore the position in the data of the newest checkpoint. "
                 "Remove that file: the run goes on from the checkpoint before it."
             ) from None
     return iterator

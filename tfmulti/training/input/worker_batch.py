@@ -38,7 +38,7 @@ class WorkerBatch(NamedTuple):
         lost: the number of rows that this worker could not read, int64 scalar. With
             `skip_bad_records` they are left out of `data` and `own_rows`. A single worker leaves
             them out of `first_rows` and `rows`, too. Several workers must exchange their numbers
-            first (`step.agreed`).
+            first (`step.taking_agreed_rows`).
     """
 
     data: tuple[Any, ...]

@@ -80,6 +80,6 @@ def _fault_behind(error: tf.errors.OpError, feed: Feed) -> Exception | None:
             return found
         first_line = error.message.partition("\n")[0]
         reason = re.sub(r"^.*Iterator::\S+ |\{\{.*?\}\}", "", first_line).strip(" .")
-        message = f"a file of the data is damaged: {reason}. Find it, and copy it anew."
+        message = f"a file of the data is damaged: {reason}. Find it, and copy it again."
     fault: Exception = DataError(message)
     return fault

@@ -366,7 +366,7 @@ def predict(
             _check_data_was_enough(count, first, first)
             break
         callbacks.on_predict_batch_begin(first)
-        with data_faults_explained(feed):
+        with data_faults_explained(feed), heartbeat().working(model.predict_function):
             predicted = model.predict_function(source)
         if several and int(predicted.lost):
             raise fault_of_any(model.distribute_strategy, feed)

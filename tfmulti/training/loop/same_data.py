@@ -77,6 +77,6 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
     digests = gather_bytes(model.distribute_strategy, hashlib.sha256(forms.encode()).digest())
     if any(digest != digests[0] for digest in digests):
         raise DataError(
-            "the workers have different data: another kind of it, another number of examples, "
-            "other shapes, labels or values. Give all workers the same files."
+            "the workers have different data: the kind, the number of examples, shapes, "
+            "labels or values differ. Give all workers the same files."
         )

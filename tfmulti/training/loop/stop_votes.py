@@ -31,7 +31,7 @@ class Votes(NamedTuple):
     comparison: float = 0.0
 
     def reason_to_stop(self) -> str | None:
-        """Returns the weightiest reason to stop that has a vote, or None to go on.
+        """Returns the strongest reason to stop that a worker voted for, or None to go on.
 
         >>> Votes(requested=1, sigterm=2).reason_to_stop()
         'SIGTERM'

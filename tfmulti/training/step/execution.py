@@ -161,7 +161,7 @@ class Execution:
 
     def _one(self, source: Any, votes: tf.Tensor) -> StepResult:
         """Runs one step."""
-        _report_trace()
+        report_trace()
         before = self._summary.before()
         # The time that the step waits for data is measured from here.
         totals = Totals.nothing(self._placement)
@@ -173,7 +173,7 @@ class Execution:
         self, source: Any, batch: WorkerBatch, votes: tf.Tensor
     ) -> tuple[StepResult, WorkerBatch]:
         """Runs a step on a batch that is on the GPUs, and copies the next one there meanwhile."""
-        _report_trace()
+        report_trace()
         before = self._summary.before()
         totals = Totals.nothing(self._placement).counted(batch)
         following = on_devices(self._next_batch(source), self._placement.gpus)
@@ -183,7 +183,7 @@ class Execution:
 
     def _several(self, iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> StepResult:
         """Runs all steps but the last in a loop, and then the last one, whose logs it returns."""
-        _report_trace()
+        report_trace()
         before = self._summary.before()
         totals = Totals.nothing(self._placement)
 
@@ -228,7 +228,7 @@ class Execution:
             run_state.restore_late(self._model)
 
 
-def _report_trace() -> None:
+def report_trace() -> None:
     """Tells the launcher that an execution is being traced.
 
     Python code of a compiled function runs only when TensorFlow traces it.

@@ -22,6 +22,7 @@ from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
 from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.step.execution import report_trace
 from tfmulti.training.step.step import next_batch, step_of, warn_of_unknown, without_autograph
 from tfmulti.training.step.step_result import first_local
 
@@ -52,6 +53,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     step = step_of(model, "predict_step")
 
     def predict(source: Any) -> Predicted:
+        report_trace()
         batch = next_batch(source, placement)
         batch = batch.of_any_rows() if any_rows else batch
         # A single worker ends its reading at the first example that it cannot read.

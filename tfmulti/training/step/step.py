@@ -89,8 +89,8 @@ def taking_agreed_rows(
 ) -> Callable[[Any], WorkerBatch] | None:
     """Returns a function that takes a batch with corrected row numbers, or None if not needed.
 
-    With `skips_bad` each worker leaves out the examples that it cannot read. So no worker knows how
-    many rows the others have. The workers exchange these numbers in one small collective
+    With `skip_bad_records` each worker leaves out the examples that it cannot read. So no worker
+    knows how many rows the others have. The workers exchange these numbers in one small collective
     for each step.
     """
     if not state_of(model).reading.skips_bad or placement.workers == 1:
@@ -210,9 +210,10 @@ def make_step(
 def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None:
     """Warns on the chief if some values of a step may differ from those of one device.
 
-    There is no warning while the first steps are compared with one device, and none for a
-    `train_step` that had its numbers there. The warning names the first reason that was noted while
-    the step was traced. All noted reasons are then forgotten, so that they give one warning only.
+    There is no warning while the first steps are compared with one device. If a `train_step` had
+    its numbers there, only loops remain, because later steps may make other iterations. The warning
+    names the first reason that was noted while the step was traced. All noted reasons are then
+    forgotten, so that they give one warning only.
 
     Args:
         model: the prepared model.
@@ -224,12 +225,15 @@ def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None
         return
     result = state.verification
     is_compared = result is not None and result.verdict == "same" and step == "train_step"
-    reason = next(iter(state.traced.unknown))
+    reasons = [r for r in state.traced.unknown if not is_compared or row_labels.is_of_loop(r)]
     state.traced.unknown.clear()
-    if is_compared or not placement.is_chief:
+    if not reasons or not placement.is_chief:
         return
+    reason = reasons[0]
     advice = "Compare the first step with one device: prepare(model, verify=True)."
-    if step != "train_step":
+    if is_compared:
+        advice = "verify has compared only the iterations that the loop made in the first steps."
+    elif step != "train_step":
         advice = (
             "verify compares training steps only, so compare this result with that of plain Keras "
             "on one device."

@@ -6,8 +6,9 @@ after each execution.
 
 Votes, digests and counts are whole numbers, and travel as float32 beside the metrics. Their sums
 are exact in any order: a float32 holds each whole number up to 2**24, and these numbers and their
-sums are smaller. A digest is below 2**24, and is added to zeros. As int32 they would need a
-collective of their own, which is one more message between the workers in each execution. Decisions
+sums are smaller. A digest is below 2**24, and is added to zeros. If they
+were int32, they would need a collective of their own: one more message between the workers in each
+execution. Decisions
 outside of a step use int32 (`distribution.agreement`).
 """
 

@@ -304,7 +304,7 @@ def in_words(found: Difference, *, replicas: int, steps: int, unknown: str | Non
         f"verify: after {after} on {replicas} replicas {_subject(found)} differs from one device: "
         f"{found.here:.7g} where one device has {found.there:.7g}{size}; the difference is "
         f"{found.difference:.2g}, and rounding explains {found.limit:.2g}{place}. "
-        f"{_unknown_in_words(unknown) if unknown else _advice(found, replicas)} {WITHOUT}"
+        f"{_unknown_in_words(unknown) if unknown else ''}{_advice(found, replicas)} {WITHOUT}"
     )
 
 
@@ -314,9 +314,9 @@ def _unknown_in_words(unknown: str) -> str:
         return (
             f"The cause may be {unknown}. In a loop on tensors replicas cannot exchange values, "
             "such as the gradient of an inner step (MAML). Write the loop in Python, as "
-            "'for _ in range(n)'."
+            "'for _ in range(n)'. "
         )
-    return f"The cause may be {unknown}: it is not known how its result depends on the rows."
+    return f"The cause may be {unknown}: it is not known how its result depends on the rows. "
 
 
 def _subject(found: Difference) -> str:
