@@ -179,7 +179,7 @@ def test_a_chief_that_does_not_come_is_named(hosts: Hosts, tmp_path: Path) -> No
     workers = {0: Worker(starts=False), 2: Worker(starts=False)}
     (done,) = examine(hosts, tmp_path, NO_TRAINING, "--wait_s=1", workers=workers, limit_s=90)
     assert done.returncode == 1
-    assert f"worker 0 ({hosts.address(1)}:{PORT}) was not heard of" in done.stderr
+    assert f"worker 0 ({hosts.address(1)}:{PORT}) has not answered" in done.stderr
 
 
 def test_another_version_is_named(hosts: Hosts, tmp_path: Path) -> None:

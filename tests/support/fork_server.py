@@ -35,7 +35,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     requests = socket.socket(fileno=os.dup(0))
-    # The keepers are not waited for.
+    # This process does not wait for the processes that run `keep`.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         text, files, _, _ = socket.recv_fds(requests, LARGEST_REQUEST, 3)

@@ -1,7 +1,7 @@
 """Starts processes as `tests/support/processes.py` does, but with TensorFlow imported already.
 
 Importing TensorFlow takes three seconds of a core, more than most of the programs that tests start.
-A test uses this module if the start of the process is none of its subjects. It starts real
+A test uses this module if it does not test how the process starts. It starts real
 processes where it sends signals before the first step, sets variables that are read by an import,
 looks at command lines, or needs workers whose hashes of strings differ.
 """
@@ -34,7 +34,12 @@ def _server() -> socket.socket:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         subprocess.Popen(
-            [sys.executable, SERVER], stdin=its, stdout=subprocess.DEVNULL, env=clean_env()
+            [sys.executable, SERVER],
+            stdin=its,
+            stdout=subprocess.DEVNULL,
+            env=clean_env(),
+            # Ctrl-C is for the tests, which end what they have started.
+            start_new_session=True,
         )
     return ours
 
@@ -58,7 +63,8 @@ class ForkedProcess:
         if self.returncode is None:
             self._answers.settimeout(timeout)
             try:
-                self.returncode = int(self._answers.recv(100))
+                # Nothing comes if the process that waits for this one was killed.
+                self.returncode = int(self._answers.recv(100) or -signal.SIGKILL)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
             self._answers.close()

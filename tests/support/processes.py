@@ -185,6 +185,7 @@ class Processes:
         for process, _ in self._started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        for process, _ in self._started:
             process.wait()
 
     def _log(self, number: int, kind: str) -> Path:

@@ -10,8 +10,8 @@ sides prove that they know the key of the job, in three lines of JSON:
 From then on each side signs its messages, with keys that are derived from the same values. The
 three lines and the caller's first signed message are the greeting. A greeting has a time limit and
 a limit for the length of its lines. At most `GREETED_AT_ONCE` greetings run at the same time: one
-more ends the oldest. So silent callers do not block the port, because a greeting of the job takes
-milliseconds.
+more ends the oldest greeting. So silent callers do not block the port, because a greeting of the
+job takes milliseconds.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ def _addresses_from_chief(
     raise ClusterError(
         f"{layout.environment}: process {layout.rank} has not reached process 0 on "
         f"{' or '.join(layout.chief_hosts)} within {timeout_s:.0f} s ({reason}). Did process 0 "
-        "start, does the name resolve here, and does a firewall stand between?"
+        "start, does the name resolve here, and is there a firewall between?"
     )
 
 

@@ -97,7 +97,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
         except SystemExit as end:
-            # argparse ends so after it has shown the help.
+            # argparse raises this after it has printed the help.
             if end.code:
                 raise
             code = EXIT_DONE
@@ -115,4 +115,4 @@ def _has_lost_its_reader(output: int) -> bool:
     """Returns whether nobody can read any more what is written to a descriptor, see poll(2)."""
     poll = select.poll()
     poll.register(output, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

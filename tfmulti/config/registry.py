@@ -19,7 +19,7 @@ from tfmulti.errors import ConfigError, UserError, did_you_mean
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """The reference of a model's function, and the data that the model takes.
+    """A reference to a model's function, and the data that the model takes.
 
     Attributes:
         reference: the function that builds the model.

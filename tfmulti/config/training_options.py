@@ -35,7 +35,7 @@ class Rule:
         path: whether the value names a file or folder.
         free: whether the value may differ when a stopped run resumes. Such an option says where
             and for how long the run trains, and does not change its numbers.
-        since: the version of tfmulti that has had the option first.
+        since: the first version of tfmulti that has the option.
     """
 
     help: str

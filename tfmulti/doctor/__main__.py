@@ -106,7 +106,7 @@ def parse(argv: Sequence[str]) -> Asked | None:
     flags.DEFINE_boolean("json", False, "Print one JSON object.", flag_values=values)
     flags.DEFINE_boolean("training", True, "Try the devices by training, too.", flag_values=values)
     flags.DEFINE_string(
-        "wait_s", "30", "Seconds in which all workers must have come.", flag_values=values
+        "wait_s", "30", "Seconds within which all workers must connect.", flag_values=values
     )
     unused = tuple(f.name for f in dataclasses.fields(FitConfig) if f.name not in _USED)
     if not parse_flags(values, argv, unused, "the doctor"):
@@ -285,7 +285,7 @@ def _report_alone(cluster: Cluster, findings: Sequence[Finding]) -> int:
             Finding(
                 "chief",
                 FAILED,
-                f"worker 0 ({cluster.addresses[0]}) was not heard of",
+                f"worker 0 ({cluster.addresses[0]}) has not answered",
                 "every worker runs the doctor at the same time, and reaches worker 0",
                 "Read what worker 0 prints; look at the firewalls between the two.",
             )

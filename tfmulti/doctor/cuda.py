@@ -79,7 +79,7 @@ def _driver(major: int, minor: int, driver: int | None) -> list[Finding]:
     return [
         Finding(
             "CUDA",
-            # Libraries in the image (cuda-compat) may still run it, and the training tells.
+            # Libraries in the image (cuda-compat) may still run it; the training below shows it.
             WARNING,
             measured,
             f"the driver supports CUDA {major}.{0 if is_old else minor} or newer",

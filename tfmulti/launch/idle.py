@@ -1,4 +1,4 @@
-"""Measures since when a process group is idle: whether a worker waits or works.
+"""Measures how long a process group has been idle, which shows whether a worker waits or works.
 
 A process group works if it uses more than 2 % of one core. It also counts as working while one of
 its processes waits for a disk, unless no byte has moved for two minutes. The figures come from

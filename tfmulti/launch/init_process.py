@@ -3,10 +3,10 @@
 That parent ends a worker by SIGTERM also while TensorFlow waits for the other workers and handles
 no signal.
 
-A container usually has PID 1 for its first process. Linux drops a signal to PID 1 unless that
+The first process of a container usually has PID 1. Linux drops a signal to PID 1 unless that
 process has set a handler, see pid_namespaces(7). So SIGTERM would not end a worker that imports
-TensorFlow or loads its data. Only the time until Python runs, about 0.3 s, is left. With
-`shareProcessNamespace`, as in our manifests, a pod has another PID 1, and nothing is left.
+TensorFlow or loads its data. SIGTERM is still dropped until Python runs, about 0.3 s. With
+`shareProcessNamespace`, as in our manifests, the worker is not PID 1, so no SIGTERM is dropped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Says which workers are missing while a worker waits in TensorFlow for the others to join.
 
 TensorFlow holds Python's global lock while it waits, so no thread of the worker can look. A process
-of its own does it, which `watching_join` starts and ends:
-
-    python -m tfmulti.launch.joining JSON
+of its own does it, which `watching_join` starts and ends. It reads a `Join` from standard input.
 
 When the worker has waited for a minute, and when it gets SIGUSR1, this process tries the address of
 every other worker. It writes hang_worker_K.json with the workers at whose address nothing listens,
@@ -83,34 +81,53 @@ def watching_join(rank: int, addresses: Sequence[str], folder: str | None) -> It
         main_thread = threading.main_thread().ident or 0
         size = 0 if stacks is None else os.fstat(stacks).st_size
         join = Join(rank, tuple(addresses), folder, os.getpid(), main_thread, stacks, size)
-        process = _started(join)
+        try:
+            process = _started(join)
+        except OSError:
+            # The worker can join without it.
+            yield
+            return
         try:
             yield
         finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                # It may be writing to a file server that is gone.
-                process.kill()
-                process.wait()
+            _end(process)
 
 
-def _started(join: Join) -> subprocess.Popen[bytes]:
-    """Starts the process that watches a worker."""
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return subprocess.Popen(
-        # With -P no module of the current folder takes the place of one of Python's own.
-        [sys.executable, "-P", "-m", __name__, json.dumps(asdict(join))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+def _started(join: Join) -> subprocess.Popen[str]:
+    """Starts the process that watches a worker.
+
+    Raises:
+        OSError: the system has no resources for it.
+    """
+    # With -P no module of the current folder takes the place of one of Python's own. The folder of
+    # this package comes last, because others may be installed there.
+    code = "import sys; sys.path.append(sys.argv[1]); from tfmulti.launch import joining; "
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", f"{code}joining.main()", str(Path(__file__).parents[2])],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=own_stderr(),
         pass_fds=() if join.stacks is None else (join.stacks,),
         # Ctrl-C is for the worker.
         start_new_session=True,
+        text=True,
     )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(asdict(join)) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the process that watches a worker."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        # It may be writing to a file server that is gone.
+        process.kill()
+        process.wait()
 
 
 def watch(join: Join, late_s: float = LATE_S) -> None:
@@ -129,9 +146,11 @@ def watch(join: Join, late_s: float = LATE_S) -> None:
         if not asked:
             is_late = True
             if join.stacks is not None:
-                os.kill(join.pid, signal.SIGUSR1)
-                time.sleep(_LOOK_S)
-                size = _size(join)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(join.pid, signal.SIGUSR1)
+        # The stacks may not be written completely yet.
+        time.sleep(_LOOK_S)
+        size = _size(join)
         report(join, asked, waited_s, _stacks_since(join, before))
 
 
@@ -155,14 +174,14 @@ def report(join: Join, asked: bool, waited_s: float, stacks: str) -> None:
         except OSError:
             path = None
     elif asked:
-        # As SIGUSR1 does without this process.
+        # Without a folder the stacks go to standard error, as usual at SIGUSR1.
         print(stacks, end="", file=sys.stderr)
     if asked or all(rank in missing for rank in range(join.rank)):
         named = [f"worker {rank} does not listen at {join.addresses[rank]}" for rank in missing]
         words = ", ".join(named[:_SHOWN]) + (", …" if len(named) > _SHOWN else "")
         line = (
             f"tfmulti: worker {join.rank}: it has waited for {waited_s:.0f} s for the others to "
-            f"join; {words or 'all of them listen'}{f'. See {path}' if path else ''}"
+            f"join; {words or 'all others listen'}{f'. See {path}' if path else ''}"
         )
         print(documented(line), file=sys.stderr, flush=True)
 
@@ -239,10 +258,6 @@ def _stacks_since(join: Join, begin: int) -> str:
 
 
 def main() -> None:
-    """Runs the command."""
-    values = json.loads(sys.argv[1])
+    """Watches the worker that the first line of standard input describes."""
+    values = json.loads(sys.stdin.readline())
     watch(Join(**values | {"addresses": tuple(values["addresses"])}))
-
-
-if __name__ == "__main__":
-    main()

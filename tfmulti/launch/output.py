@@ -51,7 +51,7 @@ class Output:
         self._paths_shown = {""}
 
     def say(self, message: str) -> None:
-        """Shows the user a line of the launcher itself, and names each place in the docs once."""
+        """Shows the user a line of the launcher, and adds each path in the docs only once."""
         path = docs_path_of(message)
         (quote if path in self._paths_shown else say)(message)
         self._paths_shown.add(path)

@@ -258,7 +258,7 @@ def stalled(timings: Sequence[StepTiming], now_s: float, timeout_s: float) -> bo
 
     Args:
         timings: what each worker does.
-        now_s: the time, in seconds of the same clock as the paces.
+        now_s: the time, in seconds of the same clock as the timings.
         timeout_s: the timeout.
 
     >>> waits = StepTiming(True, since_s=0.0, longest_s=1.0, idle_since_s=0.0)

@@ -232,7 +232,7 @@ class RemoteMachine:
         if "line" in message:
             rank, stream, text = message["line"]
             if type(rank) is not int or rank not in self._ranks or stream not in STREAMS:
-                raise ValueError("a line of no worker there")
+                raise ValueError("a line of a worker that is not on that machine")
             # A slow or stopped terminal keeps this thread from reading. The agent does not count
             # as silent meanwhile.
             self._is_showing = True
@@ -247,7 +247,7 @@ class RemoteMachine:
                 for values in message["statuses"]
             ]
             if not all(status.rank in self._ranks for status in statuses):
-                raise ValueError("the status of no worker of that machine")
+                raise ValueError("the status of a worker that is not on that machine")
             self._statuses = statuses
             self._unseen = True
         if "id" in message or "hello" in message or "fails" in message:

@@ -29,8 +29,9 @@ def show_at_sigusr1() -> None:
     handler, also one of faulthandler, or another meaning (TFMULTI_PREEMPTION_SIGNAL), or outside of
     the main thread.
     """
+    stderr = own_stderr()
     if _is_free():
-        _register(own_stderr())
+        _register(stderr)
 
 
 @contextlib.contextmanager
@@ -43,8 +44,10 @@ def file_of_stacks() -> Iterator[int | None]:
     given = os.environ.get(STACKS_FILE)
     if given is not None:
         descriptor = None
-        with contextlib.suppress(OSError):
-            descriptor = os.open(given, os.O_RDONLY)
+        # A program that the worker has started gets the variable, too, but not the handler.
+        if _is_handled_by_faulthandler():
+            with contextlib.suppress(OSError):
+                descriptor = os.open(given, os.O_RDONLY)
         try:
             yield descriptor
         finally:
@@ -80,10 +83,15 @@ def _is_free() -> bool:
         STACKS_FILE not in os.environ
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-        # Python does not know of a handler that faulthandler has set.
-        and (_is_own or not is_in_set(os.getpid(), "SigCgt", signal.SIGUSR1))
+        and (_is_own or not _is_handled_by_faulthandler())
         and signal.SIGUSR1 not in watched(os.environ)
     )
+
+
+def _is_handled_by_faulthandler() -> bool:
+    """Returns whether SIGUSR1 has a handler in this process that Python does not know."""
+    is_unknown = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    return is_unknown and is_in_set(os.getpid(), "SigCgt", signal.SIGUSR1)
 
 
 def _register(file: int) -> None:

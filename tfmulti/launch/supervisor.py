@@ -197,7 +197,8 @@ class Job:
         # An attempt without the failing worker does not use up the budget. In a job with a fixed
         # number of workers every attempt has that worker.
         is_left_out = self._standing.absent != before.absent
-        is_left_out = is_left_out and self._host_manager.choice(self._standing) != placement
+        choice = self._host_manager.choice(self._standing)
+        is_left_out = is_left_out and choice is not None and choice != placement
         self._budget = budget.unused() if is_left_out else budget
 
     def _show_placement(self, placement: Placement) -> None:

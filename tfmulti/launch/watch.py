@@ -131,7 +131,7 @@ class Watch:
         """Starts standby processes once all workers have ended a step.
 
         Before that they would slow down the start of the workers. A job without
-        restarts needs none.
+        restarts needs no standby processes.
         """
         if not self._is_prepared and all(
             status.heartbeat and status.heartbeat.step > 0 for status in statuses
@@ -203,7 +203,7 @@ class Watch:
                 status.rank,
                 status,
                 f"does not listen at {addresses[status.rank]}, {after}: does it still load its "
-                "data, wait for something, or does a firewall stand between?",
+                "data, wait for something, or is there a firewall between the workers?",
                 1,
                 now,
             )
@@ -260,8 +260,8 @@ class Watch:
         self._show_stacks()
         what = (
             f"has shown no progress for {limit_s:g} s ({POLLING_TIMES} times --start-timeout), and "
-            "has ended no step: no output, no byte from or to a disk, no more memory. Does it poll "
-            "for something that never comes?"
+            "has ended no step: it has written no output, used no disk and taken no more memory. "
+            "Does it poll for something that never comes?"
         )
         return [self._failure(status.rank, status, what, 1, max(last_s)) for status in running]
 

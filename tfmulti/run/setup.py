@@ -35,6 +35,7 @@ from tfmulti.distribution.strategies import (
     placement_of,
 )
 from tfmulti.errors import ConfigError, ModelError
+from tfmulti.launch.stacks import show_at_sigusr1
 from tfmulti.run import validation
 from tfmulti.run.data_stages import prepared
 from tfmulti.run.models import user as user_model
@@ -81,6 +82,8 @@ def set_up(job: validation.Job) -> Setup:
         UserError: the devices, the data or the batch sizes do not fit the configuration.
     """
     config = job.config
+    # Standard error is redirected below.
+    show_at_sigusr1()
     with quiet_stderr():
         gpus = own_gpus(job.cluster)
     devices, batch = job.devices, job.batch
@@ -104,7 +107,9 @@ def set_up(job: validation.Job) -> Setup:
             "Install with: pip install '.[gpu]'",
         )
     with quiet_stderr():
-        strategy = build_strategy(selection, job.cluster, config.run_dir)
+        strategy = build_strategy(
+            selection, job.cluster, None if config.dry_run else config.run_dir
+        )
     placement = placement_of(strategy)
     keras.utils.set_random_seed(config.seed)
     if config.op_determinism:

@@ -135,7 +135,7 @@ def watching(callbacks: Any, placement: Placement) -> Iterator[None]:
 
 
 def respect_owner(callbacks: Any, folder: Path) -> None:
-    """Lets each `Watchdog` write no file once a folder has another owner than now.
+    """Stops each `Watchdog` from writing files once the folder has a new owner.
 
     A worker that was cut off must not replace the files of the job that goes on.
 

@@ -91,8 +91,8 @@ def described(env: Env, name: str = AUTO) -> Described | None:
         module = ENVIRONMENTS[name]
         if not module.is_here(env):
             raise ClusterError(
-                f"--environment {name} was asked for, but this process is none of several that it "
-                f"has started. It would set {', '.join(module.VARIABLES)}."
+                f"--environment {name} was asked for, but it has not started this process as one "
+                f"of several. It would have set {', '.join(module.VARIABLES)}."
             )
         return _read(module, env)
     recognised = [module for module in ENVIRONMENTS.values() if module.is_here(env)]

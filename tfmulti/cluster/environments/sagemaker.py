@@ -24,8 +24,8 @@ VARIABLES = ("SM_HOSTS", "SM_CURRENT_HOST")
 def is_here(env: Env) -> bool:
     """Returns whether this process runs in a SageMaker job of several machines.
 
-    A list of another form counts as well. `read` then says what is wrong with it, because a machine
-    must not train alone by mistake.
+    A list in a wrong form counts, too: `read` then reports the error, so that no machine trains
+    alone by mistake.
     """
     if "SM_CURRENT_HOST" not in env or not env.get("SM_HOSTS", "").strip():
         return False

@@ -53,7 +53,8 @@ def read(env: Env) -> Layout | Cluster:
         )
     nodes_by_rank = _nodes_by_rank(env, nodes, counts)
     if nodes_by_rank and rank < size and nodes_by_rank[rank] != node:
-        # Another distribution than was told. The processes still agree on who is where.
+        # The tasks are distributed in another way than Slurm's variables say. The
+        # processes still agree on who is where.
         nodes_by_rank = ()
     return Layout(
         NAME,

@@ -21,8 +21,8 @@ VARIABLES = ("VC_TASK_INDEX", "VC_WORKER_HOSTS", "VC_WORKER_NUM")
 def is_here(env: Env) -> bool:
     """Returns whether this process runs in a pod of a Volcano job with several workers.
 
-    A list of another form counts as well. `read` then says what is wrong with it, because a pod
-    must not train alone by mistake.
+    A list in a wrong form counts, too: `read` then reports the error, so that no pod trains
+    alone by mistake.
     """
     hosts = env.get("VC_WORKER_HOSTS", "").strip()
     is_single = (
