@@ -108,7 +108,7 @@ def found(
         )
 
 
-@pytest.mark.parametrize("share", [whole(6), part(6)], ids=["whole", "part"])
+@pytest.mark.parametrize("replica_slice", [whole(6), part(6)], ids=["whole", "part"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_outputs_are_keras_own_and_gradients_those_of_64_bits(
     name: str, replica_slice: ReplicaSlice
