@@ -114,7 +114,7 @@ def test_a_server_that_does_not_answer_costs_a_line(tmp_path: Path, env: dict[st
     env |= {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     words = ["-m", "tfmulti.fit", "--epochs", "2", "--run_dir", str(tmp_path / "run")]
     words += ["--tracker", "mlflow"]
-    done = forked.run(words, tmp_path / "fit", env=env, limit_s=LIMIT_S)
+    done = run(words, tmp_path / "fit", env=env, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tfmulti: mlflow does not take this run: ") == 1
     assert (tmp_path / "run" / "report.json").exists()
