@@ -47,7 +47,7 @@ ANSWER_S = 60.0
 HELLO_S = 30.0
 
 STREAMS = ("stdout", "stderr")
-_NO_AGENT = "the program that answers there is no agent of tfmulti, or has another version"
+_NO_AGENT = "the program that answers there is not an agent of tfmulti, or has another version"
 
 
 class RemoteMachine:
