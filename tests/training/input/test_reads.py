@@ -103,7 +103,7 @@ def test_a_bad_example_ends_the_call_on_all_workers(found: Any, workers: int, pa
     (message,) = {worker[f"any{part}"] for worker in found(workers)}
     assert message.startswith(tuple(f"some.file, record {example}: " for example in BAD))
     predicts = part == " of prediction"
-    assert ("has a row for each" if predicts else "or give --skip_bad_records N") in message
+    assert ("returns a row for each" if predicts else "or give --skip_bad_records N") in message
 
 
 @WORKERS
