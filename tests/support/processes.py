@@ -239,14 +239,17 @@ def run(
 
 @contextlib.contextmanager
 def slowed(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Lets a process run for a quarter of the time only, as on a slow or busy machine."""
+    """Lets a process run for a seventh of the time only, as on a slow or busy machine.
+
+    On a loaded machine it runs for longer than two milliseconds at a time.
+    """
     end = threading.Event()
 
     def slow_down() -> None:
         with contextlib.suppress(ProcessLookupError):
             while not end.is_set() and process.poll() is None:
                 os.kill(process.pid, signal.SIGSTOP)
-                time.sleep(0.006)
+                time.sleep(0.012)
                 os.kill(process.pid, signal.SIGCONT)
                 time.sleep(0.002)
 
