@@ -90,7 +90,11 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     ([], SLURM | {"SLURM_PROCID": "2"}, "slurm: the rank is 2, but there are 2 processes (0..1)"),
     ([], SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "has 2 tasks on 1 nodes, but the step has 2"),
     ([], SLURM | SAGEMAKER, "slurm says that this is process 1 of 2, and sagemaker that it is pro"),
-    (["--environment", "sagemaker"], SLURM, "--environment sagemaker was asked for, but this"),
+    (
+        ["--environment", "sagemaker"],
+        SLURM,
+        "--environment sagemaker was asked for, but it has not",
+    ),
     (
         ["--environment", "slurn"],
         SLURM,

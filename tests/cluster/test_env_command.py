@@ -108,7 +108,11 @@ def test_json(
         (["--jsn"], {}, "no flag --jsn; did you mean 'json'? Known: environment, json."),
         (["--environment"], {}, "--environment: expected one argument. See tfmulti env --help."),
         (["--environment", "slurn"], {}, "no environment 'slurn'; did you mean 'slurm'? Known: "),
-        (["--environment", "mpi"], SLURM, "--environment mpi was asked for, but it has not started"),
+        (
+            ["--environment", "mpi"],
+            SLURM,
+            "--environment mpi was asked for, but it has not started",
+        ),
         ([], {"TF_CONFIG": "{"}, "TF_CONFIG"),
         ([], SLURM | {"SLURM_NODEID": "2"}, "slurm: SLURM_NODEID is 2, but SLURM_STEP_NODELIST"),
         ([], SLURM | {"SLURM_STEP_NODELIST": "n["}, "slurm: the host list 'n[' does not parse"),
