@@ -84,14 +84,21 @@ def test_the_chief_names_the_worker_that_sleeps_and_where(group: Processes, tmp_
     assert "tfmulti: worker" not in group.errors(1)
 
 
-def test_a_worker_that_is_frozen_tells_nothing(group: Processes, tmp_path: Path) -> None:
-    pids = start(group, tmp_path, 1, "freeze")
+def line_about_frozen(group: Processes, folder: Path, frozen: int, prints: int) -> str:
+    """Freezes a worker of two, and returns the line that the worker `prints` shows."""
+    pids = start(group, folder, frozen, "freeze")
+    line = rf"tfmulti: worker {prints}: .*\n"
     try:
-        line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
+        found = until(lambda: re.search(line, group.errors(prints)), group)[0]
     finally:
-        os.kill(pids[1], signal.SIGCONT)
-    (tmp_path / "end").touch()
+        os.kill(pids[frozen], signal.SIGCONT)
+    (folder / "end").touch()
     group.wait(LIMIT_S)
+    return str(found)
+
+
+def test_a_worker_that_is_frozen_writes_no_report(group: Processes, tmp_path: Path) -> None:
+    line = line_about_frozen(group, tmp_path, frozen=1, prints=0)
     assert "it waits for worker 1 in collective" in line
     assert "worker 1 has written no report: its process has ended or stopped, " in line
 
@@ -213,13 +220,7 @@ def test_a_worker_is_named_where_no_collective_tells_it(group: Processes, tmp_pa
 def test_a_chief_that_is_frozen_is_named_by_the_first_other(
     group: Processes, tmp_path: Path
 ) -> None:
-    pids = start(group, tmp_path, 0, "freeze")
-    try:
-        line = until(lambda: re.search(r"tfmulti: worker 1: .*\n", group.errors(1)), group)[0]
-    finally:
-        os.kill(pids[0], signal.SIGCONT)
-    (tmp_path / "end").touch()
-    group.wait(LIMIT_S)
+    line = line_about_frozen(group, tmp_path, frozen=0, prints=1)
     assert "it waits for worker 0 in collective" in line
 
 

@@ -16,11 +16,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from tests.support.processes import ROOT, Finished, Processes, clean_env, processes
+from tests.support.processes import Processes, clean_env
 
 SERVER = Path(__file__).with_name("fork_server.py")
 # Other variables with these beginnings are read when Python, TensorFlow or Keras is imported.
@@ -103,29 +102,4 @@ class Forks(Processes):
         return ForkedProcess(argv, env, cwd, [out.fileno(), err.fileno()])
 
 
-def run_workers(
-    argv: Sequence[str],
-    count: int,
-    folder: Path,
-    *,
-    limit_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
-) -> list[Finished]:
-    """Runs the same command as `count` forked workers with TF_CONFIG on loopback."""
-    with processes(folder, Forks) as group:
-        return group.run_workers(argv, count, limit_s, env, cwd)
-
-
-def run(
-    argv: Sequence[str],
-    folder: Path,
-    *,
-    limit_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
-) -> Finished:
-    """Runs one command in a forked process, within a time limit."""
-    with processes(folder, Forks) as group:
-        group.start(argv, env, cwd)
-        return group.wait(limit_s)[0]
+run, run_workers = Forks.run, Forks.run_workers

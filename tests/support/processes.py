@@ -124,22 +124,44 @@ class Processes:
             start_new_session=True,
         )
 
+    @classmethod
     def run_workers(
-        self,
+        cls,
         argv: Sequence[str],
         count: int,
+        folder: Path,
+        *,
         limit_s: float,
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
     ) -> list[Finished]:
-        """Runs the same command as `count` workers with TF_CONFIG on loopback."""
-        with reserved(count) as addresses:
+        """Runs the same command as `count` workers with TF_CONFIG on loopback.
+
+        Raises:
+            AssertionError: a worker failed or hung. The message has the logs of all workers.
+        """
+        with processes(folder, cls) as group, reserved(count) as addresses:
             for index in range(count):
-                self.start(argv, {**(env or {}), "TF_CONFIG": tf_config(addresses, index)}, cwd)
-            finished = self.wait(limit_s)
-        failed = [n for n, done in enumerate(finished) if done.returncode]
-        assert not failed, f"workers {failed} failed\n{self.logs()}"
+                group.start(argv, {**(env or {}), "TF_CONFIG": tf_config(addresses, index)}, cwd)
+            finished = group.wait(limit_s)
+            failed = [n for n, done in enumerate(finished) if done.returncode]
+            assert not failed, f"workers {failed} failed\n{group.logs()}"
         return finished
+
+    @classmethod
+    def run(
+        cls,
+        argv: Sequence[str],
+        folder: Path,
+        *,
+        limit_s: float,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+    ) -> Finished:
+        """Runs one command to its end, within a time limit."""
+        with processes(folder, cls) as group:
+            group.start(argv, env, cwd)
+            return group.wait(limit_s)[0]
 
     def pid(self, number: int) -> int:
         """Returns the id of a process."""
@@ -205,36 +227,7 @@ def processes(folder: Path, kind: type[Processes] | None = None) -> Iterator[Pro
         group.end()
 
 
-def run_workers(
-    argv: Sequence[str],
-    count: int,
-    folder: Path,
-    *,
-    limit_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
-) -> list[Finished]:
-    """Runs the same command as `count` workers with TF_CONFIG on loopback.
-
-    Raises:
-        AssertionError: a worker failed or hung. The message has the logs of all workers.
-    """
-    with processes(folder) as group:
-        return group.run_workers(argv, count, limit_s, env, cwd)
-
-
-def run(
-    argv: Sequence[str],
-    folder: Path,
-    *,
-    limit_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
-) -> Finished:
-    """Runs one command to its end, within a time limit."""
-    with processes(folder) as group:
-        group.start(argv, env, cwd)
-        return group.wait(limit_s)[0]
+run, run_workers = Processes.run, Processes.run_workers
 
 
 @contextlib.contextmanager
