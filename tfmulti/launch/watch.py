@@ -64,7 +64,7 @@ class Watch:
     ) -> None:
         self._config, self._worker_group, self._output = config, worker_group, output
         self._wants_others, self._show = wants_others, show
-        self._is_prepared = config.max_restarts == 0
+        self._is_prepared = False
         self._frozen_since: dict[int, float] = {}
         self._all_listen = len(worker_group.locations) == 1
         self._first_listened_s: float | None = None
@@ -133,8 +133,11 @@ class Watch:
         Before that they would slow down the start of the workers. A job without
         restarts needs no standby processes.
         """
-        if not self._is_prepared and all(
-            status.heartbeat and status.heartbeat.step > 0 for status in statuses
+        may_restart = self._config.max_restarts > 0
+        if (
+            may_restart
+            and not self._is_prepared
+            and all(status.heartbeat and status.heartbeat.step > 0 for status in statuses)
         ):
             self._worker_group.prepare()
             self._is_prepared = True
