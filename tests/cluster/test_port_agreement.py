@@ -151,7 +151,6 @@ def test_a_message_that_is_changed_on_the_way_is_not_taken(
     def between() -> None:
         with server, contextlib.suppress(OSError):
             process, _ = server.accept()
-            server.close()
             deadline_s = time.monotonic() + 10
             while True:
                 with contextlib.suppress(ConnectionRefusedError):
@@ -159,6 +158,8 @@ def test_a_message_that_is_changed_on_the_way_is_not_taken(
                     break
                 assert time.monotonic() < deadline_s
                 time.sleep(0.02)
+            # Until now it kept the chief away from the first port, and now it lets the process by.
+            server.close()
             back = threading.Thread(target=send_on, args=(chief, process, sender == "chief"))
             back.start()
             send_on(process, chief, sender == "process")

@@ -81,9 +81,10 @@ DATASETS: dict[str, Callable[[], tf.data.Dataset]] = {
         numbers(12).shuffle(12, seed=3).batch(5).prefetch(1).repeat()
     ),
     "without an end, repeated first": lambda: numbers(12).repeat().shuffle(12, seed=3).batch(5),
-    # No call stops near row 27, where reading one batch ahead, or not, would draw an order.
+    # TensorFlow reads several batches ahead, and the end of a pass would draw the next order. So a
+    # pass has more rows than all batches that a call can read.
     "without an end, mapped": lambda: (
-        numbers(27).map(lambda n: n % 24).cache().shuffle(27, seed=3).repeat().batch(5)
+        numbers(600).map(lambda n: n % 24).cache().shuffle(27, seed=3).repeat().batch(5)
     ),
 }
 
