@@ -30,13 +30,14 @@ from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import over_ssh, remote_command
 from tfmulti.launch.flags import parse
 from tfmulti.launch.heartbeat import (
+    ERROR_FILE,
     SAVED,
     Heartbeat,
     HeartbeatRecord,
+    note_error,
     read_error,
     read_progress,
     saved_before,
-    write_error,
 )
 from tfmulti.launch.idle import Idle, Use
 from tfmulti.launch.machine import Unreachable
@@ -235,10 +236,9 @@ def test_a_faulthandler_of_the_user_keeps_sigusr1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "_is_own", False)
-    monkeypatch.setattr(stacks, "_stderr", [])
     faulthandler.unregister(signal.SIGUSR1)
     with open(tmp_path / "users", "w") as users, open(tmp_path / "errors", "w") as errors:
-        stacks._stderr.append(errors.fileno())
+        monkeypatch.setattr(stacks, "own_stderr", errors.fileno)
         try:
             faulthandler.register(signal.SIGUSR1, file=users)
             stacks.show_at_sigusr1()
@@ -656,7 +656,7 @@ def test_errors_are_written_whole(tmp_path: Path) -> None:
     try:
         raise KeyError("weights")
     except KeyError as error:
-        write_error(path, error, rank=2)
+        note_error(error, {ERROR_FILE: str(path), "RANK": "2"})
     found = read_error(path)
     assert found is not None
     assert (found.type, found.message, found.rank) == ("KeyError", "'weights'", 2)

@@ -78,7 +78,7 @@ class Cluster:
     workers: tuple[str, ...]
     task: Task
     chief: str | None = None
-    evaluators: tuple[str, ...] = field(default=())
+    evaluators: tuple[str, ...] = ()
     local_rank: int = field(default=0, compare=False)
     local_size: int = field(default=1, compare=False)
 
@@ -222,6 +222,11 @@ def _as_object(text: str) -> Mapping[str, Any]:
 
 def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Returns the address lists of TF_CONFIG by job, or raises ClusterError."""
+    if "sparseCluster" in config:
+        raise ClusterError(
+            "TF_CONFIG has a sparseCluster, which lists this worker alone, but every worker needs "
+            "the addresses of all. Set enableDynamicWorker: false in the TFJob."
+        )
     cluster = config.get("cluster")
     if not isinstance(cluster, Mapping) or not cluster:
         raise ClusterError(

@@ -10,7 +10,6 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 
 # A crafted list may stand for more hosts than memory holds.
 MOST_HOSTS = 1 << 16
@@ -23,23 +22,16 @@ class HostListError(ValueError):
     """Raised for a list that does not follow the rules; the message is one sentence."""
 
 
-def expand_hosts(text: str, run: Callable[[str], list[str] | None] | None = None) -> list[str]:
+def expand_hosts(text: str) -> list[str]:
     """Returns the hosts of a list, in its order.
 
     `scontrol show hostnames` is asked first, if it is installed. In a container it often is not.
 
-    Args:
-        text: the list.
-        run: asks scontrol; returns None if it cannot. None: the program on the PATH.
-
     Raises:
         HostListError: the list does not follow the rules, or has more than `MOST_HOSTS` hosts.
-
-    >>> expand_hosts("n[1-2,07]-ib,login", run=lambda text: None)
-    ['n1-ib', 'n2-ib', 'n07-ib', 'login']
     """
-    parsed = parse_hosts(text)
-    return (_by_scontrol if run is None else run)(text) or parsed
+    hosts = parse_hosts(text)
+    return _by_scontrol(text) or hosts
 
 
 def parse_hosts(text: str) -> list[str]:
@@ -47,22 +39,22 @@ def parse_hosts(text: str) -> list[str]:
 
     Raises:
         HostListError: the list does not follow the rules, or has more than `MOST_HOSTS` hosts.
+
+    >>> parse_hosts("n[1-2,07]-ib,login")
+    ['n1-ib', 'n2-ib', 'n07-ib', 'login']
     """
     hosts: list[str] = []
-    at = 0
-    while True:
-        match = _HOST.match(text, at)
-        if match is None:
-            raise HostListError(f"the host list {text[:80]!r} does not parse at character {at}.")
+    position = 0
+    while position <= len(text):
+        match = _HOST.match(text, position)
+        end = match.end() if match else position
+        if match is None or text[end : end + 1] not in ("", ","):
+            raise HostListError(f"the host list {text[:80]!r} does not parse at character {end}.")
         hosts += _hosts_of(match[0], text)
         if len(hosts) > MOST_HOSTS:
             raise HostListError(f"the host list {text[:80]!r} has more than {MOST_HOSTS} hosts.")
-        at = match.end()
-        if at == len(text):
-            return hosts
-        if text[at] != ",":
-            raise HostListError(f"the host list {text[:80]!r} does not parse at character {at}.")
-        at += 1
+        position = end + 1
+    return hosts
 
 
 def _hosts_of(pattern: str, text: str) -> list[str]:

@@ -55,11 +55,6 @@ def secret_of(env: Mapping[str, str], path: Path | None = None) -> str:
     return secret
 
 
-def made() -> str:
-    """Returns a new random secret that cannot be guessed."""
-    return secrets.token_hex()
-
-
 def _content(path: Path) -> str:
     """Returns the text of a secret's file, or raises ConfigError."""
     source = f"--secret-file {path}"

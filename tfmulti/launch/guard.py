@@ -117,12 +117,7 @@ def _watch(reader: int, grace_s: float) -> None:
     """Reads the process groups until the pipe closes, and ends them. It is the guard's program."""
     # The terminal must not send its signals to the guard.
     os.setsid()
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        # An open output stream would let readers of the launcher's output wait for the guard.
-        os.dup2(null, stream)
+    outlive_signals()
     groups: set[int] = set()
     with os.fdopen(reader) as lines:
         for line in lines:
@@ -132,6 +127,18 @@ def _watch(reader: int, grace_s: float) -> None:
             else:
                 groups.discard(group)
     end_groups(groups, grace_s)
+
+
+def outlive_signals() -> None:
+    """Makes a process that watches other processes ignore `STOPPING`, and closes its streams.
+
+    Programs that read the output of the watched processes would wait for an open stream.
+    """
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
 
 
 def end_groups(groups: Iterable[int], grace_s: float) -> None:

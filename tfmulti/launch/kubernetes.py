@@ -23,7 +23,7 @@ from tfmulti.cluster.environments.kubernetes import PORT, SUBDOMAIN, WORKERS
 from tfmulti.config.command_line import Parser, exit_code_of, whole_number
 from tfmulti.errors import EXIT_FAILED, EXIT_USER, ConfigError, did_you_mean
 from tfmulti.launch.heartbeat import PROGRESS_FILE
-from tfmulti.launch.shim import GRACE
+from tfmulti.launch.signals import GRACE
 
 KINDS = ("job", "jobset")
 _DOCUMENTS = ("manifest",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import tempfile
@@ -14,9 +15,6 @@ from tfmulti.launch.signals import is_in_set, watched
 
 # The launcher names in this variable the file to which `shim` lets the stacks be written.
 STACKS_FILE = "TFMULTI_STACKS_FILE"
-
-# A second descriptor of standard error. The first one is redirected while TensorFlow starts.
-_stderr: list[int] = []
 
 # Whether the handler of SIGUSR1 is that of this module.
 _is_own = False
@@ -41,13 +39,13 @@ def file_of_stacks() -> Iterator[int | None]:
     It gives None if this process does not write its stacks at SIGUSR1. After the context they go to
     standard error, except under the launcher.
     """
-    given = os.environ.get(STACKS_FILE)
-    if given is not None:
+    path = os.environ.get(STACKS_FILE)
+    if path is not None:
         descriptor = None
         # A program that the worker has started gets the variable, too, but not the handler.
         if _is_handled_by_faulthandler():
             with contextlib.suppress(OSError):
-                descriptor = os.open(given, os.O_RDONLY)
+                descriptor = os.open(path, os.O_RDONLY)
         try:
             yield descriptor
         finally:
@@ -66,15 +64,17 @@ def file_of_stacks() -> Iterator[int | None]:
             _register(own_stderr())
 
 
+@functools.cache
 def own_stderr() -> int:
-    """Returns a descriptor of standard error that stays open until the process ends."""
-    if not _stderr:
-        try:
-            _stderr.append(os.dup(2))
-        except OSError:
-            # The process was started without standard error.
-            _stderr.append(os.open(os.devnull, os.O_WRONLY))
-    return _stderr[0]
+    """Returns a second descriptor of standard error, which stays open until the process ends.
+
+    The first descriptor is redirected while TensorFlow starts.
+    """
+    try:
+        return os.dup(2)
+    except OSError:
+        # The process was started without standard error.
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 def _is_free() -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from tfmulti.cluster import job_secret
+from tfmulti.cluster.job_secret import SECRET
 from tfmulti.cluster.listening import names_loopback
 from tfmulti.errors import EXIT_FAILED, ConfigError
 from tfmulti.launch import membership, policy
@@ -68,8 +68,8 @@ def run(
     """
     hosts = sources_of(config).now()
     check_secret(config, hosts)
-    secret = config.secret or ("" if config.by_hand else job_secret.made())
-    env = {**env, job_secret.SECRET: secret}
+    secret = config.secret or ("" if config.by_hand else secrets.token_hex())
+    env = {**env, SECRET: secret}
     if config.by_hand and config.node_rank:
         name = own_host_name(config, hosts)
         assert name is not None

@@ -30,6 +30,7 @@ from tfmulti.launch.heartbeat import (
 )
 from tfmulti.launch.idle import Idle
 from tfmulti.launch.shim import COMMAND, PARENT, STANDBY
+from tfmulti.launch.signals import GRACE
 from tfmulti.launch.stacks import STACKS_FILE
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -160,7 +161,7 @@ def worker_env(
         "LOCAL_WORLD_SIZE": str(request.local_world),
         "TFMULTI_RUN_ID": request.run_id,
         "TFMULTI_ATTEMPT": str(request.attempt),
-        "TFMULTI_GRACE_S": f"{config.shutdown_grace_s:g}",
+        GRACE: f"{config.shutdown_grace_s:g}",
         SAVED: json.dumps(dict(request.saved)),
         "PYTHONUNBUFFERED": "1",
         PARENT: str(os.getpid()),
