@@ -19,8 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tfmulti.cluster import door as doors
-from tfmulti.cluster import port_agreement
+from tfmulti.cluster import handshake, port_agreement
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.cluster.layout import Layout
 from tfmulti.cluster.messages import TcpMessageConnection
@@ -67,7 +66,7 @@ class LaunchersDoor:
 
     def comes_in(self) -> bool:
         connection = TcpMessageConnection(knock(self.port))
-        doors.prove(connection, self.key, self.name)
+        handshake.authenticate(connection, self.key, self.name)
         connection.send({"program": "\0".join(self.program)})
         wait_for(lambda: self.name in self.listener._waiting)
         connection.close()
@@ -173,7 +172,7 @@ def is_closed(connection: socket.socket) -> bool:
         b'{"name": {"a": "b"}, "program": "x"}\n',
         b'{"name": "' + b"b" * 400 + b'"}\n',
         b"[" * 60_000 + b"\n",
-        b'{"name": "NAME"' + b" " * doors.GREETING_BYTES + b"}\n",
+        b'{"name": "NAME"' + b" " * handshake.HANDSHAKE_BYTES + b"}\n",
         b'{"name": "NAME", "nonce": ""}\n',
         b'{"name": "NAME", "nonce": 7}\n',
         b'{"name": "NAME", "nonce": "no hexadecimal"}\n',
@@ -221,7 +220,7 @@ def test_a_process_of_the_job_that_says_nonsense_costs_nothing(
 ) -> None:
     """A process may have another version of tfmulti."""
     connection = TcpMessageConnection(knock(door.port))
-    doors.prove(connection, door.key, door.name)
+    handshake.authenticate(connection, door.key, door.name)
     connection.send(first)
     connection.limit(1.0)
     while connection.receive() is not None:
@@ -242,7 +241,7 @@ def test_no_greeting_blocks_a_connection_for_ever(door: Door, name: Any) -> None
 def test_a_lack_of_threads_does_not_stop_the_listener(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors.threading, "Thread", Mock(side_effect=RuntimeError("no more")))
+    monkeypatch.setattr(handshake.threading, "Thread", Mock(side_effect=RuntimeError("no more")))
     for _ in range(3):
         assert is_closed(knock(door.port))
     monkeypatch.undo()
@@ -270,7 +269,7 @@ def test_too_many_open_files_do_not_stop_the_listener(
 
 def test_an_endless_line_is_not_kept(door: Door) -> None:
     """The connection ends after the largest number of bytes that a greeting may have."""
-    data = b"x" * doors.GREETING_BYTES
+    data = b"x" * handshake.HANDSHAKE_BYTES
     with knock(door.port) as stranger:
         assert sent_until_it_ends(stranger, data, most=2_000) < 2_000
     assert door.comes_in()
@@ -288,7 +287,7 @@ def sent_until_it_ends(stranger: socket.socket, data: bytes, most: int, wait_s: 
 
 
 def test_a_greeting_byte_by_byte_has_an_end(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "GREETING_S", 0.5)
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.5)
     with knock(door.port) as stranger:
         assert sent_until_it_ends(stranger, b" ", most=200, wait_s=0.05) < 100
     assert door.comes_in()
@@ -296,8 +295,8 @@ def test_a_greeting_byte_by_byte_has_an_end(door: Door, monkeypatch: pytest.Monk
 
 def test_silent_callers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest greeting gives its place to a new caller, long before its time is over."""
-    monkeypatch.setattr(doors, "GREETING_S", 100.0)
-    strangers = [knock(door.port) for _ in range(doors.GREETED_AT_ONCE)]
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 100.0)
+    strangers = [knock(door.port) for _ in range(handshake.HANDSHAKES_AT_ONCE)]
     began = time.monotonic()
     assert door.comes_in()
     assert time.monotonic() - began < 10
@@ -306,11 +305,11 @@ def test_silent_callers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPa
 
 
 def test_many_at_once_do_not_fill_the_process(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "GREETING_S", 100.0)
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 100.0)
     before = threading.active_count()
-    strangers = [knock(door.port) for _ in range(3 * doors.GREETED_AT_ONCE)]
-    wait_for(lambda: sum(map(_is_over, strangers)) >= 2 * doors.GREETED_AT_ONCE)
-    assert threading.active_count() <= before + 2 * doors.GREETED_AT_ONCE
+    strangers = [knock(door.port) for _ in range(3 * handshake.HANDSHAKES_AT_ONCE)]
+    wait_for(lambda: sum(map(_is_over, strangers)) >= 2 * handshake.HANDSHAKES_AT_ONCE)
+    assert threading.active_count() <= before + 2 * handshake.HANDSHAKES_AT_ONCE
     for stranger in strangers:
         stranger.close()
     wait_for(lambda: threading.active_count() <= before + 1)

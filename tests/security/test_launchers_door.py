@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tfmulti.cluster import door as doors
+from tfmulti.cluster import handshake
 from tfmulti.cluster.job_secret import MessageAuthenticator, secret_of
 from tfmulti.cluster.messages import MOST_BYTES, MessageConnection, TcpMessageConnection
 from tfmulti.distribution.transport import rendezvous
@@ -84,8 +84,8 @@ def proven(port: int, secret: str = SECRET, name: str = "b") -> MessageConnectio
     """Returns a connection on which both sides have proven that they know the secret."""
     connection = TcpMessageConnection(knock(port))
     try:
-        doors.prove(connection, secret.encode(), name)
-    except doors.Stranger:
+        handshake.authenticate(connection, secret.encode(), name)
+    except handshake.HandshakeError:
         return None
     return connection
 
@@ -249,8 +249,8 @@ def test_an_answer_without_the_secret_gets_no_proof() -> None:
             ours = TcpMessageConnection(knock(taken.getsockname()[1]))
             theirs, _ = taken.accept()
         theirs.sendall(json.dumps(answer).encode() + b"\n")
-        with pytest.raises(doors.Stranger):
-            doors.prove(ours, SECRET.encode(), "b")
+        with pytest.raises(handshake.HandshakeError):
+            handshake.authenticate(ours, SECRET.encode(), "b")
         heard = theirs.recv(10_000)
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):

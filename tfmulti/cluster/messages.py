@@ -1,6 +1,6 @@
 """Sends and receives JSON objects over a connection, one a line.
 
-Once both sides have proved to each other that they belong to the same job (`door`), each line
+Once both sides have proved to each other that they belong to the same job (`handshake`), each line
 begins with the signature of its message.
 """
 

@@ -3,7 +3,7 @@
 A scheduler tells ranks and hosts, but no ports. So each process reserves a port of its own, and the
 chief (rank 0) collects the addresses and gives each process all of them. A process calls the chief,
 with its rank as its name. Both prove that they belong to the job, and sign their messages
-(`tfmulti.cluster.door`), which are:
+(`tfmulti.cluster.handshake`), which are:
 
     process:  {"host": "n2", "port": 17003, "gpus": 1}
     chief:    {"addresses": ["n1:17001", …]}, once all have come, or {"error": "…"}
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfmulti.cluster.cluster import Cluster, Task
-from tfmulti.cluster.door import LONGEST_NAME, Door, prove
+from tfmulti.cluster.handshake import LONGEST_NAME, HandshakeServer, authenticate
 from tfmulti.cluster.job_secret import SECRET, secret_of
 from tfmulti.cluster.layout import Layout, address_of
 from tfmulti.cluster.listening import LOOPBACK, listen
@@ -40,7 +40,7 @@ from tfmulti.errors import ClusterError
 TIMEOUT_S = 300.0
 # The chief's port is one of so many, beyond those of the processes of a host.
 CANDIDATES, _FIRST_CANDIDATE = 8, 1000
-# The limits of a message after the greeting, and of a number of GPUs.
+# The limits of a message after the handshake, and of a number of GPUs.
 _MOST_BYTES, _MOST_GPUS, _LONGEST_ERROR = 1 << 22, 1 << 16, 2000
 _CALL_S, _AGAIN_S = 5.0, 0.2
 
@@ -135,17 +135,21 @@ class _Chief:
     def collect(self, timeout_s: float) -> tuple[str, ...]:
         """Returns the address of each rank, after sending all of them to the other processes."""
         size = self._layout.size
-        with _listening(self._layout) as server:
+        with _listening(self._layout) as listener:
             try:
-                door = Door(
-                    server, self._key, self._enter, knows=self._knows, most_bytes=_MOST_BYTES
+                server = HandshakeServer(
+                    listener,
+                    self._key,
+                    self._add,
+                    is_known=self._is_rank,
+                    most_bytes=_MOST_BYTES,
                 )
             except OSError as error:
                 raise ClusterError(
                     f"{self._layout.environment}: process 0 cannot wait for the others: "
                     f"{error.strerror}. Raise the limit (ulimit -u), or start fewer processes."
                 ) from None
-            with contextlib.closing(door), self._changed:
+            with contextlib.closing(server), self._changed:
                 self._changed.wait_for(lambda: len(self._infos) == size, timeout_s)
                 try:
                     missing = [rank for rank in range(size) if rank not in self._infos]
@@ -156,12 +160,12 @@ class _Chief:
                     for connection in self._connections.values():
                         connection.close()
 
-    def _knows(self, name: str) -> bool:
+    def _is_rank(self, name: str) -> bool:
         """Returns whether a name is the rank of another process of the job."""
         rank = whole_number(name)
         return rank is not None and 0 < rank < self._layout.size
 
-    def _enter(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
+    def _add(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
         """Notes the address of a process, and keeps its connection for the answer."""
         info, rank = json_values.build(ProcessInfo, first), int(name)
         with self._changed:
@@ -232,7 +236,7 @@ def _addresses_from_chief(
             try:
                 sock = socket.create_connection((host, port), _CALL_S)
                 with contextlib.closing(TcpMessageConnection(sock)) as connection:
-                    prove(connection, key, str(layout.rank), _MOST_BYTES)
+                    authenticate(connection, key, str(layout.rank), _MOST_BYTES)
                     connection.send(dataclasses.asdict(own))
                     # The chief answers when all processes have come.
                     connection.limit(max(_AGAIN_S, deadline_s - time.monotonic()))

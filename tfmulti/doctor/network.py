@@ -2,8 +2,8 @@
 
 Each worker listens at its own address, where TensorFlow will listen later, and calls all others. On
 each connection both sides prove that they belong to the job, and sign their messages
-(`tfmulti.cluster.door`). The name of the caller is its rank. It sends messages, and gets an answer
-to each:
+(`tfmulti.cluster.handshake`). The name of the caller is its rank. It sends messages, and gets an
+answer to each:
 
     {"ask": "ping"}                     {"time": seconds since 1970}
     {"ask": "load", "bytes": n}         after n more bytes: {}
@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from tfmulti.cluster.cluster import Cluster, host_of
-from tfmulti.cluster.door import Door, prove
+from tfmulti.cluster.handshake import HandshakeServer, authenticate
 from tfmulti.cluster.job_secret import proof, secret_of
 from tfmulti.cluster.listening import listen
 from tfmulti.cluster.messages import TcpMessageConnection
@@ -82,14 +82,14 @@ class Network:
         self._connections: dict[int, _Connection] = {}
         self._slots = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
         address = cluster.addresses[cluster.rank]
-        server = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
+        listener = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
         # As tfmulti's own collectives listen.
         self._free = listen(host_of(address), cluster.hosts)
-        self._door = Door(
-            server,
+        self._server = HandshakeServer(
+            listener,
             self.key_of(cluster.rank),
             self._serve,
-            knows={str(rank) for rank in range(cluster.size)}.__contains__,
+            is_known={str(rank) for rank in range(cluster.size)}.__contains__,
             most_bytes=_MOST_BYTES,
         )
 
@@ -98,7 +98,7 @@ class Network:
 
     def __exit__(self, *error: object) -> None:
         # The port is free at once, so that TensorFlow can listen there.
-        self._door.close()
+        self._server.close()
         self._free.close()
         for connection in self._connections.values():
             connection.close()
@@ -267,7 +267,7 @@ class Network:
                 connected = socket.create_connection((host, port), _CALL_S)
                 connection = _Connection(TcpMessageConnection(connected))
                 self._connections[rank] = connection
-                connection.prove(self.key_of(rank), str(self._cluster.rank))
+                connection.authenticate(self.key_of(rank), str(self._cluster.rank))
                 result.rtt_ms[str(rank)], result.clock_s[str(rank)] = connection.ping()
                 result.errors.pop(str(rank), None)
                 return
@@ -341,9 +341,9 @@ class _Connection:
         """Ends the connection, also for a thread that waits on it."""
         self._messages.close()
 
-    def prove(self, key: bytes, name: str) -> None:
+    def authenticate(self, key: bytes, name: str) -> None:
         """Proves that this worker belongs to the job, and checks that the other one does."""
-        prove(self._messages, key, name, _MOST_BYTES)
+        authenticate(self._messages, key, name, _MOST_BYTES)
 
     def ask(self, what: str, *, wait_s: float = _CALL_S, **values: Any) -> dict[str, Any]:
         """Returns the answer to a question."""
