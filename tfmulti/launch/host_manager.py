@@ -16,7 +16,14 @@ from tfmulti.cluster.listening import LOOPBACK
 from tfmulti.errors import ConfigError, TfmultiError
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import JoinListener, over_ssh
-from tfmulti.launch.hosts import LOOPBACK_NAMES, Host, HostSources, is_here, slots_of
+from tfmulti.launch.hosts import (
+    LOOPBACK_NAMES,
+    Host,
+    discover,
+    is_here,
+    read_hostfile,
+    slots_of,
+)
 from tfmulti.launch.machine import LocalMachine, Machine, Unreachable
 from tfmulti.launch.membership import Limits, Placement, Standing, choose
 from tfmulti.launch.workers import Sink
@@ -74,8 +81,7 @@ class HostManager:
     ) -> None:
         self._config, self._env, self._run_id = config, env, run_id
         self._sink, self._say = sink, say
-        self._sources = sources_of(config)
-        self.hosts = self._sources.now()
+        self.hosts = named_hosts(config)
         self._own_name = own_host_name(config, self.hosts)
         self._local_machine = LocalMachine(config, env, self._own_name or LOOPBACK, sink)
         self._join_listener = None
@@ -90,9 +96,7 @@ class HostManager:
         self._shown_errors: set[str] = set()
         self._next_try: dict[str, float] = {}
         self._results: queue.Queue[tuple[str, Machine | Exception]] = queue.Queue()
-        self._sources_found: queue.Queue[tuple[tuple[Host, ...], ConfigError | None]] = (
-            queue.Queue()
-        )
+        self._named: queue.Queue[tuple[Host, ...] | ConfigError] = queue.Queue()
         self._refresh_s = REFRESH_S if config.discovery else REREAD_S
         self._next_refresh_s = time.monotonic() + self._refresh_s
         self._begun_s = time.monotonic()
@@ -242,22 +246,24 @@ class HostManager:
 
         An error leaves the list as it is. Each error is shown once.
         """
-        while not self._sources_found.empty():
-            self.hosts, error = self._sources_found.get()
-            if error is not None and str(error) not in self._shown_errors:
-                self._shown_errors.add(str(error))
-                self._say(f"{error} The job keeps its present machines.")
+        while not self._named.empty():
+            named = self._named.get()
+            if isinstance(named, tuple):
+                self.hosts = named
+            elif str(named) not in self._shown_errors:
+                self._shown_errors.add(str(named))
+                self._say(f"{named} The job keeps its present machines.")
             self._next_refresh_s = time.monotonic() + self._refresh_s
-        if self._sources.may_change and time.monotonic() > self._next_refresh_s:
+        if self._config.hosts_may_change and time.monotonic() > self._next_refresh_s:
             self._next_refresh_s = float("inf")
             threading.Thread(target=self._refresh, daemon=True).start()
 
     def _refresh(self) -> None:
         """Reads the list of hosts again, in a thread of its own."""
         try:
-            self._sources_found.put((self._sources.now(), None))
+            self._named.put(named_hosts(self._config))
         except ConfigError as error:
-            self._sources_found.put((self.hosts, error))
+            self._named.put(error)
 
     def _search(self, host: Host) -> None:
         """Tries to reach a machine, in a thread of its own, and queues the machine or the error."""
@@ -294,12 +300,17 @@ class HostManager:
         self._next_try[name] = time.monotonic() + wait_s
 
 
-def sources_of(config: LaunchConfig) -> HostSources:
-    """Returns the sources of the hosts in a configuration, or this machine if it names none."""
-    hosts = config.hosts
-    if not (hosts or config.hostfile or config.discovery):
-        hosts = (Host(LOOPBACK),)
-    return HostSources(hosts, config.hostfile, config.discovery)
+def named_hosts(config: LaunchConfig) -> tuple[Host, ...]:
+    """Returns the hosts that a configuration names now, or this machine if it names none.
+
+    Raises:
+        ConfigError: the file cannot be read, the program fails, or a line has a wrong form.
+    """
+    if config.discovery:
+        return discover(config.discovery)
+    if config.hostfile:
+        return read_hostfile(config.hostfile)
+    return config.hosts or (Host(LOOPBACK),)
 
 
 def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
@@ -312,11 +323,10 @@ def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
     Raises:
         ConfigError: there is no secret, and the job may have several machines.
     """
-    may_grow = bool(config.hostfile or config.discovery)
     if not config.by_hand or config.secret or config.insecure:
         return
-    if len(hosts) > 1 or may_grow:
-        machines = f"{len(hosts)} machines or more" if may_grow else f"{len(hosts)} machines"
+    if len(hosts) > 1 or config.hosts_may_change:
+        machines = f"{len(hosts)} machines" + (" or more" if config.hosts_may_change else "")
         raise ConfigError(
             f"--node-rank over {machines} needs a secret, else whoever reaches port "
             f"{config.master_port} could take part. Give the same {SECRET} or --secret-file on "

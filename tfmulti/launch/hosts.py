@@ -168,38 +168,6 @@ def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-class HostSources:
-    """Knows where the hosts of a job are named, and reads their names from there.
-
-    Args:
-        hosts: the hosts that the command line names. They count if there is no file and no script.
-        file: a host file, which `now` reads each time.
-        script: a command that prints the hosts, which `now` runs each time.
-    """
-
-    def __init__(
-        self, hosts: Sequence[Host], file: Path | None = None, script: str | None = None
-    ) -> None:
-        self._hosts, self._file, self._script = tuple(hosts), file, script
-
-    @property
-    def may_change(self) -> bool:
-        """Whether the hosts can change while the job runs."""
-        return self._file is not None or self._script is not None
-
-    def now(self) -> tuple[Host, ...]:
-        """Returns the hosts that are named at the time of the call.
-
-        Raises:
-            ConfigError: the file cannot be read, the program fails, or a line has a wrong form.
-        """
-        if self._script is not None:
-            return discover(self._script)
-        if self._file is not None:
-            return read_hostfile(self._file)
-        return self._hosts
-
-
 def slots_of(per_node: str, gpus: int, cores: int | None = None) -> int:
     """Returns how many workers `--nproc-per-node` means on a machine.
 

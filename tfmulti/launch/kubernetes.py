@@ -12,6 +12,7 @@ directory is on a volume that all pods share: /runs.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -451,11 +452,11 @@ def parsed(arguments: Sequence[str]) -> Manifest:
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     values = vars(_parser().parsed(arguments[:end]))
-    what = values.pop("what")
-    if what not in _DOCUMENTS:
+    document = values.pop("document")
+    if document not in _DOCUMENTS:
         raise ConfigError(
-            f"no document {what!r}; {did_you_mean(what, _DOCUMENTS)} Write tfmulti kubernetes "
-            "manifest, and then the flags."
+            f"no document {document!r}; {did_you_mean(document, _DOCUMENTS)} Write tfmulti "
+            "kubernetes manifest, and then the flags."
         )
     return Manifest(program=tuple(arguments[end + 1 :]), **values)
 
@@ -463,30 +464,22 @@ def parsed(arguments: Sequence[str]) -> Manifest:
 def _parser() -> Parser:
     """Returns the parser of the flags before `--`."""
     parser = Parser("tfmulti kubernetes", __doc__ or "")
+    # The defaults are those of `Manifest`.
+    parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add("what", nargs="?", default="", help="what is printed: manifest")
-    add("--workers", type=whole_number, default=2, help="pods, each one worker (default 2)")
-    add("--image", default="", help="container image with Python, tfmulti and the program")
-    add("--gpus", type=whole_number, default=0, help="GPUs of each pod (default 0)")
-    add("--cpus", default="2", help="cores of each pod (default 2)")
-    add("--memory", default="4Gi", help="memory of each pod (default 4Gi)")
-    add("--name", default="tfmulti", help="name of the job (default tfmulti)")
-    add("--kind", default="job", help="job or jobset (default job)")
+    add("document", nargs="?", default="", help="what is printed: manifest")
+    add("--workers", type=whole_number, help="pods, each one worker (default 2)")
+    add("--image", help="container image with Python, tfmulti and the program")
+    add("--gpus", type=whole_number, help="GPUs of each pod (default 0)")
+    add("--cpus", help="cores of each pod (default 2)")
+    add("--memory", help="memory of each pod (default 4Gi)")
+    add("--name", help="name of the job (default tfmulti)")
+    add("--kind", help="job or jobset (default job)")
     add("--claim", help="existing volume claim that all pods may write (default: one is made)")
-    add("--storage", default="20Gi", help="size of the volume that is made (default 20Gi)")
-    add(
-        "--grace-s",
-        type=whole_number,
-        default=120,
-        help="seconds to save after SIGTERM (default 120)",
-    )
-    add("--max-restarts", type=whole_number, default=10, help="restarts of the job (default 10)")
-    add(
-        "--start-s",
-        type=whole_number,
-        default=3600,
-        help="seconds until training begins; 0: no limit",
-    )
+    add("--storage", help="size of the volume that is made (default 20Gi)")
+    add("--grace-s", type=whole_number, help="seconds to save after SIGTERM (default 120)")
+    add("--max-restarts", type=whole_number, help="restarts of the job (default 10)")
+    add("--start-s", type=whole_number, help="seconds until training begins; 0: no limit")
     return parser
 
 

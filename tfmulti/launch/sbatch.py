@@ -15,6 +15,7 @@ the array's task, as in sbatch's own file names.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
@@ -324,30 +325,28 @@ def parsed(arguments: Sequence[str]) -> BatchScript:
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     values = vars(_parser().parsed(arguments[:end]))
-    del values["submit"]
-    options = tuple(values.pop("option"))
+    values.pop("submit", None)
+    options = tuple(values.pop("option", ()))
     return BatchScript(program=tuple(arguments[end + 1 :]), options=options, **values)
 
 
 def _parser() -> Parser:
     """Returns the parser of the flags before `--`."""
     parser = Parser("tfmulti sbatch", __doc__ or "")
+    # The defaults are those of `BatchScript`.
+    parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add("--nodes", type=whole_number, default=1, help="nodes of the job (default 1)")
-    add(
-        "--tasks-per-node",
-        type=whole_number,
-        help="workers of each node (default: one for each GPU)",
-    )
-    add("--gpus-per-node", type=whole_number, default=0, help="GPUs of each node (default 0)")
+    add("--nodes", type=whole_number, help="nodes of the job (default 1)")
+    add("--tasks-per-node", type=whole_number, help="workers of each node (default: one a GPU)")
+    add("--gpus-per-node", type=whole_number, help="GPUs of each node (default 0)")
     add("--cpus-per-task", type=whole_number, help="cores of each worker (default: Slurm's)")
     add("--time", help="time limit, such as 04:00:00 (default: the partition's)")
-    add("--signal", default="TERM", help="signal before the limit: TERM, USR1, USR2")
-    add("--signal-s", type=whole_number, default=90, help="seconds before the limit (default 90)")
+    add("--signal", help="signal before the limit: TERM, USR1, USR2")
+    add("--signal-s", type=whole_number, help="seconds before the limit (default 90)")
     add("--no-requeue", dest="requeue", action="store_false", help="end when it has saved")
     add("--array", help="numbers of a job array, such as 0-3")
-    add("--name", default="tfmulti", help="name of the job")
-    add("--option", action="append", default=[], help="option of sbatch, such as partition=gpu")
+    add("--name", help="name of the job")
+    add("--option", action="append", help="option of sbatch, such as partition=gpu")
     add("--submit", action="store_true", help="submit the script, and print what sbatch says")
     return parser
 

@@ -25,7 +25,13 @@ from tfmulti.launch import membership, policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import join_job
 from tfmulti.launch.guard import STOPPING
-from tfmulti.launch.host_manager import HostManager, TooFew, check_secret, own_host_name, sources_of
+from tfmulti.launch.host_manager import (
+    HostManager,
+    TooFew,
+    check_secret,
+    named_hosts,
+    own_host_name,
+)
 from tfmulti.launch.isolation import isolate
 from tfmulti.launch.membership import Placement, Standing
 from tfmulti.launch.output import Output, quote
@@ -66,7 +72,7 @@ def run(
         UserError: the job cannot run as the configuration asks.
         TfmultiError: the first machine of a job that is started by hand does not answer.
     """
-    hosts = sources_of(config).now()
+    hosts = named_hosts(config)
     check_secret(config, hosts)
     secret = config.secret or ("" if config.by_hand else secrets.token_hex())
     env = {**env, SECRET: secret}
