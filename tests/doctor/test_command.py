@@ -46,7 +46,9 @@ def test_two_workers_of_the_launcher_are_tried_by_training(tmp_path: Path) -> No
     assert "every worker reaches every other one" in done.stdout
     assert "8.39 MB over 2 devices" in done.stdout
     assert "WARNING  gRPC ports    TensorFlow will listen on all interfaces" in done.stdout
-    assert re.search(r"doors +worker 0 listens at .*:\d+ \(gRPC\); worker 1 listens", done.stdout)
+    assert re.search(
+        r"open ports +worker 0 listens at .*:\d+ \(gRPC\); worker 1 listens", done.stdout
+    )
     assert "It will train here" in done.stdout
 
 

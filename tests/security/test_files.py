@@ -48,7 +48,7 @@ from tfmulti.data.loader import Loader
 from tfmulti.data.sources import images, npz, tfrecord
 from tfmulti.distribution.strategies import Placement
 from tfmulti.doctor import __main__ as doctor
-from tfmulti.doctor.machine import SEEN_FILE
+from tfmulti.doctor.machine import MARK_FILE
 from tfmulti.errors import ClusterError, ConfigError, DataError, ResumeError, RunDirError
 from tfmulti.launch.heartbeat import read_error, read_progress
 from tfmulti.launch.hosts import read_hostfile
@@ -350,7 +350,7 @@ def test_the_memory_of_a_container_counts(
 
 
 def of_doctor(path: Path) -> object:
-    return doctor._seen(str(path.parent))
+    return doctor._read_mark(str(path.parent))
 
 
 def of_run_directory(path: Path) -> object:
@@ -360,7 +360,7 @@ def of_run_directory(path: Path) -> object:
 READERS: dict[str, Callable[[Path], object]] = {
     owner.FILE: owner._read,
     "hang_worker_1.json": watchdog.read,
-    SEEN_FILE: of_doctor,
+    MARK_FILE: of_doctor,
     "config.json": of_run_directory,
     "hosts": read_hostfile,
     "heartbeat": read_progress,
@@ -408,10 +408,10 @@ def test_the_mark_of_the_doctor_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("mine")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / SEEN_FILE).symlink_to(tmp_path / "other")
-    with doctor.FolderMark(Cluster(("a:1", "b:1"), Task("worker", 0)), str(run_dir)):
+    (run_dir / MARK_FILE).symlink_to(tmp_path / "other")
+    with doctor.run_directory_mark(Cluster(("a:1", "b:1"), Task("worker", 0)), str(run_dir)):
         assert (tmp_path / "other").read_text() == "mine"
-        assert len(str(doctor._seen(str(run_dir)))) == 32
+        assert len(str(doctor._read_mark(str(run_dir)))) == 32
     assert list(run_dir.iterdir()) == []
 
 
