@@ -100,7 +100,7 @@ def test_a_stranger_is_not_heard(lines: list[Any]) -> None:
         results, verdicts = exchanged(list(addresses), ("a" * 20, "a" * 20), attack)
     assert results[1].facts == {"from": 1}
     assert verdicts == ["well", "well"]
-    # At most the greeting came back, with a proof for this one connection.
+    # At most the first line of a handshake came back, with a proof for this one connection.
     assert all(set(json.loads(a)) == {"nonce", "proof"} for a in answers)
 
 

@@ -130,8 +130,7 @@ def _unreachable(cluster: Cluster, results: Mapping[int, Result]) -> list[Findin
                 Finding(
                     "connection",
                     FAILED,
-                    f"worker{'s' * (len(others) > 1)} {callers} cannot reach it at {address}: "
-                    + words,
+                    f"{callers} cannot reach it at {address}: {words}",
                     "every worker reaches every other one",
                     advice,
                     rank,
