@@ -226,16 +226,16 @@ def test_a_worker_that_joins_is_known_without_blocking_sigterm() -> None:
     with default_signals():
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         # As long as the signal has its default action, it ends the process.
-        assert not init_process._joins(own)
+        assert not init_process._is_joining(own)
         signal.signal(signal.SIGTERM, lambda *_: None)  # as TensorFlow does
-        assert init_process._joins(own)
+        assert init_process._is_joining(own)
     assert JOINING not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_faulthandler_of_the_user_keeps_sigusr1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "_is_own", False)
+    monkeypatch.setattr(stacks, "_is_registered", False)
     faulthandler.unregister(signal.SIGUSR1)
     with open(tmp_path / "users", "w") as users, open(tmp_path / "errors", "w") as errors:
         monkeypatch.setattr(stacks, "own_stderr", errors.fileno)

@@ -24,7 +24,7 @@ from tests.support.launching import (
     has_checkpoint,
     wait_for,
 )
-from tests.support.processes import processes
+from tests.support.processes import listening_in, processes
 from tfmulti.cluster.handshake import HandshakeError, authenticate
 from tfmulti.cluster.messages import TcpMessageConnection
 
@@ -137,12 +137,9 @@ def listening(ancestor: int) -> set[tuple[str, int]]:
                 inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(number)))
     found = set()
     for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in inodes:
-                address, _, at = words[1].partition(":")
-                host = ".".join(str(byte) for byte in reversed(bytes.fromhex(address[-8:])))
-                found.add((FIRST if name == "tcp6" or host == "0.0.0.0" else host, int(at, 16)))
+        for host, port, inode in listening_in(Path(f"/proc/net/{name}").read_text()):
+            if inode in inodes:
+                found.add((FIRST if name == "tcp6" or host == "0.0.0.0" else host, port))
     return found
 
 

@@ -111,6 +111,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[JobPort]:
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x80\x04\x95cos\nsystem\n",
         b"[]\n",
+        b'{"ask": "take", "result": {}}\n',
         b'{"name": 3}\n',
         b'{"name": {"a": "b"}, "program": "x"}\n',
         b'{"name": "' + b"b" * 400 + b'"}\n',
@@ -125,6 +126,14 @@ def port(request: pytest.FixtureRequest) -> Iterator[JobPort]:
 def test_a_caller_that_says_nonsense_is_rejected(port: JobPort, data: bytes) -> None:
     with knock(port.port, data.replace(b"NAME", port.name.encode())) as stranger:
         assert is_closed(stranger)
+    assert port.comes_in()
+
+
+@pytest.mark.parametrize("port", [AgreementPort, DoctorPort], indirect=True)
+@pytest.mark.parametrize("name", ["9", "1 1"])
+def test_a_rank_that_the_job_does_not_have_is_rejected(port: JobPort, name: str) -> None:
+    line = json.dumps({"name": name, "nonce": NONCE}).encode() + b"\n"
+    assert is_closed(knock(port.port, line))
     assert port.comes_in()
 
 

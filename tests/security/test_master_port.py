@@ -122,8 +122,8 @@ def test_workers_connect_although_an_accept_fails(
 
 
 def test_a_guard_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = guard.Guard(1.0)
-    os.kill(made._pid, signal.SIGKILL)
+    guard_of_test = guard.Guard(1.0)
+    os.kill(guard_of_test._pid, signal.SIGKILL)
     tried: list[Any] = []
 
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -131,12 +131,12 @@ def test_a_guard_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monke
         raise OSError(errno.ENOMEM, "no memory")
 
     monkeypatch.setattr(guard.subprocess, "Popen", fails)
-    wait_for(lambda: made.check() or len(tried) >= 2)
+    wait_for(lambda: guard_of_test.check() or len(tried) >= 2)
     monkeypatch.undo()
-    made.check()
-    assert made._another is not None
-    assert made._another.poll() is None
-    made.close()
+    guard_of_test.check()
+    assert guard_of_test._replacement is not None
+    assert guard_of_test._replacement.poll() is None
+    guard_of_test.close()
 
 
 def test_a_host_file_that_may_grow_needs_a_secret(tmp_path: Path) -> None:
@@ -203,7 +203,10 @@ def test_an_answer_without_the_secret_gets_no_proof() -> None:
 def sealed_pair() -> tuple[MessageConnection, MessageConnection, socket.socket, socket.socket]:
     """Returns two sealed ends, and the sockets of an attacker between them."""
     (one, from_one), (two, to_two) = over_pair(), over_pair()
-    one.seal, two.seal = MessageAuthenticator(b"1", b"2"), MessageAuthenticator(b"2", b"1")
+    one.authenticator, two.authenticator = (
+        MessageAuthenticator(b"1", b"2"),
+        MessageAuthenticator(b"2", b"1"),
+    )
     return one, two, from_one, to_two
 
 

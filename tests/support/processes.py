@@ -48,6 +48,24 @@ def children_of(process: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
+def listening_in(table: str) -> list[tuple[str, int, str]]:
+    """Returns the address, the port and the inode of the sockets that listen, see proc_pid_net(5).
+
+    Args:
+        table: the text of /proc/net/tcp or /proc/net/tcp6.
+    """
+    rows = [line.split() for line in table.splitlines()[1:]]
+    places = [(*row[1].split(":"), row[9]) for row in rows if row[3] == "0A"]
+    return [
+        (
+            ".".join(str(byte) for byte in reversed(bytes.fromhex(address[-8:]))),
+            int(port, 16),
+            inode,
+        )
+        for address, port, inode in places
+    ]
+
+
 def program_of(process: int) -> str:
     """Returns the name of the program that a process runs, or nothing if it has ended."""
     try:

@@ -234,16 +234,16 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
             'workers: {"worker": ["host:port", ...]}. Unset TF_CONFIG to run without a cluster.'
         )
     jobs: dict[str, tuple[str, ...]] = {}
-    for given, addresses in cluster.items():
-        name = _ALIASES.get(given, given)
+    for key, addresses in cluster.items():
+        name = _ALIASES.get(key, key)
         # Kubeflow lists jobs without tasks, too.
-        if given == "ps" and addresses == []:
+        if key == "ps" and addresses == []:
             continue
         if name not in TASK_TYPES:
             raise ClusterError(
-                f"no task type {_shown(given)} in TF_CONFIG['cluster']; "
-                + did_you_mean(given, TASK_TYPES)
-                + (" Parameter servers are not supported." if given == "ps" else "")
+                f"no task type {_shown(key)} in TF_CONFIG['cluster']; "
+                + did_you_mean(key, TASK_TYPES)
+                + (" Parameter servers are not supported." if key == "ps" else "")
             )
         if name in jobs:
             raise ClusterError(
@@ -252,7 +252,7 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
             )
         if isinstance(addresses, str) or not isinstance(addresses, Sequence):
             raise ClusterError(
-                f"TF_CONFIG['cluster'][{given!r}] is {_shown(addresses)}, but it must be a list of "
+                f"TF_CONFIG['cluster'][{key!r}] is {_shown(addresses)}, but it must be a list of "
                 '"host:port" addresses.'
             )
         jobs[name] = tuple(addresses)

@@ -178,7 +178,7 @@ class HandshakeServer:
         if not is_proof(caller_proof, self._key, _CALLS, *exchanged):
             self._on_wrong_proof(name)
             raise HandshakeError("the caller does not know the key")
-        connection.seal = _authenticator(self._key, _ANSWERS, _CALLS, exchanged)
+        connection.authenticator = _authenticator(self._key, _ANSWERS, _CALLS, exchanged)
         return name
 
 
@@ -209,7 +209,7 @@ def authenticate(
     if not is_proof(_bytes_of(answer, "proof"), key, _ANSWERS, *exchanged):
         raise HandshakeError("another program or job answers there")
     connection.send({"proof": proof(key, _CALLS, *exchanged).hex()})
-    connection.seal = _authenticator(key, _CALLS, _ANSWERS, exchanged)
+    connection.authenticator = _authenticator(key, _CALLS, _ANSWERS, exchanged)
     connection.most_bytes = most_bytes
     connection.limit(None)
 

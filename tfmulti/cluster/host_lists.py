@@ -72,13 +72,13 @@ def _hosts_of(pattern: str, text: str) -> list[str]:
 def _numbers(ranges: str, text: str) -> list[str]:
     """Returns the numbers of one bracket, each with its zeros."""
     numbers: list[str] = []
-    for each in ranges.split(","):
-        match = _RANGE.fullmatch(each)
-        if match is None or len(each) > 40:
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or len(part) > 40:
             raise HostListError(f"the host list {text[:80]!r} has a bracket that is no range.")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first) or int(last) - int(first) >= MOST_HOSTS:
-            raise HostListError(f"the host list {text[:80]!r} has the wrong range {each[:40]!r}.")
+            raise HostListError(f"the host list {text[:80]!r} has the wrong range {part[:40]!r}.")
         width = len(first)
         numbers += [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
     return numbers
@@ -95,8 +95,8 @@ def expand_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     total = 0
-    for each in text.split(","):
-        match = _COUNT.fullmatch(each)
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
         if match is None:
             raise HostListError(f"the list of tasks {text[:80]!r} does not parse.")
         tasks, nodes = int(match[1]), int(match[2] or 1)

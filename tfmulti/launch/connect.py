@@ -54,8 +54,12 @@ _NO_PROOF = (
 # the job began, or the other side does not know the secret.
 _LOST, _NOT_BEGUN, _WRONG_PROOF = 75, 76, 77
 
-# Messages of SSH about errors that do not pass by waiting.
-_HOPELESS = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
+# SSH's messages about errors that another try does not remove.
+_PERMANENT_ERRORS = (
+    "Permission denied",
+    "Host key verification failed",
+    "Could not resolve hostname",
+)
 
 
 def begin_of(
@@ -137,12 +141,12 @@ def over_ssh(
     assert ssh.stdout is not None
     assert ssh.stderr is not None
     lines: list[str] = []
-    listener = threading.Thread(target=_collect_lines, args=(ssh.stderr, lines), daemon=True)
-    listener.start()
+    stderr_reader = threading.Thread(target=_collect_lines, args=(ssh.stderr, lines), daemon=True)
+    stderr_reader.start()
 
     def reason() -> str:
         # The last line that the agent has written to standard error, or else SSH or srun.
-        listener.join(1.0)
+        stderr_reader.join(1.0)
         by_agent = [line for line in lines if not line.startswith("srun:")]
         return (by_agent or lines or [""])[-1]
 
@@ -162,7 +166,7 @@ def over_ssh(
     except Unreachable as error:
         close()
         message = reason()
-        if any(text in message for text in _HOPELESS):
+        if any(text in message for text in _PERMANENT_ERRORS):
             raise ConfigError(
                 f"{host.name} does not let SSH in: {message}. Make `{config.ssh} {host.name} true` "
                 "work without a prompt."
@@ -353,8 +357,10 @@ def _serve_in_child(
     None if the job did not begin. It is _LOST if the connection was lost, and _WRONG_PROOF if the
     other side does not know the secret.
     """
-    asked: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in STOPPING}
+    received: list[int] = []
+    old_handlers = {
+        number: signal.signal(number, lambda n, _: received.append(n)) for number in STOPPING
+    }
     child = os.fork()
     if child == 0:
         # The terminal sends Ctrl-C to the parent alone, which passes it on as SIGTERM.
@@ -367,26 +373,26 @@ def _serve_in_child(
             os._exit(_LOST)
     sock.close()
     try:
-        status = _wait(child, asked)
+        status = _wait(child, received)
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    if asked:
-        return 128 + asked[0]
+    if received:
+        return 128 + received[0]
     code = os.waitstatus_to_exitcode(status)
     return None if code == _NOT_BEGUN else _LOST if code < 0 else code
 
 
-def _wait(child: int, asked: list[int]) -> int:
+def _wait(child: int, received: list[int]) -> int:
     """Waits for a child process and returns its status; sends it SIGTERM if a signal arrives here.
 
-    `asked` is the list to which the signal handlers append.
+    The signal handlers append to `received`.
     """
-    passed_on = False
+    is_told = False
     while True:
-        if asked and not passed_on:
+        if received and not is_told:
             os.kill(child, signal.SIGTERM)
-            passed_on = True
+            is_told = True
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return status

@@ -148,21 +148,21 @@ class Heartbeat:
                 It is kept by a weak reference.
         """
         began = self._clock()
-        is_new, known = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
+        is_new, known_s = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
         self._is_traced = False
         with self._lock:
             self._recent = self._durations.setdefault(kind, deque(maxlen=_REMEMBERED))
-        self._write(phase=TRAINING if known else FIRST, since_s=began, longest_s=known)
+        self._write(phase=TRAINING if known_s else FIRST, since_s=began, longest_s=known_s)
         try:
             yield
         finally:
             now = self._clock()
-            longest_s = known if self._is_traced else max(known, now - began)
+            longest_s = known_s if self._is_traced else max(known_s, now - began)
             self._longest_s[kind] = 0.0 if is_new else longest_s
             if not (is_new or self._is_traced):
                 with self._lock:
                     self._recent.append(now - began)
-            self._write(phase=BUSY, since_s=now, longest_s=known)
+            self._write(phase=BUSY, since_s=now, longest_s=known_s)
 
     def tracing(self) -> None:
         """Reports that the current execution is traced, for example for a new shape of the batch.
@@ -252,10 +252,10 @@ def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
     """
     text = (os.environ if env is None else env).get(SAVED)
     try:
-        known = json_values.parse(text) if text else {}
+        steps = json_values.parse(text) if text else {}
     except json.JSONDecodeError:
         return -1
-    step = known.get(folder) if isinstance(known, dict) else None
+    step = steps.get(folder) if isinstance(steps, dict) else None
     return step if type(step) is int else -1
 
 

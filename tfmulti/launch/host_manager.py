@@ -41,11 +41,11 @@ JOIN_S = 30.0
 # At the end, the time limit for closing the connection of each lost machine.
 CLOSING_S = 3.0
 
-# A number of machines that no job reaches.
-EVERY = 10**6
+# A number of machines that is larger than in any job.
+UNLIMITED = 10**6
 
 
-class TooFew(TfmultiError):
+class TooFewMachines(TfmultiError):
     """Raised when not enough machines answer within the start timeout."""
 
 
@@ -113,10 +113,10 @@ class HostManager:
 
         Raises:
             ConfigError: a machine cannot be used at all.
-            TooFew: not enough machines have answered within the start timeout.
+            TooFewMachines: not enough machines have answered within the start timeout.
         """
         deadline = time.monotonic() + self._config.start_timeout_s
-        shown: dict[str, str] = {}
+        shown_reasons: dict[str, str] = {}
         while True:
             self.poll()
             placement = self.choice(standing)
@@ -125,14 +125,15 @@ class HostManager:
                 self._has_begun = True
                 return placement
             for name, reason in self.reasons.items():
-                if shown.get(name) != reason:
+                if shown_reasons.get(name) != reason:
                     self._say(f"waiting for {name}: {reason}")
-                    shown[name] = reason
+                    shown_reasons[name] = reason
             if time.monotonic() > deadline:
-                waited = f"{self._config.start_timeout_s:g} s (--start-timeout)"
-                reason = "; ".join(f"{n}: {w}" for n, w in self.reasons.items()) or "none is named"
-                raise TooFew(
-                    f"too few machines for {waited}: {reason}. Start them, or open the port."
+                limit = f"{self._config.start_timeout_s:g} s (--start-timeout)"
+                reasons = [f"{name}: {reason}" for name, reason in self.reasons.items()]
+                raise TooFewMachines(
+                    f"too few machines for {limit}: {'; '.join(reasons) or 'none is named'}. "
+                    "Start them, or open the port."
                 )
             time.sleep(0.02)
 
@@ -202,11 +203,11 @@ class HostManager:
         for thread in self._closing:
             thread.join(CLOSING_S)
 
-    def _check_unused_machines(self, busy: set[str]) -> None:
-        """Drops the machines that do not answer or are not named, except those in `busy`."""
+    def _check_unused_machines(self, used: set[str]) -> None:
+        """Drops the machines that do not answer or are not named, except those in `used`."""
         named = {host.name for host in self.hosts}
         for name, machine in list(self.machines.items()):
-            if name in busy:
+            if name in used:
                 continue
             if name not in named:
                 self.lost(name, "it is not named any more")
@@ -287,13 +288,13 @@ class HostManager:
         A ConfigError from the first search for a machine is raised if no attempt has begun. Later
         it must not end a job that runs.
         """
-        first = name not in self._tried
+        is_first_search = name not in self._tried
         self._tried.add(name)
         if not isinstance(result, Exception):
             self.machines[name] = result
             self.reasons.pop(name, None)
             return
-        if isinstance(result, ConfigError) and first and not self._has_begun:
+        if isinstance(result, ConfigError) and is_first_search and not self._has_begun:
             raise result
         self.reasons[name] = str(result)
         wait_s = RETRY_S if self._join_listener is None else 0.1
@@ -377,19 +378,21 @@ def limits_of(config: LaunchConfig, hosts: tuple[Host, ...], gpus: int) -> Limit
     if config.nodes is not None:
         low, high = config.nodes
     elif config.discovery or config.min_workers:
-        low, high = 1, EVERY
+        low, high = 1, UNLIMITED
     else:
         low = high = len(hosts)
     if low > len(hosts) and not config.discovery:
         raise ConfigError(
             f"--nnodes asks for {low} machines, but --hosts names {len(hosts)}. Name more."
         )
-    every = sum(host.slots or slots_of(config.per_node, gpus) for host in hosts[:high])
-    least = config.min_workers or (every if low == high else 1)
-    if least > every and not config.discovery:
-        raise ConfigError(f"--min-workers {least} is more than the {every} workers of the job.")
+    all_workers = sum(host.slots or slots_of(config.per_node, gpus) for host in hosts[:high])
+    min_workers = config.min_workers or (all_workers if low == high else 1)
+    if min_workers > all_workers and not config.discovery:
+        raise ConfigError(
+            f"--min-workers {min_workers} is more than the {all_workers} workers of the job."
+        )
     unknown = config.per_node in ("auto", "gpu", "cpu") and any(h.slots is None for h in hosts)
     if unknown and len(hosts) > 1 and config.min_workers is None:
         # Each machine tells its devices only when it answers. Until then only `low` bounds the job.
-        least = 1
-    return Limits(low, high, least)
+        min_workers = 1
+    return Limits(low, high, min_workers)

@@ -129,8 +129,8 @@ def is_here(name: str) -> bool:
     Args:
         name: a host name or an address, with an IPv6 address in brackets.
     """
-    own = (*LOOPBACK_NAMES, socket.gethostname())
-    return name in own or listening.is_here(name.strip("[]"))
+    own_names = (*LOOPBACK_NAMES, socket.gethostname())
+    return name in own_names or listening.is_here(name.strip("[]"))
 
 
 def _host(text: str, source: str) -> Host:
@@ -138,12 +138,12 @@ def _host(text: str, source: str) -> Host:
     name, colon, slots = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:
         name, slots = text, ""
-    form = f"{source}: {text[:80]!r} is not a host. Write: host:N, N the workers on it."
+    no_host = f"{source}: {text[:80]!r} is not a host. Write: host:N, N the workers on it."
     # SSH would take a name that begins with - for a flag. A name with a zero byte or a line feed is
     # not printable.
-    wrong = any(c in name for c in " '\"=;&|$`@\\/") or not name.isprintable()
-    if not name or len(name) > _MOST_CHARACTERS or name.startswith("-") or wrong:
-        raise ConfigError(form)
+    is_safe = name.isprintable() and not set(name) & set(" '\"=;&|$`@\\/")
+    if not (0 < len(name) <= _MOST_CHARACTERS) or name.startswith("-") or not is_safe:
+        raise ConfigError(no_host)
     if "[" in name or "]" in name:
         try:
             ipaddress.IPv6Address(name.removeprefix("[").removesuffix("]"))
@@ -155,7 +155,7 @@ def _host(text: str, source: str) -> Host:
         raise ConfigError(f"{source}: {text[:80]!r}: put an IPv6 address into brackets: [::1]:N.")
     count = whole_number(slots)
     if colon and not (count and count <= MOST_HOSTS):
-        raise ConfigError(form)
+        raise ConfigError(no_host)
     return Host(name, count)
 
 

@@ -154,7 +154,7 @@ class Manifest:
             return [*claims, self._network_policy(), self._job_set()]
         return [*claims, self._service(), self._network_policy(), self._job()]
 
-    def _about(self, kind: str, api: str = "v1", name: str | None = None) -> _Mapping:
+    def _header(self, kind: str, api: str = "v1", name: str | None = None) -> _Mapping:
         """Returns the first entries of an object."""
         labels = {"app.kubernetes.io/name": "tfmulti", _LABEL: self.name}
         return {
@@ -164,7 +164,7 @@ class Manifest:
         }
 
     def _volume_claim(self) -> _Mapping:
-        return self._about("PersistentVolumeClaim", name=f"{self.name}-runs") | {
+        return self._header("PersistentVolumeClaim", name=f"{self.name}-runs") | {
             "spec": {
                 "# All pods must see the run directory: any may be the chief.": None,
                 "accessModes": ["ReadWriteMany"],
@@ -173,7 +173,7 @@ class Manifest:
         }
 
     def _service(self) -> _Mapping:
-        return self._about("Service") | {
+        return self._header("Service") | {
             "spec": {
                 "# A headless Service gives each pod the name POD.SERVICE.": None,
                 "clusterIP": "None",
@@ -186,7 +186,7 @@ class Manifest:
 
     def _network_policy(self) -> _Mapping:
         selector = {"podSelector": {"matchLabels": {_LABEL: self.name}}}
-        return self._about("NetworkPolicy", "networking.k8s.io/v1") | {
+        return self._header("NetworkPolicy", "networking.k8s.io/v1") | {
             "spec": {
                 "# TensorFlow's port lets anyone in, so only pods of this job may reach it.": None,
                 "# The cluster's network must support policies.": None,
@@ -198,13 +198,13 @@ class Manifest:
 
     def _job(self) -> _Mapping:
         failures = self.max_restarts * self.workers
-        return self._about("Job", "batch/v1") | {
+        return self._header("Job", "batch/v1") | {
             "spec": self._job_spec(failures, "A restart of the job is a failure of each pod.")
         }
 
     def _job_set(self) -> _Mapping:
         spec = self._job_spec(0, "The JobSet starts all pods again, so the Job itself does not.")
-        return self._about("JobSet", "jobset.x-k8s.io/v1alpha2") | {
+        return self._header("JobSet", "jobset.x-k8s.io/v1alpha2") | {
             "spec": {
                 "failurePolicy": {
                     "maxRestarts": self.max_restarts,
@@ -348,8 +348,8 @@ class Manifest:
     def _program(self) -> list[str]:
         """Returns the program's words, with a run directory on the shared volume."""
         arguments = list(self.program)
-        fits = arguments[:2] == ["-m", "tfmulti.fit"]
-        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
+        is_fit = arguments[:2] == ["-m", "tfmulti.fit"]
+        if is_fit and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
             arguments += ["--run_dir", f"{_MOUNT}/{self.name}"]
         # Kubernetes replaces $(NAME) in a command, and makes one $ of two.
         return [word.replace("$", "$$") for word in arguments]
@@ -379,10 +379,10 @@ def _are_bytes(text: str) -> bool:
     return _LEAST_BYTES <= amount < 2**63
 
 
-def _probe(what: str, failures: int) -> _Mapping:
+def _probe(condition: str, failures: int) -> _Mapping:
     """Returns a probe that looks at the heartbeat file."""
     return {
-        "exec": {"command": ["python", "-m", "tfmulti.launch.probe", what]},
+        "exec": {"command": ["python", "-m", "tfmulti.launch.probe", condition]},
         "periodSeconds": _PROBE_S,
         "timeoutSeconds": 10,
         "failureThreshold": failures,
@@ -391,7 +391,7 @@ def _probe(what: str, failures: int) -> _Mapping:
 
 # What YAML reads as a text without quotes, unless it is one of its words.
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
-_WORDS = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
+_RESERVED = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
 
 
 def _yaml(value: Mapping[str, Any], indent: str = "") -> list[str]:
@@ -434,7 +434,7 @@ def _items(values: list[Any], indent: str) -> list[str]:
 
 def _scalar(value: Any) -> str:
     """Returns a value as YAML. A text that could be read as anything else is a JSON string."""
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS
+    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _RESERVED
     return str(value) if is_plain else json.dumps(value)
 
 

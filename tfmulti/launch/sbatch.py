@@ -35,7 +35,7 @@ _UNLIMITED = ("UNLIMITED", "INFINITE")
 _NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([1-9][0-9]{0,8}))?)?")
 # The program's own time before Slurm's signal is followed by SIGKILL.
 _MARGIN_S = 5
-# Slurm may send the signal so much earlier than it was asked to (`man sbatch`, --signal).
+# Slurm may send the signal this much earlier than --signal says (`man sbatch`).
 _EARLY_S = 60
 # The options that the flags of this command set.
 _OWN_OPTIONS = (
@@ -217,8 +217,8 @@ class BatchScript:
     def _command(self) -> str:
         """Returns the command of a task, with a run directory that stays the same."""
         arguments = list(self.program)
-        fits = arguments[:2] == ["-m", "tfmulti.fit"]
-        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
+        is_fit = arguments[:2] == ["-m", "tfmulti.fit"]
+        if is_fit and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
             arguments += ["--run_dir", f"runs/{self.name}-{'%A_%a' if self.array else '%j'}"]
         return " ".join(_quoted(word) for word in [self.python, *arguments])
 
@@ -254,9 +254,9 @@ def _check_array(array: str) -> None:
     Raises:
         ConfigError: they do not parse, or a range falls.
     """
-    numbers, percent, at_once = array.partition("%")
-    matches = [_NUMBERS.fullmatch(each) for each in numbers.split(",")]
-    if not all(matches) or (percent and not re.fullmatch("[1-9][0-9]{0,8}", at_once)):
+    numbers, percent, tasks_at_once = array.partition("%")
+    matches = [_NUMBERS.fullmatch(part) for part in numbers.split(",")]
+    if not all(matches) or (percent and not re.fullmatch("[1-9][0-9]{0,8}", tasks_at_once)):
         raise ConfigError(f"--array is {array!r}, but it must look like 0-3, 1,5,7 or 0-20:4%2.")
     for match in matches:
         if match and match[2] and int(match[2]) < int(match[1]):
@@ -279,11 +279,11 @@ def _check_option(option: str) -> None:
         )
     name = option.partition("=")[0]
     # sbatch accepts the beginning of a name, too.
-    own = next((own for own in _OWN_OPTIONS if own.startswith(name)), None)
-    if own is not None:
+    overridden = next((own for own in _OWN_OPTIONS if own.startswith(name)), None)
+    if overridden is not None:
         raise ConfigError(
-            f"--option is {option!r}, but this command sets {own} itself. Use its own flags; "
-            "tfmulti sbatch --help lists them."
+            f"--option is {option!r}, but this command sets {overridden} itself. Use its own "
+            "flags; tfmulti sbatch --help lists them."
         )
 
 
@@ -363,10 +363,10 @@ def _submitted(text: str) -> str:
             "--submit: there is no sbatch on this machine. Leave --submit out, and submit the "
             "script where Slurm is."
         )
-    done = subprocess.run([program], input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"--submit: {' '.join(done.stderr.split())}")
-    return done.stdout
+    submission = subprocess.run([program], input=text, capture_output=True, text=True)
+    if submission.returncode:
+        raise ConfigError(f"--submit: {' '.join(submission.stderr.split())}")
+    return submission.stdout
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def _end_with_parent() -> None:
         sys.exit(1)
 
 
-def _leave_a_watch() -> None:
+def _fork_watcher() -> None:
     """Forks a process that ends this process group when the launcher is gone.
 
     The program that replaces this process may ignore SIGTERM, or start other processes.
@@ -164,7 +164,7 @@ def main() -> None:
     if sys.argv[1:2] == [COMMAND]:
         # The setting stays when the program replaces this process.
         _end_with_parent()
-        _leave_a_watch()
+        _fork_watcher()
         os.execvp(sys.argv[2], sys.argv[2:])
     tie_to_launcher()
     if sys.argv[1:] == [STANDBY]:

@@ -27,7 +27,7 @@ from tfmulti.launch.connect import join_job
 from tfmulti.launch.guard import STOPPING
 from tfmulti.launch.host_manager import (
     HostManager,
-    TooFew,
+    TooFewMachines,
     check_secret,
     named_hosts,
     own_host_name,
@@ -135,7 +135,7 @@ class Job:
         except Stopped as stop:
             self._say(f"{stop}: all workers have ended")
             return 128 + stop.number
-        except TooFew as error:
+        except TooFewMachines as error:
             self._say(str(error))
             return EXIT_FAILED
 

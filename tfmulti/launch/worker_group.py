@@ -43,7 +43,7 @@ class WorkerGroup:
         self.lost: dict[str, str] = {}
         self.lost_s = 0.0
         self._machines = {name: machines[name] for name, _ in placement}
-        self._when_lost = lost
+        self._on_lost = lost
         self._last: dict[int, WorkerStatus] = {}
         self._requests: dict[str, list[StartRequest]] = {}
 
@@ -149,5 +149,5 @@ class WorkerGroup:
             except Unreachable as error:
                 self.lost[name] = str(error)
                 self.lost_s = self.lost_s or time.monotonic()
-                self._when_lost(name, str(error))
+                self._on_lost(name, str(error))
         return results
