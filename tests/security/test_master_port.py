@@ -200,19 +200,17 @@ def test_an_answer_without_the_secret_gets_no_proof() -> None:
         assert SECRET.encode() not in heard
 
 
-def sealed_pair() -> tuple[MessageConnection, MessageConnection, socket.socket, socket.socket]:
-    """Returns two sealed ends, and the sockets of an attacker between them."""
+def signing_pair() -> tuple[MessageConnection, MessageConnection, socket.socket, socket.socket]:
+    """Returns two ends that sign, and the sockets of an attacker between them."""
     (one, from_one), (two, to_two) = over_pair(), over_pair()
-    one.authenticator, two.authenticator = (
-        MessageAuthenticator(b"1", b"2"),
-        MessageAuthenticator(b"2", b"1"),
-    )
+    one.authenticator = MessageAuthenticator(b"1", b"2")
+    two.authenticator = MessageAuthenticator(b"2", b"1")
     return one, two, from_one, to_two
 
 
 @pytest.mark.parametrize("tampering", ["changed", "left out", "repeated", "swapped", "unsigned"])
 def test_a_message_changed_on_the_way_ends_the_connection(tampering: str) -> None:
-    one, two, from_one, to_two = sealed_pair()
+    one, two, from_one, to_two = signing_pair()
     lines = []
     with from_one.makefile("rb") as heard:
         for number in range(3):
@@ -231,8 +229,8 @@ def test_a_message_changed_on_the_way_ends_the_connection(tampering: str) -> Non
     assert two.receive() is None
 
 
-def test_sealed_messages_pass_in_both_directions() -> None:
-    one, two, from_one, to_two = sealed_pair()
+def test_signed_messages_pass_in_both_directions() -> None:
+    one, two, from_one, to_two = signing_pair()
     one.send({"a": 1})
     one.send({"a": 2})
     to_two.sendall(from_one.recv(1000))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -55,14 +56,10 @@ def listening_in(table: str) -> list[tuple[str, int, str]]:
         table: the text of /proc/net/tcp or /proc/net/tcp6.
     """
     rows = [line.split() for line in table.splitlines()[1:]]
-    places = [(*row[1].split(":"), row[9]) for row in rows if row[3] == "0A"]
+    sockets = [(*row[1].split(":"), row[9]) for row in rows if row[3] == "0A"]
     return [
-        (
-            ".".join(str(byte) for byte in reversed(bytes.fromhex(address[-8:]))),
-            int(port, 16),
-            inode,
-        )
-        for address, port, inode in places
+        (socket.inet_ntoa(bytes.fromhex(address[-8:])[::-1]), int(port, 16), inode)
+        for address, port, inode in sockets
     ]
 
 

@@ -119,7 +119,7 @@ class Network:
             caller.start()
         for caller in callers:
             caller.join()
-        # Each worker begins with its next neighbour, so that at any time one sends to each.
+        # Each worker begins with the next rank, so that at any time one worker sends to each.
         own = self._cluster.rank
         for rank in sorted(others, key=lambda rank: (rank - own) % self._cluster.size):
             if rank in self._connections:

@@ -141,40 +141,40 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
             launchers.
         SystemExit: the help was asked for and has been shown.
     """
-    given = make_parser(doc).parsed(argv)
-    program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    also_files = _streams("tee", given.tee)
-    only_files = _streams("redirects", given.redirects)
-    hosts, ssh = parse_hosts(given.hosts) if given.hosts is not None else (), given.ssh
-    if not (hosts or given.hostfile or given.host_discovery_script or given.isolate):
-        hosts, ssh = _allocated(given.nnodes, ssh, env)
-    if given.nproc_per_node not in ("auto", "gpu", "cpu"):
-        _whole("nproc-per-node", given.nproc_per_node, 1)
+    values = make_parser(doc).parsed(argv)
+    program = values.program[1:] if values.program[:1] == ["--"] else values.program
+    also_files = _streams("tee", values.tee)
+    only_files = _streams("redirects", values.redirects)
+    hosts, ssh = parse_hosts(values.hosts) if values.hosts is not None else (), values.ssh
+    if not (hosts or values.hostfile or values.host_discovery_script or values.isolate):
+        hosts, ssh = _allocated(values.nnodes, ssh, env)
+    if values.nproc_per_node not in ("auto", "gpu", "cpu"):
+        _whole("nproc-per-node", values.nproc_per_node, 1)
     config = LaunchConfig(
         program=tuple(program),
-        module=given.module,
-        python=not given.no_python,
-        per_node=given.nproc_per_node,
+        module=values.module,
+        python=not values.no_python,
+        per_node=values.nproc_per_node,
         hosts=hosts,
-        hostfile=Path(given.hostfile) if given.hostfile else None,
-        discovery=given.host_discovery_script,
-        nodes=_range("nnodes", given.nnodes),
-        min_workers=_whole("min-workers", given.min_workers, 1) if given.min_workers else None,
-        node_rank=_whole("node-rank", given.node_rank, 0) if given.node_rank else None,
-        master_port=_whole("master-port", given.master_port, 1),
-        secret=secret_of(env, Path(given.secret_file) if given.secret_file else None),
-        insecure=given.insecure,
-        isolate=given.isolate,
+        hostfile=Path(values.hostfile) if values.hostfile else None,
+        discovery=values.host_discovery_script,
+        nodes=_range("nnodes", values.nnodes),
+        min_workers=_whole("min-workers", values.min_workers, 1) if values.min_workers else None,
+        node_rank=_whole("node-rank", values.node_rank, 0) if values.node_rank else None,
+        master_port=_whole("master-port", values.master_port, 1),
+        secret=secret_of(env, Path(values.secret_file) if values.secret_file else None),
+        insecure=values.insecure,
+        isolate=values.isolate,
         ssh=ssh,
-        max_restarts=_whole("max-restarts", given.max_restarts, 0),
-        monitor_interval_s=_seconds("monitor-interval", given.monitor_interval),
-        log_dir=Path(given.log_dir) if given.log_dir else _default_log_dir(program),
+        max_restarts=_whole("max-restarts", values.max_restarts, 0),
+        monitor_interval_s=_seconds("monitor-interval", values.monitor_interval),
+        log_dir=Path(values.log_dir) if values.log_dir else _default_log_dir(program),
         terminal=tuple(name for name in STREAMS["3"] if name not in only_files),
         files=tuple(dict.fromkeys([*also_files, *only_files])),
-        start_timeout_s=_seconds("start-timeout", given.start_timeout),
-        shutdown_grace_s=_seconds("shutdown-grace-s", given.shutdown_grace_s),
-        stall_timeout_s=_seconds("stall-timeout-s", given.stall_timeout_s) or math.inf,
-        standby=not given.no_standby and not given.no_python,
+        start_timeout_s=_seconds("start-timeout", values.start_timeout),
+        shutdown_grace_s=_seconds("shutdown-grace-s", values.shutdown_grace_s),
+        stall_timeout_s=_seconds("stall-timeout-s", values.stall_timeout_s) or math.inf,
+        standby=not values.no_standby and not values.no_python,
     )
     # Other machines are asked for their GPUs when they answer.
     if not (config.hosts or config.hostfile or config.discovery):
